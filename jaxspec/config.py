@@ -1,0 +1,114 @@
+"""What a caller may ask for: sampling parameters and engine settings, validated before any compute."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxspec.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop; the names are vLLM's.
+
+    Attributes:
+      max_tokens: most tokens to generate.
+      temperature: 0 is greedy; ties go to the lowest token id.
+      top_k: keep the k most probable tokens (ties at the threshold kept); 0 or -1 keeps all.
+      top_p: keep the smallest set of most probable tokens whose mass reaches top_p; 1 keeps all.
+      min_p: keep tokens at least min_p times as probable as the most probable one; 0 keeps all.
+      repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; 1 is off.
+      frequency_penalty: subtracted once per occurrence in the output.
+      presence_penalty: subtracted once if the token occurs in the output.
+      logit_bias: added to logits, by token id; -inf bans a token.
+      stop: text that ends generation, cut from the output together with what follows.
+      seed: names the random stream. Equal seeds give equal text; None takes a fresh seed, reported in the stats.
+      ignore_eos: generate past end-of-sequence tokens.
+      logprobs: report the log-probability of each chosen token under the processed distribution.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | tuple[str, ...] | list[str] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self):
+        """Check types and ranges; normalise `stop` to a tuple."""
+        for name, low in (("max_tokens", 1), ("top_k", -1)):
+            _check_int(name, getattr(self, name), low)
+        for name, low, high in (
+            ("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, math.inf),
+            ("frequency_penalty", -2.0, 2.0), ("presence_penalty", -2.0, 2.0),
+        ):  # fmt: skip
+            _check_float(name, getattr(self, name), low, high)
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0; top_k=1 keeps only the most probable token")
+        if self.repetition_penalty == 0:
+            raise ConfigError("repetition_penalty must be above 0; 1 switches it off")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0)
+            if self.seed >= 2**63:
+                raise ConfigError(f"seed must be below 2**63, got {self.seed}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(s, str) and s for s in stop):
+            raise ConfigError(f"stop must be non-empty strings, got {stop!r}")
+        object.__setattr__(self, "stop", stop)
+        for token, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias token id", token, 0)
+            if not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
+                raise ConfigError(f"logit_bias of token {token} must be a number below +inf, got {bias!r}")
+        for name in ("ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How a model is placed and run.
+
+    Attributes:
+      dtype: weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere.
+      target_devices: tensor-parallel degree of the target.
+      max_context: most tokens of prompt plus output; None takes the model's own context length.
+      compile_cache: folder of compiled programs; None is the user's cache folder, "" switches the cache off.
+    """
+
+    dtype: DType = "auto"
+    target_devices: int = 1
+    max_context: int | None = None
+    compile_cache: str | None = None
+
+    def __post_init__(self):
+        """Check names and ranges."""
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"dtype {self.dtype!r} is not supported; use auto, float32 or bfloat16")
+        _check_int("target_devices", self.target_devices, 1)
+        if self.max_context is not None:
+            _check_int("max_context", self.max_context, 2)
+
+
+def _check_int(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+def _check_float(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(f"{name} must lie between {low} and {high}, got {value}")

@@ -1,0 +1,57 @@
+"""MeshPlan: which devices a model runs on, and how many of them share each weight."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxspec.errors import ConfigError
+
+TENSOR_AXIS = "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlan:
+    """Tensor parallelism over `devices`, in order; one device means no parallelism.
+
+    Hashable and comparable by device, so that it can key compiled functions.
+    """
+
+    devices: tuple[jax.Device, ...]
+
+    def __post_init__(self):
+        """Refuse empty or repeated device lists."""
+        if not self.devices:
+            raise ConfigError("a mesh needs at least one device, got none")
+        if len(set(self.devices)) != len(self.devices):
+            raise ConfigError(f"a device appears twice in the mesh: {[d.id for d in self.devices]}")
+
+    @property
+    def tensor(self) -> int:
+        """Tensor-parallel degree."""
+        return len(self.devices)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The one-axis device mesh, in Explicit mode."""
+        import numpy as np
+
+        return Mesh(np.array(self.devices), (TENSOR_AXIS,), axis_types=(AxisType.Explicit,))
+
+
+def plan_mesh(count: int = 1, devices: Sequence[jax.Device] | None = None, offset: int = 0) -> MeshPlan:
+    """Take `count` devices after the first `offset` of `devices` (all local devices by default).
+
+    Raises:
+      ConfigError: fewer devices exist than asked for; both numbers are named.
+    """
+    available = list(jax.devices() if devices is None else devices)
+    if count < 1:
+        raise ConfigError(f"a mesh needs at least one device, got {count}")
+    if offset + count > len(available):
+        raise ConfigError(
+            f"{count} devices asked for after the first {offset}, but only {len(available)} exist; "
+            "on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
+        )
+    return MeshPlan(tuple(available[offset : offset + count]))

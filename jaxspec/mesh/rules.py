@@ -1,0 +1,53 @@
+"""Axis rules: which logical axis of a parameter is split over which mesh axis, and the shardings that follow."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxspec.mesh.padding import pad_shape
+from jaxspec.mesh.plan import TENSOR_AXIS, MeshPlan
+from jaxspec.models.params import ArrayInfo, is_info
+
+# Megatron's split: heads and MLP columns are local, so a layer needs two all-reduces; the vocabulary is split too.
+TENSOR_PARALLEL: Mapping[str, str | None] = {
+    "vocab": TENSOR_AXIS,
+    "kv_heads": TENSOR_AXIS,
+    "mlp": TENSOR_AXIS,
+    "embed": None,
+}
+
+
+def partition_spec(info: ArrayInfo, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> PartitionSpec:
+    """Partition spec of one declared array.
+
+    Raises:
+      ValueError: a logical axis has no rule, or two axes of one array claim the same mesh axis.
+    """
+    names = []
+    for axis in info.axes:
+        if axis is not None and axis not in rules:
+            raise ValueError(f"logical axis {axis!r} has no rule; known: {', '.join(rules)}")
+        names.append(None if axis is None else rules[axis])
+    used = [n for n in names if n is not None]
+    if len(used) != len(set(used)):
+        raise ValueError(f"axes {info.axes} claim one mesh axis twice: {names}")
+    return PartitionSpec(*names)
+
+
+def partition_specs(infos: Any, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> Any:
+    """Partition specs of a pytree of `ArrayInfo`."""
+    return jax.tree.map(lambda i: partition_spec(i, rules), infos, is_leaf=is_info)
+
+
+def placed_shapes(infos: Any, plan: MeshPlan, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> Any:
+    """Padded, sharded `jax.ShapeDtypeStruct`s of a pytree of `ArrayInfo` on a mesh: what every restore must produce."""
+    mesh = plan.mesh
+
+    def place(info: ArrayInfo) -> jax.ShapeDtypeStruct:
+        spec = partition_spec(info, rules)
+        shape = pad_shape(info.shape, spec, plan.tensor)
+        return jax.ShapeDtypeStruct(shape, info.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, infos, is_leaf=is_info)

@@ -1,0 +1,83 @@
+"""What a caller gets back: completions, streamed events and the numbers behind them."""
+
+import dataclasses
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamEvent:
+    """One piece of a streamed completion.
+
+    Attributes:
+      text: new text, whole characters only; may be empty while a character is incomplete or a stop string may follow.
+      token_ids: the tokens that this event adds.
+      from_draft: for each of them, whether a draft proposed it.
+      logprobs: for each of them, its log-probability, if asked for.
+      finish_reason: None until the last event, which also carries `completion`.
+      completion: the whole result, on the last event.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    from_draft: tuple[bool, ...]
+    logprobs: tuple[float, ...] | None = None
+    finish_reason: FinishReason | None = None
+    completion: "Completion | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeStats:
+    """Timings in seconds and counts of emitted tokens; compile time is in none of the other timings.
+
+    Attributes:
+      prompt_tokens: tokens of the prompt.
+      completion_tokens: tokens emitted, an end-of-sequence token included.
+      ttft_s: from the call to the first token.
+      decode_s: from the first token to the last.
+      tokens_per_s: tokens after the first, per second of `decode_s`.
+      compile_s: tracing, compiling or loading compiled programs.
+      seed: the seed that reproduces this text at temperature > 0; None for greedy decoding.
+      speculative_decoding: counters in vLLM's vocabulary; None for plain decoding.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    decode_s: float
+    tokens_per_s: float
+    compile_s: float
+    seed: int | None = None
+    speculative_decoding: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished generation.
+
+    `token_ids` ends with the end-of-sequence token if one ended the text; `text` does not show it. A stop string
+    cuts `text` before its first character, and `token_ids` after the token in which the stop string was completed
+    or, where the cut falls between two tokens, before the stop string.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: DecodeStats
+    method: str
+    logprobs: tuple[float, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `jaxspec-decode --json` prints."""
+        result = {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "prompt_tokens": self.stats.prompt_tokens,
+            "method": self.method,
+            "stats": dataclasses.asdict(self.stats),
+        }
+        if self.logprobs is not None:
+            result["logprobs"] = list(self.logprobs)
+        return result
