@@ -57,8 +57,8 @@ class Completion:
     """A finished generation.
 
     `token_ids` ends with the end-of-sequence token if one ended the text; `text` does not show it. A stop string
-    cuts `text` before its first character, and `token_ids` after the token in which the stop string was completed
-    or, where the cut falls between two tokens, before the stop string.
+    cuts both at the same place: `text` ends before its first character, and `token_ids` is the shortest prefix of
+    the generated tokens that holds all of `text`.
     """
 
     text: str
