@@ -1,0 +1,1 @@
+"""Operations that decide the speed of a decoding step: one folder each, a reference beside every fast path."""

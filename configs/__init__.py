@@ -1,0 +1,1 @@
+"""Data files of jaxspec: model geometries and decoding presets (TOML)."""

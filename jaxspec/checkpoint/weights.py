@@ -1,0 +1,47 @@
+"""One door to every checkpoint format: open first, check everything, load onto a mesh later."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxspec.checkpoint.default import default_model_path, verify_default
+from jaxspec.checkpoint.keymaps import check_accounted
+from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
+from jaxspec.checkpoint.native import open_native, restore_native
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import Params
+from jaxspec.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A checkpoint whose headers are read and checked, and whose weights are still on disk."""
+
+    path: Path
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+    load: Callable[[Placement], Params]
+
+
+def open_weights(path: Path | None) -> Weights:
+    """Open a checkpoint of any format, or the default model.
+
+    Raises:
+      CheckpointError: it is missing, damaged, or tensors are missing, unexpected or misshapen.
+      ConfigError: its configuration asks for something that is not supported.
+    """
+    is_default = path is None
+    if path is None:
+        path = default_model_path()
+    if detect_format(path) == "native":
+        native = open_native(path)
+        return Weights(path, native.config, native.eos_ids, lambda p: restore_native(native, p.plan, p.dtype))
+    source = open_checkpoint(path)
+    check_accounted(source)
+
+    def load(placement: Placement) -> Params:
+        if is_default:
+            verify_default(source.path)
+        return load_foreign(source, placement.plan, placement.dtype)
+
+    return Weights(path, source.config, source.eos_ids, load)

@@ -1,0 +1,159 @@
+"""The engine: parameters on a mesh and one method. Token ids in, rounds out; text is somebody else's business."""
+
+import collections
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
+from jaxspec.mesh.padding import round_up
+from jaxspec.methods.base import Method, Round, Runner
+from jaxspec.methods.chunks import CHUNKS
+from jaxspec.methods.program import compile_programs
+from jaxspec.models.params import Params
+from jaxspec.placement import Placement
+from jaxspec.sampling.choose import Request, make_request
+
+# Cache capacities: few, far apart, because each compiles its own programs. 2,048 slots hold a chat; attention cost
+# follows the live prefix, so unused slots cost memory only.
+FIRST_CAPACITY = 2048
+CAPACITY_GROWTH = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """Tokens of one round, on the host."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Engine:
+    """Runs one method for one sequence at a time.
+
+    Compiled functions and idle cache buffers are kept between calls, so a second generation of any length within
+    the same capacity compiles and allocates nothing.
+    """
+
+    def __init__(self, target: Placement, method: Method, max_context: int | None = None):
+        """Bind a method to a placed target; nothing is compiled before `prepare`.
+
+        Args:
+          target: the model that decides every token.
+          method: how tokens are proposed and verified.
+          max_context: most tokens of prompt plus output; None takes the model's own limit and starts small.
+
+        Raises:
+          ConfigError: `max_context` exceeds the model's own.
+        """
+        limit = target.cfg.max_context
+        if max_context is not None and max_context > limit:
+            raise ConfigError(f"max_context {max_context} exceeds the model's context of {limit} tokens")
+        self.target = target
+        self.method = method
+        self.max_context = max_context or limit
+        self._first_capacity = self._fit(max_context or min(limit, FIRST_CAPACITY))
+        self._runner: Runner | None = None
+        self._idle: list[Any] = []
+
+    def check_request(self, prompt: list[int], sampling: SamplingParams) -> None:
+        """Refuse what cannot be decoded, before any compute.
+
+        Raises:
+          ConfigError: an empty prompt, an id outside the vocabulary, or a prompt that does not fit.
+        """
+        vocab = self.target.cfg.vocab_size
+        if not prompt:
+            raise ConfigError("the prompt is empty: it has 0 tokens and at least 1 is needed")
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+                raise ConfigError(f"prompt token id {token!r} is not in the vocabulary of {vocab} tokens")
+        room = self.max_context - len(prompt)
+        if room < 1:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, the context holds {self.max_context}: "
+                f"at most {self.max_context - 1} leave room for an answer"
+            )
+        if sampling.max_tokens > room:
+            raise ConfigError(
+                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} exceed the context of "
+                f"{self.max_context}: max_tokens can be at most {room} here"
+            )
+
+    def prepare(self, tokens: int | None = None) -> float:
+        """Compile for sequences of up to `tokens` tokens; returns the wall time spent, in seconds.
+
+        The capacity never shrinks: what was compiled for a longer sequence serves shorter ones.
+        """
+        capacity = self._first_capacity
+        while tokens is not None and capacity < self._fit(tokens):
+            capacity = min(capacity * CAPACITY_GROWTH, self._fit(self.max_context))
+        if self._runner is None or capacity > self._runner.slots:
+            self._idle.clear()
+            self._runner = self.method.bind(self.target, capacity)
+        return compile_programs(self._runner.programs)
+
+    def rounds(self, params: Params, prompt: list[int], sampling: SamplingParams, seed: int) -> Iterator[Emitted]:
+        """Decode until the caller stops listening or `max_tokens` tokens have come.
+
+        Round r is read while round r + 1 runs, so a caller that stops wastes one round at most. `prepare` must have
+        been called for this length.
+
+        Args:
+          params: the target's parameters, placed.
+          prompt: checked token ids.
+          sampling: temperature, processors and length.
+          seed: names the random stream.
+        """
+        assert self._runner is not None
+        runner = self._runner
+        request = self._request(sampling, seed)
+        state = runner.start(prompt[-1], self._idle.pop() if self._idle else None)
+        state = runner.prefill(params, state, np.asarray(prompt[:-1], np.int32))
+        in_flight: collections.deque[Round] = collections.deque()
+        launched = emitted = 0
+        try:
+            while emitted < sampling.max_tokens:
+                # A round yields at least one token: no more are launched than can still be wanted.
+                while len(in_flight) < 2 and launched < sampling.max_tokens:
+                    state, round_ = runner.round(params, state, request)
+                    round_.packed.copy_to_host_async()
+                    in_flight.append(round_)
+                    launched += 1
+                result = _read(in_flight.popleft(), sampling.max_tokens - emitted)
+                emitted += len(result.tokens)
+                yield result
+        except GeneratorExit:
+            self._keep(runner, state)
+            raise
+        # Not in a `finally`: a failed or interrupted dispatch may have consumed the buffers.
+        self._keep(runner, state)
+
+    def _keep(self, runner: Runner, state: Any) -> None:
+        if runner is self._runner:
+            self._idle.append(state)
+
+    def _request(self, sampling: SamplingParams, seed: int) -> Request:
+        request = make_request(sampling, seed, self.target.vocab)
+        return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, self.target.request())
+
+    def _fit(self, tokens: int) -> int:
+        """Slots for `tokens` tokens: a window behind the last one, rounds in flight, whole chunks."""
+        return round_up(tokens + 2 * self.method.window(), CHUNKS[0])
+
+
+def fresh_seed() -> int:
+    """A random seed for a request that named none."""
+    return secrets.randbits(31)
+
+
+def _read(round_: Round, room: int) -> Emitted:
+    packed = np.asarray(round_.packed)
+    count = min(int(packed[0]), room)
+    return Emitted(tuple(packed[1 : 1 + count].tolist()), tuple(np.asarray(round_.logprob)[:count].tolist()))

@@ -1,0 +1,245 @@
+"""Text in, text out: `generate` and `LLM`."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import jax
+
+from jaxspec.compile_cache import enable_compile_cache
+from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.engine import Emitted, Engine, fresh_seed
+from jaxspec.errors import ConfigError
+from jaxspec.methods.base import Method
+from jaxspec.methods.registry import resolve_method
+from jaxspec.checkpoint.weights import Weights, open_weights
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.placement import Placement, resolve_dtype
+from jaxspec.results import Completion, DecodeStats, StreamEvent
+from jaxspec.text import TextStream, Tokenizer, load_tokenizer
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A language model, its tokenizer and a decoding method, compiled and ready.
+
+    Args:
+      model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model.
+      draft: a draft model's checkpoint, for methods that use one.
+      method: a name or a method object; "auto" picks the fastest one that fits.
+      dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32" or "bfloat16".
+      target_devices: devices that share the model (tensor parallelism).
+      max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
+      compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
+
+    Raises:
+      CheckpointError: the checkpoint is missing, damaged or incomplete.
+      ConfigError: a setting, or something the model's configuration asks for, is not supported.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | None = None,
+        *,
+        draft: str | PathLike[str] | None = None,
+        method: str | Method = "auto",
+        dtype: str = "auto",
+        target_devices: int = 1,
+        max_context: int | None = None,
+        compile_cache: str | None = None,
+    ):
+        config = EngineConfig(
+            dtype=dtype, target_devices=target_devices, max_context=max_context, compile_cache=compile_cache
+        )  # pyright: ignore[reportArgumentType]
+        resolved = resolve_method(method, has_draft=draft is not None)
+        weights: Weights = open_weights(None if model is None else Path(model))
+        plan = plan_mesh(config.target_devices)
+        placement = Placement(weights.config, plan, resolve_dtype(config.dtype, plan))
+        self.model_path = weights.path
+        self.engine = Engine(placement, resolved, config.max_context)
+        enable_compile_cache(config.compile_cache)
+        # Weights and tokenizer load while XLA compiles: all three leave the interpreter lock for most of their time.
+        with ThreadPoolExecutor(2) as pool:
+            params = pool.submit(weights.load, placement)
+            tokenizer = pool.submit(load_tokenizer, weights.path)
+            self._unreported_compile_s = self.engine.prepare()
+            self.tokenizer: Tokenizer = tokenizer.result()
+            self.params = params.result()
+        self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
+
+    def generate(
+        self, prompt: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+    ) -> Completion | list[Completion]:
+        """Complete a prompt, or each of a list of prompts in turn.
+
+        Args:
+          prompt: a string or token ids, or a list of either. No chat template is applied; see `chat`.
+          sampling_params: greedy decoding of up to 256 tokens by default.
+
+        Raises:
+          ConfigError: a prompt is empty or does not fit; nothing was computed then.
+        """
+        sampling = sampling_params or SamplingParams()
+        if _is_prompt(prompt):
+            return self._complete(self.encode(prompt), sampling)
+        encoded = [self.encode(p) for p in prompt]
+        for ids in encoded:
+            self._check(ids, sampling)
+        return [self._complete(ids, sampling) for ids in encoded]
+
+    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation, rendered with the model's own chat template.
+
+        Args:
+          messages: dicts with "role" and "content", oldest first.
+          sampling_params: see `generate`.
+        """
+        return self._complete(self.encode(messages), sampling_params or SamplingParams())
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[StreamEvent]:
+        """Yield text as it is decoded, in whole characters; the last event carries the `Completion`.
+
+        Args:
+          prompt: a string, token ids, or a conversation (dicts with "role" and "content").
+          sampling_params: see `generate`.
+        """
+        sampling = sampling_params or SamplingParams()
+        ids = self.encode(prompt)
+        self._check(ids, sampling)
+        return self._stream(ids, sampling)
+
+    def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+        """Token ids of a prompt: text as it is, ids unchanged, a conversation through the chat template."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if _is_conversation(prompt):
+            return self.tokenizer.apply_chat_template(prompt)
+        return list(prompt)  # pyright: ignore[reportReturnType]
+
+    def _check(self, ids: list[int], sampling: SamplingParams) -> None:
+        self.engine.check_request(ids, sampling)
+
+    def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
+        self._check(ids, sampling)
+        event = None
+        for event in self._stream(ids, sampling):
+            pass
+        assert event is not None and event.completion is not None
+        return event.completion
+
+    def _stream(self, ids: list[int], sampling: SamplingParams) -> Iterator[StreamEvent]:
+        compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + sampling.max_tokens)
+        self._unreported_compile_s = 0.0
+        seed = fresh_seed() if sampling.seed is None else sampling.seed
+        text = TextStream(
+            self.tokenizer, sampling.stop, self.eos_ids, ignore_eos=sampling.ignore_eos, max_tokens=sampling.max_tokens
+        )
+        clock = _Clock()
+        logprobs: list[float] = []
+        with contextlib.closing(self.engine.rounds(self.params, ids, sampling, seed)) as rounds:
+            for emitted in rounds:
+                clock.tick()
+                event = _push_round(text, emitted, sampling.logprobs)
+                logprobs.extend(event.logprobs or ())
+                if text.finish_reason is None:
+                    yield event
+                    continue
+                break
+        completion = Completion(
+            text=text.text,
+            token_ids=tuple(text.token_ids),
+            finish_reason=text.finish_reason,
+            stats=clock.stats(len(ids), len(text.token_ids), compile_s, seed if sampling.temperature > 0 else None),
+            method=self.engine.method.name,
+            logprobs=tuple(logprobs[: len(text.token_ids)]) if sampling.logprobs else None,
+        )
+        yield StreamEvent(
+            event.text, event.token_ids, event.from_draft, event.logprobs, completion.finish_reason, completion
+        )
+
+
+def generate(
+    prompt: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | None = None,
+    *,
+    model: str | PathLike[str] | None = None,
+    **options: Any,
+) -> Completion | list[Completion]:
+    """Complete a prompt with the default model, or `model`; a second call reuses the loaded model.
+
+    Args:
+      prompt: see `LLM.generate`.
+      sampling_params: see `LLM.generate`.
+      model: see `LLM`.
+      **options: further keyword arguments of `LLM`.
+    """
+    return _load_once(None if model is None else str(model), tuple(sorted(options.items()))).generate(
+        prompt, sampling_params
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _load_once(model: str | None, options: tuple[tuple[str, Any], ...]) -> LLM:
+    return LLM(model, **dict(options))
+
+
+class _Clock:
+    """Times of the first and the latest token, in seconds from construction."""
+
+    def __init__(self):
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._start
+
+    def tick(self) -> None:
+        self._last = time.perf_counter()
+        if self._first is None:
+            self._first = self._last
+
+    def stats(self, prompt_tokens: int, tokens: int, compile_s: float, seed: int | None) -> DecodeStats:
+        assert self._first is not None
+        decode_s = self._last - self._first
+        return DecodeStats(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=tokens,
+            ttft_s=self._first - self._start,
+            decode_s=decode_s,
+            tokens_per_s=(tokens - 1) / decode_s if decode_s > 0 and tokens > 1 else 0.0,
+            compile_s=compile_s,
+            seed=seed,
+        )
+
+
+def _push_round(text: TextStream, emitted: Emitted, want_logprobs: bool) -> StreamEvent:
+    """Feed a round's tokens to the text until it ends; what lies behind the end is dropped."""
+    pieces, used = [], 0
+    for token in emitted.tokens:
+        pieces.append(text.push(token).text)
+        used += 1
+        if text.finish_reason is not None:
+            break
+    # The last token of a round is the target's own; those before it were proposed by a draft.
+    from_draft = tuple(i < len(emitted.tokens) - 1 for i in range(used))
+    logprobs = emitted.logprobs[:used] if want_logprobs else None
+    return StreamEvent("".join(pieces), emitted.tokens[:used], from_draft, logprobs)
+
+
+def _is_prompt(prompt: object) -> TypeGuard[Prompt]:
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, Sequence):
+        raise ConfigError(f"a prompt is a string, a list of token ids or a list of either, got {type(prompt).__name__}")
+    return all(isinstance(p, int) for p in prompt)
+
+
+def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)

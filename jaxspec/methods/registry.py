@@ -1,0 +1,32 @@
+"""Methods by name."""
+
+import difflib
+
+from jaxspec.errors import ConfigError
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import Method
+
+METHODS: dict[str, type[Autoregressive]] = {Autoregressive.name: Autoregressive}
+
+# Names that DESIGN promises and this version does not have: refused by name, never taken for a typing error.
+PLANNED = ("chain", "lookup", "specexec", "specinfer", "swiftspec", "swift")
+
+
+def resolve_method(method: str | Method, has_draft: bool) -> Method:
+    """A method object from a name or an object; "auto" picks what fits.
+
+    Raises:
+      ConfigError: an unknown or not yet available name, or a draft that the method would not use.
+    """
+    if isinstance(method, str):
+        name = Autoregressive.name if method == "auto" else method
+        if name in PLANNED:
+            raise ConfigError(f"method {name!r} is not available in this version; available: auto, {', '.join(METHODS)}")
+        if name not in METHODS:
+            near = difflib.get_close_matches(name, ["auto", *METHODS, *PLANNED], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; available: auto, {', '.join(METHODS)}"
+            raise ConfigError(f"unknown method {name!r}{hint}")
+        method = METHODS[name]()
+    if has_draft:
+        raise ConfigError(f"method {method.name!r} uses no draft model: leave the draft out")
+    return method

@@ -1,0 +1,68 @@
+"""Rule R4: each token is a function of its distribution and of the noise at its position (ALGORITHMS 2.4)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.sampling.noise import gumbel_rows
+from jaxspec.sampling.processors import Processors, clean, log_mass, penalise, score
+from jaxspec.sampling.vocab import VocabShard
+
+
+def choose(
+    logits: jax.Array,
+    processors: Processors,
+    seen: jax.Array,
+    counts: jax.Array,
+    key: jax.Array | np.ndarray,
+    positions: jax.Array,
+    vocab: VocabShard,
+) -> tuple[jax.Array, jax.Array]:
+    """Choose one token per row: the lowest-id argmax at temperature 0, else argmax(log p + Gumbel noise).
+
+    Args:
+      logits: float32 [T, V_local]
+      processors: the knobs.
+      seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
+      counts: int32 [T or 1, V_local], occurrences in output and path.
+      key: uint32 [2], from `seed_key`.
+      positions: int32 [T], absolute position of the token that each row chooses.
+      vocab: the local columns.
+
+    Returns:
+      token: int32 [T], global ids.
+      logprob: float32 [T], under the processed distribution; at temperature 0, which has none, under the softmax of the
+        penalised logits. 0 where `processors.want_logprob` is False.
+    """
+
+    def greedy(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        token = vocab.argmax(z)
+        return token, _logprob(z, token, processors, vocab)
+
+    def draw() -> tuple[jax.Array, jax.Array]:
+        scores = score(logits, processors, seen, counts, vocab)
+        token = vocab.argmax(scores + gumbel_rows(key, positions, vocab))
+        return token, _logprob(scores, token, processors, vocab)
+
+    with jax.named_scope("sampling/choose"):
+        # The cheap case first and alone: its branch reads the logits and nothing else.
+        branch = jnp.where(processors.temperature > 0, 2, processors.penalised.astype(jnp.int32))
+        return lax.switch(
+            branch,
+            [
+                lambda: greedy(clean(logits, vocab)),
+                lambda: greedy(penalise(logits, processors, seen, counts, vocab)),
+                draw,
+            ],
+        )
+
+
+def _logprob(scores: jax.Array, token: jax.Array, processors: Processors, vocab: VocabShard) -> jax.Array:
+    """Log-probability of a token under the softmax of `scores`, float32 [T]; 0 if it is not wanted."""
+
+    def compute() -> jax.Array:
+        top = jnp.maximum(vocab.max(scores.max(axis=-1, keepdims=True)), jnp.finfo(jnp.float32).min)
+        return vocab.take(scores, token) - (top + log_mass(scores - top, vocab))[:, 0]
+
+    return lax.cond(processors.want_logprob, compute, lambda: jnp.zeros(token.shape[0], jnp.float32))

@@ -1,0 +1,336 @@
+"""The one logits processor: penalties, bias, temperature, top-k, top-p, min-p (ALGORITHMS 2.1).
+
+Every knob is a traced value, so that one compiled program serves all sampling parameters. Nothing is sorted and the
+vocabulary is never gathered: the cuts of top-k and top-p are found by exact bisection over the bits of the scores,
+with counts and masses in integers, so a cut depends neither on the order of summation nor on how the vocabulary is
+split. `reference.py` holds the same rules written for reading.
+
+Letters: T rows, V_local columns of this device.
+"""
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
+from jaxspec.sampling.vocab import VocabShard
+
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).tiny)
+# A mass of 1 (the most probable token) in fixed point: 12 + 13 + 13 bits in three words. Rounding errs by 2**-39 a
+# token, and no word overflows below 2**19 tokens.
+_MASS_BITS = (12, 13, 13)
+_MOST_TOKENS = 2**19
+
+
+@flax.struct.dataclass
+class Processors:
+    """Sampling parameters as traced values.
+
+    Attributes:
+      temperature: float32; 0 is greedy.
+      top_k: int32; 0 keeps all.
+      top_p: float32 in (0, 1]; 1 keeps all.
+      min_p: float32 in [0, 1]; 0 keeps all.
+      repetition: float32 above 0; 1 is off.
+      frequency: float32; 0 is off.
+      presence: float32; 0 is off.
+      bias: float32 [V_local], added to logits; -inf bans.
+      penalised: bool; False promises that penalties and bias are all off, so that they are skipped.
+      want_logprob: bool; False lets `choose` skip the log-probability of a greedy token.
+    """
+
+    temperature: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
+    top_p: jax.Array | np.ndarray
+    min_p: jax.Array | np.ndarray
+    repetition: jax.Array | np.ndarray
+    frequency: jax.Array | np.ndarray
+    presence: jax.Array | np.ndarray
+    bias: jax.Array | np.ndarray
+    penalised: jax.Array | np.ndarray
+    want_logprob: jax.Array | np.ndarray
+
+
+@flax.struct.dataclass
+class History:
+    """Which tokens a text contains, for penalties; columns are split like the logits'.
+
+    Attributes:
+      seen: bool [V_local], tokens in prompt or output.
+      counts: int32 [V_local], occurrences in the output.
+    """
+
+    seen: jax.Array
+    counts: jax.Array
+
+
+def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int) -> Processors:
+    """Turn checked sampling parameters into the processor's arrays.
+
+    Args:
+      params: what the caller asked for.
+      vocab_size: ids of the real vocabulary.
+      padded_size: columns over all devices, padding included.
+
+    Returns:
+      Processors with numpy leaves; `bias` is [padded_size], to be placed by `processor_specs`.
+
+    Raises:
+      ConfigError: a bias names a token outside the vocabulary.
+    """
+    if padded_size > _MOST_TOKENS:
+        raise ConfigError(f"a vocabulary of {padded_size} exceeds the {_MOST_TOKENS} tokens that sampling supports")
+    bias = np.zeros(padded_size, np.float32)
+    for token, value in (params.logit_bias or {}).items():
+        if token >= vocab_size:
+            raise ConfigError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
+        bias[token] = np.clip(value, -np.inf, _LARGEST)
+    penalties = (params.repetition_penalty != 1, params.frequency_penalty, params.presence_penalty, bias.any())
+    return Processors(
+        temperature=np.float32(params.temperature),
+        top_k=np.int32(min(max(params.top_k, 0), _MOST_TOKENS)),
+        # Values above 0 that float32 rounds to 0 must not become "keep nothing" and a division by 0.
+        top_p=np.float32(max(params.top_p, _SMALLEST)),
+        min_p=np.float32(params.min_p),
+        repetition=np.float32(np.clip(params.repetition_penalty, _SMALLEST, _LARGEST)),
+        frequency=np.float32(params.frequency_penalty),
+        presence=np.float32(params.presence_penalty),
+        bias=bias,
+        penalised=np.bool_(any(penalties)),
+        want_logprob=np.bool_(params.logprobs),
+    )
+
+
+def processor_specs(axis_name: str | None) -> Processors:
+    """Partition specs of `Processors`: the bias is split over `axis_name`, the scalars are replicated."""
+    scalar = PartitionSpec()
+    names = [name for name in Processors.__dataclass_fields__ if name != "bias"]
+    return Processors(bias=PartitionSpec(axis_name), **dict.fromkeys(names, scalar))  # pyright: ignore
+
+
+def history_specs(axis_name: str | None) -> History:
+    """Partition specs of `History`."""
+    return History(seen=PartitionSpec(axis_name), counts=PartitionSpec(axis_name))  # pyright: ignore
+
+
+def init_history(vocab: VocabShard) -> History:
+    """The history of an empty text."""
+    return History(seen=jnp.zeros(vocab.local_size, bool), counts=jnp.zeros(vocab.local_size, jnp.int32))
+
+
+def update_history(
+    history: History, tokens: jax.Array, valid: jax.Array, vocab: VocabShard, *, generated: bool
+) -> History:
+    """Add tokens to a history.
+
+    Args:
+      history: the text so far.
+      tokens: int32 [N], global ids; a token may repeat.
+      valid: bool [N]; tokens that are not valid are ignored, whatever their id.
+      vocab: the local columns.
+      generated: False for tokens of the prompt, which frequency and presence penalties do not count.
+    """
+    column = jnp.where(valid, vocab.local(tokens), vocab.local_size)
+    seen = history.seen.at[column].set(True, mode="drop")
+    counts = history.counts.at[column].add(1, mode="drop") if generated else history.counts
+    return History(seen=seen, counts=counts)
+
+
+def clean(logits: jax.Array, vocab: VocabShard) -> jax.Array:
+    """Make logits safe to compare and subtract: NaN and padded ids become -inf, +inf the largest float32.
+
+    A NaN is never chosen while another token is possible. If no token is, every choice in this package is id 0.
+
+    Args:
+      logits: float32 [T, V_local]
+    """
+    keep = ~jnp.isnan(logits)
+    if vocab.is_padded:
+        keep &= vocab.ids() < vocab.vocab_size
+    return jnp.where(keep, jnp.minimum(logits, _LARGEST), -jnp.inf)
+
+
+def penalise(
+    logits: jax.Array, processors: Processors, seen: jax.Array, counts: jax.Array, vocab: VocabShard
+) -> jax.Array:
+    """Apply penalties, then bias (step 1), and `clean` the result.
+
+    Args:
+      logits: float32 [T, V_local]
+      processors: the knobs.
+      seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
+      counts: int32 [T or 1, V_local], occurrences in output and path.
+      vocab: the local columns.
+
+    Returns:
+      float32 [T, V_local], -inf or finite.
+    """
+    z = jnp.where(logits > 0, logits / processors.repetition, logits * processors.repetition)
+    z = jnp.where(seen, z, logits)
+    z = z - (processors.frequency * counts.astype(jnp.float32) + processors.presence * (counts > 0))
+    return clean(z + processors.bias, vocab)
+
+
+def process(
+    logits: jax.Array, processors: Processors, seen: jax.Array, counts: jax.Array, vocab: VocabShard
+) -> jax.Array:
+    """Log-probabilities of the next token: the one place where distributions are warped.
+
+    Temperature 0 is read as 1 here; greedy choice is `choose`'s. A row in which no token is possible is -inf
+    everywhere.
+
+    Args:
+      logits: float32 [T, V_local]
+      processors: the knobs.
+      seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
+      counts: int32 [T or 1, V_local], occurrences in output and path.
+      vocab: the local columns.
+
+    Returns:
+      float32 [T, V_local]; -inf where a token is removed.
+    """
+    scores = score(logits, processors, seen, counts, vocab)
+    return scores - log_mass(scores, vocab)
+
+
+def score(
+    logits: jax.Array, processors: Processors, seen: jax.Array, counts: jax.Array, vocab: VocabShard
+) -> jax.Array:
+    """`process` up to a constant per row: the most probable token scores 0, removed tokens -inf.
+
+    A draw from the scores does not depend on the rounding of the normalising sum.
+    """
+    with jax.named_scope("sampling/process"):
+        scores = lax.cond(
+            processors.penalised,
+            lambda: shift(penalise(logits, processors, seen, counts, vocab), processors, vocab),
+            lambda: shift(clean(logits, vocab), processors, vocab),
+        )
+        lowest = lax.cond(
+            processors.top_k > 0,
+            lambda: cut_top_k(scores, processors.top_k, vocab),
+            lambda: jnp.full((scores.shape[0], 1), -_LARGEST),
+        )
+        lowest = lax.cond(
+            processors.top_p < 1,
+            lambda: cut_top_p(jnp.where(scores >= lowest, scores, -jnp.inf), processors.top_p, vocab),
+            lambda: lowest,
+        )
+        keep = (scores >= lowest) & (jnp.exp(scores) >= processors.min_p)
+        return jnp.where(keep, scores, -jnp.inf)
+
+
+def shift(z: jax.Array, processors: Processors, vocab: VocabShard) -> jax.Array:
+    """Scores z / T with the row's maximum moved to 0, so that exp never overflows, however small T is.
+
+    Args:
+      z: float32 [T, V_local], -inf or finite.
+
+    Returns:
+      float32 [T, V_local], all <= 0; a row of -inf stays one.
+    """
+    top = vocab.max(z.max(axis=-1, keepdims=True))
+    temperature = jnp.where(processors.temperature == 0, 1.0, processors.temperature)
+    return (z - jnp.maximum(top, -_LARGEST)) / temperature
+
+
+def log_mass(scores: jax.Array, vocab: VocabShard) -> jax.Array:
+    """Log of the sum of exp(score), [T, 1]; 0 for a row of -inf, where any other row has at least 0."""
+    return jnp.log(jnp.maximum(vocab.sum(jnp.exp(scores).sum(axis=-1, keepdims=True)), 1.0))
+
+
+def cut_top_k(scores: jax.Array, k: jax.Array, vocab: VocabShard) -> jax.Array:
+    """The k-th largest score, float32 [T, 1]; the lowest finite value where fewer than k tokens are possible.
+
+    Args:
+      scores: float32 [T, V_local], all <= 0.
+      k: int32, at least 1.
+      vocab: the local columns.
+    """
+
+    def below(size: jax.Array, limit: jax.Array) -> jax.Array:
+        return (size < limit).sum(axis=-1, dtype=jnp.int32)
+
+    return _cut(scores, below, lambda count: count < k, vocab)
+
+
+def cut_top_p(scores: jax.Array, top_p: jax.Array, vocab: VocabShard) -> jax.Array:
+    """The smallest score kept by top-p, float32 [T, 1].
+
+    A token is kept iff the tokens above it hold less than top_p of the mass; the most probable one always is.
+
+    Args:
+      scores: float32 [T, V_local], all <= 0.
+      top_p: float32 in (0, 1).
+      vocab: the local columns.
+    """
+    words = fixed_point(jnp.exp(scores))
+    enough = top_p * from_fixed_point(vocab.sum(jnp.stack([word.sum(axis=-1) for word in words], axis=-1)))  # [T]
+
+    def below(size: jax.Array, limit: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.where(size < limit, word, 0).sum(axis=-1) for word in words], axis=-1)
+
+    return _cut(scores, below, lambda mass: from_fixed_point(mass) < enough, vocab)
+
+
+def fixed_point(mass: jax.Array) -> tuple[jax.Array, ...]:
+    """Split masses in [0, 1] into three words of 12, 13 and 13 bits, uint32, most significant first."""
+    high, middle, low = _MASS_BITS
+    x = mass * 2.0**high
+    a = jnp.floor(x)
+    x = (x - a) * 2.0**middle
+    b = jnp.floor(x)
+    c = jnp.round((x - b) * 2.0**low)
+    return tuple(word.astype(jnp.uint32) for word in (a, b, c))
+
+
+def from_fixed_point(words: jax.Array) -> jax.Array:
+    """Value of summed words, uint32 [..., 3], float32 [...]: a function of the exact sum alone."""
+    _, middle, low = _MASS_BITS
+    a, b, c = words[..., 0], words[..., 1], words[..., 2]
+    b = b + (c >> low)
+    a = a + (b >> middle)
+    b, c = b & (2**middle - 1), c & (2**low - 1)
+    return a.astype(jnp.float32) + (b.astype(jnp.float32) + c.astype(jnp.float32) * 2.0**-low) * 2.0**-middle
+
+
+def _cut(
+    scores: jax.Array,
+    below: Callable[[jax.Array, jax.Array], jax.Array],
+    admits: Callable[[jax.Array], jax.Array],
+    vocab: VocabShard,
+) -> jax.Array:
+    """The lowest score such that the tokens strictly above it are admitted, by bisection over float bits.
+
+    Scores are <= 0, so the bits of their absolute value order them: fewer is more probable, and 0 and -0 are equal.
+
+    Args:
+      scores: float32 [T, V_local]
+      below: (sizes [T, V_local], limit [T, 1]) -> what the local tokens of size below the limit amount to, [T, ...].
+      admits: total of `below` over all devices -> bool [T], true for nothing, false from some amount on.
+      vocab: the local columns.
+
+    Returns:
+      float32 [T, 1], finite.
+    """
+    size = lax.bitcast_convert_type(jnp.abs(scores), jnp.uint32)
+    # One pass costs one collective and 2**bits - 1 reductions: one device wants few reductions, many few collectives.
+    bits = 1 if vocab.num_shards == 1 else 4
+
+    def refine(i: jax.Array, limit: jax.Array) -> jax.Array:
+        step = jnp.uint32(1) << (32 - bits * (i + 1)).astype(jnp.uint32)
+        trials = [limit + digit * step for digit in range(1, 2**bits)]
+        amounts = vocab.sum(jnp.stack([below(size, trial[:, None]) for trial in trials]))
+        return limit + step * sum(admits(amount).astype(jnp.uint32) for amount in amounts)
+
+    # The sign bit is never set: the first pass of one bit has nothing to find.
+    limit = lax.fori_loop(1 if bits == 1 else 0, 32 // bits, refine, jnp.zeros(scores.shape[0], jnp.uint32))
+    largest = lax.bitcast_convert_type(jnp.float32(_LARGEST), jnp.uint32)
+    return -lax.bitcast_convert_type(jnp.minimum(limit, largest), jnp.float32)[:, None]

@@ -1,0 +1,98 @@
+"""VocabShard: reductions over a vocabulary whose columns are split across devices.
+
+Device i holds the ids [i * V_local, (i + 1) * V_local); ids at or above the real vocabulary size are padding. Only
+per-row results cross between devices, never the columns themselves.
+
+Letters: T rows, V_local columns of this device.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabShard:
+    """The part of the vocabulary that one device holds; static, so that it can key compiled functions.
+
+    With `axis_name`, methods must be called inside `jax.shard_map` over that axis. Over an axis of size 1 no
+    collective is emitted, so results are not marked as replicated: use `check_vma=False`.
+
+    Attributes:
+      vocab_size: ids of the real vocabulary.
+      local_size: columns per device, padding included.
+      axis_name: mesh axis over which the columns are split; None for a vocabulary in one piece.
+    """
+
+    vocab_size: int
+    local_size: int
+    axis_name: str | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """Devices that share the vocabulary."""
+        return 1 if self.axis_name is None else lax.axis_size(self.axis_name)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether any device holds ids that are not in the real vocabulary."""
+        return self.num_shards * self.local_size > self.vocab_size
+
+    def start(self) -> jax.Array | int:
+        """Global id of the first local column."""
+        return 0 if self.num_shards == 1 else lax.axis_index(self._axis) * self.local_size
+
+    def ids(self) -> jax.Array:
+        """Global ids of the local columns, int32 [V_local]."""
+        return self.start() + jnp.arange(self.local_size, dtype=jnp.int32)
+
+    def local(self, token: jax.Array) -> jax.Array:
+        """Local columns of global ids, int32; `local_size` (for `mode="drop"`) where another device has the id."""
+        column = token - self.start()
+        return jnp.where((column >= 0) & (column < self.local_size), column, self.local_size).astype(jnp.int32)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Sum over devices of a per-device result."""
+        return x if self.num_shards == 1 else lax.psum(x, self._axis)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Maximum over devices of a per-device result."""
+        return x if self.num_shards == 1 else lax.pmax(x, self._axis)
+
+    def min(self, x: jax.Array) -> jax.Array:
+        """Minimum over devices of a per-device result."""
+        return x if self.num_shards == 1 else lax.pmin(x, self._axis)
+
+    def argmax(self, values: jax.Array) -> jax.Array:
+        """Global id of each row's largest value, the lowest id on a tie.
+
+        Args:
+          values: [T, V_local], without NaN. A row of -inf everywhere gives id 0.
+
+        Returns:
+          int32 [T]
+        """
+        best = self.max(values.max(axis=-1, keepdims=True))
+        # Two plain reductions: XLA's two-operand argmax is twice as slow on CPU.
+        return self.min(jnp.where(values == best, self.ids(), jnp.iinfo(jnp.int32).max).min(axis=-1))
+
+    def take(self, values: jax.Array, token: jax.Array) -> jax.Array:
+        """Each row's value at a global id.
+
+        Args:
+          values: float [T, V_local]
+          token: int32 [T], global ids.
+
+        Returns:
+          float [T]
+        """
+        column = self.local(token)[:, None]
+        here = jnp.take_along_axis(values, column, axis=-1, mode="fill", fill_value=-jnp.inf)[:, 0]
+        return self.max(here)
+
+    @property
+    def _axis(self) -> str:
+        assert self.axis_name is not None
+        return self.axis_name

@@ -1,0 +1,69 @@
+"""Tree attention written for reading: one masked softmax over the whole cache."""
+
+import jax
+import jax.numpy as jnp
+
+PRECISION = jax.lax.Precision.HIGHEST
+# Finite, so that a fully masked row gives numbers and not NaN; such rows are padding and never read.
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def tree_attention(query, key, value, length, window_mask, position, sliding_window=None):
+    """Same contract as `api.tree_attention`."""
+    mask = slot_mask(key.shape[1], length, window_mask, position, sliding_window)
+    return masked_attention(query, key, value, mask)
+
+
+def causal_attention(query, key, value, length, sliding_window=None):
+    """Same contract as `api.causal_attention`."""
+    rows = jnp.arange(query.shape[0], dtype=jnp.int32)
+    mask = causal_mask(rows, rows, sliding_window)
+    return tree_attention(query, key, value, length, mask, length + rows, sliding_window)
+
+
+def causal_mask(query_row, key_row, sliding_window):  # int32 [A], int32 [B] -> bool [A, B]
+    """Which rows of one chunk see which."""
+    distance = query_row[:, None] - key_row[None, :]
+    mask = distance >= 0
+    return mask if sliding_window is None else mask & (distance < sliding_window)
+
+
+def slot_mask(slots, length, window_mask, position, sliding_window):  # -> bool [T, slots]
+    """Which cache slots each row sees: the prefix, cut by the sliding window, and the marked window slots."""
+    rows, width = window_mask.shape
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
+    mask = jnp.broadcast_to(slot < length, (rows, slots))
+    if sliding_window is not None:
+        mask &= slot > position[:, None] - sliding_window
+    offset = slot - length
+    in_window = (offset >= 0) & (offset < width)
+    return jnp.where(in_window, _spread(window_mask, length, slots), mask)
+
+
+def masked_attention(query, key, value, mask):  # [T, K, G, H], [K, S, H] x2, bool [T, S] -> [T, K, G, H] float32
+    """Softmax attention with an explicit mask, grouped KV heads, float32 softmax."""
+    T, K, G, H = query.shape
+    q = fold_rows(query).astype(key.dtype)
+    scores = jnp.einsum("krh,ksh->krs", q, key, precision=PRECISION, preferred_element_type=jnp.float32)
+    scores = scores.reshape(K, T, G, -1) * (H**-0.5)
+    scores = jnp.where(mask[None, :, None, :], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).reshape(K, T * G, -1).astype(value.dtype)
+    out = jnp.einsum("krs,ksh->krh", weights, value, precision=PRECISION, preferred_element_type=jnp.float32)
+    return unfold_rows(out, T)
+
+
+def fold_rows(query):  # [T, K, G, H] -> [K, T * G, H]
+    """Fold query heads of one KV head into matrix rows."""
+    T, K, G, H = query.shape
+    return query.transpose(1, 0, 2, 3).reshape(K, T * G, H)
+
+
+def unfold_rows(out, rows):  # [K, T * G, H] -> [T, K, G, H]
+    """Inverse of `fold_rows`."""
+    K, _, H = out.shape
+    return out.reshape(K, rows, -1, H).transpose(1, 0, 2, 3)
+
+
+def _spread(window_mask, length, slots):  # bool [T, W] -> bool [T, slots], window row j at slot length + j
+    blank = jnp.zeros((window_mask.shape[0], slots), bool)
+    return jax.lax.dynamic_update_slice(blank, window_mask, (jnp.int32(0), length))
