@@ -46,7 +46,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise ConfigError(f"the model's chat template refuses these messages: {error}") from error
 
 
@@ -70,7 +70,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     try:
         # The round trip leaves exact JSON types, whose methods the sandbox knows, and never the caller's objects.
         return json.loads(json.dumps([dict(message) for message in messages]))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"messages must hold plain JSON data: {error}") from error
 
 
@@ -122,7 +122,9 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False):
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+):
     # Jinja's own filter escapes HTML, which no model was trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -35,7 +35,9 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigError(f"the compile cache {path} cannot be made ({error.strerror}); --compile-cache moves it") from error
+        raise ConfigError(
+            f"the compile cache {path} cannot be made ({error.strerror}); --compile-cache moves it"
+        ) from error
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import secrets
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from jaxspec.methods.chunks import CHUNKS
 from jaxspec.methods.program import compile_programs
 from jaxspec.models.params import Params
 from jaxspec.placement import Placement
-from jaxspec.sampling.choose import Request, make_request
+from jaxspec.sampling.request import Request, make_request
 
 # Cache capacities: few, far apart, because each compiles its own programs. 2,048 slots hold a chat; attention cost
 # follows the live prefix, so unused slots cost memory only.
@@ -140,7 +139,7 @@ class Engine:
             self._idle.append(state)
 
     def _request(self, sampling: SamplingParams, seed: int) -> Request:
-        request = make_request(sampling, seed, self.target.vocab)
+        request = make_request(sampling, seed, self.target.cfg.vocab_size, self.target.padded_vocab)
         return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, self.target.request())
 
     def _fit(self, tokens: int) -> int:

@@ -1,6 +1,8 @@
 """Text in, text out: `generate` and `LLM`."""
 
+import collections
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,19 +11,18 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import jax
+from jaxspec.text import TextStream, Tokenizer, load_tokenizer
 
+from jaxspec.checkpoint.weights import Weights, open_weights
 from jaxspec.compile_cache import enable_compile_cache
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.engine import Emitted, Engine, fresh_seed
 from jaxspec.errors import ConfigError
+from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.base import Method
 from jaxspec.methods.registry import resolve_method
-from jaxspec.checkpoint.weights import Weights, open_weights
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.placement import Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
-from jaxspec.text import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int]
@@ -122,7 +123,7 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if _is_conversation(prompt):
-            return self.tokenizer.apply_chat_template(prompt)
+            return self.tokenizer.encode_chat(prompt)
         return list(prompt)  # pyright: ignore[reportReturnType]
 
     def _check(self, ids: list[int], sampling: SamplingParams) -> None:
@@ -130,11 +131,11 @@ class LLM:
 
     def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
         self._check(ids, sampling)
-        event = None
+        completion = None
         for event in self._stream(ids, sampling):
-            pass
-        assert event is not None and event.completion is not None
-        return event.completion
+            completion = event.completion
+        assert completion is not None
+        return completion
 
     def _stream(self, ids: list[int], sampling: SamplingParams) -> Iterator[StreamEvent]:
         compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + sampling.max_tokens)
@@ -144,27 +145,23 @@ class LLM:
             self.tokenizer, sampling.stop, self.eos_ids, ignore_eos=sampling.ignore_eos, max_tokens=sampling.max_tokens
         )
         clock = _Clock()
-        logprobs: list[float] = []
+        events = _EventMaker(text, sampling.logprobs)
         with contextlib.closing(self.engine.rounds(self.params, ids, sampling, seed)) as rounds:
             for emitted in rounds:
                 clock.tick()
-                event = _push_round(text, emitted, sampling.logprobs)
-                logprobs.extend(event.logprobs or ())
-                if text.finish_reason is None:
-                    yield event
-                    continue
-                break
+                event = events.push(emitted)
+                if text.finish_reason is not None:
+                    break
+                yield event
         completion = Completion(
             text=text.text,
-            token_ids=tuple(text.token_ids),
-            finish_reason=text.finish_reason,
+            token_ids=text.token_ids,
+            finish_reason=event.finish_reason,
             stats=clock.stats(len(ids), len(text.token_ids), compile_s, seed if sampling.temperature > 0 else None),
             method=self.engine.method.name,
-            logprobs=tuple(logprobs[: len(text.token_ids)]) if sampling.logprobs else None,
+            logprobs=tuple(events.logprobs) if sampling.logprobs else None,
         )
-        yield StreamEvent(
-            event.text, event.token_ids, event.from_draft, event.logprobs, completion.finish_reason, completion
-        )
+        yield dataclasses.replace(event, completion=completion)
 
 
 def generate(
@@ -219,18 +216,32 @@ class _Clock:
         )
 
 
-def _push_round(text: TextStream, emitted: Emitted, want_logprobs: bool) -> StreamEvent:
-    """Feed a round's tokens to the text until it ends; what lies behind the end is dropped."""
-    pieces, used = [], 0
-    for token in emitted.tokens:
-        pieces.append(text.push(token).text)
-        used += 1
-        if text.finish_reason is not None:
-            break
-    # The last token of a round is the target's own; those before it were proposed by a draft.
-    from_draft = tuple(i < len(emitted.tokens) - 1 for i in range(used))
-    logprobs = emitted.logprobs[:used] if want_logprobs else None
-    return StreamEvent("".join(pieces), emitted.tokens[:used], from_draft, logprobs)
+class _EventMaker:
+    """Turns rounds into events; tokens wait here until the text is certain to keep them."""
+
+    def __init__(self, text: TextStream, want_logprobs: bool):
+        self.logprobs: list[float] = []
+        self._text = text
+        self._want_logprobs = want_logprobs
+        self._waiting: collections.deque[tuple[int, bool, float]] = collections.deque()
+
+    def push(self, emitted: Emitted) -> StreamEvent:
+        """Feed a round's tokens to the text until it ends; what lies behind the end is dropped."""
+        pieces, kept = [], []
+        last = len(emitted.tokens) - 1
+        for index, (token, logprob) in enumerate(zip(emitted.tokens, emitted.logprobs, strict=True)):
+            # The last token of a round is the target's own; those before it were proposed by a draft.
+            self._waiting.append((token, index < last, logprob))
+            piece = self._text.push(token)
+            pieces.append(piece.text)
+            kept.extend(self._waiting.popleft() for _ in range(piece.num_tokens))
+            if piece.finish_reason is not None:
+                break
+        tokens, from_draft, logprobs = zip(*kept, strict=True) if kept else ((), (), ())
+        self.logprobs.extend(logprobs)
+        return StreamEvent(
+            "".join(pieces), tokens, from_draft, logprobs if self._want_logprobs else None, self._text.finish_reason
+        )
 
 
 def _is_prompt(prompt: object) -> TypeGuard[Prompt]:

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.cache import KVCache
+from jaxspec.config import SamplingParams
 from jaxspec.mesh.padding import round_up
 from jaxspec.mesh.plan import TENSOR_AXIS, MeshPlan
 from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params, declare_params
+from jaxspec.sampling.processors import History, history_specs, init_history, processor_specs
+from jaxspec.sampling.request import Request, make_request
 from jaxspec.sampling.vocab import VocabShard
 
 
@@ -31,11 +34,15 @@ class Placement:
     dtype: Any
 
     @property
+    def padded_vocab(self) -> int:
+        """Vocabulary entries over all shards, padding included."""
+        return round_up(self.cfg.vocab_size, self.plan.tensor)
+
+    @property
     def vocab(self) -> VocabShard:
         """This mesh's split of the vocabulary."""
-        padded = round_up(self.cfg.vocab_size, self.plan.tensor)
         axis = TENSOR_AXIS if self.plan.tensor > 1 else None
-        return VocabShard(self.cfg.vocab_size, padded // self.plan.tensor, axis)
+        return VocabShard(self.cfg.vocab_size, self.padded_vocab // self.plan.tensor, axis)
 
     @property
     def local_kv_heads(self) -> int:
@@ -50,9 +57,14 @@ class Placement:
         """Shape on this mesh, replicated unless `axes` names mesh axes."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.plan.mesh, PartitionSpec(*axes)))
 
-    def vocab_array(self, dtype: Any) -> jax.ShapeDtypeStruct:
-        """One value per (padded) vocabulary entry, split like the vocabulary."""
-        return self.array((self.vocab.local_size * self.plan.tensor,), dtype, TENSOR_AXIS)
+    def history(self) -> History:
+        """Shapes of a token history, split like the vocabulary."""
+        return self._place(jax.eval_shape(lambda: init_history(self._whole_vocab)), history_specs(TENSOR_AXIS))
+
+    def request(self) -> Request:
+        """Shapes of a request."""
+        example = make_request(SamplingParams(), 0, self.cfg.vocab_size, self.padded_vocab)
+        return self._place(example, Request(processor_specs(TENSOR_AXIS), PartitionSpec()))  # pyright: ignore[reportArgumentType]
 
     def cache(self, slots: int) -> KVCache:
         """Shapes of a KV cache, split by (padded) KV heads."""
@@ -60,6 +72,17 @@ class Placement:
         layers = (layer,) * self.cfg.num_layers
         return KVCache(layers, layers, self.array((), jnp.int32))
 
+    @property
+    def _whole_vocab(self) -> VocabShard:
+        return VocabShard(self.cfg.vocab_size, self.padded_vocab)
+
+    def _place(self, tree: Any, specs: Any) -> Any:
+        mesh = self.plan.mesh
+
+        def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(place, tree, specs)
 
 
 def resolve_dtype(name: str, plan: MeshPlan) -> Any:

@@ -4,6 +4,7 @@ Two of GGUF's models are supported: "gpt2" (byte-level BPE, split first as `toke
 (SentencePiece BPE with byte fallback). Key names: ggml's docs/gguf.md; splits: src/llama-vocab.cpp of llama.cpp.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +15,8 @@ from tokenizers.models import BPE
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.tokenizer_parts import TokenizerParts
 
-# GGUF's token types; the others (normal, unused) need no treatment.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+# GGUF's token types; the others (normal, unknown, unused, byte) need no treatment.
+_CONTROL, _USER_DEFINED = 3, 4
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = (
@@ -144,8 +145,8 @@ def _take_tokens(metadata: Mapping[str, Any]) -> list[str]:
     if not tokens or not all(isinstance(token, str) for token in tokens):
         raise CheckpointError("tokenizer.ggml.tokens must be a list of strings, at least one")
     if len(set(tokens)) != len(tokens):
-        twice = next(token for index, token in enumerate(tokens) if token in tokens[:index])
-        raise CheckpointError(f"tokenizer.ggml.tokens holds {twice!r} twice")
+        twice, _ = collections.Counter(tokens).most_common(1)[0]
+        raise CheckpointError(f"tokenizer.ggml.tokens holds {twice!r} more than once")
     return tokens
 
 
@@ -172,7 +173,7 @@ def _take_pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer:
 
 
 def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str], pre: _PreTokenizer) -> Tokenizer:
-    merges = [tuple(merge.split(" ")) for merge in _take(metadata, "merges", list)]
+    merges = [tuple(str(merge).split(" ")) for merge in _take(metadata, "merges", list)]
     if any(len(merge) != 2 for merge in merges):
         raise CheckpointError("tokenizer.ggml.merges must hold pairs of tokens, with one space between")
     backend = _make_bpe(tokens, merges, ignore_merges=pre.whole_words)

@@ -249,7 +249,9 @@ def _recover_llama3(path: Path, divisors: np.ndarray, theta: float, head_dim: in
 def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """By what Llama 3.1 divides each rotary frequency (the formula of its reference code), `[H / 2]`."""
     wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     smooth = np.clip(smooth, 0, 1)
     return 1 / ((1 - smooth) / rope.factor + smooth)
 

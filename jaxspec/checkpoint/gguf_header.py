@@ -211,9 +211,7 @@ class _Parser:
                 self.fail(f"holds the tensor {name!r} twice")
             relative[name] = self.take_tensor(name, alignment)
         start = -(-self.at // alignment) * alignment
-        tensors = {
-            name: dataclasses.replace(tensor, offset=start + tensor.offset) for name, tensor in relative.items()
-        }
+        tensors = {name: dataclasses.replace(tensor, offset=start + tensor.offset) for name, tensor in relative.items()}
         for name, tensor in tensors.items():
             if tensor.offset + tensor.nbytes > self.size:
                 end = tensor.offset + tensor.nbytes

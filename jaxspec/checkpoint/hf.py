@@ -1,2 +1,128 @@
-"""stub"""
-def open_hf(path): raise NotImplementedError
+"""Hugging Face folders (safetensors, whole or sharded) as a source of tensors."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoint.hf_config import parse_config
+from jaxspec.checkpoint.json_file import read_json
+from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted
+from jaxspec.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
+from jaxspec.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+_WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+
+_COMPARED_ROWS = 1024
+
+
+class HFSource:
+    """An open Hugging Face folder (see `TensorSource`); tensors are views of the mapped files."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        raw = read_json(path / CONFIG_FILE)
+        self._tensors: dict[str, tuple[Path, SafeTensor]] = {}
+        for file in _list_weights(path):
+            for name, tensor in read_safetensors_header(file).items():
+                if name in self._tensors:
+                    raise CheckpointError(f"{path}: {self._tensors[name][0].name} and {file.name} both hold {name!r}")
+                self._tensors[name] = (file, tensor)
+        self._check_index()
+        self.config = parse_config(path / CONFIG_FILE, raw, max_layers=len(self._tensors))
+        self.eos_ids = _read_eos_ids(path, raw, self.config.vocab_size)
+        self._data = {file: np.memmap(file, np.uint8, mode="r") for file, _ in self._tensors.values()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by name."""
+        return {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor by name, in its own dtype: a read-only view of the file."""
+        file, tensor = self._tensors[name]
+        raw = self._data[file][tensor.offset : tensor.offset + tensor.nbytes]
+        return np.asarray(raw).view(tensor.dtype).reshape(tensor.shape)
+
+    def _check_index(self) -> None:
+        for name, file in _read_weight_map(self.path).items():
+            if name not in self._tensors or self._tensors[name][0].name != file:
+                raise CheckpointError(f"{self.path}: {_INDEX_FILE} places {name!r} in {file}, which does not hold it")
+
+
+def open_hf(path: str | Path) -> HFSource:
+    """Open a Hugging Face folder: configuration, headers and names are checked; no weight is read but for one case.
+
+    A config that ties the embeddings beside weights that hold a head of their own is followed only where both are
+    equal, which takes reading them; else the head counts, as in transformers 5.
+
+    Raises:
+      CheckpointError: files are missing, damaged or hostile, or do not match the configuration.
+      ConfigError: the configuration asks for something that jaxspec does not compute.
+    """
+    source = HFSource(Path(path))
+    check_accounted(source)
+    if source.config.tied and HEAD in source.shapes() and not _are_equal(source.read(EMBED), source.read(HEAD)):
+        source.config = dataclasses.replace(source.config, tied=False)
+    return source
+
+
+def _are_equal(embed: np.ndarray, head: np.ndarray) -> bool:
+    """Row by row, so that two large matrices never lie in memory."""
+    starts = range(0, len(embed), _COMPARED_ROWS)
+    return all(np.array_equal(embed[i : i + _COMPARED_ROWS], head[i : i + _COMPARED_ROWS]) for i in starts)
+
+
+def _list_weights(path: Path) -> list[Path]:
+    """The safetensors files of a folder, the whole file before the shards, as transformers prefers."""
+    if (path / _WEIGHTS_FILE).is_file():
+        return [path / _WEIGHTS_FILE]
+    files = [path / name for name in sorted(set(_read_weight_map(path).values()))]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{path}: {_INDEX_FILE} names {file.name}, which is not there")
+    if files:
+        return files
+    pickles = sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
+    if pickles:
+        raise CheckpointError(
+            f"{path}: holds weights only as pickles ({', '.join(pickles[:3])}), which can run code and were not opened; "
+            "convert them to safetensors first"
+        )
+    raise CheckpointError(f"{path}: holds neither {_WEIGHTS_FILE} nor {_INDEX_FILE}")
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor name to file name of a sharded checkpoint; empty for a whole one."""
+    if (path / _WEIGHTS_FILE).is_file() or not (path / _INDEX_FILE).is_file():
+        return {}
+    weight_map = read_json(path / _INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path / _INDEX_FILE}: lacks a weight_map")
+    for name, file in weight_map.items():
+        # A plain name: nothing outside the folder can be reached, but links in it (as in Hugging Face's cache) can.
+        if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\:\0"):
+            raise CheckpointError(
+                f"{path / _INDEX_FILE}: places {name!r} in {str(file)[:60]!r}; a plain .safetensors file name is needed"
+            )
+    return weight_map
+
+
+def _read_eos_ids(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a text: those of `generation_config.json`, else those of `config.json`."""
+    generation = read_json(path / GENERATION_FILE) if (path / GENERATION_FILE).is_file() else {}
+    for file, values in ((GENERATION_FILE, generation), (CONFIG_FILE, config)):
+        ids = values.get("eos_token_id")
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise CheckpointError(
+                    f"{path / file}: eos_token_id must be token ids below {vocab_size}, got {str(token)[:60]}"
+                )
+        return tuple(dict.fromkeys(ids))
+    return ()

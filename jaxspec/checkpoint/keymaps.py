@@ -39,7 +39,9 @@ class Recipe:
             arrays = [array.astype(np.float32, copy=False) for array in arrays]
         # Values beyond the range of a narrower type become infinite, as in every other framework.
         with np.errstate(over="ignore"):
-            return self.assemble(arrays).astype(dtype, copy=False)
+            leaf = self.assemble(arrays).astype(dtype, copy=False)
+        # Read-only means a view of the mapped file: a parameter must not change, or fault, when the file does.
+        return leaf if leaf.flags.writeable else leaf.copy()
 
 
 def recipes(cfg: ModelConfig) -> dict[str, Recipe]:

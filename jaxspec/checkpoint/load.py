@@ -42,7 +42,9 @@ def detect_format(path: str | Path) -> Format:
             return _detect_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    raise CheckpointError(f"{path}: no such file or folder; give a Hugging Face folder, a GGUF file or a native checkpoint")
+    raise CheckpointError(
+        f"{path}: no such file or folder; give a Hugging Face folder, a GGUF file or a native checkpoint"
+    )
 
 
 def open_checkpoint(path: str | Path) -> TensorSource:
@@ -59,7 +61,9 @@ def open_checkpoint(path: str | Path) -> TensorSource:
         case "gguf":
             return open_gguf(path)
         case "native":
-            raise CheckpointError(f"{path}: is a native checkpoint already; a Hugging Face folder or GGUF file is needed")
+            raise CheckpointError(
+                f"{path}: is a native checkpoint already; a Hugging Face folder or GGUF file is needed"
+            )
 
 
 def load_foreign(source: TensorSource, plan: MeshPlan, dtype: Any) -> Params:
@@ -126,7 +130,11 @@ def _detect_file(path: Path) -> Format:
     if start == MAGIC:
         return "gguf"
     if path.suffix in _PICKLES:
-        raise CheckpointError(f"{path}: looks like a pickle, which can run code; it was not opened. Convert it to safetensors")
+        raise CheckpointError(
+            f"{path}: looks like a pickle, which can run code; it was not opened. Convert it to safetensors"
+        )
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: give the folder around it, which holds config.json and the tokenizer")
-    raise CheckpointError(f"{path}: is no checkpoint that jaxspec reads: it begins with {start!r}, a GGUF file with {MAGIC!r}")
+    raise CheckpointError(
+        f"{path}: is no checkpoint that jaxspec reads: it begins with {start!r}, a GGUF file with {MAGIC!r}"
+    )

@@ -7,7 +7,6 @@ from pathlib import Path
 from jaxspec.checkpoint.default import default_model_path, verify_default
 from jaxspec.checkpoint.keymaps import check_accounted
 from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
-from jaxspec.checkpoint.native import open_native, restore_native
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
 from jaxspec.placement import Placement
@@ -34,6 +33,9 @@ def open_weights(path: Path | None) -> Weights:
     if path is None:
         path = default_model_path()
     if detect_format(path) == "native":
+        # Orbax takes a second to import.
+        from jaxspec.checkpoint.native import open_native, restore_native
+
         native = open_native(path)
         return Weights(path, native.config, native.eos_ids, lambda p: restore_native(native, p.plan, p.dtype))
     source = open_checkpoint(path)

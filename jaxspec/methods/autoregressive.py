@@ -12,11 +12,12 @@ from jaxspec.cache import KVCache, commit_rows, init_cache
 from jaxspec.methods.base import Round
 from jaxspec.methods.chunks import CHUNKS, split_chunks
 from jaxspec.methods.program import Program
-from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.models.params import Params
+from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.placement import Placement
-from jaxspec.sampling.choose import Request, choose
-from jaxspec.sampling.history import History, extend_history, init_history
+from jaxspec.sampling.choose import choose
+from jaxspec.sampling.processors import History, init_history, update_history
+from jaxspec.sampling.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class AutoregressiveRunner:
         round_ = Round(target.array((2,), jnp.int32), target.array((1,), jnp.float32))
 
         def begin(cache: KVCache, root: jax.Array) -> ChainState:
-            history = extend_history(init_history(vocab), root[None], jnp.ones(1, bool), vocab, generated=False)
+            history = update_history(init_history(vocab), root[None], jnp.ones(1, bool), vocab, generated=False)
             return ChainState(cache, history, root)
 
         def create(root):
@@ -73,7 +74,7 @@ class AutoregressiveRunner:
 
         def fill(params, state, token, count):
             valid = jnp.arange(token.shape[0]) < count
-            history = extend_history(state.history, token, valid, vocab, generated=False)
+            history = update_history(state.history, token, valid, vocab, generated=False)
             return state.replace(cache=prefill(params, cfg, token, count, state.cache), history=history)
 
         def step(params, state, request):
@@ -116,7 +117,8 @@ def decode_token(params, cfg, vocab, state: ChainState, request: Request) -> tup
     hidden, cache = forward(params, cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool))
     logits = vocab_logits(params, hidden)
     with jax.named_scope("choose"):
-        token, logprob = choose(logits, request.processors, state.history, request.key, position + 1, vocab)
-        history = extend_history(state.history, token, jnp.ones(1, bool), vocab, generated=True)
+        seen, counts = state.history.seen[None], state.history.counts[None]
+        token, logprob = choose(logits, request.processors, seen, counts, request.key, position + 1, vocab)
+        history = update_history(state.history, token, jnp.ones(1, bool), vocab, generated=True)
     state = ChainState(commit_rows(cache, jnp.int32(1)), history, token[0])
     return state, Round(jnp.concatenate([jnp.ones(1, jnp.int32), token]), logprob)

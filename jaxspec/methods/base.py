@@ -20,7 +20,7 @@ from flax import struct
 from jaxspec.methods.program import Program
 from jaxspec.models.params import Params
 from jaxspec.placement import Placement
-from jaxspec.sampling.choose import Request
+from jaxspec.sampling.request import Request
 
 
 @struct.dataclass

@@ -21,7 +21,9 @@ def resolve_method(method: str | Method, has_draft: bool) -> Method:
     if isinstance(method, str):
         name = Autoregressive.name if method == "auto" else method
         if name in PLANNED:
-            raise ConfigError(f"method {name!r} is not available in this version; available: auto, {', '.join(METHODS)}")
+            raise ConfigError(
+                f"method {name!r} is not available in this version; available: auto, {', '.join(METHODS)}"
+            )
         if name not in METHODS:
             near = difflib.get_close_matches(name, ["auto", *METHODS, *PLANNED], 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; available: auto, {', '.join(METHODS)}"

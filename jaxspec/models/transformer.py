@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache import KVCache
 from jaxspec.mesh.plan import TENSOR_AXIS
-from jaxspec.models.attention import Attend, attention
+from jaxspec.models.attention import attention
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.mlp import swiglu
 from jaxspec.models.norm import rms_norm
@@ -36,11 +36,7 @@ def forward(
     Returns:
       Hidden states `[T, D]` float32 after the final norm, and the cache with the rows written.
     """
-
-    def attend(query, key, value, window):
-        return tree_attention(query, key, value, cache.length, window_mask, position, window)
-
-    x, cache = _run_layers(params, cfg, token, position, cache, attend)
+    x, cache = _run_layers(params, cfg, token, position, cache, window_mask)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params["final_norm"], cfg.norm_eps), cache
 
@@ -58,11 +54,7 @@ def prefill(
     state is returned, so the last layer only computes keys and values.
     """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
-
-    def attend(query, key, value, window):
-        return causal_attention(query, key, value, cache.length, window)
-
-    _, written = _run_layers(params, cfg, token, position, cache, attend, cache_only=True)
+    _, written = _run_layers(params, cfg, token, position, cache, None)
     return written.replace(length=cache.length + count)
 
 
@@ -83,26 +75,34 @@ def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D]
     return jax.lax.psum(jnp.where(mine[:, None], rows, 0.0), TENSOR_AXIS)
 
 
-def _run_layers(params, cfg, token, position, cache, attend, cache_only=False):
+def _run_layers(params, cfg, token, position, cache, window_mask):
+    """All layers; without a window mask the rows are a causal chunk, of which only the cache is wanted."""
     with jax.named_scope("embed"):
         x = embed(params, token)
     rope = rope_tables(cfg.rope, cfg.head_dim, position)
     keys, values = [], []
     for index, layer in enumerate(params["layers"]):
-        attend_layer = functools.partial(attend, window=cfg.window(index))
-        last = cache_only and index == cfg.num_layers - 1
+        cache_only = window_mask is None and index == cfg.num_layers - 1
         x, key, value = _run_layer(
-            layer, cfg, x, rope, cache.key[index], cache.value[index], cache.length, None if last else attend_layer
-        )
+            layer, x, rope, cache.key[index], cache.value[index], cache.length, position, window_mask,
+            cfg=cfg, window=cfg.window(index), cache_only=cache_only,
+        )  # fmt: skip
         keys.append(key)
         values.append(value)
     return x, cache.replace(key=tuple(keys), value=tuple(values))
 
 
-def _run_layer(layer: Params, cfg: ModelConfig, x, rope, key, value, slot, attend: Attend | None):
+# Jitted so that equal layers are traced once: tracing thirty of them took a second per program.
+@functools.partial(jax.jit, static_argnames=("cfg", "window", "cache_only"))
+def _run_layer(layer: Params, x, rope, key, value, slot, position, window_mask, *, cfg: ModelConfig, window, cache_only):
+    def attend(query, key, value):
+        if window_mask is None:
+            return causal_attention(query, key, value, slot, window)
+        return tree_attention(query, key, value, slot, window_mask, position, window)
+
     with jax.named_scope("attention"):
         normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
-        update, key, value = attention(layer, cfg, normed, rope, key, value, slot, attend)
+        update, key, value = attention(layer, cfg, normed, rope, key, value, slot, None if cache_only else attend)
         if update is None:
             return x, key, value
         x = x + _all_reduce(update)

@@ -5,7 +5,6 @@ length. A dynamic loop over blocks was measured 1.3 times slower at 2,000 tokens
 256 of 2,048 (docs/design.md). On GPUs a data-dependent branch stalls the host, so the reference runs there.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 

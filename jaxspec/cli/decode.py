@@ -1,0 +1,165 @@
+"""`jaxspec-decode`: a prompt in, streamed text out."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxspec.cli.options import merge_options
+from jaxspec.cli.run import run_command
+from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspec.generate import LLM
+    from jaxspec.results import Completion
+
+NAME = "jaxspec-decode"
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+# What a preset may set, by where it goes.
+SAMPLING_OPTIONS = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "seed", "stop", "ignore_eos",
+)  # fmt: skip
+MODEL_OPTIONS = ("model", "draft_model", "method", "dtype", "target_devices", "max_context", "compile_cache")
+REFUSABLE_OPTIONS = ("kernels", "draft_devices", "offload")
+TEXT_OPTIONS = ("chat", "system")
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def decode(
+    context: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint; else the default model."),
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model, for methods that use one.")] = None,
+    method: Annotated[str | None, typer.Option(help="auto or ar.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate [256].")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", "--temp", help="0 is greedy, the default.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this times as probable as the first.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: against tokens of prompt and output.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Against tokens of the output, per occurrence.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Against tokens of the output.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random stream at temperature > 0: equal seeds, equal text.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation; repeatable.")] = None,
+    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="auto or xla.")] = None,
+    target_devices: Annotated[int | None, typer.Option(help="Devices that share the model [1].")] = None,
+    draft_devices: Annotated[int | None, typer.Option(help="Devices of the draft model.")] = None,
+    offload: Annotated[str | None, typer.Option(help="none.")] = None,
+    max_context: Annotated[int | None, typer.Option(help="Most tokens of prompt plus output.")] = None,
+    compile_cache: Annotated[str | None, typer.Option(help='Folder of compiled programs; "" for none.')] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML preset of these options; the command line wins.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value as in a preset; repeatable.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print timings to standard error at the end.")] = False,
+    show_drafted: Annotated[bool, typer.Option("--show-drafted", help="Underline what a draft proposed.")] = False,
+) -> None:
+    """Decode one prompt with the lowest latency, streaming the text."""
+    names = (*SAMPLING_OPTIONS, *MODEL_OPTIONS, *REFUSABLE_OPTIONS, *TEXT_OPTIONS)
+    given = {name: context.params[name] or None if name == "stop" else context.params[name] for name in names}
+
+    def run() -> None:
+        options = merge_options(given, config, set_ or [], names)
+        _refuse_unavailable(options)
+        text = _read_prompt(prompt, prompt_file)
+        # Heavy imports only now: --help and usage errors answer at once.
+        from jaxspec.config import SamplingParams
+        from jaxspec.generate import LLM
+
+        sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
+        arguments = {name: options[name] for name in MODEL_OPTIONS if name in options and name != "draft_model"}
+        llm = LLM(**arguments, draft=options.get("draft_model"))
+        completion = _stream(llm, _messages(llm, text, options), sampling, quiet=json_, underline=show_drafted)
+        if json_:
+            print(json.dumps(completion.to_dict(), ensure_ascii=False))
+        if stats:
+            sys.stdout.flush()
+            print(_summary(completion), file=sys.stderr)
+
+    run_command(NAME, run)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name=NAME)
+
+
+def _refuse_unavailable(options: dict[str, Any]) -> None:
+    if options.get("kernels", "auto") not in ("auto", "xla"):
+        raise ConfigError(f"kernels {options['kernels']!r} are not available in this version; use auto or xla")
+    if options.get("offload", "none") != "none":
+        raise ConfigError(f"offload {options['offload']!r} is not available in this version; use none")
+    if options.get("draft_devices") is not None:
+        raise ConfigError("--draft-devices needs a method that drafts; none is available in this version")
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise ConfigError("give one prompt: as an argument, - for standard input, or --prompt-file")
+    try:
+        if file is not None:
+            return file.read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode("utf-8") if prompt == "-" else str(prompt)
+    except OSError as error:
+        raise ConfigError(f"prompt file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 text: {error}") from error
+
+
+def _messages(llm: "LLM", text: str, options: dict[str, Any]) -> Any:
+    """The prompt as the model wants it: a conversation, or plain text."""
+    if not text:
+        raise ConfigError("the prompt is empty: it has 0 characters and at least 1 is needed")
+    chat = options.get("chat", llm.tokenizer.has_chat_template)
+    if chat and not llm.tokenizer.has_chat_template:
+        raise ConfigError(f"{llm.model_path} has no chat template; --raw completes the text as it is")
+    if not chat:
+        if "system" in options:
+            raise ConfigError("--system needs the chat template, which --raw switches off or the model lacks")
+        return text
+    system = [{"role": "system", "content": options["system"]}] if "system" in options else []
+    return [*system, {"role": "user", "content": text}]
+
+
+def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: bool) -> "Completion":
+    completion = None
+    for event in llm.stream(prompt, sampling):
+        if not quiet and event.text:
+            drafted = underline and any(event.from_draft)
+            typer.echo(typer.style(event.text, underline=True) if drafted else event.text, nl=False)
+            sys.stdout.flush()
+        completion = event.completion
+    assert completion is not None
+    if not quiet:
+        typer.echo()
+    return completion
+
+
+def _summary(completion: "Completion") -> str:
+    stats = completion.stats
+    parts = [
+        f"prompt {stats.prompt_tokens} tokens",
+        f"first token {stats.ttft_s:.2f} s",
+        f"{stats.completion_tokens} tokens at {stats.tokens_per_s:.1f} tokens/s",
+        f"compile {stats.compile_s:.2f} s",
+        f"method {completion.method}",
+        f"ended by {completion.finish_reason}",
+    ]
+    if stats.seed is not None:
+        parts.append(f"seed {stats.seed}")
+    return " · ".join(parts)
+
