@@ -5,6 +5,8 @@ Whatever lies behind is garbage that masks hide. Arrays are zeros when new: unin
 `0 * NaN` would leak through a masked product.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -44,4 +46,4 @@ def init_cache(cfg: ModelConfig, kv_heads: int, slots: int, dtype: jnp.dtype) ->
 
 def commit_rows(cache: KVCache, count: jax.Array) -> KVCache:
     """Make the first `count` window rows part of the prefix; for a chain nothing moves."""
-    return cache.replace(length=cache.length + count)
+    return dataclasses.replace(cache, length=cache.length + count)

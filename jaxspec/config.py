@@ -47,8 +47,8 @@ class SamplingParams:
         for name, low in (("max_tokens", 1), ("top_k", -1)):
             _check_int(name, getattr(self, name), low)
         for name, low, high in (
-            ("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, math.inf),
-            ("frequency_penalty", -2.0, 2.0), ("presence_penalty", -2.0, 2.0),
+            ("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.0, math.inf), ("frequency_penalty", -2.0, 2.0), ("presence_penalty", -2.0, 2.0),
         ):  # fmt: skip
             _check_float(name, getattr(self, name), low, high)
         if self.top_p == 0:

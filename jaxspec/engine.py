@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -65,7 +65,8 @@ class Engine:
         """Refuse what cannot be decoded, before any compute.
 
         Raises:
-          ConfigError: an empty prompt, an id outside the vocabulary, or a prompt that does not fit.
+          ConfigError: an empty prompt, an id (of the prompt or of a bias) outside the vocabulary, or a prompt that
+            does not fit.
         """
         vocab = self.target.cfg.vocab_size
         if not prompt:
@@ -73,6 +74,7 @@ class Engine:
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
                 raise ConfigError(f"prompt token id {token!r} is not in the vocabulary of {vocab} tokens")
+        self._host_request(sampling, 0)
         room = self.max_context - len(prompt)
         if room < 1:
             raise ConfigError(
@@ -98,7 +100,9 @@ class Engine:
             self._runner = self.method.bind(self.target, capacity)
         return compile_programs(self._runner.programs)
 
-    def rounds(self, params: Params, prompt: list[int], sampling: SamplingParams, seed: int) -> Iterator[Emitted]:
+    def rounds(
+        self, params: Params, prompt: list[int], sampling: SamplingParams, seed: int
+    ) -> Generator[Emitted, None, None]:
         """Decode until the caller stops listening or `max_tokens` tokens have come.
 
         Round r is read while round r + 1 runs, so a caller that stops wastes one round at most. `prepare` must have
@@ -139,8 +143,11 @@ class Engine:
             self._idle.append(state)
 
     def _request(self, sampling: SamplingParams, seed: int) -> Request:
-        request = make_request(sampling, seed, self.target.cfg.vocab_size, self.target.padded_vocab)
+        request = self._host_request(sampling, seed)
         return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, self.target.request())
+
+    def _host_request(self, sampling: SamplingParams, seed: int) -> Request:
+        return make_request(sampling, seed, self.target.cfg.vocab_size, self.target.padded_vocab)
 
     def _fit(self, tokens: int) -> int:
         """Slots for `tokens` tokens: a window behind the last one, rounds in flight, whole chunks."""

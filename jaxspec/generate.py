@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import numbers
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from jaxspec.text import TextStream, Tokenizer, load_tokenizer
+import numpy as np
 
-from jaxspec.checkpoint.weights import Weights, open_weights
+from jaxspec.checkpoint.weights import open_weights
 from jaxspec.compile_cache import enable_compile_cache
-from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.config import DType, EngineConfig, SamplingParams
 from jaxspec.engine import Emitted, Engine, fresh_seed
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.plan import plan_mesh
@@ -23,6 +24,7 @@ from jaxspec.methods.base import Method
 from jaxspec.methods.registry import resolve_method
 from jaxspec.placement import Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
+from jaxspec.text import TextStream, load_tokenizer
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int]
@@ -51,16 +53,15 @@ class LLM:
         *,
         draft: str | PathLike[str] | None = None,
         method: str | Method = "auto",
-        dtype: str = "auto",
+        dtype: DType = "auto",
         target_devices: int = 1,
         max_context: int | None = None,
         compile_cache: str | None = None,
     ):
-        config = EngineConfig(
-            dtype=dtype, target_devices=target_devices, max_context=max_context, compile_cache=compile_cache
-        )  # pyright: ignore[reportArgumentType]
+        """Load, place and compile; see the class."""
+        config = EngineConfig(dtype, target_devices, max_context, compile_cache)
         resolved = resolve_method(method, has_draft=draft is not None)
-        weights: Weights = open_weights(None if model is None else Path(model))
+        weights = open_weights(None if model is None else Path(model))
         plan = plan_mesh(config.target_devices)
         placement = Placement(weights.config, plan, resolve_dtype(config.dtype, plan))
         self.model_path = weights.path
@@ -71,7 +72,7 @@ class LLM:
             params = pool.submit(weights.load, placement)
             tokenizer = pool.submit(load_tokenizer, weights.path)
             self._unreported_compile_s = self.engine.prepare()
-            self.tokenizer: Tokenizer = tokenizer.result()
+            self.tokenizer = tokenizer.result()
             self.params = params.result()
         self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
 
@@ -88,11 +89,13 @@ class LLM:
           ConfigError: a prompt is empty or does not fit; nothing was computed then.
         """
         sampling = sampling_params or SamplingParams()
-        if _is_prompt(prompt):
+        if _is_conversation(prompt):
+            raise ConfigError("generate takes text or token ids; chat answers conversations")
+        if not _is_batch(prompt):
             return self._complete(self.encode(prompt), sampling)
         encoded = [self.encode(p) for p in prompt]
         for ids in encoded:
-            self._check(ids, sampling)
+            self.engine.check_request(ids, sampling)
         return [self._complete(ids, sampling) for ids in encoded]
 
     def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Completion:
@@ -115,7 +118,7 @@ class LLM:
         """
         sampling = sampling_params or SamplingParams()
         ids = self.encode(prompt)
-        self._check(ids, sampling)
+        self.engine.check_request(ids, sampling)
         return self._stream(ids, sampling)
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
@@ -124,13 +127,14 @@ class LLM:
             return self.tokenizer.encode(prompt)
         if _is_conversation(prompt):
             return self.tokenizer.encode_chat(prompt)
-        return list(prompt)  # pyright: ignore[reportReturnType]
-
-    def _check(self, ids: list[int], sampling: SamplingParams) -> None:
-        self.engine.check_request(ids, sampling)
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if _is_ids(prompt):
+            return [int(token) for token in prompt]
+        raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {prompt!r:.80}")
 
     def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
-        self._check(ids, sampling)
+        self.engine.check_request(ids, sampling)
         completion = None
         for event in self._stream(ids, sampling):
             completion = event.completion
@@ -150,9 +154,11 @@ class LLM:
             for emitted in rounds:
                 clock.tick()
                 event = events.push(emitted)
-                if text.finish_reason is not None:
+                if event.finish_reason is not None:
                     break
                 yield event
+            else:
+                raise AssertionError("the rounds ended before the text did")
         completion = Completion(
             text=text.text,
             token_ids=text.token_ids,
@@ -244,12 +250,12 @@ class _EventMaker:
         )
 
 
-def _is_prompt(prompt: object) -> TypeGuard[Prompt]:
-    if isinstance(prompt, str):
-        return True
-    if not isinstance(prompt, Sequence):
-        raise ConfigError(f"a prompt is a string, a list of token ids or a list of either, got {type(prompt).__name__}")
-    return all(isinstance(p, int) for p in prompt)
+def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(prompt, Sequence) and all(isinstance(token, numbers.Integral) for token in prompt)
+
+
+def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_ids(prompt)
 
 
 def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:

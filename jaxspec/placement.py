@@ -53,7 +53,7 @@ class Placement:
         """Padded, sharded shapes of the parameters."""
         return placed_shapes(declare_params(self.cfg, self.dtype), self.plan)
 
-    def array(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+    def array(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Any:
         """Shape on this mesh, replicated unless `axes` names mesh axes."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.plan.mesh, PartitionSpec(*axes)))
 

@@ -31,8 +31,9 @@ _TEKKEN_SPLIT = (
 _CJK_SPLIT = "[一-龥ࠀ-一가-퟿]+"
 # The letters that DeepSeek's tokenizer lists one range at a time: what \p{L} was to it, CJK left out.
 _DEEPSEEK_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ί"
-    "ῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴ"
+    "ᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿ"
+    "ﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 
 
@@ -173,8 +174,11 @@ def _take_pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer:
 
 
 def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str], pre: _PreTokenizer) -> Tokenizer:
-    merges = [tuple(str(merge).split(" ")) for merge in _take(metadata, "merges", list)]
-    if any(len(merge) != 2 for merge in merges):
+    merges = []
+    for merge in _take(metadata, "merges", list):
+        left, _, right = str(merge).partition(" ")
+        merges.append((left, right))
+    if any(not left or not right or " " in right for left, right in merges):
         raise CheckpointError("tokenizer.ggml.merges must hold pairs of tokens, with one space between")
     backend = _make_bpe(tokens, merges, ignore_merges=pre.whole_words)
     if pre.nfc:
@@ -223,7 +227,7 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, 
     return [(left, right) for *_, left, right in ranked]
 
 
-def _make_bpe(tokens: list[str], merges: list[tuple[str, ...]] | list[tuple[str, str]], **options: Any) -> Tokenizer:
+def _make_bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
         return Tokenizer(BPE(vocab=vocab, merges=merges, **options))

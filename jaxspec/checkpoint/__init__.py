@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face folders, GGUF files and the native format."""

@@ -65,6 +65,7 @@ class GGUFSource:
     """An open GGUF file (see `TensorSource`); `read` may be called from several threads."""
 
     def __init__(self, path: Path, header: GGUFHeader):
+        """Check everything but the accounting, which `open_gguf` adds."""
         self.path = path
         self._family = _read_family(path, header.metadata)
         self._tensors = _rename(path, header.tensors)
@@ -249,10 +250,8 @@ def _recover_llama3(path: Path, divisors: np.ndarray, theta: float, head_dim: in
 def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """By what Llama 3.1 divides each rotary frequency (the formula of its reference code), `[H / 2]`."""
     wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    smooth = np.clip(smooth, 0, 1)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = np.clip((rope.original_context / wavelength - low) / (high - low), 0, 1)
     return 1 / ((1 - smooth) / rope.factor + smooth)
 
 

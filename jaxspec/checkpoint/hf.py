@@ -24,6 +24,7 @@ class HFSource:
     """An open Hugging Face folder (see `TensorSource`); tensors are views of the mapped files."""
 
     def __init__(self, path: Path):
+        """Check everything but the accounting, which `open_hf` adds."""
         self.path = path
         raw = read_json(path / CONFIG_FILE)
         self._tensors: dict[str, tuple[Path, SafeTensor]] = {}
@@ -89,8 +90,8 @@ def _list_weights(path: Path) -> list[Path]:
     pickles = sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
     if pickles:
         raise CheckpointError(
-            f"{path}: holds weights only as pickles ({', '.join(pickles[:3])}), which can run code and were not opened; "
-            "convert them to safetensors first"
+            f"{path}: holds weights only as pickles ({', '.join(pickles[:3])}), which can run code "
+            "and were not opened; convert them to safetensors first"
         )
     raise CheckpointError(f"{path}: holds neither {_WEIGHTS_FILE} nor {_INDEX_FILE}")
 

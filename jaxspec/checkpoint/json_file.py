@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `where` names its place in errors. A repeated key is an error, not the last one's win."""
+    """The JSON object in `raw`; `where` names its place in errors, and a repeated key is one."""
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         built = dict(pairs)

@@ -52,7 +52,7 @@ def recipes(cfg: ModelConfig) -> dict[str, Recipe]:
         return Recipe(((name, shape),), lambda arrays: arrays[0])
 
     def group_heads(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, then its key and value."""
+        """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, key and value."""
         query, key, value = (a.reshape(K, -1, H, *a.shape[1:]) for a in arrays)
         return np.concatenate([query, key, value], axis=1)
 
@@ -124,9 +124,8 @@ def check_accounted(source: TensorSource) -> None:
         _list_some("of the wrong shape", misshapen),
     ]
     if any(problems):
-        raise CheckpointError(
-            f"{source.path}: tensors do not match the {source.config.family} config: {'; '.join(filter(None, problems))}"
-        )
+        listed = "; ".join(filter(None, problems))
+        raise CheckpointError(f"{source.path}: tensors do not match the {source.config.family} config: {listed}")
 
 
 def _is_harmless(name: str, shape: Shape, source: TensorSource) -> bool:

@@ -96,14 +96,15 @@ def place_leaf(recipe: Recipe, source: TensorSource, target: jax.ShapeDtypeStruc
     """One parameter from its source tensors, padded and sharded as `target` says."""
     leaf = recipe.read(source, target.dtype)
 
-    def cut_shard(index: tuple[slice, ...]) -> np.ndarray:
+    def cut_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # None is for shards that live on other hosts only
         shard = leaf[index]
         shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, target.shape, strict=True))
         if shard.shape == shape:
             return shard
         return np.pad(shard, [(0, n - have) for n, have in zip(shape, shard.shape, strict=True)])
 
-    return jax.make_array_from_callback(target.shape, target.sharding, cut_shard)
+    return jax.make_array_from_callback(target.shape, target.sharding, cut_shard, dtype=target.dtype)
 
 
 def _detect_folder(path: Path) -> Format:

@@ -36,17 +36,17 @@ def decode(
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint; else the default model."),
+        typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model, for methods that use one.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
     method: Annotated[str | None, typer.Option(help="auto or ar.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate [256].")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", "--temp", help="0 is greedy, the default.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", "--temp", help="0 is greedy [0].")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens at least this times as probable as the first.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: against tokens of prompt and output.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="Against tokens of the output, per occurrence.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens of this mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens this times as probable as the first.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Against tokens of prompt and output.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Against repetition, per occurrence.")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="Against tokens of the output.")] = None,
     seed: Annotated[int | None, typer.Option(help="Random stream at temperature > 0: equal seeds, equal text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation; repeatable.")] = None,
@@ -112,18 +112,20 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ConfigError("give one prompt: as an argument, - for standard input, or --prompt-file")
     try:
         if file is not None:
-            return file.read_text(encoding="utf-8")
-        return sys.stdin.buffer.read().decode("utf-8") if prompt == "-" else str(prompt)
+            text = file.read_text(encoding="utf-8")
+        else:
+            text = sys.stdin.buffer.read().decode("utf-8") if prompt == "-" else str(prompt)
     except OSError as error:
         raise ConfigError(f"prompt file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 text: {error}") from error
+    if not text:
+        raise ConfigError("the prompt is empty: it has 0 characters and at least 1 is needed")
+    return text
 
 
 def _messages(llm: "LLM", text: str, options: dict[str, Any]) -> Any:
     """The prompt as the model wants it: a conversation, or plain text."""
-    if not text:
-        raise ConfigError("the prompt is empty: it has 0 characters and at least 1 is needed")
     chat = options.get("chat", llm.tokenizer.has_chat_template)
     if chat and not llm.tokenizer.has_chat_template:
         raise ConfigError(f"{llm.model_path} has no chat template; --raw completes the text as it is")
@@ -162,4 +164,3 @@ def _summary(completion: "Completion") -> str:
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
     return " · ".join(parts)
-

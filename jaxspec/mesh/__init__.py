@@ -1,0 +1,1 @@
+"""Device meshes: plans, axis rules, padding."""

@@ -1,0 +1,1 @@
+"""Decoding methods: how tokens are proposed and verified."""

@@ -82,12 +82,10 @@ class AutoregressiveRunner:
 
         self._create = Program("create", create, plan, [scalar], state)
         self._restart = Program("restart", restart, plan, [state, scalar], state, donate=[0])
-        self._fill = {
-            size: Program(
-                f"prefill{size}", fill, plan, [params, state, target.array((size,), jnp.int32), scalar], state, donate=[1]
-            )
-            for size in CHUNKS
-        }  # fmt: skip
+        self._fill = {}
+        for size in CHUNKS:
+            args = [params, state, target.array((size,), jnp.int32), scalar]
+            self._fill[size] = Program(f"prefill{size}", fill, plan, args, state, donate=[1])
         self._step = Program("round", step, plan, [params, state, target.request()], (state, round_), donate=[1])
         self.programs = (self._create, self._restart, *self._fill.values(), self._step)
 

@@ -39,8 +39,15 @@ class Round:
 class Runner(Protocol):
     """A method bound to models and a capacity."""
 
-    slots: int
-    programs: Sequence[Program]
+    @property
+    def slots(self) -> int:
+        """Capacity of the cache."""
+        ...
+
+    @property
+    def programs(self) -> Sequence[Program]:
+        """Everything that a generation may call, to be compiled before it starts."""
+        ...
 
     def start(self, root: int, state: Any | None) -> Any:
         """State of an empty sequence whose last verified token is `root`; `state` is donated."""

@@ -19,8 +19,14 @@ class Program:
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], plan: MeshPlan, args: Sequence[Any], out: Any, donate: Sequence[int] = ()
-    ):  # fmt: skip
+        self,
+        name: str,
+        function: Callable[..., Any],
+        plan: MeshPlan,
+        args: Sequence[Any],
+        out: Any,
+        donate: Sequence[int] = (),
+    ):
         """`out` describes the result as `args` do the arguments; `donate` lists argument numbers."""
         self.name = name
         self._args = tuple(args)
@@ -45,9 +51,10 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Dispatch; compiles first if nobody did."""
-        if self._compiled is None:
+        if not self.ready:
             self.finish(self.lower())
-        return self._compiled(*args)
+        compiled = self._compiled
+        return compiled(*args)
 
 
 def compile_programs(programs: Sequence[Program]) -> float:

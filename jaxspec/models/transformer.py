@@ -94,7 +94,9 @@ def _run_layers(params, cfg, token, position, cache, window_mask):
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program.
 @functools.partial(jax.jit, static_argnames=("cfg", "window", "cache_only"))
-def _run_layer(layer: Params, x, rope, key, value, slot, position, window_mask, *, cfg: ModelConfig, window, cache_only):
+def _run_layer(
+    layer: Params, x, rope, key, value, slot, position, window_mask, *, cfg: ModelConfig, window, cache_only
+):
     def attend(query, key, value):
         if window_mask is None:
             return causal_attention(query, key, value, slot, window)

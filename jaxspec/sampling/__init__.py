@@ -1,0 +1,1 @@
+"""Sampling: logits processors, position-keyed noise, the choice of a token."""

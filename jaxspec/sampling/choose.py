@@ -47,7 +47,7 @@ def choose(
 
     with jax.named_scope("sampling/choose"):
         # The cheap case first and alone: its branch reads the logits and nothing else.
-        branch = jnp.where(processors.temperature > 0, 2, processors.penalised.astype(jnp.int32))
+        branch = jnp.where(jnp.asarray(processors.temperature) > 0, 2, jnp.asarray(processors.penalised, jnp.int32))
         return lax.switch(
             branch,
             [
@@ -62,7 +62,7 @@ def _logprob(scores: jax.Array, token: jax.Array, processors: Processors, vocab:
     """Log-probability of a token under the softmax of `scores`, float32 [T]; 0 if it is not wanted."""
 
     def compute() -> jax.Array:
-        top = jnp.maximum(vocab.max(scores.max(axis=-1, keepdims=True)), jnp.finfo(jnp.float32).min)
+        top = jnp.maximum(vocab.row_max(scores), jnp.finfo(jnp.float32).min)
         return vocab.take(scores, token) - (top + log_mass(scores - top, vocab))[:, 0]
 
     return lax.cond(processors.want_logprob, compute, lambda: jnp.zeros(token.shape[0], jnp.float32))

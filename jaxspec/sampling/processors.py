@@ -8,7 +8,7 @@ split. `reference.py` holds the same rules written for reading.
 Letters: T rows, V_local columns of this device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.sampling.vocab import VocabShard
+from jaxspec.sampling.vocab import VocabShard, sum_rows
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -46,16 +47,16 @@ class Processors:
       want_logprob: bool; False lets `choose` skip the log-probability of a greedy token.
     """
 
-    temperature: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    repetition: jax.Array | np.ndarray
-    frequency: jax.Array | np.ndarray
-    presence: jax.Array | np.ndarray
-    bias: jax.Array | np.ndarray
-    penalised: jax.Array | np.ndarray
-    want_logprob: jax.Array | np.ndarray
+    temperature: ArrayLike
+    top_k: ArrayLike
+    top_p: ArrayLike
+    min_p: ArrayLike
+    repetition: ArrayLike
+    frequency: ArrayLike
+    presence: ArrayLike
+    bias: ArrayLike
+    penalised: ArrayLike
+    want_logprob: ArrayLike
 
 
 @flax.struct.dataclass
@@ -214,12 +215,12 @@ def score(
             lambda: shift(clean(logits, vocab), processors, vocab),
         )
         lowest = lax.cond(
-            processors.top_k > 0,
+            jnp.asarray(processors.top_k) > 0,
             lambda: cut_top_k(scores, processors.top_k, vocab),
             lambda: jnp.full((scores.shape[0], 1), -_LARGEST),
         )
         lowest = lax.cond(
-            processors.top_p < 1,
+            jnp.asarray(processors.top_p) < 1,
             lambda: cut_top_p(jnp.where(scores >= lowest, scores, -jnp.inf), processors.top_p, vocab),
             lambda: lowest,
         )
@@ -236,7 +237,7 @@ def shift(z: jax.Array, processors: Processors, vocab: VocabShard) -> jax.Array:
     Returns:
       float32 [T, V_local], all <= 0; a row of -inf stays one.
     """
-    top = vocab.max(z.max(axis=-1, keepdims=True))
+    top = vocab.row_max(z)
     temperature = jnp.where(processors.temperature == 0, 1.0, processors.temperature)
     return (z - jnp.maximum(top, -_LARGEST)) / temperature
 
@@ -246,7 +247,7 @@ def log_mass(scores: jax.Array, vocab: VocabShard) -> jax.Array:
     return jnp.log(jnp.maximum(vocab.sum(jnp.exp(scores).sum(axis=-1, keepdims=True)), 1.0))
 
 
-def cut_top_k(scores: jax.Array, k: jax.Array, vocab: VocabShard) -> jax.Array:
+def cut_top_k(scores: jax.Array, k: ArrayLike, vocab: VocabShard) -> jax.Array:
     """The k-th largest score, float32 [T, 1]; the lowest finite value where fewer than k tokens are possible.
 
     Args:
@@ -254,14 +255,11 @@ def cut_top_k(scores: jax.Array, k: jax.Array, vocab: VocabShard) -> jax.Array:
       k: int32, at least 1.
       vocab: the local columns.
     """
-
-    def below(size: jax.Array, limit: jax.Array) -> jax.Array:
-        return (size < limit).sum(axis=-1, dtype=jnp.int32)
-
-    return _cut(scores, below, lambda count: count < k, vocab)
+    one = jnp.ones(scores.shape, jnp.int32)
+    return _cut(scores, (one,), lambda count: count[..., 0] < k, vocab)
 
 
-def cut_top_p(scores: jax.Array, top_p: jax.Array, vocab: VocabShard) -> jax.Array:
+def cut_top_p(scores: jax.Array, top_p: ArrayLike, vocab: VocabShard) -> jax.Array:
     """The smallest score kept by top-p, float32 [T, 1].
 
     A token is kept iff the tokens above it hold less than top_p of the mass; the most probable one always is.
@@ -272,12 +270,8 @@ def cut_top_p(scores: jax.Array, top_p: jax.Array, vocab: VocabShard) -> jax.Arr
       vocab: the local columns.
     """
     words = fixed_point(jnp.exp(scores))
-    enough = top_p * from_fixed_point(vocab.sum(jnp.stack([word.sum(axis=-1) for word in words], axis=-1)))  # [T]
-
-    def below(size: jax.Array, limit: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.where(size < limit, word, 0).sum(axis=-1) for word in words], axis=-1)
-
-    return _cut(scores, below, lambda mass: from_fixed_point(mass) < enough, vocab)
+    enough = top_p * from_fixed_point(vocab.sum(sum_rows(words)))
+    return _cut(scores, words, lambda mass: from_fixed_point(mass) < enough, vocab)
 
 
 def fixed_point(mass: jax.Array) -> tuple[jax.Array, ...]:
@@ -302,35 +296,34 @@ def from_fixed_point(words: jax.Array) -> jax.Array:
 
 
 def _cut(
-    scores: jax.Array,
-    below: Callable[[jax.Array, jax.Array], jax.Array],
-    admits: Callable[[jax.Array], jax.Array],
-    vocab: VocabShard,
+    scores: jax.Array, weights: Sequence[jax.Array], admits: Callable[[jax.Array], jax.Array], vocab: VocabShard
 ) -> jax.Array:
-    """The lowest score such that the tokens strictly above it are admitted, by bisection over float bits.
+    """The lowest score such that the weight of the tokens strictly above it is admitted, by search over float bits.
 
     Scores are <= 0, so the bits of their absolute value order them: fewer is more probable, and 0 and -0 are equal.
 
     Args:
       scores: float32 [T, V_local]
-      below: (sizes [T, V_local], limit [T, 1]) -> what the local tokens of size below the limit amount to, [T, ...].
-      admits: total of `below` over all devices -> bool [T], true for nothing, false from some amount on.
+      weights: integers [T, V_local] each.
+      admits: summed weights [T, len(weights)] -> bool [T]; true for nothing, false from some amount on.
       vocab: the local columns.
 
     Returns:
       float32 [T, 1], finite.
     """
+    num_rows, num_weights = scores.shape[0], len(weights)
     size = lax.bitcast_convert_type(jnp.abs(scores), jnp.uint32)
-    # One pass costs one collective and 2**bits - 1 reductions: one device wants few reductions, many few collectives.
-    bits = 1 if vocab.num_shards == 1 else 4
+    # A pass finds `bits` bits of the limit with 2**bits - 1 trials. On one device 2 cost the least work; many devices
+    # pay for each pass with a collective.
+    bits = 2 if vocab.num_shards == 1 else 4
 
     def refine(i: jax.Array, limit: jax.Array) -> jax.Array:
         step = jnp.uint32(1) << (32 - bits * (i + 1)).astype(jnp.uint32)
-        trials = [limit + digit * step for digit in range(1, 2**bits)]
-        amounts = vocab.sum(jnp.stack([below(size, trial[:, None]) for trial in trials]))
-        return limit + step * sum(admits(amount).astype(jnp.uint32) for amount in amounts)
+        below = [size < (limit + digit * step)[:, None] for digit in range(1, 2**bits)]
+        sums = vocab.sum(sum_rows([jnp.where(trial, weight, 0) for trial in below for weight in weights]))
+        admitted = admits(jnp.moveaxis(sums.reshape(num_rows, len(below), num_weights), 1, 0))  # [trials, T]
+        return limit + step * admitted.sum(axis=0, dtype=jnp.uint32)
 
-    # The sign bit is never set: the first pass of one bit has nothing to find.
-    limit = lax.fori_loop(1 if bits == 1 else 0, 32 // bits, refine, jnp.zeros(scores.shape[0], jnp.uint32))
+    limit = lax.fori_loop(0, 32 // bits, refine, jnp.zeros(num_rows, jnp.uint32))
     largest = lax.bitcast_convert_type(jnp.float32(_LARGEST), jnp.uint32)
     return -lax.bitcast_convert_type(jnp.minimum(limit, largest), jnp.float32)[:, None]

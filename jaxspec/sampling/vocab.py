@@ -7,10 +7,16 @@ Letters: T rows, V_local columns of this device.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+# Slices that a row is reduced in side by side. XLA's CPU loop keeps one running value per operand and waits for it at
+# every column; eight independent ones make an argmax over 49152 columns 3.5 times faster (32 against 117 us).
+_SLICES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +71,23 @@ class VocabShard:
         """Minimum over devices of a per-device result."""
         return x if self.num_shards == 1 else lax.pmin(x, self._axis)
 
+    def row_max(self, values: jax.Array) -> jax.Array:
+        """Each row's largest value over all devices, [T, 1], of [T, V_local]."""
+        return self.max(_reduce_row(values, jnp.maximum, -jnp.inf))[:, None]
+
     def argmax(self, values: jax.Array) -> jax.Array:
         """Global id of each row's largest value, the lowest id on a tie.
 
         Args:
-          values: [T, V_local], without NaN. A row of -inf everywhere gives id 0.
+          values: float32 [T, V_local], without NaN. A row of -inf everywhere gives id 0.
 
         Returns:
           int32 [T]
         """
-        best = self.max(values.max(axis=-1, keepdims=True))
-        # Two plain reductions: XLA's two-operand argmax is twice as slow on CPU.
-        return self.min(jnp.where(values == best, self.ids(), jnp.iinfo(jnp.int32).max).min(axis=-1))
+        largest_id = jnp.iinfo(jnp.int32).max
+        # Maximum, then lowest id that has it: XLA's two-operand argmax reduction is twice as slow on CPU.
+        ids = jnp.where(values == self.row_max(values), self.ids(), largest_id)
+        return self.min(_reduce_row(ids, jnp.minimum, largest_id))
 
     def take(self, values: jax.Array, token: jax.Array) -> jax.Array:
         """Each row's value at a global id.
@@ -96,3 +107,21 @@ class VocabShard:
     def _axis(self) -> str:
         assert self.axis_name is not None
         return self.axis_name
+
+
+def sum_rows(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Sum several arrays over their last axis in one pass: [T, V_local] each to [T, len(arrays)]."""
+    return jnp.stack(_reduce(arrays, jnp.add, 0), axis=-1)
+
+
+def _reduce_row(values: jax.Array, op: Callable, init: float) -> jax.Array:
+    """Reduce the last axis of [T, V_local] by an exactly associative `op` (maximum or minimum): [T]."""
+    slices = _SLICES if values.shape[-1] % _SLICES == 0 else 1
+    return functools.reduce(op, _reduce(jnp.split(values, slices, axis=-1), op, init))
+
+
+def _reduce(arrays: Sequence[jax.Array], op: Callable, init: float) -> list[jax.Array]:
+    """Reduce arrays [T, n] of one type over their last axis in one loop: [T] each."""
+    start = jnp.asarray(init, arrays[0].dtype)
+    combine = lambda a, b: tuple(op(x, y) for x, y in zip(a, b, strict=True))  # noqa: E731
+    return list(lax.reduce(tuple(arrays), (start,) * len(arrays), combine, (1,)))

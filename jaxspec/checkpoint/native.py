@@ -1,0 +1,362 @@
+"""The native checkpoint: jaxspec's own parameters, written by Orbax, restored straight into their shards.
+
+A folder holds
+
+* `jaxspec.json`: format version, geometry, weight dtype, end-of-sequence ids, and the shape and dtype of every array;
+  its presence is what makes the folder a checkpoint, so it is written last;
+* `arrays/`: an Orbax checkpoint of the unpadded parameters of `declare_params`, in Zarr 3 chunks with a CRC-32C each,
+  so that a flipped bit is an error and not a wrong answer (checking costs nothing that can be measured);
+* the tokenizer's files, as Hugging Face names them.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from jaxspec.checkpoint.json_file import read_json
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.mesh.plan import MeshPlan
+from jaxspec.mesh.rules import partition_spec, placed_shapes
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.config_data import config_from_data, config_to_data
+from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
+
+MANIFEST = "jaxspec.json"
+ARRAYS = "arrays"
+FORMAT = "jaxspec"
+VERSION = 1
+DTYPES = ("float32", "bfloat16")
+
+# A folder of this name is a conversion's work in progress, whatever it holds.
+PARTIAL = re.compile(r"\..*\.partial-\d+")
+
+# A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
+_MIN_CHUNK_BYTES = 4 << 20
+_MAX_CHUNKS = 16
+
+_MANIFEST_KEYS = ("format", "version", "model", "dtype", "eos_ids", "num_bytes", "arrays")
+_MAX_LISTED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeCheckpoint:
+    """An opened native checkpoint; its manifest is checked, its arrays are still on disk.
+
+    Attributes:
+      path: the folder.
+      config: geometry.
+      eos_ids: token ids that end a text.
+      dtype: of the stored weights (norms and biases are float32).
+    """
+
+    path: Path
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays."""
+        return sum(count_bytes(info) for info in _flatten_infos(self.config, self.dtype).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingLeaf:
+    """An array to be written: its declaration, and the function that makes it when its turn comes."""
+
+    info: ArrayInfo
+    make: Callable[[], np.ndarray]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape, unpadded."""
+        return self.info.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Stored dtype."""
+        return np.dtype(self.info.dtype)
+
+
+def count_bytes(info: ArrayInfo) -> int:
+    """Size of one declared array."""
+    return math.prod(info.shape) * np.dtype(info.dtype).itemsize
+
+
+def open_native(path: str | Path) -> NativeCheckpoint:
+    """Open a native checkpoint: its manifest is read and checked; no array is.
+
+    Raises:
+      CheckpointError: the folder is no finished checkpoint, or its manifest is damaged, of an unknown version, or does
+        not list exactly the arrays of its own geometry.
+    """
+    path = Path(path)
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{path}: is no native checkpoint: {MANIFEST} is missing")
+    if PARTIAL.fullmatch(path.resolve().name):
+        raise CheckpointError(f"{path}: is what an interrupted conversion left; delete it and convert again")
+    manifest = read_json(file)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: format is {manifest.get('format')!r}, not {FORMAT!r}")
+    if manifest.get("version") != VERSION or isinstance(manifest["version"], bool):
+        raise CheckpointError(
+            f"{file}: format version {manifest.get('version')!r} is not supported, this jaxspec reads {VERSION}"
+        )
+    missing = [key for key in _MANIFEST_KEYS if key not in manifest]
+    unknown = [key for key in manifest if key not in _MANIFEST_KEYS]
+    if missing or unknown:
+        raise CheckpointError(f"{file}: missing keys: {missing or 'none'}; unknown keys: {unknown or 'none'}")
+    dtype, arrays = manifest["dtype"], manifest["arrays"]
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{file}: dtype is {dtype!r}, not one of {', '.join(DTYPES)}")
+    if not isinstance(arrays, dict):
+        raise CheckpointError(f"{file}: arrays must be an object, got {type(arrays).__name__}")
+    try:
+        cfg = config_from_data(manifest["model"], f"{file}: model")
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    # Before anything as long as the geometry claims is built.
+    if cfg.num_layers > len(arrays):
+        raise CheckpointError(f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed")
+    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), np.dtype(_jax_dtype(dtype)))
+    _check_arrays(file, arrays, _describe_arrays(cfg, checkpoint.dtype))
+    if manifest["num_bytes"] != checkpoint.num_bytes:
+        raise CheckpointError(f"{file}: num_bytes is {manifest['num_bytes']!r}, the arrays have {checkpoint.num_bytes}")
+    return checkpoint
+
+
+def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = None) -> Params:
+    """Read every parameter, each shard straight onto its device.
+
+    Args:
+      checkpoint: an open checkpoint.
+      plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.mesh.padding`).
+      dtype: of the weights, as stored if None; norms and biases stay float32.
+
+    Raises:
+      CheckpointError: array files are missing, truncated or corrupted.
+    """
+    infos = declare_params(checkpoint.config, checkpoint.dtype if dtype is None else dtype)
+    targets = placed_shapes(infos, plan)
+    restore_args = jax.tree.map(
+        # Not strict: what is beyond the stored shape becomes zeros, which is the padding of a tensor-parallel mesh.
+        lambda target: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            dtype=target.dtype,
+            sharding=target.sharding,
+            global_shape=target.shape,
+            strict=False,
+        ),
+        targets,
+    )
+    folder = checkpoint.path / ARRAYS
+    _check_stored(checkpoint)
+    largest = max(count_bytes(info) for info in jax.tree.leaves(infos, is_leaf=is_info))
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_zarr3=True,
+        # In whole gigabytes. Reads in flight are the memory beyond the parameters themselves.
+        restore_concurrent_gb=1 + math.ceil(2 * largest / 1e9),
+    )
+    try:
+        with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
+            args = ocp.args.PyTreeRestore(item=targets, restore_args=restore_args)
+            return checkpointer.restore(folder.absolute(), args=args)
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # Orbax wraps what tensorstore finds in the bare class
+        raise CheckpointError(f"{folder}: damaged or incomplete: {_first_cause(error)}") from error
+
+
+def read_leaf(checkpoint: NativeCheckpoint, name: str) -> np.ndarray:
+    """One whole unpadded array by leaf name, on the host.
+
+    Raises:
+      CheckpointError: its files are missing, truncated or corrupted.
+    """
+    folder = checkpoint.path / ARRAYS / name
+    _check_stored_leaf(folder, *_describe_arrays(checkpoint.config, checkpoint.dtype)[name].values())
+    try:
+        # As in Orbax: a missing chunk is an error, not zeros.
+        store = ts.open({**_zarr_spec(folder), "fill_missing_data_reads": False}, open=True).result()
+        return store.read().result()
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: damaged or incomplete: {_first_cause(error)}") from error
+
+
+def write_arrays(folder: Path, leaves: Any) -> None:
+    """Write a pytree of `PendingLeaf` as the Orbax checkpoint `folder`/arrays, one array in memory at a time."""
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_zarr3=True,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((PendingLeaf, _LeafWriter())),
+    )
+    try:
+        with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(leaves))
+    except _InterruptedWrite:
+        raise KeyboardInterrupt from None
+
+
+def write_manifest(folder: Path, cfg: ModelConfig, dtype: np.dtype, eos_ids: Sequence[int]) -> None:
+    """Write `jaxspec.json`, which makes `folder` a checkpoint: call it last."""
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": config_to_data(cfg),
+        "dtype": dtype.name,
+        "eos_ids": list(eos_ids),
+        "num_bytes": sum(count_bytes(info) for info in _flatten_infos(cfg, dtype).values()),
+        "arrays": _describe_arrays(cfg, dtype),
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+class _InterruptedWrite(Exception):
+    """Ctrl-C while arrays are written; a KeyboardInterrupt would leave Orbax's event loop with orphaned tasks."""
+
+
+class _LeafWriter(ocp.type_handlers.NumpyHandler):
+    """Makes and writes one array after another, where Orbax's own handlers want all of them in memory first.
+
+    The type is NumpyHandler's, so that plain Orbax reads the result as numpy arrays.
+    """
+
+    async def serialize(
+        self, values: Sequence[PendingLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[ocp.future.Future]:
+        try:
+            for leaf, info in zip(values, infos, strict=True):
+                _write_leaf(info.parent_dir / info.name, leaf)
+        except KeyboardInterrupt as error:
+            raise _InterruptedWrite from error
+        return []
+
+
+def _write_leaf(folder: Path, leaf: PendingLeaf) -> None:
+    value = leaf.make()
+    if value.shape != leaf.shape or value.dtype != leaf.dtype:
+        raise CheckpointError(f"{folder.name}: is {value.dtype}{value.shape}, declared {leaf.dtype}{leaf.shape}")
+    spec = _zarr_spec(folder) | {
+        "metadata": {
+            "shape": list(leaf.shape),
+            "data_type": leaf.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _choose_chunk(leaf.info)}},
+            "codecs": _CODECS,
+        },
+        # A chunk of zeros is written like any other, so that a missing one is an error.
+        "store_data_equal_to_fill_value": True,
+    }
+    writing = ts.open(spec, create=True).result().write(value, can_reference_source_data_indefinitely=True)
+    try:
+        writing.result()
+    except KeyboardInterrupt:
+        # Whoever removes the folder must not race with files that still appear in it.
+        writing.result()
+        raise
+
+
+_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+def _zarr_spec(folder: Path) -> dict[str, Any]:
+    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"}}
+
+
+def _choose_chunk(info: ArrayInfo) -> list[int]:
+    """Chunk shape: cut along the dimension that tensor parallelism cuts, or the first."""
+    split = [axis for axis, name in enumerate(partition_spec(info)) if name is not None]
+    axis = split[0] if split else 0
+    pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // _MIN_CHUNK_BYTES))
+    chunk = list(info.shape)
+    chunk[axis] = -(-chunk[axis] // pieces)
+    return chunk
+
+
+def _flatten_infos(cfg: ModelConfig, dtype: Any) -> dict[str, ArrayInfo]:
+    leaves, _ = jax.tree.flatten_with_path(declare_params(cfg, dtype), is_leaf=is_info)
+    return {leaf_name(path): info for path, info in leaves}
+
+
+def _describe_arrays(cfg: ModelConfig, dtype: Any) -> dict[str, dict[str, Any]]:
+    """Shape and dtype of every array, as the manifest holds them."""
+    return {
+        name: {"shape": list(info.shape), "dtype": np.dtype(info.dtype).name}
+        for name, info in _flatten_infos(cfg, dtype).items()
+    }
+
+
+def _jax_dtype(name: str) -> Any:
+    return jax.numpy.dtype(name)
+
+
+def _read_eos_ids(file: Path, manifest: dict[str, Any], cfg: ModelConfig) -> tuple[int, ...]:
+    ids = manifest["eos_ids"]
+    if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < cfg.vocab_size for i in ids):
+        raise CheckpointError(f"{file}: eos_ids must be token ids below {cfg.vocab_size}, got {ids!r}")
+    return tuple(ids)
+
+
+def _check_arrays(file: Path, listed: dict[str, Any], expected: dict[str, Any]) -> None:
+    problems = [f"{name} is missing" for name in expected if name not in listed]
+    problems += [f"{name} is unexpected" for name in listed if name not in expected]
+    problems += [f"{n} is {listed[n]}, not {e}" for n, e in expected.items() if n in listed and listed[n] != e]
+    if problems:
+        more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise CheckpointError(f"{file}: arrays do not match the model: {'; '.join(problems[:_MAX_LISTED])}{more}")
+
+
+def _check_stored(checkpoint: NativeCheckpoint) -> None:
+    """The arrays on disk are those of the manifest: a restore that pads would take any shape for theirs."""
+    folder = checkpoint.path / ARRAYS
+    tree = read_json(folder / "_METADATA")
+    if tree.get("use_zarr3") is not True or (folder / "manifest.ocdbt").exists():
+        raise CheckpointError(f"{folder}: is not an Orbax checkpoint of separate Zarr 3 arrays")
+    for name, described in _describe_arrays(checkpoint.config, checkpoint.dtype).items():
+        _check_stored_leaf(folder / name, *described.values())
+
+
+def _check_stored_leaf(folder: Path, shape: list[int], dtype: str) -> None:
+    zarr = read_json(folder / "zarr.json")
+    found = {key: zarr.get(key) for key in ("shape", "data_type", "codecs")}
+    expected = {"shape": shape, "data_type": dtype, "codecs": _CODECS}
+    if found != expected:
+        raise CheckpointError(f"{folder}: is {found}, but {MANIFEST} says {expected}")
+    try:
+        chunk = zarr["chunk_grid"]["configuration"]["chunk_shape"]
+        fits = len(chunk) == len(shape) and all(0 < c <= n for c, n in zip(chunk, shape, strict=True))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: zarr.json describes no chunks") from error
+    if not fits:
+        raise CheckpointError(f"{folder}: chunks of shape {chunk} do not fit into the shape {shape}")
+
+
+def _first_cause(error: BaseException) -> str:
+    """First line of the innermost message, where the library that found the damage says what it is."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Hold back Orbax's warnings about features that are not used here; they would go to the terminal."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,42 @@
+"""Published model geometries by name, from configs/models: for sizing, benchmarks and random weights."""
+
+import difflib
+import importlib.resources
+import tomllib
+from importlib.resources.abc import Traversable
+
+from jaxspec.errors import ConfigError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.config_data import config_from_data
+
+_SUFFIX = ".toml"
+
+
+def list_presets() -> list[str]:
+    """Names of all presets, sorted."""
+    files = (entry.name for entry in _folder().iterdir())
+    return sorted(name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX))
+
+
+def load_preset(name: str) -> ModelConfig:
+    """Geometry of a preset, such as "llama-3-8b".
+
+    Raises:
+      ConfigError: there is no such preset (the nearest name is given), or its file is wrong.
+    """
+    known = list_presets()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise ConfigError(f"no geometry preset {name!r}; {hint}")
+    text = _folder().joinpath(name + _SUFFIX).read_text(encoding="utf-8")
+    where = f"geometry preset {name!r}"
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}") from error
+    return config_from_data(data, where)
+
+
+def _folder() -> Traversable:
+    return importlib.resources.files("jaxspec_configs").joinpath("models")
