@@ -91,12 +91,12 @@ class LLM:
         sampling = sampling_params or SamplingParams()
         if _is_conversation(prompt):
             raise ConfigError("generate takes text or token ids; chat answers conversations")
-        if not _is_batch(prompt):
-            return self._complete(self.encode(prompt), sampling)
-        encoded = [self.encode(p) for p in prompt]
+        batch = _is_batch(prompt)
+        encoded = [self.encode(p) for p in (prompt if batch else [prompt])]  # pyright: ignore[reportArgumentType]
         for ids in encoded:
             self.engine.check_request(ids, sampling)
-        return [self._complete(ids, sampling) for ids in encoded]
+        completions = [self._complete(ids, sampling) for ids in encoded]
+        return completions if batch else completions[0]
 
     def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, rendered with the model's own chat template.

@@ -16,6 +16,7 @@ which another order of summation may decide the other way.
 """
 
 import argparse
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ PROMPTS: dict[str, str | list[dict[str, str]]] = {
     "maths": [{"role": "user", "content": "A train covers 348.5 km in 4 h 15 min. What is its mean speed in km/h?"}],
     "french": [{"role": "user", "content": "Explique en français pourquoi la mer est salée, avec un exemple."}],
     "chinese_emoji": "你好！今天天气很好，我们去公园散步吧。🌞🐶 Translation and notes, line by line:\n",
-    "long": [{"role": "user", "content": f"{_HARBOUR}\nWho built the second harbour, and why was it a slope of stones?"}],
+    "long": [
+        {"role": "user", "content": f"{_HARBOUR}\nWho built the second harbour, and why was it a slope of stones?"}
+    ],
     "one_token": "The",
     "json": '{"cities": [{"name": "Paris", "country": "France", "population": 2102650}, {"name": "Tokyo", "country":',
     "turns": [
@@ -102,6 +105,7 @@ def load_reference(path: Path) -> transformers.LlamaForCausalLM:
         rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
         tie_word_embeddings=True,
+        eos_token_id=None,  # generation runs past it
     )
     weights = {}
     for tensor in reader.tensors:
@@ -128,8 +132,10 @@ def generate_greedily(model: transformers.LlamaForCausalLM, prompt: list[int]) -
     ids = torch.tensor([prompt])
     with torch.no_grad():
         out: Any = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    output = out.sequences[0, len(prompt) :].tolist()
+    assert len(output) == NUM_TOKENS
     top = torch.topk(torch.cat(out.logits), 2).values
-    return out.sequences[0, len(prompt) :].tolist(), (top[:, 0] - top[:, 1]).tolist()
+    return output, (top[:, 0] - top[:, 1]).tolist()
 
 
 def encode(tokenizer: Tokenizer, reference: Any, prompt: str | list[dict[str, str]]) -> list[int]:
@@ -159,7 +165,11 @@ def write_cases(path: Path, cases: list[dict[str, Any]]) -> None:
     """Write the golden file, each long list on one line."""
     head = {
         "model": {"name": "SmolLM2-135M-Instruct.Q4_1.gguf", "sha256": SHA256},
-        "made_by": {"torch": torch.__version__, "transformers": transformers.__version__, "gguf": _gguf_version()},
+        "made_by": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "gguf": importlib.metadata.version("gguf"),
+        },
         "num_tokens": NUM_TOKENS,
     }
     lines = ["{"]
@@ -214,12 +224,6 @@ def _hugging_face_name(name: str) -> str:
     ):  # fmt: skip
         name = name.replace(old, new)
     return name
-
-
-def _gguf_version() -> str:
-    from importlib.metadata import version
-
-    return version("gguf")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         with open(path, "rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
+            size = file.seek(0, 2)
+            if size > _MAX_BYTES:
+                raise CheckpointError(f"{path}: has {size} bytes, more than any configuration ({_MAX_BYTES})")
+            file.seek(0)
+            raw = file.read(size)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(raw) > _MAX_BYTES:
-        raise CheckpointError(f"{path}: is larger than {_MAX_BYTES} bytes, which no configuration is")
     return parse_json(raw, str(path))
 
 
@@ -30,11 +32,11 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON object in `raw`; `where` names its place in errors, and a repeated key is one."""
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        built = dict(pairs)
-        if len(built) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise CheckpointError(f"{where}: holds the key {twice!r} twice")
+        built: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in built:
+                raise CheckpointError(f"{where}: holds the key {key!r} twice")
+            built[key] = value
         return built
 
     try:

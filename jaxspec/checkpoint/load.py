@@ -97,7 +97,7 @@ def place_leaf(recipe: Recipe, source: TensorSource, target: jax.ShapeDtypeStruc
     leaf = recipe.read(source, target.dtype)
 
     def cut_shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # None is for shards that live on other hosts only
+        assert index is not None  # JAX declares None and never passes it
         shard = leaf[index]
         shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, target.shape, strict=True))
         if shard.shape == shape:

@@ -10,6 +10,7 @@ A folder holds
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -65,10 +67,15 @@ class NativeCheckpoint:
     eos_ids: tuple[int, ...]
     dtype: np.dtype
 
+    @functools.cached_property
+    def infos(self) -> dict[str, ArrayInfo]:
+        """Declaration of every stored array by leaf name."""
+        return declare_leaves(self.config, self.dtype)
+
     @property
     def num_bytes(self) -> int:
         """Size of all arrays."""
-        return sum(count_bytes(info) for info in _flatten_infos(self.config, self.dtype).values())
+        return sum(map(count_bytes, self.infos.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +99,12 @@ class PendingLeaf:
 def count_bytes(info: ArrayInfo) -> int:
     """Size of one declared array."""
     return math.prod(info.shape) * np.dtype(info.dtype).itemsize
+
+
+def declare_leaves(cfg: ModelConfig, dtype: Any) -> dict[str, ArrayInfo]:
+    """Declared arrays by leaf name, in the order of the parameters' leaves."""
+    leaves, _ = jax.tree.flatten_with_path(declare_params(cfg, dtype), is_leaf=is_info)
+    return {leaf_name(path): info for path, info in leaves}
 
 
 def open_native(path: str | Path) -> NativeCheckpoint:
@@ -129,9 +142,11 @@ def open_native(path: str | Path) -> NativeCheckpoint:
         raise CheckpointError(str(error)) from error
     # Before anything as long as the geometry claims is built.
     if cfg.num_layers > len(arrays):
-        raise CheckpointError(f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed")
-    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), np.dtype(_jax_dtype(dtype)))
-    _check_arrays(file, arrays, _describe_arrays(cfg, checkpoint.dtype))
+        raise CheckpointError(
+            f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed"
+        )
+    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), jnp.dtype(dtype))
+    _check_arrays(file, arrays, {name: _describe_leaf(info) for name, info in checkpoint.infos.items()})
     if manifest["num_bytes"] != checkpoint.num_bytes:
         raise CheckpointError(f"{file}: num_bytes is {manifest['num_bytes']!r}, the arrays have {checkpoint.num_bytes}")
     return checkpoint
@@ -148,8 +163,7 @@ def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = No
     Raises:
       CheckpointError: array files are missing, truncated or corrupted.
     """
-    infos = declare_params(checkpoint.config, checkpoint.dtype if dtype is None else dtype)
-    targets = placed_shapes(infos, plan)
+    targets = placed_shapes(declare_params(checkpoint.config, checkpoint.dtype if dtype is None else dtype), plan)
     restore_args = jax.tree.map(
         # Not strict: what is beyond the stored shape becomes zeros, which is the padding of a tensor-parallel mesh.
         lambda target: ocp.ArrayRestoreArgs(
@@ -163,12 +177,12 @@ def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = No
     )
     folder = checkpoint.path / ARRAYS
     _check_stored(checkpoint)
-    largest = max(count_bytes(info) for info in jax.tree.leaves(infos, is_leaf=is_info))
+    largest = max(map(count_bytes, checkpoint.infos.values()))
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False,
         use_zarr3=True,
         # In whole gigabytes. Reads in flight are the memory beyond the parameters themselves.
-        restore_concurrent_gb=1 + math.ceil(2 * largest / 1e9),
+        restore_concurrent_gb=1 + math.ceil(largest / 1e9),
     )
     try:
         with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
@@ -187,7 +201,7 @@ def read_leaf(checkpoint: NativeCheckpoint, name: str) -> np.ndarray:
       CheckpointError: its files are missing, truncated or corrupted.
     """
     folder = checkpoint.path / ARRAYS / name
-    _check_stored_leaf(folder, *_describe_arrays(checkpoint.config, checkpoint.dtype)[name].values())
+    _check_stored_leaf(folder, checkpoint.infos[name])
     try:
         # As in Orbax: a missing chunk is an error, not zeros.
         store = ts.open({**_zarr_spec(folder), "fill_missing_data_reads": False}, open=True).result()
@@ -198,28 +212,30 @@ def read_leaf(checkpoint: NativeCheckpoint, name: str) -> np.ndarray:
 
 def write_arrays(folder: Path, leaves: Any) -> None:
     """Write a pytree of `PendingLeaf` as the Orbax checkpoint `folder`/arrays, one array in memory at a time."""
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_zarr3=True,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((PendingLeaf, _LeafWriter())),
-    )
     try:
-        with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(leaves))
+        with _quiet_orbax():
+            handler = ocp.PyTreeCheckpointHandler(
+                use_ocdbt=False,
+                use_zarr3=True,
+                type_handler_registry=ocp.type_handlers.create_type_handler_registry((PendingLeaf, _LeafWriter())),
+            )
+            with ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(leaves))
     except _InterruptedWrite:
         raise KeyboardInterrupt from None
 
 
 def write_manifest(folder: Path, cfg: ModelConfig, dtype: np.dtype, eos_ids: Sequence[int]) -> None:
     """Write `jaxspec.json`, which makes `folder` a checkpoint: call it last."""
+    infos = declare_leaves(cfg, dtype)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "model": config_to_data(cfg),
         "dtype": dtype.name,
         "eos_ids": list(eos_ids),
-        "num_bytes": sum(count_bytes(info) for info in _flatten_infos(cfg, dtype).values()),
-        "arrays": _describe_arrays(cfg, dtype),
+        "num_bytes": sum(map(count_bytes, infos.values())),
+        "arrays": {name: _describe_leaf(info) for name, info in infos.items()},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
@@ -236,7 +252,7 @@ class _LeafWriter(ocp.type_handlers.NumpyHandler):
 
     async def serialize(
         self, values: Sequence[PendingLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[ocp.future.Future]:
+    ) -> Sequence[Any]:
         try:
             for leaf, info in zip(values, infos, strict=True):
                 _write_leaf(info.parent_dir / info.name, leaf)
@@ -285,21 +301,9 @@ def _choose_chunk(info: ArrayInfo) -> list[int]:
     return chunk
 
 
-def _flatten_infos(cfg: ModelConfig, dtype: Any) -> dict[str, ArrayInfo]:
-    leaves, _ = jax.tree.flatten_with_path(declare_params(cfg, dtype), is_leaf=is_info)
-    return {leaf_name(path): info for path, info in leaves}
-
-
-def _describe_arrays(cfg: ModelConfig, dtype: Any) -> dict[str, dict[str, Any]]:
-    """Shape and dtype of every array, as the manifest holds them."""
-    return {
-        name: {"shape": list(info.shape), "dtype": np.dtype(info.dtype).name}
-        for name, info in _flatten_infos(cfg, dtype).items()
-    }
-
-
-def _jax_dtype(name: str) -> Any:
-    return jax.numpy.dtype(name)
+def _describe_leaf(info: ArrayInfo) -> dict[str, Any]:
+    """Shape and dtype, as the manifest holds them."""
+    return {"shape": list(info.shape), "dtype": np.dtype(info.dtype).name}
 
 
 def _read_eos_ids(file: Path, manifest: dict[str, Any], cfg: ModelConfig) -> tuple[int, ...]:
@@ -324,12 +328,13 @@ def _check_stored(checkpoint: NativeCheckpoint) -> None:
     tree = read_json(folder / "_METADATA")
     if tree.get("use_zarr3") is not True or (folder / "manifest.ocdbt").exists():
         raise CheckpointError(f"{folder}: is not an Orbax checkpoint of separate Zarr 3 arrays")
-    for name, described in _describe_arrays(checkpoint.config, checkpoint.dtype).items():
-        _check_stored_leaf(folder / name, *described.values())
+    for name, info in checkpoint.infos.items():
+        _check_stored_leaf(folder / name, info)
 
 
-def _check_stored_leaf(folder: Path, shape: list[int], dtype: str) -> None:
+def _check_stored_leaf(folder: Path, info: ArrayInfo) -> None:
     zarr = read_json(folder / "zarr.json")
+    shape, dtype = _describe_leaf(info).values()
     found = {key: zarr.get(key) for key in ("shape", "data_type", "codecs")}
     expected = {"shape": shape, "data_type": dtype, "codecs": _CODECS}
     if found != expected:

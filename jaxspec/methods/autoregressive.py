@@ -10,7 +10,7 @@ from flax import struct
 
 from jaxspec.cache import KVCache, commit_rows, init_cache
 from jaxspec.methods.base import Round
-from jaxspec.methods.chunks import CHUNKS, split_chunks
+from jaxspec.methods.chunks import split_chunks, usable_chunks
 from jaxspec.methods.program import Program
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, prefill, vocab_logits
@@ -83,7 +83,7 @@ class AutoregressiveRunner:
         self._create = Program("create", create, plan, [scalar], state)
         self._restart = Program("restart", restart, plan, [state, scalar], state, donate=[0])
         self._fill = {}
-        for size in CHUNKS:
+        for size in usable_chunks(slots):
             args = [params, state, target.array((size,), jnp.int32), scalar]
             self._fill[size] = Program(f"prefill{size}", fill, plan, args, state, donate=[1])
         self._step = Program("round", step, plan, [params, state, target.request()], (state, round_), donate=[1])

@@ -9,6 +9,11 @@ import numpy as np
 CHUNKS = (64, 512)
 
 
+def usable_chunks(slots: int) -> list[int]:
+    """Chunk sizes that a cache of `slots` slots can take."""
+    return [size for size in CHUNKS if size <= slots]
+
+
 def plan_chunks(count: int, slots: int) -> list[int]:
     """Chunk sizes that cover `count` tokens, padding included.
 

@@ -42,7 +42,8 @@ def choose(
 
     def draw() -> tuple[jax.Array, jax.Array]:
         scores = score(logits, processors, seen, counts, vocab)
-        token = vocab.argmax(scores + gumbel_rows(key, positions, vocab))
+        # The barrier keeps XLA from computing the noise anew in each of the argmax's reductions.
+        token = vocab.argmax(lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
         return token, _logprob(scores, token, processors, vocab)
 
     with jax.named_scope("sampling/choose"):

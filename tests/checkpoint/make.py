@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
@@ -197,6 +196,8 @@ def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     match value:
         case None:
             pass
+        case int() if key == "general.alignment":
+            writer.add_custom_alignment(value)  # the writer follows it, too
         case bool():
             writer.add_bool(key, value)
         case int():
@@ -207,6 +208,3 @@ def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
             writer.add_string(key, value)
         case list():
             writer.add_array(key, value)
-
-
-BF16 = ml_dtypes.bfloat16

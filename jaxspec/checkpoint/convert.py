@@ -1,0 +1,207 @@
+"""Converting any checkpoint into the native format: one array in memory at a time, all or nothing on disk."""
+
+import dataclasses
+import glob
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoint.keymaps import check_accounted, recipes
+from jaxspec.checkpoint.load import detect_format, open_checkpoint
+from jaxspec.checkpoint.native import (
+    DTYPES,
+    PARTIAL,
+    NativeCheckpoint,
+    PendingLeaf,
+    count_bytes,
+    declare_leaves,
+    open_native,
+    read_leaf,
+    write_arrays,
+    write_manifest,
+)
+from jaxspec.checkpoint.source import TensorSource
+from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import ArrayInfo, declare_params, is_info, leaf_name
+
+# Room for the tokenizer and the folder structure, beside the arrays.
+_SPARE_BYTES = 64 << 20
+
+ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertProgress:
+    """How far a conversion is: arrays and bytes made so far, and in total."""
+
+    arrays: int
+    num_arrays: int
+    bytes: int
+    num_bytes: int
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    dtype: str = "auto",
+    progress: Callable[[ConvertProgress], None] | None = None,
+) -> NativeCheckpoint:
+    """Write the model at `src` as a native checkpoint `dst`.
+
+    Work goes into a hidden folder beside `dst` that is renamed at the very end: a conversion that is killed leaves
+    nothing that loads. Memory beyond the library's own is a few copies of the largest array.
+
+    Args:
+      src: a Hugging Face folder, a GGUF file, or another native checkpoint.
+      dst: a folder that does not exist yet, in one that does.
+      dtype: of the stored weights: "float32", "bfloat16", or "auto": bfloat16 where all source weights are, so that
+        nothing is lost, else float32. Norms and biases are float32 always.
+      progress: called before the first array and after each.
+
+    Raises:
+      CheckpointError: `src` is missing or damaged, `dst` exists or cannot be written, or the disk is too small; all
+        but damage and a failing disk are found before anything is written.
+      ConfigError: an unknown dtype, or a model that is not supported.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype {dtype!r} is not supported; use auto, {' or '.join(DTYPES)}")
+    src, dst = Path(src), Path(dst)
+    _check_places(src, dst)
+    cfg, eos_ids, stored, read_leaf_as = _open_source(src, dtype)
+    needed = sum(map(count_bytes, declare_leaves(cfg, stored).values())) + _SPARE_BYTES
+    free = shutil.disk_usage(dst.absolute().parent).free
+    if needed > free:
+        raise CheckpointError(f"{dst}: needs {needed} bytes, but the disk of {dst.absolute().parent} has {free} free")
+    partial = _make_partial(dst)
+    try:
+        # First what is quick to fail.
+        _save_tokenizer(src, partial)
+        write_arrays(partial, _plan_leaves(cfg, stored, read_leaf_as, progress or (lambda _: None)))
+        write_manifest(partial, cfg, stored, eos_ids)
+        _sync_tree(partial)
+        # Onto a folder that appeared meanwhile, rename fails unless that is empty.
+        partial.rename(dst)
+        _sync(dst.absolute().parent)
+    except JaxspecError:
+        raise
+    except (OSError, ValueError) as error:  # tensorstore reports a full disk as a ValueError
+        raise CheckpointError(f"{dst}: cannot be written: {error}") from error
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)
+    return open_native(dst)
+
+
+def find_leftovers(dst: str | Path) -> list[Path]:
+    """Hidden folders beside `dst` that killed conversions left behind (or running ones work in)."""
+    dst = Path(dst).absolute()
+    return sorted(dst.parent.glob(f".{glob.escape(dst.name)}.partial-*"))
+
+
+def _check_places(src: Path, dst: Path) -> None:
+    """Everything about the two paths that can be refused before work begins."""
+    detect_format(src)
+    if src.resolve() == dst.resolve():
+        raise CheckpointError(f"{src} and {dst} are the same place; give another destination")
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{dst} exists already; it is not overwritten with {src}. Remove it or give another name")
+    if src.resolve() in dst.resolve().parents:
+        raise CheckpointError(f"{dst} lies inside {src}; give a destination outside of it")
+    if PARTIAL.fullmatch(dst.absolute().name):
+        raise CheckpointError(f"{dst}: the name is that of an unfinished conversion; give another")
+    parent = dst.absolute().parent
+    if not parent.is_dir():
+        raise CheckpointError(f"{dst}: the folder {parent} does not exist")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{dst}: the folder {parent} is not writable")
+
+
+def _open_source(src: Path, dtype: str) -> tuple[ModelConfig, tuple[int, ...], np.dtype, ReadLeaf]:
+    """Geometry, end-of-sequence ids and weight dtype of the result, and the function that makes its arrays."""
+    if detect_format(src) == "native":
+        native = open_native(src)
+        stored = native.dtype if dtype == "auto" else jnp.dtype(dtype)
+        return (
+            native.config,
+            native.eos_ids,
+            stored,
+            lambda name, info: read_leaf(native, name).astype(info.dtype, copy=False),
+        )
+    source = open_checkpoint(src)
+    check_accounted(source)
+    made = recipes(source.config)
+    stored = _choose_dtype(source) if dtype == "auto" else jnp.dtype(dtype)
+    return source.config, source.eos_ids, stored, lambda name, info: made[name].read(source, info.dtype)
+
+
+def _choose_dtype(source: TensorSource) -> np.dtype:
+    """bfloat16 where every weight is; reading stops at the first that is not."""
+    narrow = jnp.dtype(jnp.bfloat16)
+    infos = declare_leaves(source.config, narrow)
+    made = recipes(source.config)
+    names = (name for leaf, info in infos.items() if info.dtype == narrow for name, _ in made[leaf].sources)
+    return narrow if all(source.read(name).dtype == narrow for name in names) else jnp.dtype(jnp.float32)
+
+
+def _plan_leaves(
+    cfg: ModelConfig, dtype: np.dtype, read_leaf_as: ReadLeaf, progress: Callable[[ConvertProgress], None]
+) -> Any:
+    """The parameters as arrays to be made one after another, each reporting that the one before is done."""
+    sizes = {name: count_bytes(info) for name, info in declare_leaves(cfg, dtype).items()}
+    done: dict[str, int] = {}
+
+    def report() -> None:
+        progress(ConvertProgress(len(done), len(sizes), sum(done.values()), sum(sizes.values())))
+
+    def plan_leaf(path: tuple[Any, ...], info: ArrayInfo) -> PendingLeaf:
+        name = leaf_name(path)
+
+        def make() -> np.ndarray:
+            if not done:
+                report()
+            value = read_leaf_as(name, info)
+            done[name] = sizes[name]
+            report()
+            return value
+
+        return PendingLeaf(info, make)
+
+    return jax.tree.map_with_path(plan_leaf, declare_params(cfg, dtype), is_leaf=is_info)
+
+
+def _save_tokenizer(src: Path, folder: Path) -> None:
+    # Imported here: the tokenizer libraries are heavy, and conversions that are refused do not need them.
+    from jaxspec.text import save_tokenizer
+
+    save_tokenizer(src, folder)
+
+
+def _make_partial(dst: Path) -> Path:
+    partial = dst.absolute().with_name(f".{dst.absolute().name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{dst}: the folder {partial} cannot be made: {error.strerror}") from error
+    return partial
+
+
+def _sync_tree(folder: Path) -> None:
+    """Bring everything under `folder` to the disk, so that no crash can keep the name and lose the content."""
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

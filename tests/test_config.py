@@ -1,0 +1,72 @@
+"""Every setting is checked before anything is computed, and the message names the value."""
+
+import math
+
+import pytest
+
+from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.errors import ConfigError
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.registry import resolve_method
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_tokens", 0, "at least 1, got 0"),
+        ("max_tokens", 2.0, "integer, got 2.0"),
+        ("max_tokens", True, "integer, got True"),
+        ("temperature", -0.1, "between 0.0 and inf, got -0.1"),
+        ("temperature", math.nan, "got nan"),
+        ("temperature", math.inf, "got inf"),
+        ("temperature", "hot", "must be a number, got 'hot'"),
+        ("top_k", -2, "at least -1, got -2"),
+        ("top_p", 0.0, "above 0"),
+        ("top_p", 1.01, "between 0.0 and 1.0, got 1.01"),
+        ("min_p", 2, "between 0.0 and 1.0, got 2"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("frequency_penalty", 2.5, "between -2.0 and 2.0"),
+        ("presence_penalty", -2.5, "between -2.0 and 2.0"),
+        ("logit_bias", {-1: 1.0}, "at least 0, got -1"),
+        ("logit_bias", {1: math.nan}, "got nan"),
+        ("logit_bias", {1: math.inf}, "got inf"),
+        ("stop", "", "non-empty"),
+        ("stop", ["a", 3], "non-empty strings"),
+        ("seed", -1, "at least 0"),
+        ("seed", 2**63, "below 2\\*\\*63"),
+        ("ignore_eos", 1, "True or False"),
+        ("logprobs", 5, "True or False"),
+    ],
+)
+def test_bad_sampling_parameters(field, value, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**{field: value})
+
+
+def test_stop_is_one_string_or_several():
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(stop=["x", "yz"]).stop == ("x", "yz")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dtype", "int3", "'int3' is not supported"),
+        ("target_devices", 0, "at least 1"),
+        ("max_context", 1, "at least 2"),
+    ],
+)
+def test_bad_engine_settings(field, value, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**{field: value})
+
+
+def test_methods_by_name():
+    assert resolve_method("auto", has_draft=False) == Autoregressive()
+    assert resolve_method(Autoregressive(), has_draft=False) == Autoregressive()
+    with pytest.raises(ConfigError, match="unknown method 'specexe'; did you mean 'specexec'"):
+        resolve_method("specexe", has_draft=False)
+    with pytest.raises(ConfigError, match="'swift' is not available in this version"):
+        resolve_method("swift", has_draft=False)
+    with pytest.raises(ConfigError, match="'ar' uses no draft"):
+        resolve_method("ar", has_draft=True)

@@ -1,0 +1,145 @@
+"""The engine on a tiny model: lengths, capacity, buffers, late reading."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.chunks import CHUNKS, plan_chunks, split_chunks
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import init_params
+from jaxspec.placement import Placement
+
+TINY = ModelConfig("llama", 2, 32, 64, 4, 2, 8, 101, max_context=4096)
+
+
+@pytest.fixture(scope="module")
+def placement():
+    return Placement(TINY, plan_mesh(1), np.dtype("float32"))
+
+
+@pytest.fixture(scope="module")
+def params(placement):
+    values = init_params(jax.random.key(0), TINY, scale=0.3)
+    return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), values, placement.params())
+
+
+@pytest.fixture(scope="module")
+def engine(placement):
+    engine = Engine(placement, Autoregressive())
+    engine.prepare()
+    return engine
+
+
+def decode(engine, params, prompt, count, **sampling):
+    options = SamplingParams(max_tokens=count, **sampling)
+    engine.check_request(prompt, options)
+    engine.prepare(len(prompt) + count)
+    return [token for emitted in engine.rounds(params, prompt, options, seed=0) for token in emitted.tokens]
+
+
+def prompt_of(length):
+    return [(7 * i) % TINY.vocab_size for i in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 66, 300, 513, 700])
+def test_prefill_in_chunks_equals_token_by_token(engine, params, length):
+    prompt = prompt_of(length)
+    # The same context reached by decoding: a one-token prompt whose bias forces every further token.
+    runner = engine._runner
+    state = runner.start(prompt[0], None)
+    for token in prompt[1:]:
+        state = runner.prefill(params, state, np.array([int(state.root)], np.int32))
+        state = state.replace(root=jax.device_put(np.int32(token), state.root.sharding))
+    chunked = runner.prefill(params, runner.start(prompt[-1], None), np.array(prompt[:-1], np.int32))
+    assert int(chunked.cache.length) == int(state.cache.length) == length - 1
+    for one, other in zip(chunked.cache.key, state.cache.key, strict=True):
+        np.testing.assert_allclose(one[:, : length - 1], other[:, : length - 1], rtol=1e-4, atol=1e-5)
+
+
+def test_second_generation_compiles_nothing(engine, params, compilations):
+    decode(engine, params, prompt_of(5), 4)
+    compilations.clear()
+    decode(engine, params, prompt_of(700), 9, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01)
+    decode(engine, params, prompt_of(3), 30, repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=True)
+    assert compilations == []
+
+
+def test_capacity_grows_on_demand_and_never_shrinks(placement, params):
+    engine = Engine(placement, Autoregressive())
+    short = decode(engine, params, prompt_of(5), 8)
+    first = engine._runner.slots
+    assert first < TINY.max_context
+    decode(engine, params, prompt_of(first), 8)
+    assert first < engine._runner.slots <= TINY.max_context + CHUNKS[0]
+    grown = engine._runner
+    assert decode(engine, params, prompt_of(5), 8) == short
+    assert engine._runner is grown
+
+
+def test_last_token_of_the_context_can_be_decoded(placement, params):
+    engine = Engine(placement, Autoregressive(), max_context=200)
+    assert len(decode(engine, params, prompt_of(150), 50)) == 50
+    with pytest.raises(ConfigError, match=r"150 tokens and max_tokens 51 exceed the context of 200.*at most 50"):
+        decode(engine, params, prompt_of(150), 51)
+
+
+def test_interleaved_and_abandoned_generations_do_not_disturb_each_other(engine, params):
+    options = SamplingParams(max_tokens=12)
+    alone = decode(engine, params, prompt_of(9), 12)
+    with contextlib.closing(engine.rounds(params, prompt_of(9), options, 0)) as one:
+        tokens = [next(one).tokens[0] for _ in range(3)]
+        other = engine.rounds(params, prompt_of(40), options, 0)
+        next(other)
+        other.close()
+        assert decode(engine, params, prompt_of(9), 12) == alone
+        tokens += [emitted.tokens[0] for emitted in one]
+    assert tokens == alone
+    assert decode(engine, params, prompt_of(9), 12) == alone
+
+
+def test_finished_buffers_are_reused(engine, params):
+    decode(engine, params, prompt_of(5), 3)
+    idle = len(engine._idle)
+    decode(engine, params, prompt_of(5), 3)
+    assert len(engine._idle) == idle
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "empty"),
+        ([101], {}, "101 is not in the vocabulary of 101"),
+        ([-1], {}, "-1 is not in the vocabulary"),
+        (["a"], {}, "'a' is not in the vocabulary"),
+        ([True], {}, "True is not in the vocabulary"),
+        ([1] * 4096, {"max_tokens": 1}, "4096 tokens, the context holds 4096"),
+        ([1] * 4000, {"max_tokens": 97}, "at most 96"),
+        ([1], {"logit_bias": {101: 1.0}}, "token 101"),
+    ],
+)
+def test_bad_requests_are_refused(engine, prompt, sampling, message):
+    with pytest.raises(ConfigError, match=message):
+        engine.check_request(prompt, SamplingParams(**sampling))
+
+
+def test_max_context_beyond_the_model_is_refused(placement):
+    with pytest.raises(ConfigError, match="5000 exceeds the model's context of 4096"):
+        Engine(placement, Autoregressive(), max_context=5000)
+
+
+@pytest.mark.parametrize("slots", [64, 192, 576, 2048])
+def test_chunks_cover_every_length_within_the_cache(slots):
+    for count in range(slots):
+        sizes = plan_chunks(count, slots)
+        assert sum(sizes) >= count and sum(sizes) - count < max(CHUNKS)
+        assert sum(sizes) <= slots
+        tokens = np.arange(count, dtype=np.int32)
+        pieces = [chunk[:valid] for chunk, valid in split_chunks(tokens, slots)]
+        np.testing.assert_array_equal(np.concatenate([*pieces, tokens[:0]]), tokens)
