@@ -154,14 +154,24 @@ def test_stream_equals_brute_force(stream, data):
     text = tokenizer.decode(ids)
     # Stop strings out of the text itself, so that they are found, and one that seldom is.
     cuts = st.integers(0, max(len(text) - 1, 0))
-    stops = tuple(
-        {text[i : i + size] for i, size in data.draw(st.lists(st.tuples(cuts, st.integers(1, 3)), max_size=2))}
-    )
-    stops = tuple(stop for stop in stops if stop) + data.draw(st.sampled_from([(), ("zq",)]))
-    ignore_eos = data.draw(st.booleans())
-    max_tokens = data.draw(st.integers(1, len(ids) + 2))
-    result, pieces = run_stream(tokenizer, ids, stops=stops, ignore_eos=ignore_eos, max_tokens=max_tokens)
+    drawn = data.draw(st.lists(st.tuples(cuts, st.integers(1, 3)), max_size=2))
+    stops = tuple({text[i : i + size] for i, size in drawn} - {""}) + data.draw(st.sampled_from([(), ("zq",)]))
+    check_stream(tokenizer, ids, stops, data.draw(st.booleans()), data.draw(st.integers(1, len(ids) + 2)))
 
+
+@PROPERTY
+@given(
+    st.lists(st.integers(0, 7)), st.sets(st.sampled_from(["A", "B", "AB", "\ufffd", "\ufffdA", "🧿"])), st.booleans()
+)
+def test_stream_of_broken_characters_equals_brute_force(choices, stops, ignore_eos):
+    # The four bytes of one character in tokens of their own, letters, a special token and the end.
+    tokenizer = sentencepiece()
+    alphabet = [*(5 + byte for byte in "🧿".encode()), *(5 + byte for byte in b"AB"), 3, 2]
+    check_stream(tokenizer, [alphabet[choice] for choice in choices], tuple(stops), ignore_eos, len(choices) + 1)
+
+
+def check_stream(tokenizer, ids, stops, ignore_eos, max_tokens):
+    result, pieces = run_stream(tokenizer, ids, stops=stops, ignore_eos=ignore_eos, max_tokens=max_tokens)
     detokenizer, seen = Detokenizer(tokenizer), ""
     expected = None
     for count, token_id in enumerate(ids, 1):

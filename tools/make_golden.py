@@ -24,7 +24,7 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 import transformers
 
 from jaxspec.checkpoint.default import SHA256, default_model_path
@@ -35,29 +35,30 @@ OUTPUT = Path(__file__).parents[1] / "tests/golden/smollm2_greedy.json"
 
 _HARBOUR = """\
 The harbour of Saint-Aldric was built three times. The first harbour was a row of oak piles driven into the mud by \
-fishermen who wanted to unload herring without wading. It lasted nineteen years. In the winter of 1703 a storm that the \
-parish register calls "the great wind" lifted the piles out one by one and laid them on the beach in a neat line, as if \
-someone had meant to count them. The fishermen did count them, found that eleven of forty-two were missing, and burned \
-the rest for warmth.
+fishermen who wanted to unload herring without wading. It lasted nineteen years. In the winter of 1703 a storm that \
+the parish register calls "the great wind" lifted the piles out one by one and laid them on the beach in a neat \
+line, as if someone had meant to count them. The fishermen did count them, found that eleven of forty-two were \
+missing, and burned the rest for warmth.
 
 The second harbour was the work of an engineer named Judith Marchetti, who had studied the tides of the bay for six \
-years before she asked for any money. She argued that the storm had not destroyed the piles because they were weak, but \
-because they were stiff: a wall that does not move must take the whole force of a wave, while a wall that gives way a \
-little takes only a part of it. Her breakwater was a long slope of loose stones, each about the weight of a cow. Every \
-winter the sea moved some of them, and every spring the town put them back. The council complained about the cost of \
-the spring work, which came to 340 crowns a year, until a clerk showed that the old piles had cost 410.
+years before she asked for any money. She argued that the storm had not destroyed the piles because they were weak, \
+but because they were stiff: a wall that does not move must take the whole force of a wave, while a wall that gives \
+way a little takes only a part of it. Her breakwater was a long slope of loose stones, each about the weight of a \
+cow. Every winter the sea moved some of them, and every spring the town put them back. The council complained about \
+the cost of the spring work, which came to 340 crowns a year, until a clerk showed that the old piles had cost 410.
 
 The third harbour is the one that visitors see today. It was finished in 1911 and is made of concrete. Its designer, \
 Paul Oyelaran, kept the slope of stones and put his wall behind it, so that the stones would break the waves and the \
-wall would only have to hold back still water. When people asked him why he had not simply built a taller wall, he said \
-that the sea was patient and that it was better to argue with it than to shout. The wall has been repaired twice: once \
-after a ship, the Margarethe, ran into it in fog, and once after the frost of 1963, which opened a crack as wide as a \
-hand along forty metres of the parapet.
+wall would only have to hold back still water. When people asked him why he had not simply built a taller wall, he \
+said that the sea was patient and that it was better to argue with it than to shout. The wall has been repaired \
+twice: once after a ship, the Margarethe, ran into it in fog, and once after the frost of 1963, which opened a crack \
+as wide as a hand along forty metres of the parapet.
 
-There are still stones in the harbour that belong to Marchetti's slope. They can be told from the later ones by a small \
-cross that her masons cut into the upper face, so that anyone who moved a stone would know which way up it had lain. The \
-schoolchildren of Saint-Aldric count the crosses each May. The number goes down by two or three every year, and nobody \
-knows where the missing stones go, although the fishermen, when they are asked, say that the sea is still counting.
+There are still stones in the harbour that belong to Marchetti's slope. They can be told from the later ones by a \
+small cross that her masons cut into the upper face, so that anyone who moved a stone would know which way up it had \
+lain. The schoolchildren of Saint-Aldric count the crosses each May. The number goes down by two or three every \
+year, and nobody knows where the missing stones go, although the fishermen, when they are asked, say that the sea is \
+still counting.
 """
 
 # A conversation goes through the chat template; a string is continued as it stands.
@@ -85,7 +86,7 @@ PROMPTS: dict[str, str | list[dict[str, str]]] = {
 }
 
 
-def load_reference(path: Path) -> transformers.LlamaForCausalLM:
+def load_reference(path: Path) -> Any:
     """transformers' Llama in float32 with the weights of a Llama GGUF file."""
     reader = gguf.GGUFReader(path)
 
@@ -117,13 +118,13 @@ def load_reference(path: Path) -> transformers.LlamaForCausalLM:
             weight = _undo_permutation(weight, kv_heads)
         weights[name] = torch.from_numpy(weight.copy())
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model = transformers.LlamaForCausalLM(config).to(torch.float32)
+    model = transformers.LlamaForCausalLM(config).float()
     model.load_state_dict(weights, strict=True)
     model.tie_weights()
     return model.eval()
 
 
-def generate_greedily(model: transformers.LlamaForCausalLM, prompt: list[int]) -> tuple[list[int], list[float]]:
+def generate_greedily(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     """Output ids of a prompt, and the lead of each chosen logit over the second best."""
     settings = transformers.GenerationConfig(
         do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None, pad_token_id=None,
@@ -131,7 +132,7 @@ def generate_greedily(model: transformers.LlamaForCausalLM, prompt: list[int]) -
     )  # fmt: skip
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        out: Any = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     output = out.sequences[0, len(prompt) :].tolist()
     assert len(output) == NUM_TOKENS
     top = torch.topk(torch.cat(out.logits), 2).values

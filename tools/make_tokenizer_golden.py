@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp
+import llama_cpp  # pyright: ignore[reportMissingImports] # too heavy for the test extra; see above
 
 TEXTS = [
     "",

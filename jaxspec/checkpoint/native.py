@@ -15,7 +15,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,9 @@ PARTIAL = re.compile(r"\..*\.partial-\d+")
 # A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
 _MIN_CHUNK_BYTES = 4 << 20
 _MAX_CHUNKS = 16
+
+# Tensorstore reads the chunks of one array in parallel; a second one keeps the disk busy while a device copies.
+_NUM_READERS = 2
 
 _MANIFEST_KEYS = ("format", "version", "model", "dtype", "eos_ids", "num_bytes", "arrays")
 _MAX_LISTED = 5
@@ -164,34 +168,18 @@ def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = No
       CheckpointError: array files are missing, truncated or corrupted.
     """
     targets = placed_shapes(declare_params(checkpoint.config, checkpoint.dtype if dtype is None else dtype), plan)
-    restore_args = jax.tree.map(
-        # Not strict: what is beyond the stored shape becomes zeros, which is the padding of a tensor-parallel mesh.
-        lambda target: ocp.ArrayRestoreArgs(
-            restore_type=jax.Array,
-            dtype=target.dtype,
-            sharding=target.sharding,
-            global_shape=target.shape,
-            strict=False,
-        ),
-        targets,
-    )
+    named = {leaf_name(path): target for path, target in jax.tree.flatten_with_path(targets)[0]}
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=jax.Array), targets)
     folder = checkpoint.path / ARRAYS
     _check_stored(checkpoint)
-    largest = max(map(count_bytes, checkpoint.infos.values()))
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_zarr3=True,
-        # In whole gigabytes. Reads in flight are the memory beyond the parameters themselves.
-        restore_concurrent_gb=1 + math.ceil(largest / 1e9),
-    )
     try:
-        with _quiet_orbax(), ocp.Checkpointer(handler) as checkpointer:
+        with _orbax_checkpointer(named) as checkpointer:
             args = ocp.args.PyTreeRestore(item=targets, restore_args=restore_args)
             return checkpointer.restore(folder.absolute(), args=args)
-    except (MemoryError, jax.errors.JaxRuntimeError):
+    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # Orbax wraps what tensorstore finds in the bare class
-        raise CheckpointError(f"{folder}: damaged or incomplete: {_first_cause(error)}") from error
+    except Exception as error:  # whatever Orbax meets in a tree that is not what it wrote
+        raise CheckpointError(f"{folder}: damaged or incomplete: {error}") from error
 
 
 def read_leaf(checkpoint: NativeCheckpoint, name: str) -> np.ndarray:
@@ -202,27 +190,14 @@ def read_leaf(checkpoint: NativeCheckpoint, name: str) -> np.ndarray:
     """
     folder = checkpoint.path / ARRAYS / name
     _check_stored_leaf(folder, checkpoint.infos[name])
-    try:
-        # As in Orbax: a missing chunk is an error, not zeros.
-        store = ts.open({**_zarr_spec(folder), "fill_missing_data_reads": False}, open=True).result()
-        return store.read().result()
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: damaged or incomplete: {_first_cause(error)}") from error
+    with _naming_damage(folder):
+        return _open_leaf(folder).read().result()
 
 
 def write_arrays(folder: Path, leaves: Any) -> None:
     """Write a pytree of `PendingLeaf` as the Orbax checkpoint `folder`/arrays, one array in memory at a time."""
-    try:
-        with _quiet_orbax():
-            handler = ocp.PyTreeCheckpointHandler(
-                use_ocdbt=False,
-                use_zarr3=True,
-                type_handler_registry=ocp.type_handlers.create_type_handler_registry((PendingLeaf, _LeafWriter())),
-            )
-            with ocp.Checkpointer(handler) as checkpointer:
-                checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(leaves))
-    except _InterruptedWrite:
-        raise KeyboardInterrupt from None
+    with _orbax_checkpointer({}) as checkpointer:
+        checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(leaves))
 
 
 def write_manifest(folder: Path, cfg: ModelConfig, dtype: np.dtype, eos_ids: Sequence[int]) -> None:
@@ -240,25 +215,79 @@ def write_manifest(folder: Path, cfg: ModelConfig, dtype: np.dtype, eos_ids: Seq
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-class _InterruptedWrite(Exception):
-    """Ctrl-C while arrays are written; a KeyboardInterrupt would leave Orbax's event loop with orphaned tasks."""
+class _Interrupted(Exception):
+    """Ctrl-C inside Orbax; a KeyboardInterrupt would leave its event loop with orphaned tasks."""
 
 
-class _LeafWriter(ocp.type_handlers.NumpyHandler):
-    """Makes and writes one array after another, where Orbax's own handlers want all of them in memory first.
+class _LeafHandler(ocp.type_handlers.NumpyHandler):
+    """How Orbax writes and reads our arrays: few at a time, padded, and with nothing left running after an error.
 
-    The type is NumpyHandler's, so that plain Orbax reads the result as numpy arrays.
+    Orbax's own handlers want all values in memory before they write, and go on reading after a failure. The type that
+    the checkpoint records is still NumpyHandler's: plain Orbax reads the arrays as numpy arrays.
     """
+
+    def __init__(self, targets: Mapping[str, jax.ShapeDtypeStruct]):
+        super().__init__()
+        self._targets = targets
 
     async def serialize(
         self, values: Sequence[PendingLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        try:
+        """Make and write one array after another."""
+        with _deferring_interrupts():
             for leaf, info in zip(values, infos, strict=True):
                 _write_leaf(info.parent_dir / info.name, leaf)
-        except KeyboardInterrupt as error:
-            raise _InterruptedWrite from error
         return []
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        """Read every array into its target."""
+        with _deferring_interrupts(), ThreadPoolExecutor(_NUM_READERS) as pool:
+            futures = [
+                pool.submit(_place_leaf, Path(info.parent_dir) / info.name, self._targets[info.name]) for info in infos
+            ]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _place_leaf(folder: Path, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Read one array shard by shard; what lies beyond its stored shape is the zero padding of the mesh."""
+    with _naming_damage(folder):
+        store = _open_leaf(folder)
+
+        def read_shard(index: Any) -> np.ndarray:
+            bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
+            shape = [stop - start for start, stop in bounds]
+            stored = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, store.shape, strict=True))
+            shard = store[stored].read().result().astype(target.dtype, copy=False)
+            missing = [(0, n - have) for n, have in zip(shape, shard.shape, strict=True)]
+            return np.pad(shard, missing) if any(after for _, after in missing) else shard
+
+        return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
+
+
+def _open_leaf(folder: Path) -> ts.TensorStore:
+    # A missing chunk is an error, not zeros.
+    return ts.open(_zarr_spec(folder) | {"fill_missing_data_reads": False}, open=True).result()
+
+
+@contextmanager
+def _naming_damage(folder: Path) -> Iterator[None]:
+    """Tensorstore's errors as ours."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: damaged or incomplete: {(str(error).splitlines() or [''])[0]}") from error
+
+
+@contextmanager
+def _deferring_interrupts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise _Interrupted from error
 
 
 def _write_leaf(folder: Path, leaf: PendingLeaf) -> None:
@@ -348,20 +377,20 @@ def _check_stored_leaf(folder: Path, info: ArrayInfo) -> None:
         raise CheckpointError(f"{folder}: chunks of shape {chunk} do not fit into the shape {shape}")
 
 
-def _first_cause(error: BaseException) -> str:
-    """First line of the innermost message, where the library that found the damage says what it is."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 @contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Hold back Orbax's warnings about features that are not used here; they would go to the terminal."""
+def _orbax_checkpointer(targets: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[ocp.Checkpointer]:
+    """Orbax with our way to write arrays and to read them into `targets` (by leaf name)."""
+    # Orbax warns of features that are not used here; that would go to the terminal.
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        handler = _LeafHandler(targets)
+        registry = ocp.type_handlers.create_type_handler_registry((PendingLeaf, handler), (jax.Array, handler))
+        tree_handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, type_handler_registry=registry)
+        with ocp.Checkpointer(tree_handler) as checkpointer:
+            yield checkpointer
+    except _Interrupted:
+        raise KeyboardInterrupt from None
     finally:
         logger.setLevel(level)

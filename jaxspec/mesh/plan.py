@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxspec.errors import ConfigError
@@ -34,10 +35,12 @@ class MeshPlan:
 
     @property
     def mesh(self) -> Mesh:
-        """The one-axis device mesh, in Explicit mode."""
-        import numpy as np
+        """The one-axis device mesh.
 
-        return Mesh(np.array(self.devices), (TENSOR_AXIS,), axis_types=(AxisType.Explicit,))
+        Its axis is Auto: every computation of jaxspec runs inside `jax.shard_map`, which states its own collectives,
+        and outside of it a caller may use the parameters like any other arrays.
+        """
+        return Mesh(np.array(self.devices), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def plan_mesh(count: int = 1, devices: Sequence[jax.Device] | None = None, offset: int = 0) -> MeshPlan:

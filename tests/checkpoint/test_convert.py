@@ -1,0 +1,232 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from make import random_tensors, tiny_config, write_gguf, write_hf
+from native_models import write_tokenizer
+
+from jaxspec.checkpoint import convert as module
+from jaxspec.checkpoint.convert import convert, find_leftovers
+from jaxspec.checkpoint.keymaps import recipes
+from jaxspec.checkpoint.load import load_foreign, open_checkpoint
+from jaxspec.checkpoint.native import open_native, read_leaf, restore_native
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.text import load_tokenizer
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def write_source(folder, family="llama", **options):
+    cfg = tiny_config(family)
+    write_hf(folder, cfg, **options)
+    write_tokenizer(folder, cfg.vocab_size)
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_source(tmp_path / "source")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("degree", [1, 4])
+def test_restored_equals_loaded_from_the_source(tmp_path, family, degree):
+    source = write_source(tmp_path / "source", family, generation={"eos_token_id": [2, 3]})
+    checkpoint = convert(source, tmp_path / "native")
+    opened = open_checkpoint(source)
+    assert (checkpoint.config, checkpoint.eos_ids, checkpoint.dtype) == (opened.config, (2, 3), np.float32)
+    plan = plan_mesh(degree)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b, strict=True),
+        restore_native(checkpoint, plan),
+        load_foreign(opened, plan, jnp.float32),
+    )
+
+
+def test_the_tokenizer_lies_beside(tmp_path, source):
+    convert(source, tmp_path / "native")
+    tokenizer = load_tokenizer(tmp_path / "native")
+    assert tokenizer.encode("w3 w1") == [3, 1]
+    assert tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        (np.float32, "auto", "float32"),
+        (np.float16, "auto", "float32"),
+        (BF16, "auto", "bfloat16"),
+        (np.float32, "bfloat16", "bfloat16"),
+        (BF16, "float32", "float32"),
+    ],
+)
+def test_dtypes(tmp_path, stored, asked, expected):
+    source = write_source(tmp_path / "source", dtype=stored)
+    checkpoint = convert(source, tmp_path / "native", asked)
+    assert checkpoint.dtype.name == expected
+    down = random_tensors(tiny_config())["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(
+        read_leaf(checkpoint, "layers.1.down"), down.astype(stored).astype(jnp.dtype(expected))
+    )
+    assert read_leaf(checkpoint, "final_norm").dtype == np.float32
+
+
+def test_auto_loses_nothing_of_mixed_weights(tmp_path):
+    cfg = tiny_config()
+    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_tensors(cfg).items()}
+    last = list(recipes(cfg).values())[-1].sources[0][0]
+    tensors[last] = tensors[last].astype(np.float32)
+    source = write_hf(tmp_path / "source", cfg)
+    from safetensors.numpy import save_file
+
+    save_file(tensors, source / "model.safetensors")
+    write_tokenizer(source, cfg.vocab_size)
+    assert convert(source, tmp_path / "native").dtype == np.float32
+
+
+def test_gguf_and_back_to_another_dtype(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_save_tokenizer", lambda src, folder: None)
+    source = write_gguf(tmp_path / "model.gguf", tiny_config(), qtype=GGMLQuantizationType.Q8_0)
+    first = convert(source, tmp_path / "first")
+    assert first.dtype == np.float32
+    second = convert(tmp_path / "first", tmp_path / "second", "bfloat16")
+    assert second.num_bytes < first.num_bytes
+    for name in first.infos:
+        expected = read_leaf(first, name).astype(second.infos[name].dtype)
+        np.testing.assert_array_equal(read_leaf(second, name), expected, strict=True)
+    assert convert(tmp_path / "second", tmp_path / "third").dtype == BF16
+
+
+def test_progress_counts_to_the_end(tmp_path, source):
+    seen = []
+    checkpoint = convert(source, tmp_path / "native", progress=seen.append)
+    assert [p.arrays for p in seen] == list(range(len(checkpoint.infos) + 1))
+    assert (seen[0].bytes, seen[-1].bytes, seen[-1].num_bytes) == (0, checkpoint.num_bytes, checkpoint.num_bytes)
+
+
+def test_bad_requests_are_refused_before_any_work(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(module, "_make_partial", lambda dst: pytest.fail("work began"))
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nowhere")
+    new = tmp_path / "new"
+    for src, dst, message in [
+        (tmp_path / "missing", new, "missing: no such file or folder"),
+        (source, taken, f"{taken} exists already; it is not overwritten with {source}"),
+        (source, dangling, "exists already"),
+        (source, source, "are the same place"),
+        (source, source / ".." / "source", "are the same place"),
+        (source, source / "new", f"{source / 'new'} lies inside {source}"),
+        (source, tmp_path / "no" / "new", f"the folder {tmp_path / 'no'} does not exist"),
+        (source, source / "config.json" / "new", "lies inside"),
+        (source, tmp_path / ".new.partial-7", "unfinished conversion"),
+    ]:
+        with pytest.raises(CheckpointError) as caught:
+            convert(src, dst)
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="dtype 'int8' is not supported; use auto, float32 or bfloat16"):
+        convert(source, new, "int8")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"new: needs \d+ bytes, but the disk of .* has 1000 free"):
+        convert(source, new)
+    assert not new.exists() and not find_leftovers(new)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, source):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    with pytest.raises(CheckpointError, match="not writable"):
+        convert(source, locked / "new")
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("moment", [0, 7, 15])
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, source, error, moment):
+    def stop(progress):
+        if progress.arrays == moment:
+            raise error
+
+    with pytest.raises(CheckpointError if isinstance(error, OSError) else error):
+        convert(source, tmp_path / "native", progress=stop)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_damage_found_on_the_way_leaves_nothing(tmp_path, source):
+    first = convert(source, tmp_path / "first")
+    chunk = next((first.path / "arrays" / "layers.1.down" / "c").rglob("0"))
+    while chunk.is_dir():
+        chunk = chunk / "0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"first/arrays/layers\.1\.down: damaged"):
+        convert(tmp_path / "first", tmp_path / "second")
+    assert sorted(os.listdir(tmp_path)) == ["first", "source"]
+
+
+def test_a_source_without_tokenizer_leaves_nothing(tmp_path, source):
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        convert(source, tmp_path / "native")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+KILLED = """
+import os, signal, sys
+from jaxspec.checkpoint import convert as module
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def watch(progress):
+    if progress.arrays == moment:
+        die()
+
+src, dst, moment = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if moment == -1:
+    module.write_arrays = die
+if moment == 99:
+    module._sync_tree = die  # everything is written, the manifest too
+module.convert(src, dst, progress=watch)
+"""
+
+
+@pytest.mark.parametrize("moment", [-1, 0, 8, 15, 99])
+def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path, source, moment):
+    dst = tmp_path / "native"
+    done = subprocess.run([sys.executable, "-c", KILLED, source, dst, str(moment)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert not dst.exists()
+    (left,) = find_leftovers(dst)
+    assert sorted(os.listdir(tmp_path)) == [left.name, "source"]
+    with pytest.raises(CheckpointError):
+        open_native(left)
+    convert(source, dst)
+    assert open_native(dst).config == tiny_config()
+
+
+def test_a_destination_that_appears_meanwhile_is_kept(tmp_path, source):
+    dst = tmp_path / "native"
+
+    def occupy(progress):
+        if progress.arrays == 3:
+            dst.mkdir()
+            (dst / "mine").write_text("x")
+
+    with pytest.raises(CheckpointError, match="native: cannot be written"):
+        convert(source, dst, progress=occupy)
+    assert os.listdir(dst) == ["mine"] and not find_leftovers(dst)

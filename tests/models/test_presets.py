@@ -1,0 +1,92 @@
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.config_data import config_from_data, config_to_data
+from jaxspec.models.params import count_params
+from jaxspec.models.presets import list_presets, load_preset
+
+# Parameter counts of the published checkpoints.
+PUBLISHED = {
+    "llama-2-13b": 13015864320,
+    "llama-2-70b": 68976648192,
+    "llama-2-7b": 6738415616,
+    "llama-3-70b": 70553706496,
+    "llama-3-8b": 8030261248,
+    "llama-3.1-405b": 405853388800,
+    "llama-3.1-70b": 70553706496,
+    "llama-3.1-8b": 8030261248,
+    "llama-3.2-1b": 1235814400,
+    "llama-3.2-3b": 3212749824,
+    "mistral-7b-v0.1": 7241732096,
+    "mistral-7b-v0.3": 7248023552,
+    "qwen2-1.5b": 1543714304,
+    "qwen2-72b": 72706203648,
+    "qwen2-7b": 7615616512,
+    "qwen2.5-0.5b": 494032768,
+    "qwen2.5-1.5b": 1543714304,
+    "qwen2.5-32b": 32763876352,
+    "qwen2.5-72b": 72706203648,
+    "qwen2.5-7b": 7615616512,
+    "qwen3-0.6b": 596049920,
+    "qwen3-1.7b": 1720574976,
+    "qwen3-14b": 14768307200,
+    "qwen3-32b": 32762123264,
+    "qwen3-4b": 4022468096,
+    "qwen3-8b": 8190735360,
+    "smollm2-1.7b": 1711376384,
+    "smollm2-135m": 134515008,
+    "smollm2-360m": 361821120,
+    "tinyllama-1.1b": 1100048384,
+}
+
+
+def test_every_preset_is_listed_here():
+    assert list_presets() == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    cfg = load_preset(name)
+    assert count_params(cfg) == PUBLISHED[name]
+    # What the count does not show.
+    assert cfg.family == name.split("-")[0].split(".")[0].replace("smollm2", "llama").replace("tinyllama", "llama")
+    assert cfg.qkv_bias == (cfg.family == "qwen2") and cfg.qk_norm == (cfg.family == "qwen3")
+    assert (cfg.rope.scaling == "llama3") == name.startswith(("llama-3.1", "llama-3.2"))
+
+
+def test_sliding_window_and_rope_are_read():
+    assert load_preset("mistral-7b-v0.1").sliding_window == 4096
+    assert load_preset("mistral-7b-v0.3").sliding_window is None
+    assert load_preset("llama-3.2-1b").rope == RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+
+
+def test_unknown_names_name_the_nearest():
+    with pytest.raises(ConfigError, match="no geometry preset 'llama3-8b'; did you mean 'llama-3-8b'"):
+        load_preset("llama3-8b")
+    with pytest.raises(ConfigError, match="known: llama-2-13b, "):
+        load_preset("../models/llama-3-8b.toml")
+
+
+def test_unknown_and_wrong_values_are_refused():
+    data = config_to_data(load_preset("qwen3-0.6b"))
+    for change, message in [
+        ({"num_layer": 3}, "here: unknown key 'num_layer'; did you mean 'num_layers'"),
+        ({"rope": {"thета": 1.0}}, "here: rope: unknown key"),
+        ({"rope": {"theta": "big"}}, "here: rope: theta must be float, got 'big'"),
+        ({"rope": {"theta": -1}}, "here: rope: rope theta must be positive"),
+        ({"rope": 5}, "here: rope: must be a table"),
+        ({"num_layers": True}, "here: num_layers must be int"),
+        ({"sliding_layers": [1]}, "here: sliding_layers must be bool"),
+        ({"sliding_window": 0}, "here: sliding_window must be at least 1"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            config_from_data(data | change, "here")
+        assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="here: missing family, num_layers"):
+        config_from_data({}, "here")
+
+
+def test_data_round_trip():
+    cfg = ModelConfig("mistral", 2, 8, 8, 2, 1, 4, 16, 32, sliding_window=4, sliding_layers=(True, False))
+    assert config_from_data(config_to_data(cfg), "here") == cfg

@@ -1,0 +1,51 @@
+"""Tiny native checkpoints, for tests of the format and of what reads it."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxspec.checkpoint.native import PendingLeaf, declare_leaves, write_arrays, write_manifest
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import declare_params, is_info, leaf_name
+
+LLAMA = ModelConfig("llama", 2, 16, 24, 6, 3, 4, 50, 64)
+MISTRAL = ModelConfig("mistral", 2, 16, 24, 4, 2, 4, 48, 64, sliding_window=8, sliding_layers=(True, False))
+QWEN2 = ModelConfig("qwen2", 2, 16, 24, 4, 2, 4, 48, 64, tied=True, qkv_bias=True)
+QWEN3 = ModelConfig("qwen3", 2, 16, 24, 4, 2, 4, 48, 64, tied=True, qk_norm=True)
+
+EOS_IDS = (2, 5)
+
+
+def random_leaves(cfg: ModelConfig, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Unpadded parameters by leaf name."""
+    rng = np.random.default_rng(seed)
+    infos = declare_leaves(cfg, jnp.dtype(dtype))
+    return {name: rng.normal(size=info.shape).astype(info.dtype) for name, info in infos.items()}
+
+
+def write_native(folder: Path, cfg: ModelConfig, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Write a native checkpoint without a tokenizer; returns its arrays."""
+    arrays = random_leaves(cfg, dtype, seed)
+    folder.mkdir(parents=True)
+    leaves = jax.tree.map_with_path(
+        lambda path, info: PendingLeaf(info, lambda: arrays[leaf_name(path)]),
+        declare_params(cfg, jnp.dtype(dtype)),
+        is_leaf=is_info,
+    )
+    write_arrays(folder, leaves)
+    write_manifest(folder, cfg, jnp.dtype(dtype), EOS_IDS)
+    return arrays
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """The smallest tokenizer that loads: word w<i> is token i."""
+    words = models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')

@@ -1,0 +1,142 @@
+"""The draw follows the processed distribution; greedy takes the lowest id; one seed, one token."""
+
+import jax
+import numpy as np
+import pytest
+from sampling_cases import PADDED, ROWS, SHARDS, VOCAB, run
+
+from jaxspec.config import SamplingParams
+from jaxspec.sampling.choose import choose
+from jaxspec.sampling.noise import seed_key
+from jaxspec.sampling.processors import from_sampling, process, score
+from jaxspec.sampling.vocab import VocabShard
+
+_DRAWS = 20_000
+_SMALL = VocabShard(8, 8)
+_LOGITS = np.array([[1.0, 0.2, -0.5, 2.0, 0.2, -3.0, 0.9, 1.0]], np.float32)
+_SEEN = np.array([[True, False, False, True, False, False, False, False]])
+_COUNTS = np.array([[2, 0, 0, 0, 0, 0, 0, 0]], np.int32)
+
+
+@jax.jit
+def _draw(processors, key):
+    positions = np.arange(_DRAWS, dtype=np.int32)
+    logits = jax.numpy.broadcast_to(_LOGITS, (_DRAWS, 8))
+    token, _ = choose(logits, processors, _SEEN, _COUNTS, key, positions, _SMALL)
+    return token, process(_LOGITS, processors, _SEEN, _COUNTS, _SMALL)[0]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 0.8, "top_p": 0.8},
+        {"temperature": 1.5, "min_p": 0.2},
+        {"temperature": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+        {"temperature": 1.0, "logit_bias": {3: -np.inf, 5: 4.0}, "top_k": 4, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution(knobs):
+    token, logprobs = _draw(from_sampling(SamplingParams(**knobs), 8, 8), seed_key(11))
+    expected = np.exp(np.asarray(logprobs, np.float64)) * _DRAWS
+    observed = np.bincount(token, minlength=8)
+    possible = expected > 0
+    assert observed[~possible].sum() == 0
+    chi_square = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
+    # Mean df, variance 2 df; the bound has a probability below 1e-3 for every df up to 7.
+    df = possible.sum() - 1
+    assert chi_square < df + 5 * np.sqrt(2 * df) + 3
+
+
+def test_consecutive_draws_are_independent():
+    token, _ = _draw(from_sampling(SamplingParams(temperature=2.0), 8, 8), seed_key(12))
+    token = np.asarray(token)
+    pairs = np.bincount(token[:-1] * 8 + token[1:], minlength=64).reshape(8, 8)
+    p = np.bincount(token, minlength=8) / _DRAWS
+    expected = np.outer(p, p) * pairs.sum()
+    assert ((pairs - expected) ** 2 / expected).sum() < 49 + 5 * np.sqrt(2 * 49)
+
+
+@pytest.mark.parametrize("num_shards", [0, *SHARDS])
+def test_greedy_takes_the_lowest_id_on_a_tie(num_shards):
+    z = np.zeros((ROWS, PADDED), np.float32)
+    z[0, [20, 4, 11]] = 5
+    z[1, [20, 19]] = 5
+    z[:, 22] = 9  # padding
+    token, logprob = run(z, SamplingParams(logprobs=True), num_shards=num_shards)[1:3]
+    assert token.tolist() == [4, 19]
+    expected = 5 - np.log(np.exp(z[:, :VOCAB].astype(np.float64)).sum(-1))
+    np.testing.assert_allclose(logprob, expected, atol=1e-6)
+    assert token.dtype == np.int32 and (run(z, SamplingParams(), num_shards=num_shards)[2] == 0).all()
+
+
+@pytest.mark.parametrize("num_shards", [0, 4])
+def test_greedy_sees_penalties_and_nothing_else(num_shards):
+    z = np.zeros((ROWS, PADDED), np.float32)
+    z[:, 2], z[:, 6] = 3, 2
+    plain = SamplingParams(top_k=1, top_p=0.1, min_p=1.0)
+    assert run(z, plain, prompt=(2,), num_shards=num_shards)[1].tolist() == [2, 2]
+    assert run(z, SamplingParams(repetition_penalty=2.0), prompt=(2,), num_shards=num_shards)[1].tolist() == [6, 6]
+    penalty = SamplingParams(frequency_penalty=1.5)
+    assert run(z, penalty, prompt=(2,), num_shards=num_shards)[1].tolist() == [2, 2]  # the prompt is not counted
+    assert run(z, penalty, output=(2,), num_shards=num_shards)[1].tolist() == [6, 6]
+
+
+def test_logprob_is_that_of_the_processed_distribution():
+    rng = np.random.default_rng(0)
+    for params in (
+        SamplingParams(temperature=0.7, top_p=0.9, logprobs=True),
+        SamplingParams(temperature=1.5, top_k=6, repetition_penalty=2.0, logprobs=True),
+    ):
+        logprobs, token, logprob, _ = run(rng.normal(size=(ROWS, PADDED)), params, prompt=(3,), output=(4, 4))
+        np.testing.assert_allclose(logprob, logprobs[np.arange(ROWS), token], atol=1e-6)
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    rng = np.random.default_rng(1)
+    row = rng.normal(size=PADDED)
+    params = SamplingParams(temperature=1.0)
+    draws = [run([row, row], params, seed=s, positions=(p, p + 1))[1] for s in (1, 2**40 + 1) for p in range(0, 40, 2)]
+    again = [run([row, row], params, seed=s, positions=(p, p + 1))[1] for s in (1, 2**40 + 1) for p in range(0, 40, 2)]
+    np.testing.assert_array_equal(draws, again)
+    first, second = np.concatenate(draws[:20]), np.concatenate(draws[20:])
+    assert 0 < (first == second).sum() < 40 and len(set(first.tolist())) > 5
+    # The same position in another row of the batch, beside another position.
+    swapped = run([row, row], params, seed=1, positions=(1, 0))[1]
+    np.testing.assert_array_equal(swapped, draws[0][::-1])
+
+
+@pytest.mark.parametrize("size", [3000, 3001])
+def test_rows_do_not_depend_on_the_rows_beside_them(size):
+    """Speculative decoding scores many rows at once and must draw what one row at a time draws."""
+    vocab = VocabShard(size, size)
+    logits = (np.random.default_rng(2).normal(size=(5, size)) * 3).astype(np.float32)
+    processors = from_sampling(SamplingParams(temperature=0.9, top_k=500, top_p=0.95, logprobs=True), size, size)
+    history = np.zeros((1, size), bool), np.zeros((1, size), np.int32)
+
+    @jax.jit
+    def both(logits, positions):
+        rows = logits, processors, *history
+        return score(*rows, vocab), *choose(*rows, seed_key(1), positions, vocab)
+
+    scores, token, logprob = both(logits, np.arange(5, dtype=np.int32))
+    for i in range(5):
+        alone = both(logits[i : i + 1], np.arange(i, i + 1, dtype=np.int32))
+        np.testing.assert_array_equal(alone[0][0], scores[i])
+        assert alone[1][0] == token[i]
+        np.testing.assert_allclose(alone[2][0], logprob[i], rtol=1e-6)  # its normalising sum may round differently
+
+
+def test_rows_may_have_histories_of_their_own():
+    seen, counts = np.zeros((2, 8), bool), np.zeros((2, 8), np.int32)
+    seen[1, 3] = True
+    processors = from_sampling(SamplingParams(repetition_penalty=4.0), 8, 8)
+    logits = np.repeat(_LOGITS, 2, axis=0)
+    token, _ = jax.jit(choose, static_argnames="vocab")(
+        logits, processors, seen, counts, seed_key(0), np.zeros(2, np.int32), vocab=_SMALL
+    )
+    assert np.asarray(token).tolist() == [3, 0]
