@@ -5,15 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import SamplingParams
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/smollm2_greedy.json").read_text(encoding="utf-8"))
 CASES = {case["name"]: case for case in GOLDEN["cases"]}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return LLM()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -48,6 +48,8 @@ PARTIAL = re.compile(r"\..*\.partial-\d+")
 _MIN_CHUNK_BYTES = 4 << 20
 _MAX_CHUNKS = 16
 
+_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
 # Tensorstore reads the chunks of one array in parallel; a second one keeps the disk busy while a device copies.
 _NUM_READERS = 2
 
@@ -311,9 +313,6 @@ def _write_leaf(folder: Path, leaf: PendingLeaf) -> None:
         # Whoever removes the folder must not race with files that still appear in it.
         writing.result()
         raise
-
-
-_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 def _zarr_spec(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,200 @@
+"""Invariants of the forward pass on tiny models of every family."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, empty_cache, logits_after, on_one_device, relative_error, step_logits, tiny_params
+
+from jaxspec.cache import KVCache
+from jaxspec.models.norm import rms_norm
+from jaxspec.models.rope import rope_frequencies, rope_tables, rotate
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.transformer import forward, prefill, vocab_logits
+
+PREFIX = 13
+NODES = 6  # within the sliding window of every family: inside the window the mask alone decides
+SLOTS = 40
+EXACT = 2e-5  # float32, other orders of summation
+
+
+def tokens_of(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 101, length).astype(np.int32)
+
+
+def random_tree(seed):
+    """Parents (-1 for the root), depths, ancestors (self included)."""
+    rng = np.random.default_rng(seed)
+    parent = np.array([-1] + [int(rng.integers(0, i)) for i in range(1, NODES)])
+    ancestors = np.eye(NODES, dtype=bool)
+    depth = np.zeros(NODES, np.int32)
+    for i in range(1, NODES):
+        ancestors[i] |= ancestors[parent[i]]
+        depth[i] = depth[parent[i]] + 1
+    return depth, ancestors
+
+
+@functools.cache
+def tree_pass(family):
+    cfg = FAMILIES[family]
+
+    def run(params, prefix, token, depth, ancestors):
+        cache = prefill(params, cfg, prefix, jnp.int32(PREFIX), empty_cache(cfg, SLOTS))
+        hidden, _ = forward(params, cfg, token, cache.length + depth, cache, ancestors)
+        return vocab_logits(params, hidden)
+
+    return on_one_device(run)
+
+
+@functools.cache
+def sequence_pass(family, chunk=None):
+    """Logits at several places of several sequences: `[B, T], [B] -> [B, V]`."""
+    cfg = FAMILIES[family]
+
+    def run(params, tokens, counts):
+        return jax.vmap(lambda t, c: logits_after(params, cfg, t, c, SLOTS, chunk))(tokens, counts)
+
+    return on_one_device(run)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_row_equals_the_sequence_of_its_path(family):
+    params = tiny_params(family)
+    prefix = tokens_of(PREFIX)
+    for seed in range(6):
+        token, (depth, ancestors) = tokens_of(NODES, seed + 1), random_tree(seed)
+        got = tree_pass(family)(params, prefix, token, depth, ancestors)
+        sequences = np.zeros((NODES, PREFIX + NODES), np.int32)
+        for node in range(NODES):
+            path = np.flatnonzero(ancestors[node])  # parents precede children
+            sequences[node, : PREFIX + len(path)] = [*prefix, *token[path]]
+        expected = sequence_pass(family)(params, sequences, PREFIX + depth)
+        assert relative_error(got, expected) < EXACT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_single_tokens_equal_one_causal_pass(family):
+    cfg, params = FAMILIES[family], tiny_params(family)
+    T = PREFIX + NODES
+    tokens, counts = tokens_of(T), np.arange(T, dtype=np.int32)
+    batch = np.broadcast_to(tokens, (T, T))
+    whole = sequence_pass(family)(params, batch, counts)
+    # Chunks of five: windows of seven positions cross two boundaries.
+    assert relative_error(sequence_pass(family, 5)(params, batch, counts), whole) < EXACT
+
+    def decode(params, tokens):
+        def step(cache, token):
+            logits, cache = step_logits(params, cfg, token, cache)
+            return cache, logits
+
+        return jax.lax.scan(step, empty_cache(cfg, SLOTS), tokens)[1]
+
+    assert relative_error(on_one_device(decode)(params, tokens), whole) < EXACT
+
+
+def test_sliding_window_hides_what_lies_before_it():
+    # Layer l sees 6 positions back from layer l - 1's: two layers reach 12 back, and no further.
+    params, T = tiny_params("mistral"), PREFIX + NODES
+    tokens = np.stack([tokens_of(T), tokens_of(T)])
+    last = np.full(2, T - 1, np.int32)
+    tokens[1, T - 1 - 13] += 1 if tokens[1, T - 1 - 13] < 100 else -1
+    a, b = sequence_pass("mistral")(params, tokens, last)
+    np.testing.assert_array_equal(a, b)
+    tokens[1, T - 1 - 12] += 1 if tokens[1, T - 1 - 12] < 100 else -1
+    a, b = sequence_pass("mistral")(params, tokens, last)
+    assert relative_error(a, b) > 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padded_rows_never_change_live_slots(family):
+    cfg, params = FAMILIES[family], tiny_params(family)
+
+    @on_one_device
+    def fill(params, cache, tokens, count):
+        return prefill(params, cfg, tokens, count, cache)
+
+    rng = np.random.default_rng(0)
+    first = fill(params, empty_cache(cfg, SLOTS), tokens_of(8), np.int32(8))
+    for count in range(9):
+        chunk = tokens_of(8, seed=3)
+        other = chunk.copy()
+        other[count:] = rng.integers(0, 101, 8 - count)
+        one, two = fill(params, first, chunk, np.int32(count)), fill(params, first, other, np.int32(count))
+        assert int(one.length) == int(two.length) == 8 + count
+        for before, a, b in zip(arrays(first), arrays(one), arrays(two), strict=True):
+            np.testing.assert_array_equal(a[:, :8], before[:, :8])
+            np.testing.assert_array_equal(a[:, : 8 + count], b[:, : 8 + count])
+            assert not a[:, 16:].any()  # nothing behind the chunk is touched
+    # What lies behind the prefix is never read: neither by one token nor by a chunk.
+    dirty = jax.tree.map(lambda a: a if a.ndim == 0 else a.at[:, 8:].set(50.0), first)
+    clean_next, dirty_next = (fill(params, c, tokens_of(8, seed=4), np.int32(8)) for c in (first, dirty))
+    for a, b in zip(arrays(clean_next), arrays(dirty_next), strict=True):
+        np.testing.assert_array_equal(a[:, :16], b[:, :16])
+
+
+def arrays(cache: KVCache):
+    return [np.asarray(a) for a in (*cache.key, *cache.value)]
+
+
+def test_rotary_tables_and_rotation_against_an_oracle():
+    position = np.array([0, 1, 2, 77, 500], np.int32)
+    for rope in (
+        RopeConfig(500.0),
+        RopeConfig(10000.0, "linear", 4.0),
+        RopeConfig(500000.0, "llama3", 32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192),
+    ):
+        H = 64
+        frequency = rope_oracle(rope, H)
+        np.testing.assert_allclose(rope_frequencies(rope, H), frequency, rtol=1e-5)
+        x = np.random.default_rng(0).normal(size=(len(position), 2, 3, H)).astype(np.float32)
+        pair = x[..., : H // 2] + 1j * x[..., H // 2 :]
+        turned = pair * np.exp(1j * position[:, None] * frequency)[:, None, None, :]
+        expected = np.concatenate([turned.real, turned.imag], axis=-1)
+        got = rotate(jnp.asarray(x), *rope_tables(rope, H, jnp.asarray(position)))
+        np.testing.assert_allclose(got, expected, atol=3e-4)
+        np.testing.assert_allclose(got[:3], expected[:3], atol=3e-6)
+
+
+def rope_oracle(rope, head_dim):
+    """Frequencies in float64, one at a time, as the Llama 3.1 release writes them."""
+    result = []
+    for i in range(head_dim // 2):
+        frequency = rope.theta ** (-2 * i / head_dim)
+        if rope.scaling == "linear":
+            frequency /= rope.factor
+        if rope.scaling == "llama3":
+            turns = rope.original_context * frequency / (2 * np.pi)  # over the original context
+            if turns < rope.low_freq_factor:
+                frequency /= rope.factor
+            elif turns <= rope.high_freq_factor:
+                smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+                frequency *= (1 - smooth) / rope.factor + smooth
+        result.append(frequency)
+    return np.array(result)
+
+
+def test_attention_depends_on_distance_only():
+    rope = RopeConfig(10000.0)
+    rng = np.random.default_rng(1)
+    q, k = rng.normal(size=(2, 1, 64)).astype(np.float32)
+
+    def score(at_query, at_key):
+        turned = [rotate(v, *rope_tables(rope, 64, jnp.array([p], jnp.int32))) for v, p in ((q, at_query), (k, at_key))]
+        return float(jnp.vdot(*turned))
+
+    assert abs(score(5, 2) - score(105, 102)) < 1e-3
+    assert abs(score(5, 2) - score(5, 3)) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rms_norm_is_computed_in_float32(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 48)) * 30, dtype)
+    scale = jnp.linspace(-1, 2, 48)
+    exact = np.asarray(x, np.float64)
+    expected = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(scale, np.float64)
+    got = rms_norm(x, scale, 1e-5)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-6)
+    np.testing.assert_array_equal(rms_norm(jnp.zeros((1, 48)), scale, 1e-5), 0)
