@@ -1,6 +1,7 @@
 """`jaxspec-convert`: a checkpoint in, a native checkpoint out."""
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +50,17 @@ def _run(src: str, dst: Path, dtype: str) -> None:
             f"{NAME}: note: {leftover} is of a conversion that was killed or still runs; in the first case, delete it",
             file=sys.stderr,
         )
+    console = Console(stderr=True)
     size = TextColumn("{task.fields[size]}")
     columns = (TextColumn("tensors"), MofNCompleteColumn(), BarColumn(), size, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with ExitStack() as stack:
+        bar = Progress(*columns, console=console, transient=True)
         task = bar.add_task("", total=None, size="")
 
         def show(progress: ConvertProgress) -> None:
+            # Shown once work begins, and to people only: refusals and log files hold nothing but their line.
+            if progress.arrays == 0 and console.is_terminal:
+                stack.enter_context(bar)
             megabytes = f"{progress.bytes / 1e6:.0f}/{progress.num_bytes / 1e6:.0f} MB"
             bar.update(task, completed=progress.arrays, total=progress.num_arrays, size=megabytes)
 

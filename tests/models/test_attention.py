@@ -72,7 +72,9 @@ def test_reference_against_plain_numpy():
     got = reference.tree_attention(query, key, value, jnp.int32(length), mask, position, window)
     for row in range(rows):
         # A row at position p sees the `window` positions p - window + 1 .. p.
-        seen = [s for s in range(length) if s > position[row] - window] + [length + j for j in np.flatnonzero(mask[row])]
+        seen = [s for s in range(length) if s > position[row] - window] + [
+            length + j for j in np.flatnonzero(mask[row])
+        ]
         for head in range(K):
             scores = query[row, head] @ key[head, seen].T / np.sqrt(H)
             weights = np.exp(scores - scores.max(-1, keepdims=True))

@@ -9,9 +9,9 @@ import pytest
 from tiny_models import FAMILIES, empty_cache, logits_after, on_one_device, relative_error, step_logits, tiny_params
 
 from jaxspec.cache import KVCache
+from jaxspec.models.config import RopeConfig
 from jaxspec.models.norm import rms_norm
 from jaxspec.models.rope import rope_frequencies, rope_tables, rotate
-from jaxspec.models.config import RopeConfig
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 
 PREFIX = 13

@@ -127,6 +127,11 @@ def test_top_p_counts_the_mass_before():
     z = _row(0, 0, 0, 0, -20, -20)
     assert _kept(run(z, SamplingParams(temperature=1.0, top_p=0.9999999))[0][0]).sum() == 4
     assert _kept(run(z, SamplingParams(temperature=1.0, top_p=1.0))[0][0]).sum() == 6
+    # At the edge itself the mass before reaches top_p, so the token goes: 2 / 2.5 and 1 / 1.25 are 0.8.
+    for z in (_row(0, 0, np.log(0.5)), _row(0, np.log(0.25))):
+        possible = _kept(z[0]).sum()
+        assert _kept(run(z, SamplingParams(temperature=1.0, top_p=0.8))[0][0]).sum() == possible - 1
+        assert _kept(run(z, SamplingParams(temperature=1.0, top_p=0.80001))[0][0]).sum() == possible
     # Top-p after top-k sees the survivors' softmax: 2 of 3 survivors hold 0.88 of it, but 0.79 of the whole.
     z = np.log(_row(0.5, 0.3, 0.12, 0.08).clip(1e-30))
     z[:, 4:] = -_INF
