@@ -1,5 +1,6 @@
 """Tiny random models of every family, loaded through the production path, and ways to run them."""
 
+import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -58,6 +59,15 @@ class RandomSource:
         return self._tensors[name]
 
 
+@contextlib.contextmanager
+def quick_compilation():
+    """Compile with few optimisations: tiny programs run for milliseconds and compile for seconds."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def place(cfg, degree=1, dtype="float32"):
     """A placement of a tiny model on the first `degree` devices."""
     return Placement(cfg, plan_mesh(degree), np.dtype(dtype))
@@ -88,11 +98,14 @@ def step_logits(params, cfg, token, cache):  # int32 [] -> [V], KVCache
 def logits_after(params, cfg, tokens, count, slots, chunk=None):  # int32 [T], int32 [] -> [V]
     """Logits after the first `count + 1` tokens: `count` are prefilled, in chunks of `chunk`, and one is decoded."""
     chunk = chunk or tokens.shape[0]
-    cache = empty_cache(cfg, slots)
-    for start in range(0, tokens.shape[0], chunk):
-        piece = tokens[start : start + chunk]
+    pieces = jnp.pad(tokens, (0, -tokens.shape[0] % chunk)).reshape(-1, chunk)
+    starts = jnp.arange(pieces.shape[0]) * chunk
+
+    def fill(cache, piece):
         # A chunk behind the last counted token holds padding only and commits nothing.
-        cache = prefill(params, cfg, piece, jnp.clip(count - start, 0, piece.shape[0]), cache)
+        return prefill(params, cfg, piece[0], jnp.clip(count - piece[1], 0, chunk), cache), None
+
+    cache, _ = jax.lax.scan(fill, empty_cache(cfg, slots), (pieces, starts))
     return step_logits(params, cfg, tokens[count], cache)[0]
 
 

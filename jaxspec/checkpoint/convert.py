@@ -94,6 +94,8 @@ def convert(
     except (OSError, ValueError) as error:  # tensorstore reports a full disk as a ValueError
         raise CheckpointError(f"{dst}: cannot be written: {error}") from error
     finally:
+        # Twice: a thread of Orbax's may still finish a file while the first goes through the folder.
+        shutil.rmtree(partial, ignore_errors=True)
         if partial.exists():
             shutil.rmtree(partial)
     return open_native(dst)

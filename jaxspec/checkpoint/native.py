@@ -236,9 +236,12 @@ class _LeafHandler(ocp.type_handlers.NumpyHandler):
         self, values: Sequence[PendingLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         """Make and write one array after another."""
-        with _deferring_interrupts():
+        # Ctrl-C stops the main thread alone and leaves this block when the array at hand is on the disk: whoever then
+        # removes the folder does not race with files that still appear in it.
+        with _deferring_interrupts(), ThreadPoolExecutor(1) as pool:
             for leaf, info in zip(values, infos, strict=True):
-                _write_leaf(info.parent_dir / info.name, leaf)
+                value = _make_leaf(info.name, leaf)
+                pool.submit(_write_leaf, Path(info.parent_dir) / info.name, leaf.info, value).result()
         return []
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
@@ -292,27 +295,25 @@ def _deferring_interrupts() -> Iterator[None]:
         raise _Interrupted from error
 
 
-def _write_leaf(folder: Path, leaf: PendingLeaf) -> None:
+def _make_leaf(name: str, leaf: PendingLeaf) -> np.ndarray:
     value = leaf.make()
     if value.shape != leaf.shape or value.dtype != leaf.dtype:
-        raise CheckpointError(f"{folder.name}: is {value.dtype}{value.shape}, declared {leaf.dtype}{leaf.shape}")
+        raise CheckpointError(f"{name}: is {value.dtype}{value.shape}, declared {leaf.dtype}{leaf.shape}")
+    return value
+
+
+def _write_leaf(folder: Path, info: ArrayInfo, value: np.ndarray) -> None:
     spec = _zarr_spec(folder) | {
         "metadata": {
-            "shape": list(leaf.shape),
-            "data_type": leaf.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _choose_chunk(leaf.info)}},
+            "shape": list(value.shape),
+            "data_type": value.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _choose_chunk(info)}},
             "codecs": _CODECS,
         },
         # A chunk of zeros is written like any other, so that a missing one is an error.
         "store_data_equal_to_fill_value": True,
     }
-    writing = ts.open(spec, create=True).result().write(value, can_reference_source_data_indefinitely=True)
-    try:
-        writing.result()
-    except KeyboardInterrupt:
-        # Whoever removes the folder must not race with files that still appear in it.
-        writing.result()
-        raise
+    ts.open(spec, create=True).result().write(value, can_reference_source_data_indefinitely=True).result()
 
 
 def _zarr_spec(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, place, relative_error, step_logits, tiny_params
+from tiny_models import FAMILIES, place, quick_compilation, relative_error, step_logits, tiny_params
 
 from jaxspec.cache import init_cache
 from jaxspec.config import SamplingParams
@@ -29,10 +29,14 @@ CHUNK, STEPS = 32, 12
 PROMPT = np.random.default_rng(0).integers(0, 101, 70).astype(np.int32)  # two chunks, the second one padded
 
 
-@functools.cache
-def greedy_logits(family, degree):
-    """Logits `[STEPS, padded V]` and tokens of greedy decoding behind a padded chunk, in one program."""
-    target = place(FAMILIES[family], degree)
+@pytest.fixture
+def quickly():
+    with quick_compilation():
+        yield
+
+
+def greedy_program(target):
+    """Logits `[STEPS, padded V]` and tokens of greedy decoding behind a padded chunk."""
     cfg = target.cfg
 
     def run(params, tokens, count, root):
@@ -48,15 +52,25 @@ def greedy_logits(family, degree):
 
     args = [target.params(), *(target.array(shape, jnp.int32) for shape in [(CHUNK,), (), ()])]
     out = target.array((STEPS, target.padded_vocab), jnp.float32, None, TENSOR_AXIS), target.array((STEPS,), jnp.int32)
-    program = Program("logits", run, target.plan, args, out)
-    logits, tokens = program(tiny_params(family, degree), PROMPT[:CHUNK], np.int32(CHUNK - 3), PROMPT[-1])
-    return np.asarray(logits), tokens.tolist()
+    return Program("greedy", run, target.plan, args, out)
+
+
+@functools.cache
+def greedy_by_degree(family):
+    """What `greedy_program` gives at every degree, one device included; compiled side by side."""
+    programs = {degree: greedy_program(place(FAMILIES[family], degree)) for degree in (1, *DEGREES)}
+    compile_programs(list(programs.values()))
+    results = {}
+    for degree, program in programs.items():
+        logits, tokens = program(tiny_params(family, degree), PROMPT[:CHUNK], np.int32(CHUNK - 3), PROMPT[-1])
+        results[degree] = np.asarray(logits), tokens.tolist()
+    return results
 
 
 @functools.cache
 def runner(family, degree):
     bound = Autoregressive().bind(place(FAMILIES[family], degree), SLOTS)
-    compile_programs([p for p in bound.programs if p.name != "prefill512"])
+    compile_programs([p for p in bound.programs if p.name in ("create", "prefill64", "round")])
     return bound
 
 
@@ -73,19 +87,22 @@ def decode(family, degree, sampling, seed):
     return tokens, logprobs
 
 
+@pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_greedy_tokens_agree_with_one_device(family, degree):
     cfg = FAMILIES[family]
     # Nothing divides: this tests padding of every kind.
     assert any(n % degree for n in (cfg.num_kv_heads, cfg.vocab_size, cfg.mlp_dim))
-    (logits, tokens), (expected, expected_tokens) = greedy_logits(family, degree), greedy_logits(family, 1)
+    results = greedy_by_degree(family)
+    (logits, tokens), (expected, expected_tokens) = results[degree], results[1]
     assert logits.shape[1] == round_up(cfg.vocab_size, degree)
     assert not logits[:, cfg.vocab_size :].any()
     assert relative_error(logits[:, : cfg.vocab_size], expected) < 1e-4
     assert tokens == expected_tokens
 
 
+@pytest.mark.usefixtures("quickly")
 # The method's own programs are slow to compile: not every family at every degree.
 @pytest.mark.parametrize(("family", "degree"), [*(("llama", degree) for degree in DEGREES), ("qwen2", 8), ("qwen3", 2)])
 def test_decoding_equals_that_of_one_device(family, degree):
@@ -116,8 +133,10 @@ def collectives(program):
 
 
 def test_two_all_reduces_a_layer_and_no_gathered_logits():
-    bound, cfg = runner("llama", 4), FAMILIES["llama"]
-    [step] = [p for p in bound.programs if p.name == "round"]
+    cfg = FAMILIES["llama"]
+    programs = [p for p in Autoregressive().bind(place(cfg, 4), SLOTS).programs if p.name in ("round", "prefill64")]
+    compile_programs(programs)
+    fill, step = programs
     found = collectives(step)
     wide = [size for kind, size in found if size >= cfg.embed_dim]
     # Two a layer and the embedding's.
@@ -126,14 +145,15 @@ def test_two_all_reduces_a_layer_and_no_gathered_logits():
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert len(found) > len(wide)
     # A prefill computes only keys and values in the last layer, which need no reduction.
-    [fill] = [p for p in bound.programs if p.name == "prefill64"]
     wide = [size for _, size in collectives(fill) if size >= cfg.embed_dim]
     assert wide == [64 * cfg.embed_dim] * (2 * (cfg.num_layers - 1) + 1)
 
 
 def test_one_device_needs_no_collective():
-    for program in runner("llama", 1).programs:
-        assert not program.ready or not collectives(program)
+    for program in Autoregressive().bind(place(FAMILIES["llama"], 1), SLOTS).programs:
+        if program.name == "round":
+            program.finish(program.lower())
+            assert not collectives(program)
 
 
 def test_greedy_choice_needs_two_reductions():

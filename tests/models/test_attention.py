@@ -31,36 +31,42 @@ def with_garbage(array, live):
     return array
 
 
+@functools.cache
+def compiled(function, windowed):
+    """One program per shape; the sliding window is traced, or None."""
+    if windowed:
+        return jax.jit(function)
+    return jax.jit(lambda *operands: function(*operands[:-1], None))
+
+
+def assert_equal_reference(fast, query, key, value, length, mask, position, window):
+    rows = query.shape[0]
+    live = length + rows
+    k, v, n = with_garbage(key, live), with_garbage(value, live), np.int32(length)
+    reach = np.int32(window or SLOTS)
+    expected = compiled(reference.tree_attention, True)(query, k, v, n, mask, position, reach)
+    extra = (mask, position) if fast is tree_attention else ()
+    got = compiled(fast, window is not None)(query, k, v, n, *extra, reach)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-6, err_msg=f"length {length}")
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("rows", [1, 12, QUERY_BLOCK + 44])
 def test_causal_attention(rows, window):
-    query, key, value = operands(rows)
-    fast = jax.jit(functools.partial(causal_attention, sliding_window=window))
-    # `reference.causal_attention` is tree attention with a triangular mask: written out, it is
-    slow = jax.jit(functools.partial(reference.tree_attention, sliding_window=window))
     distance = np.arange(rows)[:, None] - np.arange(rows)[None, :]
     mask = (distance >= 0) & (distance < (window or rows))
     for length in LENGTHS:
-        live = length + rows
-        k, v, n = with_garbage(key, live), with_garbage(value, live), np.int32(length)
-        expected = slow(query, k, v, n, mask, np.int32(length + np.arange(rows)))
-        np.testing.assert_allclose(fast(query, k, v, n), expected, rtol=0, atol=3e-6, err_msg=f"length {length}")
+        assert_equal_reference(causal_attention, *operands(rows), length, mask, length + np.arange(rows), window)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("rows", [1, 12])
 def test_tree_attention(rows, window):
-    query, key, value = operands(rows)
-    fast = jax.jit(functools.partial(tree_attention, sliding_window=window))
-    slow = jax.jit(functools.partial(reference.tree_attention, sliding_window=window))
     rng = np.random.default_rng(0)
     for length in LENGTHS:
-        mask = rng.random((rows, rows)) < 0.4
-        np.fill_diagonal(mask, True)
-        k, v, n = with_garbage(key, length + rows), with_garbage(value, length + rows), np.int32(length)
-        position = np.int32(length + rng.integers(0, 5, rows))
-        got, expected = fast(query, k, v, n, mask, position), slow(query, k, v, n, mask, position)
-        np.testing.assert_allclose(got, expected, rtol=0, atol=3e-6, err_msg=f"length {length}")
+        mask = (rng.random((rows, rows)) < 0.4) | np.eye(rows, dtype=bool)
+        position = length + rng.integers(0, 5, rows)
+        assert_equal_reference(tree_attention, *operands(rows), length, mask, position, window)
 
 
 def test_reference_against_plain_numpy():
@@ -68,8 +74,10 @@ def test_reference_against_plain_numpy():
     query, key, value = operands(rows)
     rng = np.random.default_rng(0)
     mask = (rng.random((rows, rows)) < 0.4) | np.eye(rows, dtype=bool)
-    position = np.int32(length + rng.integers(0, 5, rows))
-    got = reference.tree_attention(query, key, value, jnp.int32(length), mask, position, window)
+    position = length + rng.integers(0, 5, rows)
+    got = np.asarray(
+        compiled(reference.tree_attention, True)(query, key, value, np.int32(length), mask, position, window)
+    )
     for row in range(rows):
         # A row at position p sees the `window` positions p - window + 1 .. p.
         seen = [s for s in range(length) if s > position[row] - window] + [

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, empty_cache, logits_after, on_one_device, relative_error, step_logits, tiny_params
+from tiny_models import (
+    FAMILIES,
+    empty_cache,
+    logits_after,
+    on_one_device,
+    quick_compilation,
+    relative_error,
+    step_logits,
+    tiny_params,
+)
 
 from jaxspec.cache import KVCache
 from jaxspec.models.config import RopeConfig
@@ -16,8 +25,16 @@ from jaxspec.models.transformer import forward, prefill, vocab_logits
 
 PREFIX = 13
 NODES = 6  # within the sliding window of every family: inside the window the mask alone decides
+TREES = 3
+LENGTH = PREFIX + NODES
 SLOTS = 40
 EXACT = 2e-5  # float32, other orders of summation
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
+    with quick_compilation():
+        yield
 
 
 def tokens_of(length, seed=0):
@@ -63,23 +80,23 @@ def sequence_pass(family, chunk=None):
 def test_tree_row_equals_the_sequence_of_its_path(family):
     params = tiny_params(family)
     prefix = tokens_of(PREFIX)
-    for seed in range(6):
+    rows, sequences, counts = [], np.zeros((LENGTH, LENGTH), np.int32), np.zeros(LENGTH, np.int32)
+    for seed in range(TREES):
         token, (depth, ancestors) = tokens_of(NODES, seed + 1), random_tree(seed)
-        got = tree_pass(family)(params, prefix, token, depth, ancestors)
-        sequences = np.zeros((NODES, PREFIX + NODES), np.int32)
+        rows.append(tree_pass(family)(params, prefix, token, depth, ancestors))
         for node in range(NODES):
             path = np.flatnonzero(ancestors[node])  # parents precede children
-            sequences[node, : PREFIX + len(path)] = [*prefix, *token[path]]
-        expected = sequence_pass(family)(params, sequences, PREFIX + depth)
-        assert relative_error(got, expected) < EXACT
+            sequences[seed * NODES + node, : PREFIX + len(path)] = [*prefix, *token[path]]
+            counts[seed * NODES + node] = PREFIX + depth[node]
+    expected = sequence_pass(family)(params, sequences, counts)
+    assert relative_error(np.concatenate(rows), expected[: TREES * NODES]) < EXACT
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_and_single_tokens_equal_one_causal_pass(family):
     cfg, params = FAMILIES[family], tiny_params(family)
-    T = PREFIX + NODES
-    tokens, counts = tokens_of(T), np.arange(T, dtype=np.int32)
-    batch = np.broadcast_to(tokens, (T, T))
+    tokens, counts = tokens_of(LENGTH), np.arange(LENGTH, dtype=np.int32)
+    batch = np.broadcast_to(tokens, (LENGTH, LENGTH))
     whole = sequence_pass(family)(params, batch, counts)
     # Chunks of five: windows of seven positions cross two boundaries.
     assert relative_error(sequence_pass(family, 5)(params, batch, counts), whole) < EXACT
@@ -96,15 +113,14 @@ def test_chunks_and_single_tokens_equal_one_causal_pass(family):
 
 def test_sliding_window_hides_what_lies_before_it():
     # Layer l sees 6 positions back from layer l - 1's: two layers reach 12 back, and no further.
-    params, T = tiny_params("mistral"), PREFIX + NODES
-    tokens = np.stack([tokens_of(T), tokens_of(T)])
-    last = np.full(2, T - 1, np.int32)
-    tokens[1, T - 1 - 13] += 1 if tokens[1, T - 1 - 13] < 100 else -1
-    a, b = sequence_pass("mistral")(params, tokens, last)
-    np.testing.assert_array_equal(a, b)
-    tokens[1, T - 1 - 12] += 1 if tokens[1, T - 1 - 12] < 100 else -1
-    a, b = sequence_pass("mistral")(params, tokens, last)
-    assert relative_error(a, b) > 1e-4
+    params = tiny_params("mistral")
+    tokens = np.broadcast_to(tokens_of(LENGTH), (LENGTH, LENGTH)).copy()
+    tokens[np.arange(LENGTH), np.arange(LENGTH)] = (tokens[0] + 1) % 101  # row i differs at place i
+    logits = np.asarray(sequence_pass("mistral")(params, tokens, np.full(LENGTH, LENGTH - 1, np.int32)))
+    last = LENGTH - 1
+    np.testing.assert_array_equal(logits[: last - 12], np.broadcast_to(logits[0], (last - 12, 101)))
+    for place in range(last - 12, LENGTH):
+        assert relative_error(logits[place], logits[0]) > 1e-4
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -1,0 +1,191 @@
+"""Tiny random models of every family against Hugging Face transformers on torch: logits and greedy tokens.
+
+Each model is made by transformers, saved as safetensors and opened through jaxspec's own door.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_models import empty_cache, logits_after, on_one_device, relative_error, step_logits
+
+from jaxspec.checkpoint.weights import open_weights
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.placement import Placement
+
+LENGTH = 40
+SLOTS = 64
+TOLERANCE = 1e-4
+
+SIZES = dict(
+    vocab_size=101, hidden_size=48, intermediate_size=70, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+
+Llama, Mistral = transformers.LlamaConfig, transformers.MistralConfig
+Qwen2, Qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
+
+MODELS = {
+    "llama": (Llama, {}),
+    "llama-one-group": (Llama, dict(num_attention_heads=4, num_key_value_heads=4, hidden_size=64, rms_norm_eps=1e-3)),
+    "llama-one-kv-head": (Llama, dict(num_attention_heads=3, num_key_value_heads=1)),
+    "llama-head-dim": (Llama, dict(head_dim=20)),
+    "llama-llama3-rope": (Llama, dict(rope_parameters=LLAMA3)),
+    "llama-linear-rope": (Llama, dict(rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=4.0))),
+    "llama-tied": (Llama, dict(tie_word_embeddings=True)),
+    "mistral": (Mistral, dict(sliding_window=None)),
+    "mistral-sliding": (Mistral, dict(sliding_window=9, head_dim=12)),
+    "qwen2": (Qwen2, {}),
+    "qwen2-tied": (Qwen2, dict(tie_word_embeddings=True)),
+    "qwen2-sliding": (Qwen2, dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)),
+    "qwen2-window-unused": (Qwen2, dict(use_sliding_window=False, sliding_window=9, max_window_layers=1)),
+    "qwen3": (Qwen3, dict(head_dim=20)),
+    "qwen3-tied": (Qwen3, dict(head_dim=8, tie_word_embeddings=True)),
+    "qwen3-sliding": (Qwen3, dict(head_dim=20, use_sliding_window=True, sliding_window=9, max_window_layers=2)),
+}  # fmt: skip
+
+
+def make_model(name):
+    """A random model whose every parameter matters: norms differ from one, biases from zero, weights have unit gain."""
+    config_class, changes = MODELS[name]
+    config = config_class(**{**SIZES, **changes}, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 2:
+                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+            else:
+                parameter.copy_(noise / 2 if parameter_name.endswith("bias") else 1 + noise / 4)
+    return model
+
+
+def open_saved(model, folder, dtype="float32"):
+    """Save with transformers, load with jaxspec."""
+    model.save_pretrained(folder, safe_serialization=True)
+    weights = open_weights(folder)
+    placement = Placement(weights.config, plan_mesh(1), np.dtype(dtype))
+    return placement, weights.load(placement)
+
+
+def reference_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens[None].astype(np.int64))).logits[0].float().numpy()
+
+
+def tokens_of(length, seed=0):
+    return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], length).astype(np.int32)
+
+
+def prefilled_logits(params, cfg, tokens, chunk=None):
+    """Logits at every place: what comes before it prefilled (in chunks), itself decoded."""
+
+    def run(params, tokens):
+        counts = jnp.arange(tokens.shape[0])
+        return jax.vmap(lambda count: logits_after(params, cfg, tokens, count, SLOTS, chunk))(counts)
+
+    return on_one_device(run)(params, tokens)
+
+
+def decoded_logits(params, cfg, tokens):
+    """Logits at every place, token by token."""
+
+    def run(params, tokens):
+        def step(cache, token):
+            logits, cache = step_logits(params, cfg, token, cache)
+            return cache, logits
+
+        return jax.lax.scan(step, empty_cache(cfg, SLOTS), tokens)[1]
+
+    return on_one_device(run)(params, tokens)
+
+
+def window_logits(params, cfg, tokens):
+    """Logits at every place in one causal pass over a window; its mask holds no sliding window."""
+
+    def run(params, tokens):
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        mask = rows[:, None] >= rows[None, :]
+        hidden, _ = forward(params, cfg, tokens, rows, empty_cache(cfg, SLOTS), mask)
+        return vocab_logits(params, hidden)
+
+    return on_one_device(run)(params, tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name, tmp_path):
+    model = make_model(name)
+    placement, params = open_saved(model, tmp_path)
+    cfg, tokens = placement.cfg, tokens_of(LENGTH)
+    expected = reference_logits(model, tokens)
+    assert relative_error(prefilled_logits(params, cfg, tokens), expected) < TOLERANCE
+    assert relative_error(decoded_logits(params, cfg, tokens), expected) < TOLERANCE
+    # Boundaries inside and outside of the sliding window of nine positions.
+    assert relative_error(prefilled_logits(params, cfg, tokens, chunk=7), expected) < TOLERANCE
+    if cfg.sliding_window is None:
+        assert relative_error(window_logits(params, cfg, tokens), expected) < TOLERANCE
+
+
+def test_the_cases_mean_what_they_say(tmp_path):
+    """Guards the cases above: each setting reaches the model and changes its logits."""
+    configs = {}
+    for name in MODELS:
+        make_model(name).save_pretrained(tmp_path / name)
+        configs[name] = open_weights(tmp_path / name).config
+    assert configs["llama-llama3-rope"].rope.scaling == "llama3"
+    assert configs["llama-linear-rope"].rope.factor == 4
+    assert configs["llama-tied"].tied and not configs["llama"].tied
+    assert configs["mistral-sliding"].sliding_window == 9 and configs["mistral"].sliding_window is None
+    assert configs["qwen2-sliding"].sliding_layers == (False, True, True)
+    assert configs["qwen2-window-unused"].sliding_window is None
+    assert configs["qwen3-sliding"].sliding_layers == (False, False, True)
+    assert configs["qwen2"].qkv_bias and configs["qwen3"].qk_norm
+    tokens = tokens_of(LENGTH)
+    plain = reference_logits(make_model("qwen2-window-unused"), tokens)
+    assert relative_error(reference_logits(make_model("qwen2-sliding"), tokens), plain) > 0.01
+    plain = reference_logits(make_model("llama"), tokens)
+    assert relative_error(reference_logits(make_model("llama-llama3-rope"), tokens), plain) > 0.01
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
+def test_saved_in_bfloat16_loaded_as_float32(name, tmp_path):
+    model = make_model(name).to(torch.bfloat16)
+    placement, params = open_saved(model, tmp_path)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    tokens = tokens_of(LENGTH)
+    # The same rounded weights, computed in float32.
+    expected = reference_logits(model.float(), tokens)
+    assert relative_error(decoded_logits(params, placement.cfg, tokens), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama-llama3-rope", "mistral-sliding", "qwen2-sliding", "qwen3-tied"])
+def test_greedy_generation_through_the_engine(name, tmp_path):
+    model = make_model(name)
+    placement, params = open_saved(model, tmp_path)
+    engine = Engine(placement, Autoregressive())
+    engine.prepare()
+    # Three chunks and more of the smaller size; the sliding window crosses their boundaries.
+    for length in (1, 40, 65, 200):
+        prompt = tokens_of(length, seed=length)
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        output = [t for e in engine.rounds(params, prompt.tolist(), sampling, 0) for t in e.tokens]
+        assert output == generate(model, prompt, 40)
+
+
+def generate(model, prompt, count):
+    settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0)
+    ids = torch.tensor(prompt[None].astype(np.int64))
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return out[0, len(prompt) :].tolist()
