@@ -1,10 +1,14 @@
 """jaxspec: lossless decoding of large language models with the lowest latency for a single query."""
 
-from jaxspec.config import SamplingParams
-from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
-from jaxspec.generate import LLM, generate
-from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.results import Completion, DecodeStats, StreamEvent
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxspec.config import SamplingParams
+    from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
+    from jaxspec.llm import LLM, generate
+    from jaxspec.methods.autoregressive import Autoregressive
+    from jaxspec.results import Completion, DecodeStats, StreamEvent
 
 __all__ = [
     "LLM",
@@ -18,3 +22,29 @@ __all__ = [
     "StreamEvent",
     "generate",
 ]
+
+# Imported when first used, so that `jaxspec-decode --help` and usage errors do not wait a second for JAX.
+_HOMES = {
+    "LLM": "llm",
+    "Autoregressive": "methods.autoregressive",
+    "CheckpointError": "errors",
+    "Completion": "results",
+    "ConfigError": "errors",
+    "DecodeStats": "results",
+    "JaxspecError": "errors",
+    "SamplingParams": "config",
+    "StreamEvent": "results",
+    "generate": "llm",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"jaxspec.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

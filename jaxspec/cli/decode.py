@@ -12,7 +12,7 @@ from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.generate import LLM
+    from jaxspec.llm import LLM
     from jaxspec.results import Completion
 
 NAME = "jaxspec-decode"
@@ -78,7 +78,7 @@ def decode(
         text = _read_prompt(prompt, prompt_file)
         # Heavy imports only now: --help and usage errors answer at once.
         from jaxspec.config import SamplingParams
-        from jaxspec.generate import LLM
+        from jaxspec.llm import LLM
 
         sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
         arguments = {name: options[name] for name in MODEL_OPTIONS if name in options and name != "draft_model"}
