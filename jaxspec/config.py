@@ -2,10 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Literal
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from jaxspec.errors import ConfigError
+
+# How much is generated where nothing was asked for.
+DEFAULT_MAX_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +17,7 @@ class SamplingParams:
     """How tokens are chosen, and when to stop; the names are vLLM's.
 
     Attributes:
-      max_tokens: most tokens to generate.
+      max_tokens: most tokens to generate; None is 256, or what the context has room for if that is less.
       temperature: 0 is greedy; ties go to the lowest token id.
       top_k: keep the k most probable tokens (ties at the threshold kept); 0 or -1 keeps all.
       top_p: keep the smallest set of most probable tokens whose mass reaches top_p; 1 keeps all.
@@ -28,7 +32,7 @@ class SamplingParams:
       logprobs: report the log-probability of each chosen token under the processed distribution.
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -37,36 +41,34 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    stop: str | tuple[str, ...] | list[str] = ()
+    stop: str | Sequence[str] | None = None
     seed: int | None = None
     ignore_eos: bool = False
     logprobs: bool = False
 
     def __post_init__(self):
-        """Check types and ranges; normalise `stop` to a tuple."""
-        for name, low in (("max_tokens", 1), ("top_k", -1)):
-            _check_int(name, getattr(self, name), low)
+        """Check types and ranges; numpy numbers become Python's, `stop` a tuple, `logit_bias` a dict."""
+
+        def assign(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for name, low in (("max_tokens", 1), ("top_k", -1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None or name == "top_k":
+                assign(name, _check_int(name, value, low))
+        if self.seed is not None and self.seed >= 2**63:
+            raise ConfigError(f"seed must be below 2**63, got {self.seed}")
         for name, low, high in (
             ("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
             ("repetition_penalty", 0.0, math.inf), ("frequency_penalty", -2.0, 2.0), ("presence_penalty", -2.0, 2.0),
         ):  # fmt: skip
-            _check_float(name, getattr(self, name), low, high)
+            assign(name, _check_float(name, getattr(self, name), low, high))
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0; top_k=1 keeps only the most probable token")
         if self.repetition_penalty == 0:
             raise ConfigError("repetition_penalty must be above 0; 1 switches it off")
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0)
-            if self.seed >= 2**63:
-                raise ConfigError(f"seed must be below 2**63, got {self.seed}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(s, str) and s for s in stop):
-            raise ConfigError(f"stop must be non-empty strings, got {stop!r}")
-        object.__setattr__(self, "stop", stop)
-        for token, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias token id", token, 0)
-            if not isinstance(bias, int | float) or math.isnan(bias) or bias == math.inf:
-                raise ConfigError(f"logit_bias of token {token} must be a number below +inf, got {bias!r}")
+        assign("stop", _check_stop(self.stop))
+        assign("logit_bias", _check_bias(self.logit_bias))
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -98,17 +100,45 @@ class EngineConfig:
         _check_int("target_devices", self.target_devices, 1)
         if self.max_context is not None:
             _check_int("max_context", self.max_context, 2)
+        if self.compile_cache is not None and not isinstance(self.compile_cache, str):
+            raise ConfigError(f"compile_cache must be a folder's name, got {self.compile_cache!r}")
 
 
-def _check_int(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _check_int(name: str, value: object, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
     if value < low:
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+    return int(value)
 
 
-def _check_float(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _check_float(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high:
         raise ConfigError(f"{name} must lie between {low} and {high}, got {value}")
+    return number
+
+
+def _check_stop(stop: object) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
+        raise ConfigError(f"stop must be one or several non-empty strings, got {stop!r}")
+    return tuple(strings)
+
+
+def _check_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise ConfigError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
+    checked = {}
+    for token, value in bias.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value == math.inf:
+            raise ConfigError(f"logit_bias of token {token} must be a number below +inf, got {value!r}")
+        checked[_check_int("logit_bias token id", token, 0)] = float(value)
+    return checked

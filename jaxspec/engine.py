@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config import SamplingParams
+from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.padding import round_up
 from jaxspec.methods.base import Method, Round, Runner
@@ -34,7 +34,7 @@ class Emitted:
 
 
 class Engine:
-    """Runs one method for one sequence at a time.
+    """Runs one method for one sequence at a time; generations may be interleaved, but in one thread only.
 
     Compiled functions and idle cache buffers are kept between calls, so a second generation of any length within
     the same capacity compiles and allocates nothing.
@@ -59,7 +59,7 @@ class Engine:
         self.max_context = max_context or limit
         self._first_capacity = self._fit(max_context or min(limit, FIRST_CAPACITY))
         self._runner: Runner | None = None
-        self._idle: list[Any] = []
+        self._idle: Any = None  # buffers of a finished sequence
 
     def check_request(self, prompt: list[int], sampling: SamplingParams) -> None:
         """Refuse what cannot be decoded, before any compute.
@@ -81,11 +81,17 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the context holds {self.max_context}: "
                 f"at most {self.max_context - 1} leave room for an answer"
             )
-        if sampling.max_tokens > room:
+        if sampling.max_tokens is not None and sampling.max_tokens > room:
             raise ConfigError(
                 f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} exceed the context of "
                 f"{self.max_context}: max_tokens can be at most {room} here"
             )
+
+    def token_limit(self, prompt: list[int], sampling: SamplingParams) -> int:
+        """Most tokens to generate: what was asked for, else `DEFAULT_MAX_TOKENS` or what the context has room for."""
+        if sampling.max_tokens is not None:
+            return sampling.max_tokens
+        return min(DEFAULT_MAX_TOKENS, self.max_context - len(prompt))
 
     def prepare(self, tokens: int | None = None) -> float:
         """Compile for sequences of up to `tokens` tokens; returns the wall time spent, in seconds.
@@ -96,9 +102,13 @@ class Engine:
         while tokens is not None and capacity < self._fit(tokens):
             capacity = min(capacity * CAPACITY_GROWTH, self._fit(self.max_context))
         if self._runner is None or capacity > self._runner.slots:
-            self._idle.clear()
+            self._idle = None
             self._runner = self.method.bind(self.target, capacity)
-        return compile_programs(self._runner.programs)
+        seconds = compile_programs(self._runner.programs)
+        if self._idle is None:
+            # Allocated now, beside whatever the caller still loads, and not when the first token is waited for.
+            self._idle = self._runner.start(0, None)
+        return seconds
 
     def rounds(
         self, params: Params, prompt: list[int], sampling: SamplingParams, seed: int
@@ -116,20 +126,22 @@ class Engine:
         """
         assert self._runner is not None
         runner = self._runner
+        limit = self.token_limit(prompt, sampling)
         request = self._request(sampling, seed)
-        state = runner.start(prompt[-1], self._idle.pop() if self._idle else None)
+        idle, self._idle = self._idle, None
+        state = runner.start(prompt[-1], idle)
         state = runner.prefill(params, state, np.asarray(prompt[:-1], np.int32))
         in_flight: collections.deque[Round] = collections.deque()
         launched = emitted = 0
         try:
-            while emitted < sampling.max_tokens:
+            while emitted < limit:
                 # A round yields at least one token: no more are launched than can still be wanted.
-                while len(in_flight) < 2 and launched < sampling.max_tokens:
+                while len(in_flight) < 2 and launched < limit:
                     state, round_ = runner.round(params, state, request)
                     round_.packed.copy_to_host_async()
                     in_flight.append(round_)
                     launched += 1
-                result = _read(in_flight.popleft(), sampling.max_tokens - emitted)
+                result = _read(in_flight.popleft(), limit - emitted)
                 emitted += len(result.tokens)
                 yield result
         except GeneratorExit:
@@ -139,8 +151,9 @@ class Engine:
         self._keep(runner, state)
 
     def _keep(self, runner: Runner, state: Any) -> None:
-        if runner is self._runner:
-            self._idle.append(state)
+        # One set of buffers is kept; those of interleaved generations are freed.
+        if runner is self._runner and self._idle is None:
+            self._idle = state
 
     def _request(self, sampling: SamplingParams, seed: int) -> Request:
         request = self._host_request(sampling, seed)

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import numbers
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,18 +60,19 @@ class LLM:
         """Load, place and compile; see the class."""
         config = EngineConfig(dtype, target_devices, max_context, compile_cache)
         resolved = resolve_method(method, has_draft=draft is not None)
-        weights = open_weights(None if model is None else Path(model))
+        if not isinstance(model, str | PathLike | None):
+            raise ConfigError(f"model must be the path of a checkpoint, got {model!r}")
+        weights = open_weights(None if model is None else Path(model).expanduser())
         plan = plan_mesh(config.target_devices)
         placement = Placement(weights.config, plan, resolve_dtype(config.dtype, plan))
         self.model_path = weights.path
         self.engine = Engine(placement, resolved, config.max_context)
         enable_compile_cache(config.compile_cache)
-        # Weights and tokenizer load while XLA compiles: all three leave the interpreter lock for most of their time.
-        with ThreadPoolExecutor(2) as pool:
+        self.tokenizer = load_tokenizer(weights.path)
+        # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
+        with ThreadPoolExecutor(1) as pool:
             params = pool.submit(weights.load, placement)
-            tokenizer = pool.submit(load_tokenizer, weights.path)
             self._unreported_compile_s = self.engine.prepare()
-            self.tokenizer = tokenizer.result()
             self.params = params.result()
         self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
 
@@ -88,11 +88,12 @@ class LLM:
         Raises:
           ConfigError: a prompt is empty or does not fit; nothing was computed then.
         """
-        sampling = sampling_params or SamplingParams()
-        if _is_conversation(prompt):
-            raise ConfigError("generate takes text or token ids; chat answers conversations")
+        sampling = _check_sampling(sampling_params)
         batch = _is_batch(prompt)
-        encoded = [self.encode(p) for p in (prompt if batch else [prompt])]  # pyright: ignore[reportArgumentType]
+        prompts: list[Any] = [*prompt] if batch else [prompt]
+        if _is_conversation(prompts) or any(_is_conversation(p) for p in prompts):
+            raise ConfigError("generate takes text or token ids; chat answers conversations")
+        encoded = [self.encode(p) for p in prompts]
         for ids in encoded:
             self.engine.check_request(ids, sampling)
         completions = [self._complete(ids, sampling) for ids in encoded]
@@ -105,7 +106,12 @@ class LLM:
           messages: dicts with "role" and "content", oldest first.
           sampling_params: see `generate`.
         """
-        return self._complete(self.encode(messages), sampling_params or SamplingParams())
+        sampling = _check_sampling(sampling_params)
+        if not _is_conversation(messages):
+            raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {messages!r:.80}")
+        ids = self.encode(messages)
+        self.engine.check_request(ids, sampling)
+        return self._complete(ids, sampling)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -116,7 +122,7 @@ class LLM:
           prompt: a string, token ids, or a conversation (dicts with "role" and "content").
           sampling_params: see `generate`.
         """
-        sampling = sampling_params or SamplingParams()
+        sampling = _check_sampling(sampling_params)
         ids = self.encode(prompt)
         self.engine.check_request(ids, sampling)
         return self._stream(ids, sampling)
@@ -134,7 +140,6 @@ class LLM:
         raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {prompt!r:.80}")
 
     def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
-        self.engine.check_request(ids, sampling)
         completion = None
         for event in self._stream(ids, sampling):
             completion = event.completion
@@ -142,17 +147,18 @@ class LLM:
         return completion
 
     def _stream(self, ids: list[int], sampling: SamplingParams) -> Iterator[StreamEvent]:
-        compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + sampling.max_tokens)
+        max_tokens = self.engine.token_limit(ids, sampling)
+        compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens)
         self._unreported_compile_s = 0.0
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         text = TextStream(
-            self.tokenizer, sampling.stop, self.eos_ids, ignore_eos=sampling.ignore_eos, max_tokens=sampling.max_tokens
+            self.tokenizer, sampling.stop or (), self.eos_ids, ignore_eos=sampling.ignore_eos, max_tokens=max_tokens
         )
         clock = _Clock()
         events = _EventMaker(text, sampling.logprobs)
         with contextlib.closing(self.engine.rounds(self.params, ids, sampling, seed)) as rounds:
             for emitted in rounds:
-                clock.tick()
+                clock.tick(len(emitted.tokens))
                 event = events.push(emitted)
                 if event.finish_reason is not None:
                     break
@@ -185,14 +191,15 @@ def generate(
       model: see `LLM`.
       **options: further keyword arguments of `LLM`.
     """
-    return _load_once(None if model is None else str(model), tuple(sorted(options.items()))).generate(
-        prompt, sampling_params
-    )
+    key = (None if model is None else str(model), tuple(sorted(options.items())))
+    if key not in _loaded:
+        # Two models may not fit into memory: the old one goes before the new one comes.
+        _loaded.clear()
+        _loaded[key] = LLM(model, **options)
+    return _loaded[key].generate(prompt, sampling_params)
 
 
-@functools.lru_cache(maxsize=1)
-def _load_once(model: str | None, options: tuple[tuple[str, Any], ...]) -> LLM:
-    return LLM(model, **dict(options))
+_loaded: dict[tuple[Any, ...], LLM] = {}
 
 
 class _Clock:
@@ -202,11 +209,14 @@ class _Clock:
         self._start = time.perf_counter()
         self._first: float | None = None
         self._last = self._start
+        self._tokens_behind_first = 0
 
-    def tick(self) -> None:
+    def tick(self, tokens: int) -> None:
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
+        else:
+            self._tokens_behind_first += tokens
 
     def stats(self, prompt_tokens: int, tokens: int, compile_s: float, seed: int | None) -> DecodeStats:
         assert self._first is not None
@@ -216,7 +226,7 @@ class _Clock:
             completion_tokens=tokens,
             ttft_s=self._first - self._start,
             decode_s=decode_s,
-            tokens_per_s=(tokens - 1) / decode_s if decode_s > 0 and tokens > 1 else 0.0,
+            tokens_per_s=self._tokens_behind_first / decode_s if self._tokens_behind_first else None,
             compile_s=compile_s,
             seed=seed,
         )
@@ -251,12 +261,24 @@ class _EventMaker:
 
 
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    return isinstance(prompt, Sequence) and all(isinstance(token, numbers.Integral) for token in prompt)
+    return _is_list(prompt) and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in prompt)
 
 
 def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_ids(prompt)
+    return _is_list(prompt) and not _is_ids(prompt)
 
 
 def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
-    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+    return _is_list(prompt) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+
+
+def _is_list(prompt: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+
+
+def _check_sampling(sampling: SamplingParams | None) -> SamplingParams:
+    if sampling is None:
+        return SamplingParams()
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(f"sampling_params must be one SamplingParams for all prompts, got {sampling!r:.80}")
+    return sampling

@@ -1,6 +1,7 @@
 """What a caller gets back: completions, streamed events and the numbers behind them."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
@@ -36,7 +37,8 @@ class DecodeStats:
       completion_tokens: tokens emitted, an end-of-sequence token included.
       ttft_s: from the call to the first token.
       decode_s: from the first token to the last.
-      tokens_per_s: tokens after the first, per second of `decode_s`.
+      tokens_per_s: tokens decoded after the first, those behind a stop string's cut included, per second of
+        `decode_s`; None where there was no second token.
       compile_s: tracing, compiling or loading compiled programs.
       seed: the seed that reproduces this text at temperature > 0; None for greedy decoding.
       speculative_decoding: counters in vLLM's vocabulary; None for plain decoding.
@@ -46,7 +48,7 @@ class DecodeStats:
     completion_tokens: int
     ttft_s: float
     decode_s: float
-    tokens_per_s: float
+    tokens_per_s: float | None
     compile_s: float
     seed: int | None = None
     speculative_decoding: dict[str, Any] | None = None
@@ -79,5 +81,6 @@ class Completion:
             "stats": dataclasses.asdict(self.stats),
         }
         if self.logprobs is not None:
-            result["logprobs"] = list(self.logprobs)
+            # JSON has no infinities: what is not a number there is null.
+            result["logprobs"] = [p if math.isfinite(p) else None for p in self.logprobs]
         return result

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from jaxspec.config import EngineConfig, SamplingParams
@@ -32,6 +33,11 @@ from jaxspec.methods.registry import resolve_method
         ("logit_bias", {1: math.inf}, "got inf"),
         ("stop", "", "non-empty"),
         ("stop", ["a", 3], "non-empty strings"),
+        ("stop", 5, "non-empty strings"),
+        ("stop", b"x", "non-empty strings"),
+        ("logit_bias", [1], "must map token ids"),
+        ("logit_bias", {5: True}, "number below"),
+        ("temperature", 10**400, "between"),
         ("seed", -1, "at least 0"),
         ("seed", 2**63, "below 2\\*\\*63"),
         ("ignore_eos", 1, "True or False"),
@@ -43,7 +49,16 @@ def test_bad_sampling_parameters(field, value, message):
         SamplingParams(**{field: value})
 
 
+def test_numbers_of_numpy_are_numbers():
+    sampling = SamplingParams(
+        max_tokens=np.int64(5), seed=np.uint32(3), temperature=np.float32(0.5), logit_bias={np.int64(2): np.float32(1)}
+    )
+    assert sampling == SamplingParams(max_tokens=5, seed=3, temperature=0.5, logit_bias={2: 1.0})
+    assert type(sampling.max_tokens) is int and type(sampling.temperature) is float
+
+
 def test_stop_is_one_string_or_several():
+    assert SamplingParams().stop == SamplingParams(stop=None).stop == ()
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(stop=["x", "yz"]).stop == ("x", "yz")
 
@@ -68,5 +83,8 @@ def test_methods_by_name():
         resolve_method("specexe", has_draft=False)
     with pytest.raises(ConfigError, match="'swift' is not available in this version"):
         resolve_method("swift", has_draft=False)
+    for wrong in (Autoregressive, 3, None):
+        with pytest.raises(ConfigError, match="a name or a method object"):
+            resolve_method(wrong, has_draft=False)
     with pytest.raises(ConfigError, match="'ar' uses no draft"):
         resolve_method("ar", has_draft=True)

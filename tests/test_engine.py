@@ -106,9 +106,42 @@ def test_interleaved_and_abandoned_generations_do_not_disturb_each_other(engine,
 
 def test_finished_buffers_are_reused(engine, params):
     decode(engine, params, prompt_of(5), 3)
-    idle = len(engine._idle)
-    decode(engine, params, prompt_of(5), 3)
-    assert len(engine._idle) == idle
+    kept = engine._idle.cache.key[0].unsafe_buffer_pointer()
+    decode(engine, params, prompt_of(9), 3)
+    assert engine._idle.cache.key[0].unsafe_buffer_pointer() == kept
+
+
+def test_one_broken_row_does_not_reach_others(engine, params):
+    """Masked slots are multiplied with zero, and 0 * NaN is NaN: neither padding nor old buffers may hold any."""
+    broken = {**params, "embed": params["embed"].at[0].set(np.nan)}
+    prompt = [t for t in prompt_of(60) if t != 0]
+    sound = decode(engine, params, prompt, 6, logit_bias={0: -np.inf})
+    assert decode(engine, broken, prompt, 6, logit_bias={0: -np.inf}) == sound
+    decode(engine, broken, [0, 5, 0, 7], 6)
+    assert decode(engine, broken, prompt, 6, logit_bias={0: -np.inf}) == sound
+
+
+def test_length_is_what_the_context_has_room_for(placement, params):
+    engine = Engine(placement, Autoregressive(), max_context=100)
+    engine.prepare()
+    prompt = prompt_of(90)
+    assert engine.token_limit(prompt, SamplingParams()) == 10
+    assert engine.token_limit(prompt_of(3), SamplingParams(max_tokens=7)) == 7
+    assert len([e for e in engine.rounds(params, prompt, SamplingParams(), seed=0)]) == 10
+
+
+def test_settings_of_the_caller_do_not_reach_our_programs(placement, params):
+    expected = decode(Engine(placement, Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.disable_jit(),
+    ):
+        assert (
+            decode(Engine(placement, Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
@@ -122,6 +155,7 @@ def test_finished_buffers_are_reused(engine, params):
         ([1] * 4096, {"max_tokens": 1}, "4096 tokens, the context holds 4096"),
         ([1] * 4000, {"max_tokens": 97}, "at most 96"),
         ([1], {"logit_bias": {101: 1.0}}, "token 101"),
+        ([1], {"logit_bias": dict.fromkeys(range(101), -np.inf)}, "bans all 101 tokens"),
     ],
 )
 def test_bad_requests_are_refused(engine, prompt, sampling, message):

@@ -1,5 +1,6 @@
 """Text in, text out, with the default model."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -128,6 +129,9 @@ def test_penalties_change_the_text(llm):
         (7, "a prompt is a string"),
         (None, "a prompt is a string"),
         ([MESSAGES[0]], "chat answers conversations"),
+        ([MESSAGES, MESSAGES], "chat answers conversations"),
+        (b"bytes", "a prompt is a string"),
+        ([True, False], "a prompt is a string"),
         (["good", ""], "empty"),
         ("word " * 9000, "tokens, the context holds 8192"),
     ],
@@ -135,6 +139,24 @@ def test_penalties_change_the_text(llm):
 def test_bad_prompts_are_refused(llm, prompt, message):
     with pytest.raises(ConfigError, match=message):
         llm.generate(prompt)
+
+
+def test_chat_wants_messages(llm):
+    for wrong in ("text", [1, 2], [], [MESSAGES]):
+        with pytest.raises(ConfigError, match="chat takes messages"):
+            llm.chat(wrong)
+
+
+def test_sampling_parameters_have_their_own_type(llm):
+    for wrong in ({"max_tokens": 3}, [SamplingParams()] * 2):
+        with pytest.raises(ConfigError, match="one SamplingParams"):
+            llm.generate("hi", wrong)
+
+
+def test_a_completion_is_json(llm):
+    out = llm.generate("One", SamplingParams(max_tokens=2, logprobs=True, logit_bias={5: -np.inf}))
+    broken = dataclasses.replace(out, logprobs=(-np.inf, -1.0))
+    assert json.loads(json.dumps(broken.to_dict(), allow_nan=False))["logprobs"] == [None, -1.0]
 
 
 def test_stream_refuses_at_the_call(llm):

@@ -119,9 +119,9 @@ def decode_step(llm: jaxspec.LLM, prompt: list[int]) -> Callable[[], float]:
 
 
 def generate_jaxspec(llm: jaxspec.LLM, prompt: list[int], tokens: int) -> Callable[[], int]:
-    """A whole `generate` call; returns the number of tokens that came."""
+    """A whole generation; returns the number of tokens that came."""
     sampling = jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True)
-    return lambda: len(llm.generate([prompt], sampling)[0].token_ids)
+    return lambda: sum(len(event.token_ids) for event in llm.stream(prompt, sampling))
 
 
 def generate_reference(model: Any, prompt: list[int], tokens: int) -> Callable[[], int]:

@@ -1,6 +1,7 @@
 """Hugging Face folders (safetensors, whole or sharded) as a source of tensors."""
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,14 @@ _INDEX_FILE = "model.safetensors.index.json"
 
 _COMPARED_ROWS = 1024
 
+# Settings of `generation_config.json` that change greedy text, and the values at which they do nothing.
+_GREEDY_SETTINGS = (
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+    "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams",
+    "guidance_scale", "exponential_decay_length_penalty",
+)  # fmt: skip
+_NEUTRAL = (None, False, 0, 1, 1.0, [], {})
+
 
 class HFSource:
     """An open Hugging Face folder (see `TensorSource`); tensors are views of the mapped files."""
@@ -35,7 +44,9 @@ class HFSource:
                 self._tensors[name] = (file, tensor)
         self._check_index()
         self.config = parse_config(path / CONFIG_FILE, raw, max_layers=len(self._tensors))
-        self.eos_ids = _read_eos_ids(path, raw, self.config.vocab_size)
+        generation = read_json(path / GENERATION_FILE) if (path / GENERATION_FILE).is_file() else {}
+        self.eos_ids = _read_eos_ids(path, generation, raw, self.config.vocab_size)
+        _warn_unapplied(path / GENERATION_FILE, generation)
         self._data = {file: np.memmap(file, np.uint8, mode="r") for file, _ in self._tensors.values()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -112,9 +123,18 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_eos_ids(path: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+def _warn_unapplied(path: Path, generation: dict[str, Any]) -> None:
+    """Name the settings with which transformers would generate other greedy text than jaxspec does."""
+    asked = [f"{key}={generation[key]}" for key in _GREEDY_SETTINGS if generation.get(key) not in _NEUTRAL]
+    if asked:
+        logging.getLogger(__name__).warning(
+            "%s asks for %s, which jaxspec does not apply by itself; set what you want in SamplingParams",
+            path, ", ".join(asked),
+        )  # fmt: skip
+
+
+def _read_eos_ids(path: Path, generation: dict[str, Any], config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """The tokens that end a text: those of `generation_config.json`, else those of `config.json`."""
-    generation = read_json(path / GENERATION_FILE) if (path / GENERATION_FILE).is_file() else {}
     for file, values in ((GENERATION_FILE, generation), (CONFIG_FILE, config)):
         ids = values.get("eos_token_id")
         if ids is None:

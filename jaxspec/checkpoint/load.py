@@ -43,7 +43,8 @@ def detect_format(path: str | Path) -> Format:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     raise CheckpointError(
-        f"{path}: no such file or folder; give a Hugging Face folder, a GGUF file or a native checkpoint"
+        f"{path}: no such file or folder (nothing is downloaded); "
+        "give a Hugging Face folder, a GGUF file or a native checkpoint"
     )
 
 

@@ -28,6 +28,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jaxspec.checkpoint.json_file import read_json
+from jaxspec.checkpoint.load import NATIVE_MARK as MANIFEST
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.mesh.plan import MeshPlan
 from jaxspec.mesh.rules import partition_spec, placed_shapes
@@ -35,7 +36,6 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.config_data import config_from_data, config_to_data
 from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
 
-MANIFEST = "jaxspec.json"
 ARRAYS = "arrays"
 FORMAT = "jaxspec"
 VERSION = 1

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxspec.checkpoint.default import default_model_path, verify_default
-from jaxspec.checkpoint.keymaps import check_accounted
 from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
+from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
 from jaxspec.placement import Placement
@@ -26,8 +26,7 @@ def open_weights(path: Path | None) -> Weights:
     """Open a checkpoint of any format, or the default model.
 
     Raises:
-      CheckpointError: it is missing, damaged, or tensors are missing, unexpected or misshapen.
-      ConfigError: its configuration asks for something that is not supported.
+      CheckpointError: it is missing, damaged or incomplete, or asks for something that is not supported.
     """
     is_default = path is None
     if path is None:
@@ -38,8 +37,11 @@ def open_weights(path: Path | None) -> Weights:
 
         native = open_native(path)
         return Weights(path, native.config, native.eos_ids, lambda p: restore_native(native, p.plan, p.dtype))
-    source = open_checkpoint(path)
-    check_accounted(source)
+    try:
+        source = open_checkpoint(path)
+    except ConfigError as error:
+        # What the checkpoint asks for, not what the caller did.
+        raise CheckpointError(str(error)) from error
 
     def load(placement: Placement) -> Params:
         if is_default:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import merge_options
+from jaxspec.cli.options import OptionTypes, merge_options
 from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError
 
@@ -19,14 +19,20 @@ NAME = "jaxspec-decode"
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-# What a preset may set, by where it goes.
-SAMPLING_OPTIONS = (
-    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "seed", "stop", "ignore_eos",
-)  # fmt: skip
-MODEL_OPTIONS = ("model", "draft_model", "method", "dtype", "target_devices", "max_context", "compile_cache")
-REFUSABLE_OPTIONS = ("kernels", "draft_devices", "offload")
-TEXT_OPTIONS = ("chat", "system")
+# What a preset may set, by where it goes, with the types that TOML must give.
+SAMPLING_OPTIONS: dict[str, OptionTypes] = {
+    "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float), "min_p": (int, float),
+    "repetition_penalty": (int, float), "frequency_penalty": (int, float), "presence_penalty": (int, float),
+    "seed": (int,), "stop": (str, list), "ignore_eos": (bool,), "logprobs": (bool,),
+}  # fmt: skip
+MODEL_OPTIONS: dict[str, OptionTypes] = {
+    "model": (str,), "draft_model": (str,), "method": (str,), "dtype": (str,), "target_devices": (int,),
+    "max_context": (int,), "compile_cache": (str,),
+}  # fmt: skip
+OTHER_OPTIONS: dict[str, OptionTypes] = {
+    "kernels": (str,), "draft_devices": (int,), "offload": (str,), "chat": (bool,), "system": (str,),
+}  # fmt: skip
+OPTIONS = {**SAMPLING_OPTIONS, **MODEL_OPTIONS, **OTHER_OPTIONS}
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,6 +57,7 @@ def decode(
     seed: Annotated[int | None, typer.Option(help="Random stream at temperature > 0: equal seeds, equal text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation; repeatable.")] = None,
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")] = None,
+    logprobs: Annotated[bool | None, typer.Option("--logprobs", help="With --json, add log-probabilities.")] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
     ] = None,
@@ -69,11 +76,11 @@ def decode(
     show_drafted: Annotated[bool, typer.Option("--show-drafted", help="Underline what a draft proposed.")] = False,
 ) -> None:
     """Decode one prompt with the lowest latency, streaming the text."""
-    names = (*SAMPLING_OPTIONS, *MODEL_OPTIONS, *REFUSABLE_OPTIONS, *TEXT_OPTIONS)
-    given = {name: context.params[name] or None if name == "stop" else context.params[name] for name in names}
+    given = {name: context.params[name] for name in OPTIONS}
+    given["stop"] = stop or None  # typer gives an empty list where there was none
 
     def run() -> None:
-        options = merge_options(given, config, set_ or [], names)
+        options = merge_options(given, config, set_ or [], OPTIONS)
         _refuse_unavailable(options)
         text = _read_prompt(prompt, prompt_file)
         # Heavy imports only now: --help and usage errors answer at once.
@@ -112,9 +119,12 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ConfigError("give one prompt: as an argument, - for standard input, or --prompt-file")
     try:
         if file is not None:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8").removesuffix("\n")
+        elif prompt == "-":
+            # The newline that ends a line of a shell or an editor is no part of the prompt.
+            text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
         else:
-            text = sys.stdin.buffer.read().decode("utf-8") if prompt == "-" else str(prompt)
+            text = str(prompt)
     except OSError as error:
         raise ConfigError(f"prompt file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -156,7 +166,7 @@ def _summary(completion: "Completion") -> str:
     parts = [
         f"prompt {stats.prompt_tokens} tokens",
         f"first token {stats.ttft_s:.2f} s",
-        f"{stats.completion_tokens} tokens at {stats.tokens_per_s:.1f} tokens/s",
+        f"{stats.completion_tokens} tokens" + (f" at {stats.tokens_per_s:.1f} tokens/s" if stats.tokens_per_s else ""),
         f"compile {stats.compile_s:.2f} s",
         f"method {completion.method}",
         f"ended by {completion.finish_reason}",

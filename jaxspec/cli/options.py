@@ -1,16 +1,18 @@
 """Options of a run from three places: a TOML preset, `--set name=value`, the command line; the later wins."""
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ConfigError
+from jaxspec.suggest import suggest
+
+OptionTypes = tuple[type, ...]
 
 
 def merge_options(
-    given: Mapping[str, Any], preset: Path | None, assignments: Iterable[str], known: Iterable[str]
+    given: Mapping[str, Any], preset: Path | None, assignments: Iterable[str], known: Mapping[str, OptionTypes]
 ) -> dict[str, Any]:
     """Merge the three sources.
 
@@ -18,20 +20,20 @@ def merge_options(
       given: options from the command line; None means not given.
       preset: a TOML file of option names (with underscores) and values.
       assignments: "name=value" pairs, the value written as in TOML; a bare word is a string.
-      known: option names that a preset may set.
+      known: the options that a preset may set, with the types of their values.
 
     Raises:
-      ConfigError: an unreadable preset, an unknown name (the nearest known one is given) or a malformed pair.
+      ConfigError: an unreadable preset, an unknown name (the nearest known one is given), a value of another type or
+        a malformed pair.
     """
-    names = set(known)
     merged: dict[str, Any] = {}
     if preset is not None:
-        merged.update(_checked(_read_preset(preset), names, str(preset)))
+        merged.update(_checked(_read_preset(preset), known, str(preset)))
     for pair in assignments:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--set {pair!r} must have the form name=value")
-        merged.update(_checked({name.strip().replace("-", "_"): _parse(value.strip())}, names, "--set"))
+        merged.update(_checked({name.strip().replace("-", "_"): _parse(value.strip())}, known, "--set"))
     merged.update({name: value for name, value in given.items() if value is not None})
     return merged
 
@@ -45,12 +47,15 @@ def _read_preset(path: Path) -> dict[str, Any]:
         raise ConfigError(f"preset {path} is not TOML: {error}") from error
 
 
-def _checked(options: Mapping[str, Any], known: set[str], where: str) -> Mapping[str, Any]:
-    for name in options:
+def _checked(options: Mapping[str, Any], known: Mapping[str, OptionTypes], where: str) -> Mapping[str, Any]:
+    for name, value in options.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
-            raise ConfigError(f"{where}: unknown option {name!r}{hint}")
+            raise ConfigError(f"{where}: unknown option {name!r}; {suggest(name, known)}")
+        types = known[name]
+        # In Python, but not to a user, True is an integer.
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            wanted = " or ".join(t.__name__ for t in types)
+            raise ConfigError(f"{where}: {name} must be of type {wanted}, got {value!r}")
     return options
 
 

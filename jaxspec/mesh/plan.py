@@ -1,7 +1,7 @@
 """MeshPlan: which devices a model runs on, and how many of them share each weight."""
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ class MeshPlan:
     Hashable and comparable by device, so that it can key compiled functions.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
 
     def __post_init__(self):
         """Refuse empty or repeated device lists."""
@@ -43,18 +43,17 @@ class MeshPlan:
         return Mesh(np.array(self.devices), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def plan_mesh(count: int = 1, devices: Sequence[jax.Device] | None = None, offset: int = 0) -> MeshPlan:
-    """Take `count` devices after the first `offset` of `devices` (all local devices by default).
+def plan_mesh(count: int = 1) -> MeshPlan:
+    """Take the first `count` devices.
 
     Raises:
       ConfigError: fewer devices exist than asked for; both numbers are named.
     """
-    available = list(jax.devices() if devices is None else devices)
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
-    if offset + count > len(available):
+    available = jax.devices()
+    if count > len(available):
         raise ConfigError(
-            f"{count} devices asked for after the first {offset}, but only {len(available)} exist; "
-            "on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
+            f"{count} devices asked for, but only {len(available)} exist; on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
         )
-    return MeshPlan(tuple(available[offset : offset + count]))
+    return MeshPlan(tuple(available[:count]))

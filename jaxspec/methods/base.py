@@ -11,7 +11,7 @@ and reads each `Round` while the next one runs. State goes in and comes out and 
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -62,6 +62,7 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
 class Method(Protocol):
     """Settings of a decoding method."""
 

@@ -36,5 +36,6 @@ def split_chunks(tokens: np.ndarray, slots: int) -> Iterator[tuple[np.ndarray, i
     start = 0
     for size in plan_chunks(len(tokens), slots):
         piece = tokens[start : start + size]
-        yield np.pad(piece, (0, size - len(piece))).astype(np.int32), len(piece)
+        # Padded with its own last token: whatever that row computes is as sound as the rows that count.
+        yield np.pad(piece, (0, size - len(piece)), mode="edge").astype(np.int32), len(piece)
         start += size

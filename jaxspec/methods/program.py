@@ -1,5 +1,6 @@
 """Programs: functions of one shard, compiled ahead of time for the shapes they will meet."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,8 +43,17 @@ class Program:
         return self._compiled is not None
 
     def lower(self) -> Any:
-        """Trace and lower; Python work, to be done in the main thread."""
-        return self._jit.lower(*self._args)
+        """Trace and lower; Python work, to be done in the main thread.
+
+        What the caller set for code of their own (64-bit types, strict promotion, no jit) does not reach ours.
+        """
+        with (
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+            jax.disable_jit(False),
+        ):
+            return self._jit.lower(*self._args)
 
     def finish(self, lowered: Any) -> None:
         """Compile what `lower` returned; runs outside the interpreter lock."""
@@ -54,7 +64,8 @@ class Program:
         if not self.ready:
             self.finish(self.lower())
         compiled = self._compiled
-        return compiled(*args)
+        with jax.disable_jit(False):
+            return compiled(*args)
 
 
 def compile_programs(programs: Sequence[Program]) -> float:
@@ -63,7 +74,8 @@ def compile_programs(programs: Sequence[Program]) -> float:
     if not waiting:
         return 0.0
     start = time.perf_counter()
-    with ThreadPoolExecutor(max_workers=len(waiting)) as pool:
+    # Each compilation takes hundreds of megabytes while it runs: no more at once than there are cores.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for job in [pool.submit(p.finish, p.lower()) for p in waiting]:
             job.result()
     return time.perf_counter() - start

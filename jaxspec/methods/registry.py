@@ -1,10 +1,9 @@
 """Methods by name."""
 
-import difflib
-
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
+from jaxspec.suggest import suggest
 
 METHODS: dict[str, type[Autoregressive]] = {Autoregressive.name: Autoregressive}
 
@@ -25,10 +24,10 @@ def resolve_method(method: str | Method, has_draft: bool) -> Method:
                 f"method {name!r} is not available in this version; available: auto, {', '.join(METHODS)}"
             )
         if name not in METHODS:
-            near = difflib.get_close_matches(name, ["auto", *METHODS, *PLANNED], 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; available: auto, {', '.join(METHODS)}"
-            raise ConfigError(f"unknown method {name!r}{hint}")
+            raise ConfigError(f"unknown method {name!r}; {suggest(name, ['auto', *METHODS, *PLANNED])}")
         method = METHODS[name]()
+    if isinstance(method, type) or not isinstance(method, Method):
+        raise ConfigError(f"method must be a name or a method object such as Autoregressive(), got {method!r:.80}")
     if has_draft:
         raise ConfigError(f"method {method.name!r} uses no draft model: leave the draft out")
     return method

@@ -43,6 +43,9 @@ def attention(
     start = (jnp.int32(0), slot, jnp.int32(0))
     new_key = rotate(new_key, *rope).transpose(1, 0, 2).astype(key.dtype)
     key = jax.lax.dynamic_update_slice(key, new_key, start)
+    # A masked slot still meets a product with zero, and 0 * NaN is NaN: one broken row (a padding token of a damaged
+    # model, an abandoned sequence in reused buffers) must not reach the others through the cache.
+    new_value = jnp.where(jnp.isfinite(new_value), new_value, 0.0)
     value = jax.lax.dynamic_update_slice(value, new_value.transpose(1, 0, 2).astype(value.dtype), start)
     if attend is None:
         return None, key, value

@@ -4,7 +4,6 @@ The keys are the field names; nothing is coerced, and nothing unknown is passed 
 """
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
+from jaxspec.suggest import suggest
 
 
 def config_to_data(cfg: ModelConfig) -> dict[str, Any]:
@@ -42,9 +42,7 @@ def _read_dataclass(kind: type, data: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     for key in data:
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hints)}"
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+            raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, hints)}")
     fields = dataclasses.fields(kind)
     required = [f.name for f in fields if f.default is dataclasses.MISSING]
     missing = [name for name in required if name not in data]

@@ -1,6 +1,5 @@
 """Published model geometries by name, from configs/models: for sizing, benchmarks and random weights."""
 
-import difflib
 import importlib.resources
 import tomllib
 from importlib.resources.abc import Traversable
@@ -8,6 +7,7 @@ from importlib.resources.abc import Traversable
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.config_data import config_from_data
+from jaxspec.suggest import suggest
 
 _SUFFIX = ".toml"
 
@@ -26,9 +26,7 @@ def load_preset(name: str) -> ModelConfig:
     """
     known = list_presets()
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise ConfigError(f"no geometry preset {name!r}; {hint}")
+        raise ConfigError(f"no geometry preset {name!r}; {suggest(name, known)}")
     text = _folder().joinpath(name + _SUFFIX).read_text(encoding="utf-8")
     where = f"geometry preset {name!r}"
     try:

@@ -93,6 +93,8 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int) -> 
         if token >= vocab_size:
             raise ConfigError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
         bias[token] = np.clip(value, -np.inf, _LARGEST)
+    if np.isneginf(bias[:vocab_size]).all():
+        raise ConfigError(f"logit_bias bans all {vocab_size} tokens of the vocabulary; nothing could be generated")
     penalties = (params.repetition_penalty != 1, params.frequency_penalty, params.presence_penalty, bias.any())
     return Processors(
         temperature=np.float32(params.temperature),

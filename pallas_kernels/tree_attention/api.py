@@ -27,11 +27,13 @@ def tree_attention(
       value: cache values.
       length: committed prefix length; `length + W <= S`.
       window_mask: row t sees window slot j (its tree ancestors and itself).
-      position: logical position of each row, for the sliding window over the prefix; inside the window the mask
-        alone decides.
-      sliding_window: positions a row sees, itself included; None for all.
+      position: logical position of each row, for the sliding window.
+      sliding_window: positions a row sees, itself included; None for all. It needs the window slots to be the rows
+        themselves (W = T), whose positions are known.
     """
     _check_cache(query, key, value)
+    if sliding_window is not None and window_mask.shape[1] != query.shape[0]:
+        raise ValueError(f"a sliding window needs as many window slots as rows, got mask {window_mask.shape}")
     implementation = blocked if jax.default_backend() == "cpu" else reference
     return implementation.tree_attention(query, key, value, length, window_mask, position, sliding_window)
 

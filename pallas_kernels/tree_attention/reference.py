@@ -35,6 +35,8 @@ def slot_mask(slots, length, window_mask, position, sliding_window):  # -> bool 
     mask = jnp.broadcast_to(slot < length, (rows, slots))
     if sliding_window is not None:
         mask &= slot > position[:, None] - sliding_window
+        if width:
+            window_mask = window_mask & (position[:, None] - position[None, :] < sliding_window)
     offset = slot - length
     in_window = (offset >= 0) & (offset < width)
     return jnp.where(in_window, _spread(window_mask, length, slots), mask)

