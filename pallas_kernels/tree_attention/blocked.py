@@ -19,7 +19,7 @@ from pallas_kernels.tree_attention.reference import (
 )
 
 SMALLEST_PREFIX = 256
-QUERY_BLOCK = 256
+QUERY_BLOCK = 128
 
 
 def prefix_sizes(slots: int) -> list[int]:
