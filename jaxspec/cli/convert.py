@@ -29,7 +29,7 @@ def convert(
 
     It is written whole or not at all: an interrupted conversion leaves nothing that loads.
     """
-    run_command(NAME, lambda: _run(src, dst, dtype))
+    run_command(NAME, lambda: _run(src, dst, dtype), cleans_up=True)
 
 
 def main() -> None:

@@ -4,16 +4,27 @@ Exit status: 0 done, 1 the run failed, 2 the words are off, 130 interrupted.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
-from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
+from jaxspec.errors import ConfigError, JaxspecError
 
-STDOUT = 1
+STDOUT, STDERR = 1, 2
+INTERRUPTED = 130
 
 
-def run_command(name: str, command: Callable[[], object]) -> None:
-    """Run a command's body and exit with its status; `name` begins its error lines."""
+def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = False) -> None:
+    """Run a command's body and exit with its status.
+
+    Args:
+      name: begins error lines.
+      command: the body.
+      cleans_up: an interrupt is raised in the body, which has something to undo; else it ends the process at once.
+    """
+    if not cleans_up:
+        # An exception can get lost: Python drops one that is raised while a library calls back into it.
+        signal.signal(signal.SIGINT, lambda number, frame: _leave_interrupted())
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character shows a replacement; it must not stop the run. A stream that was
         # closed before we began is None.
@@ -23,18 +34,14 @@ def run_command(name: str, command: Callable[[], object]) -> None:
         command()
         if sys.stdout is not None:
             sys.stdout.flush()
-    except ConfigError as error:
-        _fail(name, error, 2)
-    except CheckpointError as error:
-        _fail(name, error, 1)
     except KeyboardInterrupt:
-        # What streams leave behind: an unfinished line, which the shell's prompt must not continue.
-        print(file=sys.stderr)
-        _leave(130)
+        _leave_interrupted()
     except BrokenPipeError:
         # Whoever read us has had enough, as `head` does. Python flushes stdout once more at exit: let it go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         sys.exit(0)
+    except ConfigError as error:
+        _fail(name, error, 2)
     except MemoryError:
         _fail(name, "out of memory", 1)
     except (JaxspecError, OSError) as error:
@@ -46,8 +53,9 @@ def _fail(name: str, error: object, status: int) -> None:
     sys.exit(status)
 
 
-def _leave(status: int) -> None:
-    # Not sys.exit: a compilation in another thread would keep the process alive for seconds.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def _leave_interrupted() -> None:
+    # Streaming leaves an unfinished line, which the shell's prompt must not continue. Written past Python's buffers,
+    # which the interrupt may have caught half-way, and left at once: a compilation in another thread would keep the
+    # process alive for seconds.
+    os.write(STDERR, b"\n")
+    os._exit(INTERRUPTED)

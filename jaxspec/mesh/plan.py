@@ -43,8 +43,8 @@ class MeshPlan:
         return Mesh(np.array(self.devices), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def plan_mesh(count: int = 1) -> MeshPlan:
-    """Take the first `count` devices.
+def plan_mesh(count: int = 1, offset: int = 0) -> MeshPlan:
+    """Take `count` devices after the first `offset`, so that two models can have disjoint ones.
 
     Raises:
       ConfigError: fewer devices exist than asked for; both numbers are named.
@@ -52,8 +52,10 @@ def plan_mesh(count: int = 1) -> MeshPlan:
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
     available = jax.devices()
-    if count > len(available):
+    if offset + count > len(available):
+        after = f" after the first {offset}" if offset else ""
         raise ConfigError(
-            f"{count} devices asked for, but only {len(available)} exist; on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
+            f"{count} devices asked for{after}, but only {len(available)} exist; "
+            "on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
         )
-    return MeshPlan(tuple(available[:count]))
+    return MeshPlan(tuple(available[offset : offset + count]))

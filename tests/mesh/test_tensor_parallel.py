@@ -183,6 +183,8 @@ def test_every_shard_lies_on_its_device():
 def test_mesh_plan_refuses_what_does_not_exist():
     with pytest.raises(ConfigError, match=r"9 devices asked for.*only 8 exist.*JAX_NUM_CPU_DEVICES"):
         plan_mesh(9)
+    with pytest.raises(ConfigError, match="2 devices asked for after the first 7, but only 8 exist"):
+        plan_mesh(2, offset=7)
     with pytest.raises(ConfigError, match="at least one device, got 0"):
         plan_mesh(0)
     with pytest.raises(ConfigError, match="at least one device, got none"):
