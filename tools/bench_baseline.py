@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from make_golden import load_reference
 from rich.console import Console
 from rich.table import Table
