@@ -25,15 +25,15 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
     if not cleans_up:
         # An exception can get lost: Python drops one that is raised while a library calls back into it.
         signal.signal(signal.SIGINT, lambda number, frame: _leave_interrupted())
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character shows a replacement; it must not stop the run. A stream that was
-        # closed before we began is None.
-        if stream is not None:
-            stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            # Closed before we began, as a shell's `>&-` does: what would go there goes nowhere.
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))
+        # A terminal that cannot show a character shows a replacement; it must not stop the run.
+        getattr(sys, stream).reconfigure(errors="replace")
     try:
         command()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         _leave_interrupted()
     except BrokenPipeError:

@@ -97,6 +97,12 @@ def test_unwritable_home_costs_the_cache_not_the_answer():
     assert named.returncode == 2 and "/proc/nowhere cannot be written" in named.stderr
 
 
+def test_closed_streams_are_no_error():
+    for closed in (">&-", "2>&-"):
+        done = subprocess.run(["sh", "-c", f'"$0" -n 2 --stats hi {closed}', COMMAND], capture_output=True, timeout=120)
+        assert done.returncode == 0 and b"Traceback" not in done.stderr
+
+
 def test_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([COMMAND, "-n", "2", "hi"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
