@@ -5,8 +5,6 @@ Whatever lies behind is garbage that masks hide. Arrays are zeros when new: unin
 `0 * NaN` would leak through a masked product.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -46,4 +44,30 @@ def init_cache(cfg: ModelConfig, kv_heads: int, slots: int, dtype: jnp.dtype) ->
 
 def commit_rows(cache: KVCache, count: jax.Array) -> KVCache:
     """Make the first `count` window rows part of the prefix; for a chain nothing moves."""
-    return dataclasses.replace(cache, length=cache.length + count)
+    return cache.replace(length=cache.length + count)
+
+
+def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
+    """Make a path through the tree window part of the prefix.
+
+    Keys carry their rotary positions, so moving a row is all there is to do.
+
+    Args:
+      cache: its window holds the path's rows at scattered slots.
+      slots: int32 `[P]`, window slots in order of depth; those behind `count` are arbitrary.
+      count: int32 [], rows to commit.
+    """
+    return commit_rows(permute_window(cache, slots), count)
+
+
+def permute_window(cache: KVCache, slots: jax.Array) -> KVCache:
+    """Put window slots `slots` `[P]` at the first P places of the window; a slot may appear twice, the rest is lost."""
+    slots = jnp.clip(slots, 0, cache.slots - 1 - cache.length)
+
+    def move(layer: jax.Array) -> jax.Array:
+        # Read before anything is written: fused with the write, the two would need a copy of the whole layer.
+        rows = jax.lax.optimization_barrier(jnp.take(layer, cache.length + slots, axis=1))  # [K, P, H]
+        return jax.lax.dynamic_update_slice(layer, rows, (0, cache.length, 0))
+
+    with jax.named_scope("cache/permute"):
+        return cache.replace(key=tuple(map(move, cache.key)), value=tuple(map(move, cache.value)))

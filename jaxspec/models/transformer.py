@@ -8,11 +8,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxspec.cache import KVCache
 from jaxspec.mesh.plan import TENSOR_AXIS
-from jaxspec.models.attention import attention
+from jaxspec.models.attention import project, project_out, write_rows
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.live import map_live_rows
 from jaxspec.models.mlp import swiglu
 from jaxspec.models.norm import rms_norm
 from jaxspec.models.params import Params
@@ -21,22 +23,49 @@ from pallas_kernels.linear import linear
 from pallas_kernels.tree_attention import causal_attention, tree_attention
 
 
+@struct.dataclass
+class Window:
+    """The tree window as a pass sees it: `mask` bool [T, W], `position` int32 [W]; see `forward`."""
+
+    mask: jax.Array
+    position: jax.Array
+    offset: jax.Array | None
+    live: jax.Array | None
+
+    def cut(self, row_position: jax.Array, sliding: int) -> "Window":
+        """Hide what lies outside a sliding window of `sliding` positions."""
+        return self.replace(mask=self.mask & (row_position[:, None] - self.position[None, :] < sliding))
+
+
 def forward(
     params: Params,
     cfg: ModelConfig,
     token: jax.Array,  # int32 [T]
     position: jax.Array,  # int32 [T]
     cache: KVCache,
-    window_mask: jax.Array,  # bool [T, W], W = T
+    window_mask: jax.Array,  # bool [T, W]
+    window_position: jax.Array | None = None,  # int32 [W]
+    offset: jax.Array | None = None,  # int32 []
+    live: jax.Array | None = None,  # int32 []
 ) -> tuple[jax.Array, KVCache]:
-    """Run T rows that attend to the prefix and, among themselves, as `window_mask` says.
+    """Run T rows that attend to the prefix and to the window slots that `window_mask` marks.
 
-    Row t is written at slot `cache.length + t`; the caller commits what it keeps.
+    Args:
+      params: of this shard.
+      cfg: geometry.
+      token: the rows' tokens.
+      position: their logical positions.
+      cache: row t is written at slot `cache.length + offset + t`; the caller commits what it keeps.
+      window_mask: row t sees window slot j (its tree ancestors and itself).
+      window_position: logical position of each window slot, for sliding windows; None where the slots are the rows.
+      offset: window slot of the first row; None is 0.
+      live: rows that matter, at least 1; the rest comes out arbitrary but finite, and costs little. None for all T.
 
     Returns:
       Hidden states `[T, D]` float32 after the final norm, and the cache with the rows written.
     """
-    x, cache = _run_layers(params, cfg, token, position, cache, window_mask)
+    window = Window(window_mask, position if window_position is None else window_position, offset, live)
+    x, cache = _run_layers(params, cfg, token, position, cache, window)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params["final_norm"], cfg.norm_eps), cache
 
@@ -58,10 +87,15 @@ def prefill(
     return written.replace(length=cache.length + count)
 
 
-def vocab_logits(params: Params, hidden: jax.Array) -> jax.Array:  # [T, D] -> [T, V / shards] float32
-    """Logits of this shard's vocabulary rows; padded rows are the caller's to mask."""
+def vocab_logits(
+    params: Params,
+    hidden: jax.Array,  # [T, D]
+    live: jax.Array | None = None,  # int32 []
+) -> jax.Array:  # [T, V / shards] float32
+    """Logits of this shard's vocabulary rows; padded rows are the caller's to mask. For `live` see `forward`."""
     with jax.named_scope("head"):
-        return linear(hidden, params["head"] if "head" in params else params["embed"])
+        head = params["head"] if "head" in params else params["embed"]
+        return map_live_rows(lambda rows: linear(rows, head), live, hidden)
 
 
 def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D] float32
@@ -75,17 +109,21 @@ def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D]
     return jax.lax.psum(jnp.where(mine[:, None], rows, 0.0), TENSOR_AXIS)
 
 
-def _run_layers(params, cfg, token, position, cache, window_mask):
-    """All layers; without a window mask the rows are a causal chunk, of which only the cache is wanted."""
+def _run_layers(params, cfg, token, position, cache, window):
+    """All layers; without a window the rows are a causal chunk, of which only the cache is wanted."""
     with jax.named_scope("embed"):
         x = embed(params, token)
     rope = rope_tables(cfg.rope, cfg.head_dim, position)
+    cut = {None: window}
+    if window is not None:
+        cut |= {w: window.cut(position, w) for w in {cfg.window(i) for i in range(cfg.num_layers)} - {None}}
     keys, values = [], []
     for index, layer in enumerate(params["layers"]):
-        cache_only = window_mask is None and index == cfg.num_layers - 1
+        sliding = cfg.window(index)
         x, key, value = _run_layer(
-            layer, x, rope, cache.key[index], cache.value[index], cache.length, position, window_mask,
-            cfg=cfg, window=cfg.window(index), cache_only=cache_only,
+            layer, x, rope, cache.key[index], cache.value[index], cache.length, position,
+            None if window is None else cut[sliding],
+            cfg=cfg, sliding=sliding, cache_only=window is None and index == cfg.num_layers - 1,
         )  # fmt: skip
         keys.append(key)
         values.append(value)
@@ -93,24 +131,36 @@ def _run_layers(params, cfg, token, position, cache, window_mask):
 
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program.
-@functools.partial(jax.jit, static_argnames=("cfg", "window", "cache_only"))
+@functools.partial(jax.jit, static_argnames=("cfg", "sliding", "cache_only"))
 def _run_layer(
-    layer: Params, x, rope, key, value, slot, position, window_mask, *, cfg: ModelConfig, window, cache_only
+    layer: Params, x, rope, key, value, length, position, window, *, cfg: ModelConfig, sliding, cache_only
 ):
-    def attend(query, key, value):
-        if window_mask is None:
-            return causal_attention(query, key, value, slot, window)
-        return tree_attention(query, key, value, slot, window_mask, position, window)
+    live = None if window is None else window.live
 
-    with jax.named_scope("attention"):
-        normed = rms_norm(x, layer["attn_norm"], cfg.norm_eps)
-        update, key, value = attention(layer, cfg, normed, rope, key, value, slot, None if cache_only else attend)
-        if update is None:
-            return x, key, value
-        x = x + _all_reduce(update)
-    with jax.named_scope("mlp"):
-        x = x + _all_reduce(swiglu(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps)))
-    return x, key, value
+    def project_rows(x, cos, sin):
+        return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), cos, sin)
+
+    with jax.named_scope("attention/project"):
+        query, new_key, new_value = map_live_rows(project_rows, live, x, *rope)
+        slot = length if window is None or window.offset is None else length + window.offset
+        key, value = write_rows(key, new_key, slot), write_rows(value, new_value, slot)
+    if cache_only:
+        return x, key, value
+
+    def attend(query, position, mask):
+        if mask is None:
+            return causal_attention(query, key, value, length, sliding)
+        used = None if window.offset is None else window.offset + x.shape[0]
+        return tree_attention(query, key, value, length, mask, position, sliding, used)
+
+    def finish(x, query, position, mask=None):
+        with jax.named_scope("attention"):
+            x = x + _all_reduce(project_out(layer, attend(query, position, mask)))
+        with jax.named_scope("mlp"):
+            return x + _all_reduce(swiglu(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps)))
+
+    rows = (x, query, position) if window is None else (x, query, position, window.mask)
+    return map_live_rows(finish, live, *rows), key, value
 
 
 def _all_reduce(x: jax.Array) -> jax.Array:

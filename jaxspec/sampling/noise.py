@@ -18,27 +18,63 @@ def seed_key(seed: int) -> np.ndarray:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
-def gumbel_rows(key: jax.Array | np.ndarray, positions: jax.Array, vocab: VocabShard) -> jax.Array:
+def role_key(key: jax.Array | np.ndarray, role: int) -> jax.Array:
+    """A key of the same seed for another use than choosing tokens: one random number decides one thing.
+
+    Args:
+      key: uint32 [2], from `seed_key`.
+      role: at least 1.
+    """
+    # The counter's high word is 0 for positions, so that no role meets one.
+    seed = jnp.asarray(key, jnp.uint32)
+    return jnp.stack(threefry((seed[0], seed[1]), jnp.uint32(role), jnp.uint32(0)))
+
+
+def uniform_at(key: jax.Array | np.ndarray, position: jax.Array, draw: jax.Array) -> jax.Array:
+    """Uniform numbers in [0, 1).
+
+    Args:
+      key: uint32 [2], from `role_key`.
+      position: int32 [], absolute position of the token that they decide.
+      draw: int32 [N], which numbers of that position.
+
+    Returns:
+      float32 [N]
+    """
+    seed = jnp.asarray(key, jnp.uint32)
+    at_position = threefry((seed[0], seed[1]), jnp.uint32(0), position.astype(jnp.uint32))
+    bits = threefry(at_position, jnp.uint32(0), draw.astype(jnp.uint32))[0]
+    # 24 bits are what a float32 below 1 holds: rounding up to 1 would reject what is certain.
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def gumbel_rows(
+    key: jax.Array | np.ndarray, positions: jax.Array, vocab: VocabShard, draw: jax.Array | int = 0
+) -> jax.Array:
     """Gumbel noise of every local column at each position.
 
     Args:
       key: uint32 [2], from `seed_key`.
       positions: int32 [T], absolute positions of the tokens to be chosen.
       vocab: the local columns.
+      draw: int32 [] or [T], for several independent draws at one position.
 
     Returns:
       float32 [T, V_local], standard Gumbel, finite.
     """
-    return gumbel_at(key, positions, vocab.ids()[None])
+    return gumbel_at(key, positions, vocab.ids()[None], draw)
 
 
-def gumbel_at(key: jax.Array | np.ndarray, positions: jax.Array, ids: jax.Array) -> jax.Array:
+def gumbel_at(
+    key: jax.Array | np.ndarray, positions: jax.Array, ids: jax.Array, draw: jax.Array | int = 0
+) -> jax.Array:
     """The same noise at chosen token ids.
 
     Args:
       key: uint32 [2]
       positions: int32 [T]
       ids: int32 [T or 1, C], global token ids.
+      draw: as for `gumbel_rows`.
 
     Returns:
       float32 [T, C]
@@ -47,7 +83,8 @@ def gumbel_at(key: jax.Array | np.ndarray, positions: jax.Array, ids: jax.Array)
         zero = jnp.uint32(0)
         seed = jnp.asarray(key, jnp.uint32)
         at_position = threefry((seed[0], seed[1]), zero, positions.astype(jnp.uint32)[:, None])
-        return gumbel_from_bits(threefry(at_position, zero, ids.astype(jnp.uint32))[0])
+        which = jnp.broadcast_to(jnp.asarray(draw, jnp.uint32), positions.shape)[:, None]
+        return gumbel_from_bits(threefry(at_position, which, ids.astype(jnp.uint32))[0])
 
 
 def gumbel_from_bits(bits: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [
         # One row in bfloat16 falls to a naive loop (ten times slower); two rows do not.
         x = jnp.concatenate([x, jnp.zeros_like(x)])
     # The product wants its right side as [I, T] in memory. Without the barriers XLA folds the transpositions into the
-    # product, which then repacks the weight instead of the rows: 50 against 30 ms a pass at 8 rows, 63 against 39 at 16.
+    # product, which then repacks the weight instead of the rows: 50 against 30 ms a pass at 8 rows.
     columns = jax.lax.optimization_barrier(x.T)
     y = jnp.matmul(weight, columns, precision=reference.PRECISION, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(y).T[:rows]

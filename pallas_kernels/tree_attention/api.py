@@ -18,6 +18,7 @@ def tree_attention(
     window_mask: jax.Array,  # bool [T, W]
     position: jax.Array,  # int32 [T]
     sliding_window: int | None = None,
+    window_used: jax.Array | None = None,  # int32 []
 ) -> jax.Array:  # [T, K, G, H] float32
     """Attend from each row to the prefix and to the window slots that `window_mask` marks.
 
@@ -26,16 +27,14 @@ def tree_attention(
       key: cache keys; the W window slots are already written.
       value: cache values.
       length: committed prefix length; `length + W <= S`.
-      window_mask: row t sees window slot j (its tree ancestors and itself).
-      position: logical position of each row, for the sliding window.
-      sliding_window: positions a row sees, itself included; None for all. It needs the window slots to be the rows
-        themselves (W = T), whose positions are known.
+      window_mask: row t sees window slot j (its tree ancestors and itself, cut by the sliding window).
+      position: logical position of each row, by which the sliding window cuts the prefix.
+      sliding_window: positions a row sees, itself included; None for all.
+      window_used: window slots that any row sees, so that fast paths need not look at the rest; None for all W.
     """
     _check_cache(query, key, value)
-    if sliding_window is not None and window_mask.shape[1] != query.shape[0]:
-        raise ValueError(f"a sliding window needs as many window slots as rows, got mask {window_mask.shape}")
     implementation = blocked if jax.default_backend() == "cpu" else reference
-    return implementation.tree_attention(query, key, value, length, window_mask, position, sliding_window)
+    return implementation.tree_attention(query, key, value, length, window_mask, position, sliding_window, window_used)
 
 
 def causal_attention(

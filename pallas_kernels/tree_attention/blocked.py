@@ -36,19 +36,34 @@ def prefix_sizes(slots: int) -> list[int]:
     return [*sizes, slots]
 
 
-def tree_attention(query, key, value, length, window_mask, position, sliding_window=None):
+def tree_attention(query, key, value, length, window_mask, position, sliding_window=None, window_used=None):
     """Same contract as `api.tree_attention`."""
     sizes = prefix_sizes(key.shape[1])
 
     def attend(size):
         def branch():
             mask = slot_mask(size, length, window_mask, position, sliding_window)
-            return masked_attention(query, key[:, :size], value[:, :size], mask)
+            return _attend_in_blocks(query, key[:, :size], value[:, :size], mask)
 
         return branch
 
-    live = length + window_mask.shape[1]
+    live = length + (window_mask.shape[1] if window_used is None else window_used)
     return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), live), [attend(size) for size in sizes])
+
+
+def _attend_in_blocks(query, key, value, mask):
+    """`masked_attention` for a few hundred rows at a time: the scores of a thousand would not fit any cache."""
+    rows = query.shape[0]
+    if rows <= QUERY_BLOCK:
+        return masked_attention(query, key, value, mask)
+    blocks = -(-rows // QUERY_BLOCK)
+    padding = blocks * QUERY_BLOCK - rows
+
+    def split(x):
+        return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)).reshape(blocks, QUERY_BLOCK, *x.shape[1:])
+
+    out = lax.map(lambda block: masked_attention(block[0], key, value, block[1]), (split(query), split(mask)))
+    return out.reshape(blocks * QUERY_BLOCK, *query.shape[1:])[:rows]
 
 
 def causal_attention(query, key, value, length, sliding_window=None):

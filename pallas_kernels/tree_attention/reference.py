@@ -8,8 +8,8 @@ PRECISION = jax.lax.Precision.HIGHEST
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def tree_attention(query, key, value, length, window_mask, position, sliding_window=None):
-    """Same contract as `api.tree_attention`."""
+def tree_attention(query, key, value, length, window_mask, position, sliding_window=None, window_used=None):
+    """Same contract as `api.tree_attention`; all W window slots are read."""
     mask = slot_mask(key.shape[1], length, window_mask, position, sliding_window)
     return masked_attention(query, key, value, mask)
 
@@ -35,8 +35,6 @@ def slot_mask(slots, length, window_mask, position, sliding_window):  # -> bool 
     mask = jnp.broadcast_to(slot < length, (rows, slots))
     if sliding_window is not None:
         mask &= slot > position[:, None] - sliding_window
-        if width:
-            window_mask = window_mask & (position[:, None] - position[None, :] < sliding_window)
     offset = slot - length
     in_window = (offset >= 0) & (offset < width)
     return jnp.where(in_window, _spread(window_mask, length, slots), mask)
@@ -67,5 +65,6 @@ def unfold_rows(out, rows):  # [K, T * G, H] -> [T, K, G, H]
 
 
 def _spread(window_mask, length, slots):  # bool [T, W] -> bool [T, slots], window row j at slot length + j
-    blank = jnp.zeros((window_mask.shape[0], slots), bool)
-    return jax.lax.dynamic_update_slice(blank, window_mask, (jnp.int32(0), length))
+    # Wide enough that an update which runs over the end is cut there and not moved back.
+    blank = jnp.zeros((window_mask.shape[0], slots + window_mask.shape[1]), bool)
+    return jax.lax.dynamic_update_slice(blank, window_mask, (jnp.int32(0), length))[:, :slots]
