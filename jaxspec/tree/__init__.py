@@ -1,0 +1,1 @@
+"""Draft trees: growing, selecting, re-rooting; pure functions over one pytree."""

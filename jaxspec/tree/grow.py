@@ -1,0 +1,128 @@
+"""Best-first growth: evaluate the leaves of highest score, and store what they propose (SwiftSpec, SpecExec)."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.tree.topology import Tree
+
+
+@struct.dataclass
+class Picked:
+    """Leaves to be evaluated next; those that are not valid are fillers.
+
+    Attributes:
+      token: int32 [w].
+      parent: int32 [w], rows.
+      depth: int32 [w].
+      score: float32 [w], -inf where not valid; valid ones come first, best first.
+      proposal: int32 [w], row * k + place of each.
+    """
+
+    token: jax.Array
+    parent: jax.Array
+    depth: jax.Array
+    score: jax.Array
+    proposal: jax.Array
+
+    @property
+    def valid(self) -> jax.Array:
+        """Which of them are leaves, bool [w]."""
+        return self.score > -jnp.inf
+
+
+def leaf_scores(tree: Tree) -> jax.Array:
+    """Scores of the leaves, -inf for everything else, float32 [M * k]."""
+    return jnp.where(tree.child_row < 0, tree.child_score, -jnp.inf).reshape(-1)
+
+
+def pick_leaves(tree: Tree, width: int, least: jax.Array | float = -jnp.inf) -> Picked:
+    """The `width` leaves of highest score, if it is at least `least`; the earlier proposal on a tie."""
+    score, proposal = jax.lax.top_k(leaf_scores(tree), width)
+    score = jnp.where(score >= least, score, -jnp.inf)
+    parent = (proposal // tree.branch).astype(jnp.int32)
+    return Picked(
+        token=tree.child_token.reshape(-1)[proposal],
+        parent=parent,
+        depth=tree.depth[parent] + 1,
+        score=score,
+        proposal=proposal.astype(jnp.int32),
+    )
+
+
+def picked_mask(tree: Tree, picked: Picked) -> jax.Array:
+    """Window slots that each picked leaf sees once it is row `tree.size + i`, bool [w, M]: its ancestors and itself."""
+    slot = jnp.arange(tree.rows, dtype=jnp.int32)
+    own = tree.size + jnp.arange(picked.token.shape[0], dtype=jnp.int32)
+    return tree.ancestors[picked.parent] | (own[:, None] == slot[None, :])
+
+
+def add_rows(tree: Tree, picked: Picked, mask: jax.Array, child_token: jax.Array, child_logprob: jax.Array) -> Tree:
+    """Append evaluated leaves and their proposals; `tree.size + w` must not exceed M.
+
+    Fillers are written behind the valid rows, where the next call overwrites them.
+
+    Args:
+      tree: grows by the valid ones of `picked`.
+      picked: from `pick_leaves`.
+      mask: from `picked_mask`.
+      child_token: int32 [w, k], distinct within a row.
+      child_logprob: float32 [w, k], at most 0; -inf where there is no proposal.
+    """
+    width = picked.token.shape[0]
+    row = tree.size + jnp.arange(width, dtype=jnp.int32)
+
+    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
+        start = (tree.size, *[jnp.int32(0)] * (array.ndim - 1))
+        return jax.lax.dynamic_update_slice(array, rows.astype(array.dtype), start)
+
+    # A probability a little above 1 by rounding must not lift a child above its parent.
+    child_score = picked.score[:, None] + jnp.minimum(child_logprob, 0.0)
+    proposal = jnp.where(picked.valid, picked.proposal, tree.rows * tree.branch)
+    return Tree(
+        token=put(tree.token, picked.token),
+        parent=put(tree.parent, picked.parent),
+        depth=put(tree.depth, picked.depth),
+        score=put(tree.score, picked.score),
+        ancestors=put(tree.ancestors, mask),
+        child_token=put(tree.child_token, child_token),
+        child_score=put(tree.child_score, child_score),
+        child_row=put(
+            tree.child_row.reshape(-1).at[proposal].set(row, mode="drop").reshape(tree.child_row.shape),
+            jnp.full((width, tree.branch), -1),
+        ),
+        size=tree.size + picked.valid.sum(dtype=jnp.int32),
+    )
+
+
+def plant(tree: Tree, token: jax.Array, child_token: jax.Array, child_logprob: jax.Array) -> Tree:
+    """Start over with an evaluated root.
+
+    Args:
+      tree: gives its arrays.
+      token: int32 [], the root.
+      child_token: int32 [k], the root's proposals, distinct.
+      child_logprob: float32 [k].
+    """
+    empty = tree.replace(
+        score=jnp.full_like(tree.score, -jnp.inf),
+        child_score=jnp.full_like(tree.child_score, -jnp.inf),
+        child_row=jnp.full_like(tree.child_row, -1),
+        size=jnp.int32(0),
+    )
+    zero = jnp.zeros(1, jnp.int32)
+    nowhere = jnp.full(1, tree.rows * tree.branch, jnp.int32)
+    root = Picked(token=token[None], parent=zero, depth=zero, score=jnp.zeros(1), proposal=nowhere)
+    mask = jnp.arange(tree.rows)[None, :] == 0
+    return add_rows(empty, root, mask, child_token[None], child_logprob[None])
+
+
+def is_complete(tree: Tree, budget: int, least: jax.Array | float = -jnp.inf) -> jax.Array:
+    """Whether no further growth can change the `budget` best proposals: the exact stop test of SpecExec (5.2).
+
+    Children never score above their parents, so what the frontier may still bring scores at most its best leaf.
+    Leaves below `least` are not grown and count as no frontier.
+    """
+    best = leaf_scores(tree).max()
+    settled = (tree.child_score >= best).sum() >= budget
+    return (best < least) | (best == -jnp.inf) | settled

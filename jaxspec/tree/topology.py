@@ -1,0 +1,110 @@
+"""Tree: evaluated draft nodes and their proposals, in fixed arrays.
+
+Letters: M rows (evaluated nodes), k proposals per row, bs rows of a verification batch, P longest path + 1.
+
+A row is a *node*: its draft pass ran, and its keys and values lie in window slot = row. Proposals lie beside the row
+that made them, so a *leaf* (a proposal without a row) owns no cache slot, and nothing needs pruning or moving while the
+tree grows. Every token of the tree but the root is a proposal; `child_row` says which of them became rows.
+
+Rows are in order of evaluation: parents precede children, and so do their proposals when numbered row * k + place.
+Breaking ties by that number therefore prefers ancestors, which keeps selections closed under parents.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Tree:
+    """A draft tree below the root, the last verified token; rows at or behind `size` are unused.
+
+    Attributes:
+      token: int32 [M].
+      parent: int32 [M], row of the parent; 0 for the root.
+      depth: int32 [M], 0 for the root.
+      score: float32 [M], sum of log-probabilities from the root; never increases along a path.
+      ancestors: bool [M, M], row i sees row j: its ancestors and itself.
+      child_token: int32 [M, k].
+      child_score: float32 [M, k], score of the proposal; -inf where there is none.
+      child_row: int32 [M, k], the proposal's own row, or -1 for a leaf.
+      size: int32 [], rows in use; 0 only before the first root is evaluated.
+    """
+
+    token: jax.Array
+    parent: jax.Array
+    depth: jax.Array
+    score: jax.Array
+    ancestors: jax.Array
+    child_token: jax.Array
+    child_score: jax.Array
+    child_row: jax.Array
+    size: jax.Array
+
+    @property
+    def rows(self) -> int:
+        """M: capacity."""
+        return self.token.shape[0]
+
+    @property
+    def branch(self) -> int:
+        """k: proposals per row."""
+        return self.child_token.shape[1]
+
+
+@struct.dataclass
+class Batch:
+    """Verification batch: row 0 is the root, the others are tree tokens closed under parents.
+
+    Attributes:
+      token: int32 [bs].
+      parent: int32 [bs], row of the parent, which precedes the row; 0 for the root. Unused rows are their own parents.
+      depth: int32 [bs], 0 for the root.
+      count: int32 [], rows in use, at least 1.
+    """
+
+    token: jax.Array
+    parent: jax.Array
+    depth: jax.Array
+    count: jax.Array
+
+    @property
+    def rows(self) -> int:
+        """bs: capacity."""
+        return self.token.shape[0]
+
+
+def init_tree(rows: int, branch: int) -> Tree:
+    """An empty tree."""
+    per_row = jnp.zeros(rows, jnp.int32)
+    per_child = jnp.zeros((rows, branch), jnp.int32)
+    return Tree(
+        token=per_row,
+        parent=per_row,
+        depth=per_row,
+        score=jnp.full(rows, -jnp.inf),
+        ancestors=jnp.zeros((rows, rows), bool),
+        child_token=per_child,
+        child_score=jnp.full((rows, branch), -jnp.inf),
+        child_row=per_child - 1,
+        size=jnp.int32(0),
+    )
+
+
+def ancestor_matrix(parent: jax.Array, depth: int) -> jax.Array:  # int32 [T] -> bool [T, T]
+    """Which rows are ancestors of which, themselves included: the window mask of a verification batch.
+
+    Pointer doubling: log2(depth) gathers of rows, whatever the shape of the tree.
+
+    Args:
+      parent: row of each row's parent; a root is its own parent.
+      depth: largest depth that occurs.
+    """
+    rows = jnp.arange(parent.shape[0], dtype=jnp.int32)
+    # After step i, `seen` holds the nearest 2**i ancestors of a row and `jump` is its 2**i-th.
+    seen = (rows[:, None] == rows[None, :]) | (parent[:, None] == rows[None, :])
+    jump, reach = parent, 1
+    while reach < depth:
+        jump_rows = seen[jump]
+        seen, jump, reach = seen | jump_rows, jump[jump], 2 * reach
+    return seen
