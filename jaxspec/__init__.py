@@ -8,17 +8,25 @@ if TYPE_CHECKING:
     from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
     from jaxspec.llm import LLM, generate
     from jaxspec.methods.autoregressive import Autoregressive
+    from jaxspec.methods.chain import Chain
+    from jaxspec.methods.lookup import PromptLookup
+    from jaxspec.methods.specexec import SpecExec
+    from jaxspec.methods.specinfer import SpecInfer
     from jaxspec.results import Completion, DecodeStats, StreamEvent
 
 __all__ = [
     "LLM",
     "Autoregressive",
+    "Chain",
     "CheckpointError",
     "Completion",
     "ConfigError",
     "DecodeStats",
     "JaxspecError",
+    "PromptLookup",
     "SamplingParams",
+    "SpecExec",
+    "SpecInfer",
     "StreamEvent",
     "generate",
 ]
@@ -27,12 +35,16 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "Autoregressive": "methods.autoregressive",
+    "Chain": "methods.chain",
     "CheckpointError": "errors",
     "Completion": "results",
     "ConfigError": "errors",
     "DecodeStats": "results",
     "JaxspecError": "errors",
+    "PromptLookup": "methods.lookup",
     "SamplingParams": "config",
+    "SpecExec": "methods.specexec",
+    "SpecInfer": "methods.specinfer",
     "StreamEvent": "results",
     "generate": "llm",
 }

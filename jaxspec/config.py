@@ -55,7 +55,7 @@ class SamplingParams:
         for name, low in (("max_tokens", 1), ("top_k", -1), ("seed", 0)):
             value = getattr(self, name)
             if value is not None or name == "top_k":
-                assign(name, _check_int(name, value, low))
+                assign(name, check_int(name, value, low))
         if self.seed is not None and self.seed >= 2**63:
             raise ConfigError(f"seed must be below 2**63, got {self.seed}")
         for name, low, high in (
@@ -97,14 +97,19 @@ class EngineConfig:
         """Check names and ranges."""
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype {self.dtype!r} is not supported; use auto, float32 or bfloat16")
-        _check_int("target_devices", self.target_devices, 1)
+        check_int("target_devices", self.target_devices, 1)
         if self.max_context is not None:
-            _check_int("max_context", self.max_context, 2)
+            check_int("max_context", self.max_context, 2)
         if self.compile_cache is not None and not isinstance(self.compile_cache, str):
             raise ConfigError(f"compile_cache must be a folder's name, got {self.compile_cache!r}")
 
 
-def _check_int(name: str, value: object, low: int) -> int:
+def check_int(name: str, value: object, low: int) -> int:
+    """An integer of at least `low`, numpy's become Python's.
+
+    Raises:
+      ConfigError: it is not one.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
     if value < low:
@@ -140,5 +145,5 @@ def _check_bias(bias: object) -> dict[int, float] | None:
     for token, value in bias.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value == math.inf:
             raise ConfigError(f"logit_bias of token {token} must be a number below +inf, got {value!r}")
-        checked[_check_int("logit_bias token id", token, 0)] = float(value)
+        checked[check_int("logit_bias token id", token, 0)] = float(value)
     return checked

@@ -12,11 +12,9 @@ import numpy as np
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.padding import round_up
-from jaxspec.methods.base import Method, Round, Runner
+from jaxspec.methods.base import ROUND_HEADER, Method, ModelParams, Models, Round, Runner
 from jaxspec.methods.chunks import CHUNKS
 from jaxspec.methods.program import compile_programs
-from jaxspec.models.params import Params
-from jaxspec.placement import Placement
 from jaxspec.sampling.request import Request, make_request
 
 # Cache capacities: few, far apart, because each compiles its own programs. 2,048 slots hold a chat; attention cost
@@ -27,10 +25,30 @@ CAPACITY_GROWTH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """Tokens of one round, on the host."""
+    """Tokens of one round, on the host.
+
+    Attributes:
+      tokens: new tokens; those beyond the asked-for length are cut off.
+      logprobs: of each of them.
+      accepted: how many of them, the first ones, a draft proposed.
+      drafted: tokens that the target verified; those that a cut hides are not counted.
+      depth: of their tree.
+      draft_passes: passes of the draft model.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    accepted: int = 0
+    drafted: int = 0
+    depth: int = 0
+    draft_passes: int = 0
+
+    def cut(self, count: int) -> "Emitted":
+        """The first `count` tokens; what lies behind is counted nowhere."""
+        if count >= len(self.tokens):
+            return self
+        accepted = min(self.accepted, count)
+        return Emitted(self.tokens[:count], self.logprobs[:count], accepted, accepted, accepted, self.draft_passes)
 
 
 class Engine:
@@ -40,22 +58,25 @@ class Engine:
     the same capacity compiles and allocates nothing.
     """
 
-    def __init__(self, target: Placement, method: Method, max_context: int | None = None):
-        """Bind a method to a placed target; nothing is compiled before `prepare`.
+    def __init__(self, models: Models, method: Method, max_context: int | None = None):
+        """Bind a method to placed models; nothing is compiled before `prepare`.
 
         Args:
-          target: the model that decides every token.
+          models: the target, which decides every token, and the draft, if the method uses one.
           method: how tokens are proposed and verified.
           max_context: most tokens of prompt plus output; None takes the model's own limit and starts small.
 
         Raises:
-          ConfigError: `max_context` exceeds the model's own.
+          ConfigError: `max_context` exceeds the model's own, or the method does not fit the models.
         """
-        limit = target.cfg.max_context
+        method.check(models)
+        limit = models.target.cfg.max_context
         if max_context is not None and max_context > limit:
             raise ConfigError(f"max_context {max_context} exceeds the model's context of {limit} tokens")
-        self.target = target
+        self.models = models
+        self.target = models.target
         self.method = method
+        self.given_context = max_context
         self.max_context = max_context or limit
         self._first_capacity = self._fit(max_context or min(limit, FIRST_CAPACITY))
         self._runner: Runner | None = None
@@ -103,7 +124,7 @@ class Engine:
             capacity = min(capacity * CAPACITY_GROWTH, self._fit(self.max_context))
         if self._runner is None or capacity > self._runner.slots:
             self._idle = None
-            self._runner = self.method.bind(self.target, capacity)
+            self._runner = self.method.bind(self.models, capacity)
         seconds = compile_programs(self._runner.programs)
         if self._idle is None:
             # Allocated now, beside whatever the caller still loads, and not when the first token is waited for.
@@ -111,7 +132,7 @@ class Engine:
         return seconds
 
     def rounds(
-        self, params: Params, prompt: list[int], sampling: SamplingParams, seed: int
+        self, params: ModelParams, prompt: list[int], sampling: SamplingParams, seed: int
     ) -> Generator[Emitted, None, None]:
         """Decode until the caller stops listening or `max_tokens` tokens have come.
 
@@ -119,7 +140,7 @@ class Engine:
         been called for this length.
 
         Args:
-          params: the target's parameters, placed.
+          params: the models' parameters, placed.
           prompt: checked token ids.
           sampling: temperature, processors and length.
           seed: names the random stream.
@@ -173,6 +194,8 @@ def fresh_seed() -> int:
 
 
 def _read(round_: Round, room: int) -> Emitted:
-    packed = np.asarray(round_.packed)
-    count = min(int(packed[0]), room)
-    return Emitted(tuple(packed[1 : 1 + count].tolist()), tuple(np.asarray(round_.logprob)[:count].tolist()))
+    packed = np.asarray(round_.packed).tolist()
+    count, drafted, depth, passes = packed[:ROUND_HEADER]
+    tokens = tuple(packed[ROUND_HEADER : ROUND_HEADER + count])
+    logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
+    return Emitted(tokens, logprobs, count - 1, drafted, depth, passes).cut(room)

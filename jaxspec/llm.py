@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import numbers
 import time
@@ -13,17 +14,20 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxspec.checkpoint.weights import open_weights
+from jaxspec.checkpoint.weights import Weights, open_weights
 from jaxspec.compile_cache import enable_compile_cache
 from jaxspec.config import DType, EngineConfig, SamplingParams
 from jaxspec.engine import Emitted, Engine, fresh_seed
 from jaxspec.errors import ConfigError
-from jaxspec.mesh.plan import plan_mesh
-from jaxspec.methods.base import Method
-from jaxspec.methods.registry import resolve_method
+from jaxspec.mesh.plan import MeshPlan, plan_mesh
+from jaxspec.methods.base import Method, ModelParams, Models
+from jaxspec.methods.registry import check_draft_is_used, resolve_method
+from jaxspec.models.params import Params
+from jaxspec.pairing import count_shared_tokens
 from jaxspec.placement import Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
-from jaxspec.text import TextStream, load_tokenizer
+from jaxspec.speculation import count_speculation
+from jaxspec.text import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int]
@@ -60,21 +64,46 @@ class LLM:
         """Load, place and compile; see the class."""
         config = EngineConfig(dtype, target_devices, max_context, compile_cache)
         resolved = resolve_method(method, has_draft=draft is not None)
-        if not isinstance(model, str | PathLike | None):
-            raise ConfigError(f"model must be the path of a checkpoint, got {model!r}")
-        weights = open_weights(None if model is None else Path(model).expanduser())
+        check_draft_is_used(resolved, draft is not None)
+        weights = _open_weights("model", model)
+        draft_weights = None if draft is None else _open_weights("draft", draft)
         plan = plan_mesh(config.target_devices)
-        placement = Placement(weights.config, plan, resolve_dtype(config.dtype, plan))
         self.model_path = weights.path
-        self.engine = Engine(placement, resolved, config.max_context)
-        enable_compile_cache(config.compile_cache)
         self.tokenizer = load_tokenizer(weights.path)
+        models = _place_models(weights, draft_weights, self.tokenizer, plan, resolve_dtype(config.dtype, plan))
+        self.engine = Engine(models, resolved, config.max_context)
+        enable_compile_cache(config.compile_cache)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
-            params = pool.submit(weights.load, placement)
+            loading = pool.submit(_load_params, weights, draft_weights, models)
             self._unreported_compile_s = self.engine.prepare()
-            self.params = params.result()
+            self.model_params = loading.result()
         self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
+
+    @property
+    def params(self) -> Params:
+        """The target's parameters, placed and padded."""
+        return self.model_params.target
+
+    @property
+    def draft_params(self) -> Params | None:
+        """The draft's parameters, if there is one."""
+        return self.model_params.draft
+
+    def with_method(self, method: str | Method) -> "LLM":
+        """Another decoding method on the same weights, with compiled functions and buffers of its own.
+
+        Args:
+          method: a name or a method object. One that uses no draft model leaves this one's aside.
+
+        Raises:
+          ConfigError: an unknown method, or one that does not fit the models.
+        """
+        other = copy.copy(self)
+        resolved = resolve_method(method, has_draft=self.draft_params is not None)
+        other.engine = Engine(self.engine.models, resolved, self.engine.given_context)
+        other._unreported_compile_s = other.engine.prepare()
+        return other
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
@@ -156,21 +185,29 @@ class LLM:
         )
         clock = _Clock()
         events = _EventMaker(text, sampling.logprobs)
-        with contextlib.closing(self.engine.rounds(self.params, ids, sampling, seed)) as rounds:
+        received: list[Emitted] = []
+        with contextlib.closing(self.engine.rounds(self.model_params, ids, sampling, seed)) as rounds:
             for emitted in rounds:
                 clock.tick(len(emitted.tokens))
+                received.append(emitted)
                 event = events.push(emitted)
                 if event.finish_reason is not None:
                     break
                 yield event
             else:
                 raise AssertionError("the rounds ended before the text did")
+        method = self.engine.method
+        num_tokens = len(text.token_ids)
+        stats = clock.stats(len(ids), num_tokens, compile_s, seed if sampling.temperature > 0 else None)
+        if method.batch_rows > 1 and num_tokens:
+            counters = count_speculation(received, num_tokens, method.batch_rows - 1)
+            stats = dataclasses.replace(stats, speculative_decoding=counters)
         completion = Completion(
             text=text.text,
             token_ids=text.token_ids,
             finish_reason=event.finish_reason,
-            stats=clock.stats(len(ids), len(text.token_ids), compile_s, seed if sampling.temperature > 0 else None),
-            method=self.engine.method.name,
+            stats=stats,
+            method=method.name,
             logprobs=tuple(events.logprobs) if sampling.logprobs else None,
         )
         yield dataclasses.replace(event, completion=completion)
@@ -244,10 +281,8 @@ class _EventMaker:
     def push(self, emitted: Emitted) -> StreamEvent:
         """Feed a round's tokens to the text until it ends; what lies behind the end is dropped."""
         pieces, kept = [], []
-        last = len(emitted.tokens) - 1
         for index, (token, logprob) in enumerate(zip(emitted.tokens, emitted.logprobs, strict=True)):
-            # The last token of a round is the target's own; those before it were proposed by a draft.
-            self._waiting.append((token, index < last, logprob))
+            self._waiting.append((token, index < emitted.accepted, logprob))
             piece = self._text.push(token)
             pieces.append(piece.text)
             kept.extend(self._waiting.popleft() for _ in range(piece.num_tokens))
@@ -258,6 +293,32 @@ class _EventMaker:
         return StreamEvent(
             "".join(pieces), tokens, from_draft, logprobs if self._want_logprobs else None, self._text.finish_reason
         )
+
+
+def _open_weights(role: str, path: object) -> Weights:
+    if not isinstance(path, str | PathLike | None):
+        raise ConfigError(f"{role} must be the path of a checkpoint, got {path!r}")
+    return open_weights(None if path is None else Path(path).expanduser())
+
+
+def _place_models(
+    weights: Weights, draft_weights: Weights | None, tokenizer: Tokenizer, plan: MeshPlan, dtype: Any
+) -> Models:
+    """Placements of target and draft on one mesh; a pair that does not fit together is refused."""
+    if draft_weights is None:
+        return Models(Placement(weights.config, plan, dtype))
+    draft_tokenizer = load_tokenizer(draft_weights.path)
+    shared = count_shared_tokens(tokenizer.token_strings(), draft_tokenizer.token_strings())
+    sizes = (weights.config.vocab_size, draft_weights.config.vocab_size)
+    target = Placement(weights.config, plan, dtype, vocab_rows=max(sizes))
+    draft = Placement(draft_weights.config, plan, dtype, vocab_rows=max(sizes), vocab_limit=min(shared, *sizes))
+    return Models(target, draft)
+
+
+def _load_params(weights: Weights, draft_weights: Weights | None, models: Models) -> ModelParams:
+    if draft_weights is None or models.draft is None:
+        return ModelParams(weights.load(models.target))
+    return ModelParams(weights.load(models.target), draft_weights.load(models.draft))
 
 
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:

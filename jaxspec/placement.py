@@ -27,22 +27,27 @@ class Placement:
       cfg: geometry, unpadded.
       plan: devices.
       dtype: of weights and cache.
+      vocab_rows: least number of vocabulary rows: a draft and its target need equally many, so that each device holds
+        the same tokens of both.
+      vocab_limit: ids from here on are never proposed; None is the vocabulary's size.
     """
 
     cfg: ModelConfig
     plan: MeshPlan
     dtype: Any
+    vocab_rows: int = 0
+    vocab_limit: int | None = None
 
     @property
     def padded_vocab(self) -> int:
         """Vocabulary entries over all shards, padding included."""
-        return round_up(self.cfg.vocab_size, self.plan.tensor)
+        return round_up(max(self.cfg.vocab_size, self.vocab_rows), self.plan.tensor)
 
     @property
     def vocab(self) -> VocabShard:
         """This mesh's split of the vocabulary."""
         axis = TENSOR_AXIS if self.plan.tensor > 1 else None
-        return VocabShard(self.cfg.vocab_size, self.padded_vocab // self.plan.tensor, axis)
+        return VocabShard(self.vocab_limit or self.cfg.vocab_size, self.padded_vocab // self.plan.tensor, axis)
 
     @property
     def local_kv_heads(self) -> int:
@@ -51,7 +56,11 @@ class Placement:
 
     def params(self) -> Params:
         """Padded, sharded shapes of the parameters."""
-        return placed_shapes(declare_params(self.cfg, self.dtype), self.plan)
+        return placed_shapes(declare_params(self.cfg, self.dtype), self.plan, {"vocab": self.vocab_rows})
+
+    def replicated(self, tree: Any) -> Any:
+        """Shapes of a pytree of arrays, a whole copy on every device."""
+        return jax.tree.map(lambda leaf: self.array(leaf.shape, leaf.dtype), tree)
 
     def array(self, shape: tuple[int, ...], dtype: Any, *axes: str | None) -> Any:
         """Shape on this mesh, replicated unless `axes` names mesh axes."""

@@ -11,6 +11,7 @@ from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.chunks import CHUNKS, plan_chunks, split_chunks
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import init_params
@@ -32,7 +33,7 @@ def params(placement):
 
 @pytest.fixture(scope="module")
 def engine(placement):
-    engine = Engine(placement, Autoregressive())
+    engine = Engine(Models(placement), Autoregressive())
     engine.prepare()
     return engine
 
@@ -41,7 +42,8 @@ def decode(engine, params, prompt, count, **sampling):
     options = SamplingParams(max_tokens=count, **sampling)
     engine.check_request(prompt, options)
     engine.prepare(len(prompt) + count)
-    return [token for emitted in engine.rounds(params, prompt, options, seed=0) for token in emitted.tokens]
+    rounds = engine.rounds(ModelParams(params), prompt, options, seed=0)
+    return [token for emitted in rounds for token in emitted.tokens]
 
 
 def prompt_of(length):
@@ -55,9 +57,9 @@ def test_prefill_in_chunks_equals_token_by_token(engine, params, length):
     runner = engine._runner
     state = runner.start(prompt[0], None)
     for token in prompt[1:]:
-        state = runner.prefill(params, state, np.array([int(state.root)], np.int32))
+        state = runner.prefill(ModelParams(params), state, np.array([int(state.root)], np.int32))
         state = state.replace(root=jax.device_put(np.int32(token), state.root.sharding))
-    chunked = runner.prefill(params, runner.start(prompt[-1], None), np.array(prompt[:-1], np.int32))
+    chunked = runner.prefill(ModelParams(params), runner.start(prompt[-1], None), np.array(prompt[:-1], np.int32))
     assert int(chunked.cache.length) == int(state.cache.length) == length - 1
     for one, other in zip(chunked.cache.key, state.cache.key, strict=True):
         np.testing.assert_allclose(one[:, : length - 1], other[:, : length - 1], rtol=1e-4, atol=1e-5)
@@ -72,7 +74,7 @@ def test_second_generation_compiles_nothing(engine, params, compilations):
 
 
 def test_capacity_grows_on_demand_and_never_shrinks(placement, params):
-    engine = Engine(placement, Autoregressive())
+    engine = Engine(Models(placement), Autoregressive())
     short = decode(engine, params, prompt_of(5), 8)
     first = engine._runner.slots
     assert first < TINY.max_context
@@ -84,7 +86,7 @@ def test_capacity_grows_on_demand_and_never_shrinks(placement, params):
 
 
 def test_last_token_of_the_context_can_be_decoded(placement, params):
-    engine = Engine(placement, Autoregressive(), max_context=200)
+    engine = Engine(Models(placement), Autoregressive(), max_context=200)
     assert len(decode(engine, params, prompt_of(150), 50)) == 50
     with pytest.raises(ConfigError, match=r"150 tokens and max_tokens 51 exceed the context of 200.*at most 50"):
         decode(engine, params, prompt_of(150), 51)
@@ -93,9 +95,9 @@ def test_last_token_of_the_context_can_be_decoded(placement, params):
 def test_interleaved_and_abandoned_generations_do_not_disturb_each_other(engine, params):
     options = SamplingParams(max_tokens=12)
     alone = decode(engine, params, prompt_of(9), 12)
-    with contextlib.closing(engine.rounds(params, prompt_of(9), options, 0)) as one:
+    with contextlib.closing(engine.rounds(ModelParams(params), prompt_of(9), options, 0)) as one:
         tokens = [next(one).tokens[0] for _ in range(3)]
-        other = engine.rounds(params, prompt_of(40), options, 0)
+        other = engine.rounds(ModelParams(params), prompt_of(40), options, 0)
         next(other)
         other.close()
         assert decode(engine, params, prompt_of(9), 12) == alone
@@ -122,16 +124,16 @@ def test_one_broken_row_does_not_reach_others(engine, params):
 
 
 def test_length_is_what_the_context_has_room_for(placement, params):
-    engine = Engine(placement, Autoregressive(), max_context=100)
+    engine = Engine(Models(placement), Autoregressive(), max_context=100)
     engine.prepare()
     prompt = prompt_of(90)
     assert engine.token_limit(prompt, SamplingParams()) == 10
     assert engine.token_limit(prompt_of(3), SamplingParams(max_tokens=7)) == 7
-    assert len([e for e in engine.rounds(params, prompt, SamplingParams(), seed=0)]) == 10
+    assert len([e for e in engine.rounds(ModelParams(params), prompt, SamplingParams(), seed=0)]) == 10
 
 
 def test_settings_of_the_caller_do_not_reach_our_programs(placement, params):
-    expected = decode(Engine(placement, Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
+    expected = decode(Engine(Models(placement), Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
     with (
         jax.enable_x64(True),
         jax.numpy_dtype_promotion("strict"),
@@ -139,7 +141,7 @@ def test_settings_of_the_caller_do_not_reach_our_programs(placement, params):
         jax.disable_jit(),
     ):
         assert (
-            decode(Engine(placement, Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
+            decode(Engine(Models(placement), Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
             == expected
         )
 
@@ -165,7 +167,7 @@ def test_bad_requests_are_refused(engine, prompt, sampling, message):
 
 def test_max_context_beyond_the_model_is_refused(placement):
     with pytest.raises(ConfigError, match="5000 exceeds the model's context of 4096"):
-        Engine(placement, Autoregressive(), max_context=5000)
+        Engine(Models(placement), Autoregressive(), max_context=5000)
 
 
 @pytest.mark.parametrize("slots", [64, 192, 576, 2048])

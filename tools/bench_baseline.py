@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from make_golden import load_reference
@@ -32,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec.models.params import Params
+from jaxspec.measure.roofline import roofline_pass, weight_bytes
 
 CONTEXTS = (256, 2000)
 DECODE_PROMPT, DECODE_TOKENS = 32, 64
@@ -65,7 +64,7 @@ def main() -> None:
 def make_measurements(llm: jaxspec.LLM, reference: Any) -> dict[str, Callable[[], float]]:
     """Functions by name; each runs once and returns seconds."""
     ids = np.random.default_rng(0).integers(5, 40_000, max(CONTEXTS)).tolist()
-    measurements: dict[str, Callable[[], float]] = {"roofline": roofline_pass(llm.params)}
+    measurements: dict[str, Callable[[], float]] = {"roofline": roofline_pass(llm.params, STEPS_PER_SAMPLE)}
     for context in CONTEXTS:
         measurements[f"step {context}"] = decode_step(llm, ids[:context])
     for name, prompt, tokens in (
@@ -77,38 +76,13 @@ def make_measurements(llm: jaxspec.LLM, reference: Any) -> dict[str, Callable[[]
     return measurements
 
 
-def roofline_pass(params: Params) -> Callable[[], float]:
-    """A pass that reads every weight once: matrix-vector products only, in the fastest form XLA has on CPU."""
-
-    @jax.jit
-    def chain(params: Params, x: jax.Array) -> jax.Array:
-        for layer in params["layers"]:
-            qkv = layer["qkv"].reshape(-1, x.size) @ x
-            out = layer["out"].reshape(x.size, -1)
-            x = out @ qkv[: out.shape[1]] + jnp.sum(qkv[out.shape[1] :])
-            hidden = layer["gate_up"].reshape(-1, x.size) @ x
-            columns = hidden.size // 2
-            x = layer["down"] @ (hidden[:columns] * hidden[columns:])
-        return jnp.max(params["embed"] @ x)
-
-    x = jnp.full(params["final_norm"].size, 1e-3, jnp.float32)
-
-    def run() -> float:
-        start = time.perf_counter()
-        for _ in range(STEPS_PER_SAMPLE):
-            jax.block_until_ready(chain(params, x))
-        return (time.perf_counter() - start) / STEPS_PER_SAMPLE
-
-    return run
-
-
 def decode_step(llm: jaxspec.LLM, prompt: list[int]) -> Callable[[], float]:
     """Rounds at about `len(prompt)` tokens of context: half of them before it, half behind."""
     sampling = jaxspec.SamplingParams(max_tokens=STEPS_PER_SAMPLE + 1)
     prompt = prompt[: len(prompt) - STEPS_PER_SAMPLE // 2]
 
     def run() -> float:
-        rounds = llm.engine.rounds(llm.params, prompt, sampling, seed=0)
+        rounds = llm.engine.rounds(llm.model_params, prompt, sampling, seed=0)
         next(rounds)
         start = time.perf_counter()
         for _ in rounds:
@@ -147,11 +121,6 @@ def timed(call: Callable[[], int]) -> Callable[[], float]:
         return time.perf_counter() - start
 
     return run
-
-
-def weight_bytes(params: Params) -> int:
-    """Bytes that a decoding step must read."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def summarise(samples: dict[str, list[float]], num_bytes: int) -> dict[str, Any]:

@@ -67,17 +67,19 @@ def open_checkpoint(path: str | Path) -> TensorSource:
             )
 
 
-def load_foreign(source: TensorSource, plan: MeshPlan, dtype: Any) -> Params:
+def load_foreign(source: TensorSource, plan: MeshPlan, dtype: Any, vocab_rows: int = 0) -> Params:
     """Read every parameter and place each shard on its device.
 
     Args:
       source: an open checkpoint.
       plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.mesh.padding`).
       dtype: of the weights; norms and biases stay float32.
+      vocab_rows: least number of vocabulary rows; fewer are zero-padded.
 
     Memory beyond the parameters themselves is about one leaf per thread.
     """
-    placed, treedef = jax.tree.flatten_with_path(placed_shapes(declare_params(source.config, dtype), plan))
+    shapes = placed_shapes(declare_params(source.config, dtype), plan, {"vocab": vocab_rows})
+    placed, treedef = jax.tree.flatten_with_path(shapes)
     made = recipes(source.config)
 
     def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:

@@ -158,7 +158,7 @@ def open_native(path: str | Path) -> NativeCheckpoint:
     return checkpoint
 
 
-def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = None) -> Params:
+def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = None, vocab_rows: int = 0) -> Params:
     """Read every parameter, each shard straight onto its device.
 
     Args:
@@ -169,7 +169,8 @@ def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = No
     Raises:
       CheckpointError: array files are missing, truncated or corrupted.
     """
-    targets = placed_shapes(declare_params(checkpoint.config, checkpoint.dtype if dtype is None else dtype), plan)
+    infos = declare_params(checkpoint.config, checkpoint.dtype if dtype is None else dtype)
+    targets = placed_shapes(infos, plan, {"vocab": vocab_rows})
     named = {leaf_name(path): target for path, target in jax.tree.flatten_with_path(targets)[0]}
     restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=jax.Array), targets)
     folder = checkpoint.path / ARRAYS

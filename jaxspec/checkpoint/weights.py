@@ -36,7 +36,9 @@ def open_weights(path: Path | None) -> Weights:
         from jaxspec.checkpoint.native import open_native, restore_native
 
         native = open_native(path)
-        return Weights(path, native.config, native.eos_ids, lambda p: restore_native(native, p.plan, p.dtype))
+        return Weights(
+            path, native.config, native.eos_ids, lambda p: restore_native(native, p.plan, p.dtype, p.vocab_rows)
+        )
     try:
         source = open_checkpoint(path)
     except ConfigError as error:
@@ -46,6 +48,6 @@ def open_weights(path: Path | None) -> Weights:
     def load(placement: Placement) -> Params:
         if is_default:
             verify_default(source.path)
-        return load_foreign(source, placement.plan, placement.dtype)
+        return load_foreign(source, placement.plan, placement.dtype, placement.vocab_rows)
 
     return Weights(path, source.config, source.eos_ids, load)

@@ -41,13 +41,21 @@ def partition_specs(infos: Any, rules: Mapping[str, str | None] = TENSOR_PARALLE
     return jax.tree.map(lambda i: partition_spec(i, rules), infos, is_leaf=is_info)
 
 
-def placed_shapes(infos: Any, plan: MeshPlan, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> Any:
-    """Padded, sharded `jax.ShapeDtypeStruct`s of a pytree of `ArrayInfo` on a mesh: what every restore must produce."""
+def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = None) -> Any:
+    """Padded, sharded `jax.ShapeDtypeStruct`s of a pytree of `ArrayInfo` on a mesh: what every restore must produce.
+
+    Args:
+      infos: the declaration.
+      plan: the mesh; split dimensions are padded to a multiple of its degree.
+      least: smallest sizes of logical axes; smaller ones are padded up to them first.
+    """
+    sizes = least or {}
     mesh = plan.mesh
 
     def place(info: ArrayInfo) -> jax.ShapeDtypeStruct:
-        spec = partition_spec(info, rules)
-        shape = pad_shape(info.shape, spec, plan.tensor)
+        spec = partition_spec(info)
+        shape = tuple(n if a is None else max(n, sizes.get(a, 0)) for n, a in zip(info.shape, info.axes, strict=True))
+        shape = pad_shape(shape, spec, plan.tensor)
         return jax.ShapeDtypeStruct(shape, info.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, infos, is_leaf=is_info)

@@ -11,9 +11,10 @@ and reads each `Round` while the next one runs. State goes in and comes out and 
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -22,18 +23,42 @@ from jaxspec.models.params import Params
 from jaxspec.placement import Placement
 from jaxspec.sampling.request import Request
 
+# Integers in front of the tokens in `Round.packed`.
+ROUND_HEADER = 4
+
+
+class Models(NamedTuple):
+    """Where the models of a method live."""
+
+    target: Placement
+    draft: Placement | None = None
+
+
+class ModelParams(NamedTuple):
+    """Placed parameters of the models of a method."""
+
+    target: Params
+    draft: Params | None = None
+
 
 @struct.dataclass
 class Round:
     """What the host reads of a round, one round late.
 
     Attributes:
-      packed: int32 `[1 + P]`, the number of new tokens, then the tokens.
+      packed: int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of
+        their tree, draft passes; then the new tokens.
       logprob: float32 `[P]`, log-probability of each new token under the processed distribution.
     """
 
     packed: jax.Array
     logprob: jax.Array
+
+
+def pack_round(tokens: jax.Array, count: Any, drafted: Any, depth: Any, passes: Any, logprob: jax.Array) -> Round:
+    """A `Round` from its parts; the counts are integers or int32 []."""
+    header = jnp.stack([jnp.asarray(x, jnp.int32) for x in (count, drafted, depth, passes)])
+    return Round(jnp.concatenate([header, tokens]), logprob)
 
 
 class Runner(Protocol):
@@ -53,13 +78,17 @@ class Runner(Protocol):
         """State of an empty sequence whose last verified token is `root`; `state` is donated."""
         ...
 
-    def prefill(self, params: Params, state: Any, tokens: np.ndarray) -> Any:
-        """Commit int32 `tokens` `[n]` to the cache."""
+    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
+        """Commit int32 `tokens` `[n]` to the caches."""
         ...
 
-    def round(self, params: Params, state: Any, request: Request) -> tuple[Any, Round]:
+    def round(self, params: ModelParams, state: Any, request: Request) -> tuple[Any, Round]:
         """Dispatch one round; returns before it has run."""
         ...
+
+
+# What a method promises: the very tokens of plain decoding (same seed), or their distribution.
+Exactness = Literal["tokens", "law"]
 
 
 @runtime_checkable
@@ -67,11 +96,31 @@ class Method(Protocol):
     """Settings of a decoding method."""
 
     name: ClassVar[str]
+    drafts: ClassVar[bool]
 
-    def window(self) -> int:
-        """Cache slots that a round writes behind the committed prefix."""
+    @property
+    def exact(self) -> Exactness:
+        """What is equal to plain decoding at temperature > 0; at 0 the tokens always are."""
         ...
 
-    def bind(self, target: Placement, slots: int) -> Runner:
-        """Join the method to a target's placement and a cache of `slots` slots; compiles nothing yet."""
+    @property
+    def batch_rows(self) -> int:
+        """bs: rows of a target pass."""
+        ...
+
+    @property
+    def longest_path(self) -> int:
+        """P: most tokens that a round can add."""
+        ...
+
+    def window(self) -> int:
+        """Cache slots that a round writes behind the committed prefix; at least `longest_path`."""
+        ...
+
+    def check(self, models: Models) -> None:
+        """Raise `ConfigError` where the settings do not fit the models."""
+        ...
+
+    def bind(self, models: Models, slots: int) -> Runner:
+        """Join the method to its models and caches of `slots` slots; compiles nothing yet."""
         ...

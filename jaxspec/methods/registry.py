@@ -1,33 +1,64 @@
 """Methods by name."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.suggest import suggest
 
-METHODS: dict[str, type[Autoregressive]] = {Autoregressive.name: Autoregressive}
+METHODS: dict[str, type] = {m.name: m for m in (Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer)}
 
 # Names that DESIGN promises and this version does not have: refused by name, never taken for a typing error.
-PLANNED = ("chain", "lookup", "specexec", "specinfer", "swiftspec", "swift")
+PLANNED = ("swiftspec", "swift")
+
+
+def make_method(name: str, has_draft: bool, settings: Mapping[str, Any] | None = None) -> Method:
+    """A method from its name and settings; "auto" picks what fits.
+
+    Raises:
+      ConfigError: an unknown or not yet available name, or a setting that the method does not have.
+    """
+    if name == "auto":
+        name = Chain.name if has_draft else Autoregressive.name
+    if name in PLANNED:
+        raise ConfigError(f"method {name!r} is not available in this version; available: auto, {', '.join(METHODS)}")
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; {suggest(name, ['auto', *METHODS, *PLANNED])}")
+    settings = dict(settings or {})
+    known = [field.name for field in dataclasses.fields(METHODS[name])]
+    for setting in settings:
+        if not known:
+            raise ConfigError(f"method {name!r} has no settings, got {setting!r}")
+        if setting not in known:
+            raise ConfigError(f"method {name!r} has no setting {setting!r}; {suggest(setting, known)}")
+    return METHODS[name](**settings)
 
 
 def resolve_method(method: str | Method, has_draft: bool) -> Method:
-    """A method object from a name or an object; "auto" picks what fits.
+    """A method object from a name or an object.
 
     Raises:
-      ConfigError: an unknown or not yet available name, or a draft that the method would not use.
+      ConfigError: as `make_method`; neither a name nor an object; or a draft that the method would not use.
     """
     if isinstance(method, str):
-        name = Autoregressive.name if method == "auto" else method
-        if name in PLANNED:
-            raise ConfigError(
-                f"method {name!r} is not available in this version; available: auto, {', '.join(METHODS)}"
-            )
-        if name not in METHODS:
-            raise ConfigError(f"unknown method {name!r}; {suggest(name, ['auto', *METHODS, *PLANNED])}")
-        method = METHODS[name]()
+        method = make_method(method, has_draft)
     if isinstance(method, type) or not isinstance(method, Method):
         raise ConfigError(f"method must be a name or a method object such as Autoregressive(), got {method!r:.80}")
-    if has_draft:
-        raise ConfigError(f"method {method.name!r} uses no draft model: leave the draft out")
     return method
+
+
+def check_draft_is_used(method: Method, has_draft: bool) -> None:
+    """A draft model that nobody asks is a mistake, not an option.
+
+    Raises:
+      ConfigError: there is one.
+    """
+    if has_draft and not method.drafts:
+        raise ConfigError(f"method {method.name!r} uses no draft model: leave the draft out")

@@ -1,5 +1,6 @@
 """Passes whose number of rows is known only at run time."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,10 @@ from jax import lax
 # Row counts that such a pass is compiled for: each adds two seconds of compilation. On two CPU cores a pass costs 1.0,
 # 1.3, 1.4, 1.5 and 2.0 times a one-row pass at 1, 2, 4, 8 and 16 rows: steps between 1 and 8 would save little.
 ROW_STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+# Time of a pass of so many rows over that of one row, on CPU (docs/results); on accelerators a pass is bound by its
+# weights far beyond that.
+CPU_PASS_COST = ((1, 1.0), (8, 1.5), (16, 2.0), (32, 3.0), (64, 4.6), (128, 8.0))
 
 
 def map_live_rows(function: Callable[..., Any], live: jax.Array | None, *arrays: jax.Array) -> Any:
@@ -36,3 +41,15 @@ def map_live_rows(function: Callable[..., Any], live: jax.Array | None, *arrays:
         return branch
 
     return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), live), [on_first(size) for size in sizes])
+
+
+def relative_pass_cost(live: int, rows: int) -> float:
+    """Time of a pass with `live` of `rows` rows over that of a one-row pass: a rough, fixed figure for decisions."""
+    if jax.default_backend() != "cpu":
+        return 1.0 + 0.003 * (live - 1)
+    computed = next((size for size in (*ROW_STEPS, rows) if size >= min(live, rows)), rows)
+    computed = min(computed, rows)
+    for (low, cheap), (high, dear) in itertools.pairwise(CPU_PASS_COST):
+        if computed <= high:
+            return cheap + (dear - cheap) * (computed - low) / (high - low)
+    return CPU_PASS_COST[-1][1] * computed / CPU_PASS_COST[-1][0]

@@ -132,9 +132,7 @@ def _run_layers(params, cfg, token, position, cache, window):
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program.
 @functools.partial(jax.jit, static_argnames=("cfg", "sliding", "cache_only"))
-def _run_layer(
-    layer: Params, x, rope, key, value, length, position, window, *, cfg: ModelConfig, sliding, cache_only
-):
+def _run_layer(layer: Params, x, rope, key, value, length, position, window, *, cfg: ModelConfig, sliding, cache_only):
     live = None if window is None else window.live
 
     def project_rows(x, cos, sin):

@@ -1,46 +1,79 @@
-"""Selection of the verification batch: the best proposals, closed under parents."""
+"""Selection of the verification batch: the best tokens of a tree, closed under parents."""
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxspec.tree.topology import Batch, Tree
 
 
-def select_batch(tree: Tree, rows: int, least: jax.Array | float = -jnp.inf) -> Batch:
-    """The root and the `rows - 1` proposals of highest score, ties to ancestors (SwiftSpec 3.3, SELECT).
+@struct.dataclass
+class Candidates:
+    """Tokens of a tree below its root, N of them, parents before children.
 
-    Scores never increase along a path and ties go to the earlier proposal, so every selected token's parent is
-    selected too.
+    Attributes:
+      token: int32 [N].
+      parent: int32 [N], index of the parent; -1 for children of the root.
+      depth: int32 [N], at least 1.
+      score: float32 [N], never above the parent's; -inf where there is no token.
+    """
+
+    token: jax.Array
+    parent: jax.Array
+    depth: jax.Array
+    score: jax.Array
+
+
+def select_batch(tree: Tree, rows: int) -> Batch:
+    """The root and the `rows - 1` proposals of highest score, ties to ancestors (SwiftSpec, section 3: SELECT).
 
     Args:
       tree: at least its root is evaluated.
       rows: bs.
-      least: proposals of a lower score are left out.
     """
-    scores = tree.child_score.reshape(-1)
-    wanted = min(rows - 1, scores.size)
-    score, proposal = jax.lax.top_k(scores, wanted)
-    # In order of evaluation, parents first; what is not there comes last.
-    kept = (score > -jnp.inf) & (score >= least)
-    proposal = jnp.sort(jnp.where(kept, proposal, scores.size))
-    kept = proposal < scores.size
-    proposal = jnp.where(kept, proposal, 0)
+    return pack_best(tree.token[0], proposals(tree), rows)
 
-    # Batch row of each tree row, for the parents.
-    batch_row = jnp.arange(1, wanted + 1, dtype=jnp.int32)
-    own = jnp.where(kept, tree.child_row.reshape(-1)[proposal], -1)
-    place = jnp.zeros(tree.rows, jnp.int32).at[jnp.where(own >= 0, own, tree.rows)].set(batch_row, mode="drop")
-    parent = proposal // tree.branch
 
-    def with_root(root: jax.Array, others: jax.Array, filler: jax.Array | int) -> jax.Array:
-        column = jnp.concatenate([root[None], jnp.where(kept, others, filler)])
-        return jnp.pad(column, (0, rows - 1 - wanted)).astype(jnp.int32)
+def proposals(tree: Tree) -> Candidates:
+    """All proposals of a tree, M * k of them."""
+    made = jnp.arange(tree.rows * tree.branch, dtype=jnp.int32)
+    # Which proposal each row came from; -1 for the root.
+    row = jnp.where(tree.child_row >= 0, tree.child_row, tree.rows).reshape(-1)
+    origin = jnp.full(tree.rows, -1, jnp.int32).at[row].set(made, mode="drop")
+    maker = made // tree.branch
+    return Candidates(tree.child_token.reshape(-1), origin[maker], tree.depth[maker] + 1, tree.child_score.reshape(-1))
 
+
+def pack_best(root: jax.Array, candidates: Candidates, rows: int) -> Batch:
+    """The root and the `rows - 1` candidates of highest score, the earlier one on a tie, as a batch.
+
+    Scores never increase along a path and parents come first, so every selected token's parent is selected too.
+
+    Args:
+      root: int32 [], the root's token.
+      candidates: what there is to choose from.
+      rows: bs.
+    """
+    total = candidates.score.shape[0]
+    wanted = min(rows - 1, total)
+    score, chosen = jax.lax.top_k(candidates.score, wanted)
+    # Back in their own order, parents first; what is not there comes last.
+    chosen = jnp.sort(jnp.where(score > -jnp.inf, chosen, total))
+    kept = chosen < total
+    place = jnp.zeros(total, jnp.int32).at[chosen].set(jnp.arange(1, wanted + 1, dtype=jnp.int32), mode="drop")
+    chosen = jnp.where(kept, chosen, 0)
+    above = candidates.parent[chosen]
+
+    def below_root(first: jax.Array | int, others: jax.Array) -> jax.Array:
+        column = jnp.concatenate([jnp.asarray(first, jnp.int32)[None], jnp.where(kept, others, 0)])
+        return jnp.pad(column, (0, rows - 1 - wanted))
+
+    row = jnp.arange(rows, dtype=jnp.int32)
+    count = 1 + kept.sum(dtype=jnp.int32)
+    parent = below_root(0, jnp.where(above >= 0, place[jnp.maximum(above, 0)], 0))
     return Batch(
-        token=with_root(tree.token[0], tree.child_token.reshape(-1)[proposal], 0),
-        parent=jnp.where(
-            jnp.arange(rows) <= kept.sum(), with_root(jnp.int32(0), place[parent], 0), jnp.arange(rows, dtype=jnp.int32)
-        ),
-        depth=with_root(jnp.int32(0), tree.depth[parent] + 1, 0),
-        count=1 + kept.sum(dtype=jnp.int32),
+        token=below_root(root, candidates.token[chosen]),
+        parent=jnp.where(row < count, parent, row),
+        depth=below_root(0, candidates.depth[chosen]),
+        count=count,
     )

@@ -17,6 +17,7 @@ from jaxspec.mesh.padding import round_up
 from jaxspec.mesh.plan import TENSOR_AXIS, MeshPlan, plan_mesh
 from jaxspec.mesh.rules import partition_spec
 from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
 from jaxspec.methods.program import Program, compile_programs
 from jaxspec.models.params import ArrayInfo
 from jaxspec.models.transformer import prefill
@@ -69,8 +70,8 @@ def greedy_by_degree(family):
 
 @functools.cache
 def runner(family, degree):
-    bound = Autoregressive().bind(place(FAMILIES[family], degree), SLOTS)
-    compile_programs([p for p in bound.programs if p.name in ("create", "prefill64", "round")])
+    bound = Autoregressive().bind(Models(place(FAMILIES[family], degree)), SLOTS)
+    compile_programs([p for p in bound.programs if p.name in ("target create", "target prefill 64", "round")])
     return bound
 
 
@@ -78,11 +79,11 @@ def decode(family, degree, sampling, seed):
     target, bound, params = place(FAMILIES[family], degree), runner(family, degree), tiny_params(family, degree)
     request = make_request(sampling, seed, target.cfg.vocab_size, target.padded_vocab)
     request = jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, target.request())
-    state = bound.prefill(params, bound.start(int(PROMPT[-1]), None), PROMPT[:-1])
+    state = bound.prefill(ModelParams(params), bound.start(int(PROMPT[-1]), None), PROMPT[:-1])
     tokens, logprobs = [], []
     for _ in range(sampling.max_tokens):
-        state, round_ = bound.round(params, state, request)
-        tokens.append(int(round_.packed[1]))
+        state, round_ = bound.round(ModelParams(params), state, request)
+        tokens.append(int(round_.packed[ROUND_HEADER]))
         logprobs.append(float(round_.logprob[0]))
     return tokens, logprobs
 
@@ -134,7 +135,8 @@ def collectives(program):
 
 def test_two_all_reduces_a_layer_and_no_gathered_logits():
     cfg = FAMILIES["llama"]
-    programs = [p for p in Autoregressive().bind(place(cfg, 4), SLOTS).programs if p.name in ("round", "prefill64")]
+    bound = Autoregressive().bind(Models(place(cfg, 4)), SLOTS)
+    programs = [p for p in bound.programs if p.name in ("round", "target prefill 64")]
     compile_programs(programs)
     fill, step = programs
     found = collectives(step)
@@ -150,7 +152,7 @@ def test_two_all_reduces_a_layer_and_no_gathered_logits():
 
 
 def test_one_device_needs_no_collective():
-    for program in Autoregressive().bind(place(FAMILIES["llama"], 1), SLOTS).programs:
+    for program in Autoregressive().bind(Models(place(FAMILIES["llama"], 1)), SLOTS).programs:
         if program.name == "round":
             program.finish(program.lower())
             assert not collectives(program)

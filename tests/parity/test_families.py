@@ -16,6 +16,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ModelParams, Models
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.placement import Placement
 
@@ -182,13 +183,13 @@ def test_saved_in_bfloat16_loaded_as_float32(name, tmp_path):
 def test_greedy_generation_through_the_engine(name, tmp_path):
     model = make_model(name)
     placement, params = open_saved(model, tmp_path)
-    engine = Engine(placement, Autoregressive())
+    engine = Engine(Models(placement), Autoregressive())
     engine.prepare()
     # Three chunks and more of the smaller size; the sliding window crosses their boundaries.
     for length in (1, 40, 65, 200):
         prompt = tokens_of(length, seed=length)
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
-        output = [t for e in engine.rounds(params, prompt.tolist(), sampling, 0) for t in e.tokens]
+        output = [t for e in engine.rounds(ModelParams(params), prompt.tolist(), sampling, 0) for t in e.tokens]
         assert output == generate(model, prompt, 40)
 
 

@@ -1,0 +1,117 @@
+"""Chain speculation: one branch (arXiv 2211.17192, 2302.01318)."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.errors import ConfigError
+from jaxspec.methods.base import Exactness, Models
+from jaxspec.methods.best_first import BestFirstDrafter, Propose, tree_rows
+from jaxspec.methods.pair import PairRunner
+from jaxspec.methods.path_history import PathHistory
+from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
+from jaxspec.methods.settings import check_draft, check_range, log_threshold
+from jaxspec.methods.verification import match
+from jaxspec.sampling.choose import choose
+from jaxspec.sampling.request import Request
+from jaxspec.sampling.vocab import VocabShard
+
+LONGEST = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A draft model proposes a few tokens in a row; the target verifies them in one pass.
+
+    Attributes:
+      length: most tokens drafted in a round.
+      rule: "match" (R4): the draft simulates the target's draw, processors and noise included, so that at temperature
+        > 0 it agrees with the target whenever the two distributions nearly do; the output equals plain sampling with
+        the same seed. "rejection" (R2): the classic form with independent draft noise, equal in distribution.
+      min_probability: the chain ends behind a prefix that the draft finds less probable than this, so its length
+        follows the text; 0 drafts `length` tokens always. Draft passes that are not needed are not run, and the target
+        pass costs less (on CPU, where rows cost).
+    """
+
+    length: int = 4
+    rule: Literal["match", "rejection"] = "match"
+    min_probability: float = 0.0
+
+    name: ClassVar[str] = "chain"
+    drafts: ClassVar[bool] = True
+
+    def __post_init__(self):
+        """Check ranges."""
+        check_range("length", self.length, 1, LONGEST)
+        if self.rule not in ("match", "rejection"):
+            raise ConfigError(f"rule must be 'match' or 'rejection', got {self.rule!r}")
+        log_threshold("min_probability", self.min_probability)
+
+    @property
+    def exact(self) -> Exactness:
+        """See `Method.exact`."""
+        return "tokens" if self.rule == "match" else "law"
+
+    @property
+    def batch_rows(self) -> int:
+        """bs: the root and the chain."""
+        return self.length + 1
+
+    @property
+    def longest_path(self) -> int:
+        """P: the chain and the bonus token."""
+        return self.length + 1
+
+    def window(self) -> int:
+        """The target's batch, or the draft's root, chain and a pending token."""
+        return self.length + 2
+
+    def check(self, models: Models) -> None:
+        """See `Method.check`."""
+        check_draft(self.name, models)
+
+    def bind(self, models: Models, slots: int) -> PairRunner:
+        """See `Method.bind`."""
+        assert models.draft is not None
+        least = log_threshold("min_probability", self.min_probability)
+        varies, steps = self.min_probability > 0, self.longest_path
+        if self.rule == "rejection":
+            shape = SampledShape((1,) * self.length)
+            drafter = SampledDrafter(models.draft, slots, shape, replacement=True, least=least)
+            rule = rejection(shape, replacement=True)
+            return PairRunner(models.target, slots, drafter, steps=steps, rule=rule, varies=varies)
+        assert tree_rows(1, self.length) == self.length
+        drafter = BestFirstDrafter(
+            models.draft,
+            slots,
+            same_draw(models.draft.vocab, scored=least > -math.inf),
+            rows=self.batch_rows,
+            width=1,
+            branch=1,
+            depth=self.length,
+            least=least,
+            steps=steps,
+        )
+        return PairRunner(models.target, slots, drafter, steps=steps, rule=match, varies=varies)
+
+
+def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
+    """The one child is what plain decoding would draw if the draft were the target: same processors, same noise.
+
+    Under R4 a tree may depend on anything (ALGORITHMS 2.3, C1), the noise of its own positions included.
+    """
+
+    def propose(
+        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        processors = request.processors
+        if scored:
+            processors = processors.replace(want_logprob=jnp.bool_(True))
+        history = paths.build(processors, vocab)
+        token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
+        return token[:, None], logprob[:, None]
+
+    return propose

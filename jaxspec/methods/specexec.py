@@ -1,0 +1,138 @@
+"""SpecExec: a massive draft tree as a cache of the target's distributions (arXiv 2406.02532)."""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.config import check_int
+from jaxspec.errors import ConfigError
+from jaxspec.methods.base import Exactness, Models
+from jaxspec.methods.best_first import BestFirstDrafter, Propose, tree_rows
+from jaxspec.methods.pair import PairRunner
+from jaxspec.methods.path_history import PathHistory
+from jaxspec.methods.settings import check_branch, check_draft, check_range, log_threshold
+from jaxspec.methods.verification import match
+from jaxspec.sampling.processors import clean, log_mass, penalise, shift
+from jaxspec.sampling.request import Request
+from jaxspec.sampling.vocab import VocabShard
+
+LARGEST_BUDGET = 4096
+LARGEST_DEPTH = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecExec:
+    """Verify the most probable prefixes of a draft in one target pass, and sample along them until one is missing.
+
+    The draft is searched best-first by cumulative log-probability, `width` prefixes a pass, until no further pass can
+    change the result (paper, section 4). The tree does not depend on the target's noise, and each emitted token is the
+    target's own draw (rule R4): at any temperature the output equals plain sampling with the same seed.
+
+    Attributes:
+      budget: K, tokens of the tree, the root not counted; a target pass has budget + 1 rows.
+      width: prefixes evaluated in one draft pass; None takes an eighth of the budget, 128 at most.
+      branch: children of a prefix; None takes the budget, 32 at most.
+      depth: most draft passes and so the longest path; None takes the budget, 32 at most.
+      score_temperature: "one" ranks prefixes by the draft's plain probabilities, as the paper does; "sampling" at the
+        request's temperature.
+      decay: factor on a prefix's probability per token (the authors' code has 0.95); 1 is off.
+      min_probability: prefixes that the draft finds less probable are not searched further.
+    """
+
+    budget: int = 16
+    width: int | None = None
+    branch: int | None = None
+    depth: int | None = None
+    score_temperature: Literal["one", "sampling"] = "one"
+    decay: float = 1.0
+    min_probability: float = 0.0
+
+    name: ClassVar[str] = "specexec"
+    drafts: ClassVar[bool] = True
+    exact: ClassVar[Exactness] = "tokens"
+
+    def __post_init__(self):
+        """Check ranges, and fill in what depends on the budget."""
+        check_range("budget", self.budget, 1, LARGEST_BUDGET)
+        for name, default in (
+            ("width", min(128, max(1, self.budget // 8))),
+            ("branch", min(32, self.budget)),
+            ("depth", min(32, self.budget)),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+            check_int(name, getattr(self, name), 1)
+        check_range("depth", self.depth, 1, LARGEST_DEPTH)
+        if self.score_temperature not in ("one", "sampling"):
+            raise ConfigError(f"score_temperature must be 'one' or 'sampling', got {self.score_temperature!r}")
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
+            raise ConfigError(f"decay must lie above 0 and be at most 1, got {self.decay!r}")
+        log_threshold("min_probability", self.min_probability)
+
+    @property
+    def batch_rows(self) -> int:
+        """bs: the root and the budget."""
+        return self.budget + 1
+
+    @property
+    def longest_path(self) -> int:
+        """P: a path of `depth` tokens, and the bonus token."""
+        assert self.depth is not None
+        return self.depth + 1
+
+    def window(self) -> int:
+        """The larger of the target's batch and the draft's tree."""
+        assert self.width is not None and self.depth is not None
+        return max(self.batch_rows, tree_rows(self.width, self.depth) + 1, self.longest_path)
+
+    def check(self, models: Models) -> None:
+        """See `Method.check`."""
+        check_draft(self.name, models)
+        assert self.branch is not None
+        check_branch("branch", self.branch, models)
+
+    def bind(self, models: Models, slots: int) -> PairRunner:
+        """See `Method.bind`."""
+        assert models.draft is not None and self.width is not None
+        assert self.branch is not None and self.depth is not None
+        drafter = BestFirstDrafter(
+            models.draft,
+            slots,
+            most_probable(self, models.draft.vocab),
+            rows=self.batch_rows,
+            width=self.width,
+            branch=self.branch,
+            depth=self.depth,
+            least=log_threshold("min_probability", self.min_probability),
+            steps=self.longest_path,
+        )
+        return PairRunner(
+            models.target, slots, drafter, steps=self.longest_path, rule=match, varies=self.min_probability > 0
+        )
+
+
+def most_probable(method: SpecExec, vocab: VocabShard) -> Propose:
+    """Children are the draft's most probable tokens, after the request's penalties and bias."""
+    assert method.branch is not None
+    branch, loss = method.branch, math.log(method.decay)
+
+    def propose(
+        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        processors = request.processors
+        histories = paths.build(processors, vocab)
+        z = jax.lax.cond(
+            processors.penalised,
+            lambda: penalise(logits, processors, histories.seen, histories.counts, vocab),
+            lambda: clean(logits, vocab),
+        )
+        if method.score_temperature == "one":
+            processors = processors.replace(temperature=jnp.float32(1))
+        scores = shift(z, processors, vocab)
+        best, token = vocab.top_k(scores - log_mass(scores, vocab), branch)
+        return token, best + loss
+
+    return propose

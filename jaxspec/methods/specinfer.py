@@ -1,0 +1,73 @@
+"""SpecInfer: sampled token trees with multi-round rejection (arXiv 2305.09781)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+from jaxspec.config import check_int
+from jaxspec.errors import ConfigError
+from jaxspec.methods.base import Exactness, Models
+from jaxspec.methods.pair import PairRunner
+from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
+from jaxspec.methods.settings import check_branch, check_draft
+
+LARGEST_TREE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecInfer:
+    """A tree of draft samples, accepted by multi-round rejection: equal to plain sampling in distribution.
+
+    At temperature 0 children are the draft's most probable tokens and the output is that of greedy decoding.
+
+    Attributes:
+      expansion: children of a node at each level below the root, <k_1 .. k_m> in the paper.
+      replacement: siblings are drawn independently (R3, the paper), or without replacement (R3').
+    """
+
+    expansion: Sequence[int] = (2, 2, 1, 1)
+    replacement: bool = True
+
+    name: ClassVar[str] = "specinfer"
+    drafts: ClassVar[bool] = True
+    exact: ClassVar[Exactness] = "law"
+
+    def __post_init__(self):
+        """Check the shape."""
+        if isinstance(self.expansion, str) or not isinstance(self.expansion, Sequence) or not self.expansion:
+            raise ConfigError(f"expansion must list the children per level, such as (2, 2, 1), got {self.expansion!r}")
+        object.__setattr__(self, "expansion", tuple(check_int("expansion", k, 1) for k in self.expansion))
+        if not isinstance(self.replacement, bool):
+            raise ConfigError(f"replacement must be True or False, got {self.replacement!r}")
+        if self.batch_rows - 1 > LARGEST_TREE:
+            raise ConfigError(f"expansion {self.expansion} has {self.batch_rows - 1} tokens, at most {LARGEST_TREE}")
+
+    @property
+    def _shape(self) -> SampledShape:
+        return SampledShape(tuple(self.expansion))
+
+    @property
+    def batch_rows(self) -> int:
+        """bs: the root and the tree."""
+        return self._shape.rows
+
+    @property
+    def longest_path(self) -> int:
+        """P: one token a level, and the bonus token."""
+        return len(self.expansion) + 1
+
+    def window(self) -> int:
+        """The target's batch, or the draft's inner rows, fillers and a pending token."""
+        return max(self.batch_rows, self._shape.inner_rows + self._shape.width + 1)
+
+    def check(self, models: Models) -> None:
+        """See `Method.check`."""
+        check_draft(self.name, models)
+        check_branch("expansion", self._shape.draws, models)
+
+    def bind(self, models: Models, slots: int) -> PairRunner:
+        """See `Method.bind`."""
+        assert models.draft is not None
+        drafter = SampledDrafter(models.draft, slots, self._shape, replacement=self.replacement, least=-float("inf"))
+        rule = rejection(self._shape, replacement=self.replacement)
+        return PairRunner(models.target, slots, drafter, steps=self.longest_path, rule=rule, varies=False)

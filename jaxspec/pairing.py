@@ -1,0 +1,35 @@
+"""Whether a draft model fits a target: the same tokens under the same ids."""
+
+from collections.abc import Sequence
+
+from jaxspec.errors import ConfigError
+
+
+def count_shared_tokens(target: Sequence[str], draft: Sequence[str]) -> int:
+    """Number of leading ids that mean the same token in both vocabularies; the draft proposes only these.
+
+    Sizes prove nothing: embeddings are padded, and models of one family add tokens of their own at the end. What
+    decides is how each id is written.
+
+    Args:
+      target: every token as the target's vocabulary writes it, by id; "" for an id without a token.
+      draft: likewise.
+
+    Raises:
+      ConfigError: an id is one token here and another there; both are named.
+    """
+    shared = min(len(target), len(draft))
+    for token_id in range(shared):
+        ours, theirs = target[token_id], draft[token_id]
+        if ours and theirs and ours != theirs:
+            raise ConfigError(
+                f"the draft does not fit the target: token {token_id} is {ours!r} in the target's vocabulary "
+                f"and {theirs!r} in the draft's; both must use the same tokenizer"
+            )
+    for token_id in range(shared):
+        if target[token_id] != draft[token_id]:
+            shared = token_id
+            break
+    if shared == 0:
+        raise ConfigError("the draft does not fit the target: their vocabularies have no token in common")
+    return shared

@@ -1,0 +1,240 @@
+"""Acceptance: the walk from the root along the tokens that the target's own distribution confirms (ALGORITHMS 2.2).
+
+| rule | children of a row | what is offered here |
+|---|---|---|
+| R1 greedy, R4 draw and match | any, chosen without looking at the target's noise or not | `match_rule` |
+| R2 chain rejection | one, drawn from q | `rejection_rule` with one draw |
+| R3 multi-round rejection | several, drawn independently from q | `rejection_rule` |
+| R3' without replacement | several, drawn in turn without replacement | `rejection_rule`, `replacement=False` |
+
+The rejection rules compare p with the q that a child was really drawn from. Children that were picked in any other way
+(the k most probable ones, say) make their law wrong; such trees need `match_rule`, which is exact for every tree and
+under which the output equals plain sampling with the same seed, token for token.
+
+Only rows on the path are looked at, one after the other, by the code that plain decoding runs: penalties see the
+path's own tokens, and nothing is drawn for rows that are not reached.
+
+Letters: bs rows of a batch, P = longest path + 1, V_local columns of this device.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jaxspec.sampling.choose import choose
+from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
+from jaxspec.sampling.processors import History, Processors, process, update_history
+from jaxspec.sampling.request import Request
+from jaxspec.sampling.vocab import VocabShard
+from jaxspec.tree.topology import Batch
+
+# Streams of the seed; 0 is the noise that chooses tokens.
+ACCEPT_ROLE, DRAFT_ROLE = 1, 2
+
+
+@struct.dataclass
+class Verified:
+    """What a round decided.
+
+    Attributes:
+      tokens: int32 [P], accepted tokens and then the bonus token; arbitrary behind `count`.
+      count: int32 [], at least 1.
+      path: int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count.
+      logprob: float32 [P], of each token under the processed target distribution; see `choose`.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    path: jax.Array
+    logprob: jax.Array
+
+
+# (row, history) -> token, log-probability, batch row of the child that has the token or -1; scalars.
+Decide = Callable[[jax.Array, History], tuple[jax.Array, jax.Array, jax.Array]]
+# Logits of one batch row, [1, V_local].
+RowLogits = Callable[[jax.Array], jax.Array]
+
+
+def walk(decide: Decide, history: History, steps: int, vocab: VocabShard) -> tuple[Verified, History]:
+    """Follow decisions from the root until one leads out of the tree.
+
+    Args:
+      decide: a rule, below.
+      history: tokens of the text so far, the root included; grows with the path.
+      steps: P; no path through the batch may be longer.
+      vocab: the local columns.
+    """
+
+    def go_on(state: tuple) -> jax.Array:
+        verified, row, _ = state
+        return (row >= 0) & (verified.count < steps)
+
+    def step(state: tuple) -> tuple:
+        verified, row, history = state
+        at = verified.count
+        token, logprob, child = decide(row, history)
+        verified = Verified(
+            tokens=verified.tokens.at[at].set(token),
+            count=at + 1,
+            path=verified.path.at[at].set(row),
+            logprob=verified.logprob.at[at].set(logprob),
+        )
+        return verified, child, update_history(history, token[None], jnp.ones(1, bool), vocab, generated=True)
+
+    blank = jnp.zeros(steps, jnp.int32)
+    start = Verified(blank, jnp.int32(0), blank, jnp.zeros(steps, jnp.float32))
+    with jax.named_scope("accept/walk"):
+        verified, _, history = lax.while_loop(go_on, step, (start, jnp.int32(0), history))
+    return verified, history
+
+
+def find_child(batch: Batch, row: jax.Array, token: jax.Array) -> jax.Array:
+    """Batch row of the child of `row` that carries `token`, the first one; -1 if there is none."""
+    hit = children_mask(batch, row) & (batch.token == token)
+    return jnp.where(hit.any(), jnp.argmax(hit), -1).astype(jnp.int32)
+
+
+def children_mask(batch: Batch, row: jax.Array) -> jax.Array:
+    """Which batch rows are children of `row`, bool [bs]; unused rows, their own parents, are nobody's."""
+    rows = jnp.arange(batch.rows)
+    return (batch.parent == row) & (rows != batch.parent)
+
+
+def match_rule(logits: RowLogits, batch: Batch, request: Request, position: jax.Array, vocab: VocabShard) -> Decide:
+    """R1 and R4: draw the token as plain decoding does, and follow the child that has it.
+
+    Args:
+      logits: of the target.
+      batch: any tree.
+      request: processors and seed.
+      position: int32 [], absolute position of the root.
+      vocab: the local columns.
+    """
+
+    def decide(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
+        produced = position + batch.depth[row] + 1
+        token, logprob = choose(
+            logits(row),
+            request.processors,
+            history.seen[None],
+            history.counts[None],
+            request.key,
+            produced[None],
+            vocab,
+        )
+        return token[0], logprob[0], find_child(batch, row, token[0])
+
+    return decide
+
+
+def rejection_rule(
+    logits: RowLogits,
+    batch: Batch,
+    draft_logprob: jax.Array,
+    request: Request,
+    position: jax.Array,
+    vocab: VocabShard,
+    *,
+    draws: int,
+    replacement: bool,
+) -> Decide:
+    """R2, R3 and R3': accept a drawn child x with probability min(1, p(x) / q(x)), else draw from the residual.
+
+    At temperature 0, where nothing is drawn, `match_rule` decides.
+
+    Args:
+      logits: of the target.
+      batch: children of a row in ascending order are its draws, in the order in which they were drawn.
+      draft_logprob: float32 [rows, V_local], log q that the children of each inner row were drawn from; rows are those
+        of the batch, leaves may lie behind the last one.
+      request: processors and seed.
+      position: int32 [], absolute position of the root.
+      vocab: the local columns.
+      draws: most children of a row.
+      replacement: whether siblings were drawn independently (R3) or without replacement (R3').
+    """
+    match = match_rule(logits, batch, request, position, vocab)
+
+    def reject(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
+        produced = position + batch.depth[row] + 1
+        logprob = process(logits(row), request.processors, history.seen[None], history.counts[None], vocab)
+        rows = jnp.arange(batch.rows)
+        children = jnp.sort(jnp.where(children_mask(batch, row), rows, batch.rows))[:draws]
+        uniform = uniform_at(role_key(request.key, ACCEPT_ROLE), produced, jnp.arange(draws))
+        drawn_from = draft_logprob[jnp.minimum(row, draft_logprob.shape[0] - 1)]
+
+        def test(draw: int, state: tuple) -> tuple:
+            p, q, accepted = state
+            child = children[draw]
+            open_ = (accepted < 0) & (child < batch.rows)
+            token = batch.token[jnp.minimum(child, batch.rows - 1)][None]
+            # Strict, so that what p rules out is never accepted.
+            passed = uniform[draw] * vocab.take(q, token)[0] < vocab.take(p, token)[0]
+            left = _normalise(jnp.maximum(p - q, 0.0), p, vocab)
+            p = jnp.where(open_ & ~passed, left, p)
+            if not replacement:
+                others = _normalise(jnp.where(vocab.ids()[None] == token[:, None], 0.0, q), q, vocab)
+                q = jnp.where(open_ & ~passed, others, q)
+            return p, q, jnp.where(open_ & passed, child, accepted)
+
+        start = (jnp.exp(logprob), jnp.exp(drawn_from)[None], jnp.int32(-1))
+        p, _, accepted = lax.fori_loop(0, draws, test, start)
+        noise = gumbel_rows(request.key, produced[None], vocab)
+        drawn = vocab.argmax(lax.optimization_barrier(jnp.log(p) + noise))
+        token = jnp.where(accepted >= 0, batch.token[jnp.maximum(accepted, 0)], drawn[0])
+        return token, vocab.take(logprob, token[None])[0], accepted.astype(jnp.int32)
+
+    def decide(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return lax.cond(jnp.asarray(request.processors.temperature) > 0, reject, match, row, history)
+
+    return decide
+
+
+def draw_children(
+    logprob: jax.Array, key: jax.Array | np.ndarray, position: jax.Array, draws: int, replacement: bool,
+    processors: Processors, vocab: VocabShard,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Draw children for `rejection_rule` from q; at temperature 0, the most probable tokens.
+
+    Args:
+      logprob: float32 [T, V_local], log q.
+      key: uint32 [2], the request's.
+      position: int32 [T], absolute position of the drawn tokens.
+      draws: children per row.
+      replacement: see `rejection_rule`. Without it, the order of perturbed log-probabilities is a sequential draw
+        (Gumbel-top-k).
+      processors: for the temperature.
+      vocab: the local columns.
+
+    Returns:
+      token: int32 [T, draws], in the order in which they were drawn.
+      valid: bool [T, draws]; False where q has no further token.
+    """
+    stream = role_key(key, DRAFT_ROLE)
+
+    def top(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, token = vocab.top_k(scores, draws)
+        return token, value > -jnp.inf
+
+    def independent() -> tuple[jax.Array, jax.Array]:
+        tokens = [
+            vocab.argmax(lax.optimization_barrier(logprob + gumbel_rows(stream, position, vocab, draw)))
+            for draw in range(draws)
+        ]
+        return jnp.stack(tokens, axis=-1), jnp.broadcast_to(vocab.row_max(logprob) > -jnp.inf, (len(logprob), draws))
+
+    def without_replacement() -> tuple[jax.Array, jax.Array]:
+        return top(logprob + gumbel_rows(stream, position, vocab))
+
+    sampled = independent if replacement else without_replacement
+    return lax.cond(jnp.asarray(processors.temperature) > 0, sampled, lambda: top(logprob))
+
+
+def _normalise(weights: jax.Array, fallback: jax.Array, vocab: VocabShard) -> jax.Array:
+    """Scale [1, V_local] to sum 1; a sum of 0 only comes from rounding and gives `fallback` (2.3, C4)."""
+    total = vocab.sum(weights.sum(axis=-1, keepdims=True))
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), fallback)

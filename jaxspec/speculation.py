@@ -1,0 +1,62 @@
+"""Counters of a speculative generation, in vLLM's vocabulary."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jaxspec.engine import Emitted
+
+
+def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -> dict[str, Any]:
+    """Count what the emitted tokens owe to a draft.
+
+    Args:
+      rounds: of one generation, in order.
+      num_tokens: emitted tokens; what lies behind is not counted.
+      budget: most tokens that the method drafts in a round.
+
+    Returns:
+      In vLLM's words, a step being a round with one target pass: `num_spec_steps`; `num_spec_tokens` (the budget);
+      `num_draft_tokens` and `num_accepted_draft_tokens`, verified and accepted; `mean_acceptance_length`, 1 + accepted
+      per step, the bonus token included; `draft_acceptance_rate`, accepted per drafted token (None without drafts);
+      `acceptance_histogram`, steps by number of accepted tokens; `per_step_accepted` and `per_step_drafted`.
+      For trees besides: `acceptance_by_depth`, the share of steps that accept depth d among those that accepted depth
+      d - 1 and drafted one deeper; `mean_tree_depth` and `mean_tree_size` (tokens, root not counted); `budget_used`,
+      the mean size over the budget; `num_draft_passes`.
+    """
+    kept = []
+    for emitted in rounds:
+        if num_tokens <= 0:
+            break
+        kept.append(emitted.cut(num_tokens))
+        num_tokens -= len(kept[-1].tokens)
+    steps = len(kept)
+    accepted = [r.accepted for r in kept]
+    drafted = [r.drafted for r in kept]
+    histogram = Counter(accepted)
+    return {
+        "num_spec_steps": steps,
+        "num_spec_tokens": budget,
+        "num_draft_tokens": sum(drafted),
+        "num_accepted_draft_tokens": sum(accepted),
+        "mean_acceptance_length": 1 + sum(accepted) / steps,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if any(drafted) else None,
+        "acceptance_histogram": [histogram[n] for n in range(max(accepted) + 1)],
+        "acceptance_by_depth": _by_depth(kept),
+        "mean_tree_depth": sum(r.depth for r in kept) / steps,
+        "mean_tree_size": sum(drafted) / steps,
+        "budget_used": sum(drafted) / (steps * budget),
+        "num_draft_passes": sum(r.draft_passes for r in kept),
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
+    }
+
+
+def _by_depth(rounds: Sequence[Emitted]) -> list[float]:
+    rates = []
+    for depth in range(1, max(r.depth for r in rounds) + 1):
+        tried = [r for r in rounds if r.depth >= depth and r.accepted >= depth - 1]
+        if not tried:
+            break
+        rates.append(sum(r.accepted >= depth for r in tried) / len(tried))
+    return rates
