@@ -5,6 +5,8 @@ Whatever lies behind is garbage that masks hide. Arrays are zeros when new: unin
 `0 * NaN` would leak through a masked product.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -44,7 +46,7 @@ def init_cache(cfg: ModelConfig, kv_heads: int, slots: int, dtype: jnp.dtype) ->
 
 def commit_rows(cache: KVCache, count: jax.Array) -> KVCache:
     """Make the first `count` window rows part of the prefix; for a chain nothing moves."""
-    return cache.replace(length=cache.length + count)
+    return dataclasses.replace(cache, length=cache.length + count)
 
 
 def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
@@ -70,4 +72,4 @@ def permute_window(cache: KVCache, slots: jax.Array) -> KVCache:
         return jax.lax.dynamic_update_slice(layer, rows, (0, cache.length, 0))
 
     with jax.named_scope("cache/permute"):
-        return cache.replace(key=tuple(map(move, cache.key)), value=tuple(map(move, cache.value)))
+        return dataclasses.replace(cache, key=tuple(map(move, cache.key)), value=tuple(map(move, cache.value)))

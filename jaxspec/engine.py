@@ -11,13 +11,11 @@ import numpy as np
 
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.mesh.padding import round_up
 from jaxspec.methods.base import ROUND_HEADER, Method, ModelParams, Models, Round, Runner
-from jaxspec.methods.chunks import CHUNKS
 from jaxspec.methods.program import compile_programs
 from jaxspec.sampling.request import Request, make_request
 
-# Cache capacities: few, far apart, because each compiles its own programs. 2,048 slots hold a chat; attention cost
+# Cache capacities in tokens: few, far apart, because each compiles its own programs. 2,048 hold a chat; attention cost
 # follows the live prefix, so unused slots cost memory only.
 FIRST_CAPACITY = 2048
 CAPACITY_GROWTH = 4
@@ -78,7 +76,8 @@ class Engine:
         self.method = method
         self.given_context = max_context
         self.max_context = max_context or limit
-        self._first_capacity = self._fit(max_context or min(limit, FIRST_CAPACITY))
+        self._first_capacity = max_context or min(limit, FIRST_CAPACITY)
+        self._capacity = 0  # tokens that the runner's caches hold
         self._runner: Runner | None = None
         self._idle: Any = None  # buffers of a finished sequence
 
@@ -120,11 +119,12 @@ class Engine:
         The capacity never shrinks: what was compiled for a longer sequence serves shorter ones.
         """
         capacity = self._first_capacity
-        while tokens is not None and capacity < self._fit(tokens):
-            capacity = min(capacity * CAPACITY_GROWTH, self._fit(self.max_context))
-        if self._runner is None or capacity > self._runner.slots:
+        while tokens is not None and capacity < tokens:
+            capacity = min(capacity * CAPACITY_GROWTH, self.max_context)
+        if self._runner is None or capacity > self._capacity:
             self._idle = None
             self._runner = self.method.bind(self.models, capacity)
+            self._capacity = capacity
         seconds = compile_programs(self._runner.programs)
         if self._idle is None:
             # Allocated now, beside whatever the caller still loads, and not when the first token is waited for.
@@ -182,10 +182,6 @@ class Engine:
 
     def _host_request(self, sampling: SamplingParams, seed: int) -> Request:
         return make_request(sampling, seed, self.target.cfg.vocab_size, self.target.padded_vocab)
-
-    def _fit(self, tokens: int) -> int:
-        """Slots for `tokens` tokens: a window behind the last one, rounds in flight, whole chunks."""
-        return round_up(tokens + 2 * self.method.window(), CHUNKS[0])
 
 
 def fresh_seed() -> int:

@@ -21,7 +21,7 @@ from jaxspec.engine import Emitted, Engine, fresh_seed
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.plan import MeshPlan, plan_mesh
 from jaxspec.methods.base import Method, ModelParams, Models
-from jaxspec.methods.registry import check_draft_is_used, resolve_method
+from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.models.params import Params
 from jaxspec.pairing import count_shared_tokens
 from jaxspec.placement import Placement, resolve_dtype
@@ -64,7 +64,7 @@ class LLM:
         """Load, place and compile; see the class."""
         config = EngineConfig(dtype, target_devices, max_context, compile_cache)
         resolved = resolve_method(method, has_draft=draft is not None)
-        check_draft_is_used(resolved, draft is not None)
+        check_draft_given(resolved, draft is not None)
         weights = _open_weights("model", model)
         draft_weights = None if draft is None else _open_weights("draft", draft)
         plan = plan_mesh(config.target_devices)

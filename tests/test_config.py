@@ -8,7 +8,7 @@ import pytest
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.registry import resolve_method
+from jaxspec.methods.registry import check_draft_given, resolve_method
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_methods_by_name():
         with pytest.raises(ConfigError, match="a name or a method object"):
             resolve_method(wrong, has_draft=False)
     with pytest.raises(ConfigError, match="'ar' uses no draft"):
-        resolve_method("ar", has_draft=True)
+        check_draft_given(resolve_method("ar", has_draft=True), has_draft=True)

@@ -166,7 +166,9 @@ def test_stream_refuses_at_the_call(llm):
 
 def test_draft_is_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="uses no draft"):
-        jaxspec.LLM("no/such/model", draft="no/such/draft")
+        jaxspec.LLM("no/such/model", draft="no/such/draft", method="lookup")
+    with pytest.raises(ConfigError, match="needs a draft model"):
+        jaxspec.LLM("no/such/model", method="specexec")
 
 
 def test_tensor_parallel_text_is_the_same(llm):

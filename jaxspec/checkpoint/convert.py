@@ -52,6 +52,7 @@ def convert(
     dst: str | Path,
     dtype: str = "auto",
     progress: Callable[[ConvertProgress], None] | None = None,
+    layers: int | None = None,
 ) -> NativeCheckpoint:
     """Write the model at `src` as a native checkpoint `dst`.
 
@@ -64,17 +65,20 @@ def convert(
       dtype: of the stored weights: "float32", "bfloat16", or "auto": bfloat16 where all source weights are, so that
         nothing is lost, else float32. Norms and biases are float32 always.
       progress: called before the first array and after each.
+      layers: keep only the first so many layers, embedding, norm and head as they are: a rough draft model without any
+        training. None keeps all.
 
     Raises:
       CheckpointError: `src` is missing or damaged, `dst` exists or cannot be written, or the disk is too small; all
         but damage and a failing disk are found before anything is written.
-      ConfigError: an unknown dtype, or a model that is not supported.
+      ConfigError: an unknown dtype, more layers than there are, or a model that is not supported.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not supported; use auto, {' or '.join(DTYPES)}")
     src, dst = Path(src), Path(dst)
     _check_places(src, dst)
     cfg, eos_ids, stored, read_leaf_as = _open_source(src, dtype)
+    cfg = cfg if layers is None else _keep_layers(cfg, layers)
     needed = sum(map(count_bytes, declare_leaves(cfg, stored).values())) + _SPARE_BYTES
     free = shutil.disk_usage(dst.absolute().parent).free
     if needed > free:
@@ -105,6 +109,13 @@ def find_leftovers(dst: str | Path) -> list[Path]:
     """Hidden folders beside `dst` that killed conversions left behind (or running ones work in)."""
     dst = Path(dst).absolute()
     return sorted(dst.parent.glob(f".{glob.escape(dst.name)}.partial-*"))
+
+
+def _keep_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
+    if not 1 <= layers <= cfg.num_layers:
+        raise ConfigError(f"layers must lie between 1 and the model's {cfg.num_layers}, got {layers}")
+    # Empty where the whole model has one kind of layer.
+    return dataclasses.replace(cfg, num_layers=layers, sliding_layers=cfg.sliding_layers[:layers])
 
 
 def _check_places(src: Path, dst: Path) -> None:

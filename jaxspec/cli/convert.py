@@ -24,12 +24,15 @@ def convert(
     dtype: Annotated[
         str, typer.Option(help="auto, float32 or bfloat16; auto keeps bfloat16 and makes the rest float32.")
     ] = "auto",
+    layers: Annotated[
+        int | None, typer.Option(help="Keep only the first N layers: a rough draft model, untrained.")
+    ] = None,
 ) -> None:
     """Convert a checkpoint into jaxspec's native format, which restores straight onto its devices.
 
     It is written whole or not at all: an interrupted conversion leaves nothing that loads.
     """
-    run_command(NAME, lambda: _run(src, dst, dtype), cleans_up=True)
+    run_command(NAME, lambda: _run(src, dst, dtype, layers), cleans_up=True)
 
 
 def main() -> None:
@@ -37,7 +40,7 @@ def main() -> None:
     app(prog_name=NAME)
 
 
-def _run(src: str, dst: Path, dtype: str) -> None:
+def _run(src: str, dst: Path, dtype: str, layers: int | None) -> None:
     # Heavy imports only now: --help and usage errors answer at once.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -64,7 +67,7 @@ def _run(src: str, dst: Path, dtype: str) -> None:
             megabytes = f"{progress.bytes / 1e6:.0f}/{progress.num_bytes / 1e6:.0f} MB"
             bar.update(task, completed=progress.arrays, total=progress.num_arrays, size=megabytes)
 
-        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show)
+        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show, layers)
     print(f"{checkpoint.path}: {checkpoint.num_bytes / 1e6:.1f} MB, {checkpoint.dtype.name}")
 
 

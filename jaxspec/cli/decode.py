@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxspec.cli.method_options import METHOD_NAMES, METHOD_OPTIONS, method_from
 from jaxspec.cli.options import OptionTypes, merge_options
 from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError
@@ -25,14 +26,17 @@ SAMPLING_OPTIONS: dict[str, OptionTypes] = {
     "repetition_penalty": (int, float), "frequency_penalty": (int, float), "presence_penalty": (int, float),
     "seed": (int,), "stop": (str, list), "ignore_eos": (bool,), "logprobs": (bool,),
 }  # fmt: skip
-MODEL_OPTIONS: dict[str, OptionTypes] = {
-    "model": (str,), "draft_model": (str,), "method": (str,), "dtype": (str,), "target_devices": (int,),
-    "max_context": (int,), "compile_cache": (str,),
+METHOD_CHOICE: dict[str, OptionTypes] = {
+    "draft_model": (str,), "method": (str,),
+}  # fmt: skip
+LLM_OPTIONS: dict[str, OptionTypes] = {
+    "model": (str,), "dtype": (str,), "target_devices": (int,), "max_context": (int,), "compile_cache": (str,),
 }  # fmt: skip
 OTHER_OPTIONS: dict[str, OptionTypes] = {
     "kernels": (str,), "draft_devices": (int,), "offload": (str,), "chat": (bool,), "system": (str,),
 }  # fmt: skip
-OPTIONS = {**SAMPLING_OPTIONS, **MODEL_OPTIONS, **OTHER_OPTIONS}
+FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **OTHER_OPTIONS}
+OPTIONS = {**FLAGS, **METHOD_OPTIONS}
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,7 +49,7 @@ def decode(
         typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
-    method: Annotated[str | None, typer.Option(help="auto or ar.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"{METHOD_NAMES}; --set gives its settings.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate [256].")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", "--temp", help="0 is greedy [0].")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = None,
@@ -76,7 +80,7 @@ def decode(
     show_drafted: Annotated[bool, typer.Option("--show-drafted", help="Underline what a draft proposed.")] = False,
 ) -> None:
     """Decode one prompt with the lowest latency, streaming the text."""
-    given = {name: context.params[name] for name in OPTIONS}
+    given = {name: context.params[name] for name in FLAGS}
     given["stop"] = stop or None  # typer gives an empty list where there was none
 
     def run() -> None:
@@ -88,8 +92,8 @@ def decode(
         from jaxspec.llm import LLM
 
         sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
-        arguments = {name: options[name] for name in MODEL_OPTIONS if name in options and name != "draft_model"}
-        llm = LLM(**arguments, draft=options.get("draft_model"))
+        arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
+        llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
         completion = _stream(llm, _messages(llm, text, options), sampling, quiet=json_, underline=show_drafted)
         if json_:
             print(json.dumps(completion.to_dict(), ensure_ascii=False))
@@ -111,7 +115,7 @@ def _refuse_unavailable(options: dict[str, Any]) -> None:
     if options.get("offload", "none") != "none":
         raise ConfigError(f"offload {options['offload']!r} is not available in this version; use none")
     if options.get("draft_devices") is not None:
-        raise ConfigError("--draft-devices needs a method that drafts; none is available in this version")
+        raise ConfigError("--draft-devices needs a method whose draft has its own; none is available in this version")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -171,6 +175,9 @@ def _summary(completion: "Completion") -> str:
         f"method {completion.method}",
         f"ended by {completion.finish_reason}",
     ]
+    if stats.speculative_decoding is not None:
+        counters = stats.speculative_decoding
+        parts.append(f"{counters['mean_acceptance_length']:.2f} tokens/pass")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
     return " · ".join(parts)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxspec.cache import commit_rows
 from jaxspec.methods.base import ROUND_HEADER, Exactness, ModelParams, Models, Round, pack_round
+from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.program import Program
 from jaxspec.methods.target import TargetSide, TargetState
 from jaxspec.models.transformer import forward, vocab_logits
@@ -25,17 +26,14 @@ class Autoregressive:
     exact: ClassVar[Exactness] = "tokens"
     batch_rows: ClassVar[int] = 1
     longest_path: ClassVar[int] = 1
-
-    def window(self) -> int:
-        """One slot: the root's."""
-        return 1
+    draft_rows: ClassVar[int] = 0
 
     def check(self, models: Models) -> None:
         """Every model fits."""
 
-    def bind(self, models: Models, slots: int) -> "AutoregressiveRunner":
+    def bind(self, models: Models, tokens: int) -> "AutoregressiveRunner":
         """See `Method.bind`."""
-        return AutoregressiveRunner(models, slots)
+        return AutoregressiveRunner(models, cache_slots(tokens, 1))
 
 
 class AutoregressiveRunner:

@@ -66,7 +66,7 @@ class Runner(Protocol):
 
     @property
     def slots(self) -> int:
-        """Capacity of the cache."""
+        """Slots of the target's cache."""
         ...
 
     @property
@@ -113,14 +113,15 @@ class Method(Protocol):
         """P: most tokens that a round can add."""
         ...
 
-    def window(self) -> int:
-        """Cache slots that a round writes behind the committed prefix; at least `longest_path`."""
+    @property
+    def draft_rows(self) -> int:
+        """Rows of a draft pass, but for the first of a round; 0 without a draft model."""
         ...
 
     def check(self, models: Models) -> None:
         """Raise `ConfigError` where the settings do not fit the models."""
         ...
 
-    def bind(self, models: Models, slots: int) -> Runner:
-        """Join the method to its models and caches of `slots` slots; compiles nothing yet."""
+    def bind(self, models: Models, tokens: int) -> Runner:
+        """Join the method to its models, with caches for sequences of `tokens` tokens; compiles nothing yet."""
         ...

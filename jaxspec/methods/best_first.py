@@ -1,5 +1,6 @@
 """Drafting by best-first search: deterministic trees, whose output `match` keeps equal to plain decoding."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -97,7 +98,7 @@ class BestFirstDrafter:
 
     def prefill(self, params: Params, state: BestFirstState, tokens: np.ndarray) -> BestFirstState:
         """See `Drafter.prefill`."""
-        return state.replace(cache=self._side.prefill(params, state.cache, tokens))
+        return dataclasses.replace(state, cache=self._side.prefill(params, state.cache, tokens))
 
     def draft(
         self, params: Params, state: BestFirstState, outcome: Outcome, history: History, request: Request

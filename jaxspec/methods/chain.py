@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
 from jaxspec.methods.best_first import BestFirstDrafter, Propose, tree_rows
+from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.path_history import PathHistory
 from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
@@ -65,24 +66,26 @@ class Chain:
         """P: the chain and the bonus token."""
         return self.length + 1
 
-    def window(self) -> int:
-        """The target's batch, or the draft's root, chain and a pending token."""
-        return self.length + 2
+    @property
+    def draft_rows(self) -> int:
+        """One token at a time."""
+        return 1
 
     def check(self, models: Models) -> None:
         """See `Method.check`."""
         check_draft(self.name, models)
 
-    def bind(self, models: Models, slots: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""
         assert models.draft is not None
         least = log_threshold("min_probability", self.min_probability)
         varies, steps = self.min_probability > 0, self.longest_path
+        slots = cache_slots(tokens, 2 * steps)
         if self.rule == "rejection":
             shape = SampledShape((1,) * self.length)
             drafter = SampledDrafter(models.draft, slots, shape, replacement=True, least=least)
             rule = rejection(shape, replacement=True)
-            return PairRunner(models.target, slots, drafter, steps=steps, rule=rule, varies=varies)
+            return PairRunner(models.target, tokens, drafter, steps=steps, rule=rule, varies=varies)
         assert tree_rows(1, self.length) == self.length
         drafter = BestFirstDrafter(
             models.draft,
@@ -95,7 +98,7 @@ class Chain:
             least=least,
             steps=steps,
         )
-        return PairRunner(models.target, slots, drafter, steps=steps, rule=match, varies=varies)
+        return PairRunner(models.target, tokens, drafter, steps=steps, rule=match, varies=varies)
 
 
 def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
@@ -109,7 +112,7 @@ def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
     ) -> tuple[jax.Array, jax.Array]:
         processors = request.processors
         if scored:
-            processors = processors.replace(want_logprob=jnp.bool_(True))
+            processors = dataclasses.replace(processors, want_logprob=jnp.bool_(True))
         history = paths.build(processors, vocab)
         token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
         return token[:, None], logprob[:, None]

@@ -4,9 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxspec.mesh.padding import round_up
+
 # Rows per pass. On CPU 64 rows run at 60 % of the arithmetic peak and 512 near it; a third size would cost another
 # compilation for little.
 CHUNKS = (64, 512)
+
+
+def cache_slots(tokens: int, window: int) -> int:
+    """Slots of a cache for sequences of `tokens` tokens: a window behind the last, rounds in flight, whole chunks."""
+    return round_up(tokens + 2 * window, CHUNKS[0])
 
 
 def usable_chunks(slots: int) -> list[int]:

@@ -10,7 +10,7 @@ from flax import struct
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.chunks import CHUNKS, split_chunks, usable_chunks
+from jaxspec.methods.chunks import CHUNKS, cache_slots, split_chunks, usable_chunks
 from jaxspec.methods.pair import PairRunner, outcome_shapes
 from jaxspec.methods.program import Program
 from jaxspec.methods.settings import check_range
@@ -75,17 +75,18 @@ class PromptLookup:
         """P: a copied passage, as far as the batch holds it, and the bonus token."""
         return min(self.length, self.batch - 1) + 1
 
-    def window(self) -> int:
-        """The batch."""
-        return self.batch
+    @property
+    def draft_rows(self) -> int:
+        """There is no draft model."""
+        return 0
 
     def check(self, models: Models) -> None:
         """Every model fits."""
 
-    def bind(self, models: Models, slots: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""
-        drafter = LookupDrafter(models.target, slots, self)
-        return PairRunner(models.target, slots, drafter, steps=self.longest_path, rule=match, varies=True)
+        drafter = LookupDrafter(models.target, cache_slots(tokens, self.batch), self)
+        return PairRunner(models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=True)
 
 
 @struct.dataclass
@@ -163,7 +164,7 @@ class LookupDrafter:
 def append(state: LookupState, token: jax.Array, count: jax.Array) -> LookupState:
     """Add the first `count` of `token` to the text."""
     text = jax.lax.dynamic_update_slice(state.token, token, (state.length,))
-    return state.replace(token=text, length=state.length + count)
+    return dataclasses.replace(state, token=text, length=state.length + count)
 
 
 def look_up(state: LookupState, outcome: Outcome, method: PromptLookup) -> tuple[LookupState, Drafted]:
@@ -176,8 +177,8 @@ def look_up(state: LookupState, outcome: Outcome, method: PromptLookup) -> tuple
         candidates = keep_worthwhile(candidates, method.batch)
     batch = pack_best(state.token[state.length - 1], candidates, method.batch)
     # Which candidate became which row is known by path alone: ask the same selection for the match lengths.
-    lengths = pack_best(jnp.int32(0), candidates.replace(token=matched), method.batch).token
-    state = state.replace(matched=lengths, parent=batch.parent)
+    lengths = pack_best(jnp.int32(0), dataclasses.replace(candidates, token=matched), method.batch).token
+    state = dataclasses.replace(state, matched=lengths, parent=batch.parent)
     return state, Drafted(batch, jnp.int32(0))
 
 
@@ -194,7 +195,7 @@ def learn(state: LookupState, outcome: Outcome) -> LookupState:
     refused_length = jnp.where(refused.any(), jnp.max(jnp.where(refused, state.matched, 0)), ngram + 1)
     success = (state.accepted * FORGETTING).at[accepted].add(1.0, mode="drop")
     tried = (state.tried * FORGETTING).at[accepted].add(1.0, mode="drop").at[refused_length].add(1.0, mode="drop")
-    return state.replace(tried=tried, accepted=success)
+    return dataclasses.replace(state, tried=tried, accepted=success)
 
 
 def acceptance(state: LookupState) -> jax.Array:
@@ -264,4 +265,4 @@ def keep_worthwhile(candidates: Candidates, rows: int) -> Candidates:
     cost = jnp.array([relative_pass_cost(1 + n, rows) for n in range(wanted + 1)])
     kept = jnp.argmax(gain / cost)
     least = jnp.where(kept > 0, best[jnp.maximum(kept - 1, 0)], jnp.inf)
-    return candidates.replace(score=jnp.where(candidates.score >= least, candidates.score, -jnp.inf))
+    return dataclasses.replace(candidates, score=jnp.where(candidates.score >= least, candidates.score, -jnp.inf))

@@ -1,5 +1,6 @@
 """Runner of every method that drafts and verifies in turn on one set of devices: two programs a round."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,10 +10,10 @@ import numpy as np
 from flax import struct
 
 from jaxspec.methods.base import ROUND_HEADER, ModelParams, Round
+from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.program import Program
 from jaxspec.methods.target import TargetSide, TargetState
 from jaxspec.methods.verification import Drafted, Outcome, Rule, verify
-from jaxspec.models.params import Params
 from jaxspec.placement import Placement
 from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
@@ -35,12 +36,12 @@ class Drafter(Protocol):
         """State of an empty sequence; `state` is donated."""
         ...
 
-    def prefill(self, params: Params | None, state: Any, tokens: np.ndarray) -> Any:
+    def prefill(self, params: Any, state: Any, tokens: np.ndarray) -> Any:
         """Commit int32 `tokens` `[n]`."""
         ...
 
     def draft(
-        self, params: Params | None, state: Any, outcome: Outcome, history: History, request: Request
+        self, params: Any, state: Any, outcome: Outcome, history: History, request: Request
     ) -> tuple[Any, Drafted]:
         """Take in what the last round verified, and propose a batch for the next; dispatches only."""
         ...
@@ -58,21 +59,21 @@ class PairState:
 class PairRunner:
     """Compiled functions of a drafter and of verification, for one placement and capacity."""
 
-    def __init__(self, target: Placement, slots: int, drafter: Drafter, *, steps: int, rule: Rule, varies: bool):
+    def __init__(self, target: Placement, tokens: int, drafter: Drafter, *, steps: int, rule: Rule, varies: bool):
         """Join a drafter to a target.
 
         Args:
           target: the target.
-          slots: capacity of its cache.
+          tokens: longest sequence.
           drafter: proposes batches.
           steps: P, the longest path of a batch and the bonus token.
           rule: which tokens are accepted.
           varies: see `verify`.
         """
-        self.slots = slots
+        self.slots = cache_slots(tokens, max(steps, drafter.drafted.batch.token.shape[0]))
         self._steps = steps
         self._drafter = drafter
-        self._side = TargetSide(target, slots)
+        self._side = TargetSide(target, self.slots)
         self._outcome = outcome_shapes(target, steps)
 
         def check(params, state, drafted, request):
@@ -98,7 +99,8 @@ class PairRunner:
 
     def prefill(self, params: ModelParams, state: PairState, tokens: np.ndarray) -> PairState:
         """See `Runner.prefill`."""
-        return state.replace(
+        return dataclasses.replace(
+            state,
             target=self._side.prefill(params.target, state.target, tokens),
             draft=self._drafter.prefill(params.draft, state.draft, tokens),
         )

@@ -54,11 +54,13 @@ def resolve_method(method: str | Method, has_draft: bool) -> Method:
     return method
 
 
-def check_draft_is_used(method: Method, has_draft: bool) -> None:
-    """A draft model that nobody asks is a mistake, not an option.
+def check_draft_given(method: Method, has_draft: bool) -> None:
+    """A method that drafts with a model has one, and a draft model that nobody asks is a mistake.
 
     Raises:
-      ConfigError: there is one.
+      ConfigError: otherwise.
     """
+    if method.drafts and not has_draft:
+        raise ConfigError(f"method {method.name!r} needs a draft model: give one (draft=..., --draft-model)")
     if has_draft and not method.drafts:
         raise ConfigError(f"method {method.name!r} uses no draft model: leave the draft out")

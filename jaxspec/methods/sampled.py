@@ -144,7 +144,7 @@ class SampledDrafter:
 
     def prefill(self, params: Params, state: SampledState, tokens: np.ndarray) -> SampledState:
         """See `Drafter.prefill`."""
-        return state.replace(cache=self._side.prefill(params, state.cache, tokens))
+        return dataclasses.replace(state, cache=self._side.prefill(params, state.cache, tokens))
 
     def draft(
         self, params: Params, state: SampledState, outcome: Outcome, history: History, request: Request

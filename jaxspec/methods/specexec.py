@@ -11,6 +11,7 @@ from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
 from jaxspec.methods.best_first import BestFirstDrafter, Propose, tree_rows
+from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.path_history import PathHistory
 from jaxspec.methods.settings import check_branch, check_draft, check_range, log_threshold
@@ -33,7 +34,7 @@ class SpecExec:
 
     Attributes:
       budget: K, tokens of the tree, the root not counted; a target pass has budget + 1 rows.
-      width: prefixes evaluated in one draft pass; None takes an eighth of the budget, 128 at most.
+      width: prefixes evaluated in one draft pass; None takes an eighth of the budget, 64 at most.
       branch: children of a prefix; None takes the budget, 32 at most.
       depth: most draft passes and so the longest path; None takes the budget, 32 at most.
       score_temperature: "one" ranks prefixes by the draft's plain probabilities, as the paper does; "sampling" at the
@@ -58,7 +59,7 @@ class SpecExec:
         """Check ranges, and fill in what depends on the budget."""
         check_range("budget", self.budget, 1, LARGEST_BUDGET)
         for name, default in (
-            ("width", min(128, max(1, self.budget // 8))),
+            ("width", min(64, max(1, self.budget // 8))),
             ("branch", min(32, self.budget)),
             ("depth", min(32, self.budget)),
         ):
@@ -83,10 +84,11 @@ class SpecExec:
         assert self.depth is not None
         return self.depth + 1
 
-    def window(self) -> int:
-        """The larger of the target's batch and the draft's tree."""
-        assert self.width is not None and self.depth is not None
-        return max(self.batch_rows, tree_rows(self.width, self.depth) + 1, self.longest_path)
+    @property
+    def draft_rows(self) -> int:
+        """w."""
+        assert self.width is not None
+        return self.width
 
     def check(self, models: Models) -> None:
         """See `Method.check`."""
@@ -94,13 +96,13 @@ class SpecExec:
         assert self.branch is not None
         check_branch("branch", self.branch, models)
 
-    def bind(self, models: Models, slots: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""
         assert models.draft is not None and self.width is not None
         assert self.branch is not None and self.depth is not None
         drafter = BestFirstDrafter(
             models.draft,
-            slots,
+            cache_slots(tokens, tree_rows(self.width, self.depth) + self.longest_path),
             most_probable(self, models.draft.vocab),
             rows=self.batch_rows,
             width=self.width,
@@ -110,7 +112,7 @@ class SpecExec:
             steps=self.longest_path,
         )
         return PairRunner(
-            models.target, slots, drafter, steps=self.longest_path, rule=match, varies=self.min_probability > 0
+            models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=self.min_probability > 0
         )
 
 
@@ -130,7 +132,7 @@ def most_probable(method: SpecExec, vocab: VocabShard) -> Propose:
             lambda: clean(logits, vocab),
         )
         if method.score_temperature == "one":
-            processors = processors.replace(temperature=jnp.float32(1))
+            processors = dataclasses.replace(processors, temperature=jnp.float32(1))
         scores = shift(z, processors, vocab)
         best, token = vocab.top_k(scores - log_mass(scores, vocab), branch)
         return token, best + loss

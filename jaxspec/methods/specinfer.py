@@ -7,6 +7,7 @@ from typing import ClassVar
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
+from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.settings import check_branch, check_draft
@@ -56,18 +57,20 @@ class SpecInfer:
         """P: one token a level, and the bonus token."""
         return len(self.expansion) + 1
 
-    def window(self) -> int:
-        """The target's batch, or the draft's inner rows, fillers and a pending token."""
-        return max(self.batch_rows, self._shape.inner_rows + self._shape.width + 1)
+    @property
+    def draft_rows(self) -> int:
+        """The widest level of inner rows."""
+        return self._shape.width
 
     def check(self, models: Models) -> None:
         """See `Method.check`."""
         check_draft(self.name, models)
         check_branch("expansion", self._shape.draws, models)
 
-    def bind(self, models: Models, slots: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""
         assert models.draft is not None
+        slots = cache_slots(tokens, self._shape.inner_rows + self._shape.width + self.longest_path)
         drafter = SampledDrafter(models.draft, slots, self._shape, replacement=self.replacement, least=-float("inf"))
         rule = rejection(self._shape, replacement=self.replacement)
-        return PairRunner(models.target, slots, drafter, steps=self.longest_path, rule=rule, varies=False)
+        return PairRunner(models.target, tokens, drafter, steps=self.longest_path, rule=rule, varies=False)

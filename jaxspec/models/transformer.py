@@ -4,6 +4,7 @@ Every function runs inside `jax.shard_map` over the mesh axis "tensor" and sees 
 vocabulary rows. A layer needs two all-reduces, the embedding one; logits stay vocabulary-parallel.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -34,7 +35,7 @@ class Window:
 
     def cut(self, row_position: jax.Array, sliding: int) -> "Window":
         """Hide what lies outside a sliding window of `sliding` positions."""
-        return self.replace(mask=self.mask & (row_position[:, None] - self.position[None, :] < sliding))
+        return dataclasses.replace(self, mask=self.mask & (row_position[:, None] - self.position[None, :] < sliding))
 
 
 def forward(
@@ -133,14 +134,14 @@ def _run_layers(params, cfg, token, position, cache, window):
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program.
 @functools.partial(jax.jit, static_argnames=("cfg", "sliding", "cache_only"))
 def _run_layer(layer: Params, x, rope, key, value, length, position, window, *, cfg: ModelConfig, sliding, cache_only):
-    live = None if window is None else window.live
+    live, offset = (None, None) if window is None else (window.live, window.offset)
 
     def project_rows(x, cos, sin):
         return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), cos, sin)
 
     with jax.named_scope("attention/project"):
         query, new_key, new_value = map_live_rows(project_rows, live, x, *rope)
-        slot = length if window is None or window.offset is None else length + window.offset
+        slot = length if offset is None else length + offset
         key, value = write_rows(key, new_key, slot), write_rows(value, new_value, slot)
     if cache_only:
         return x, key, value
@@ -148,7 +149,7 @@ def _run_layer(layer: Params, x, rope, key, value, length, position, window, *, 
     def attend(query, position, mask):
         if mask is None:
             return causal_attention(query, key, value, length, sliding)
-        used = None if window.offset is None else window.offset + x.shape[0]
+        used = None if offset is None else offset + x.shape[0]
         return tree_attention(query, key, value, length, mask, position, sliding, used)
 
     def finish(x, query, position, mask=None):

@@ -1,5 +1,7 @@
 """Best-first growth: evaluate the leaves of highest score, and store what they propose (SwiftSpec, SpecExec)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -104,7 +106,8 @@ def plant(tree: Tree, token: jax.Array, child_token: jax.Array, child_logprob: j
       child_token: int32 [k], the root's proposals, distinct.
       child_logprob: float32 [k].
     """
-    empty = tree.replace(
+    empty = dataclasses.replace(
+        tree,
         score=jnp.full_like(tree.score, -jnp.inf),
         child_score=jnp.full_like(tree.child_score, -jnp.inf),
         child_row=jnp.full_like(tree.child_row, -1),

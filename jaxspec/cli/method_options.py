@@ -1,0 +1,29 @@
+"""Settings of the decoding methods, as presets and `--set` name them; written out so that --help needs no JAX."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.cli.options import OptionTypes
+
+if TYPE_CHECKING:
+    from jaxspec.methods.base import Method
+
+METHOD_NAMES = "auto, ar, chain, lookup, specexec or specinfer"
+
+METHOD_OPTIONS: dict[str, OptionTypes] = {
+    "budget": (int,), "width": (int,), "branch": (int,), "depth": (int,), "score_temperature": (str,),
+    "decay": (int, float), "min_probability": (int, float), "length": (int,), "rule": (str,), "batch": (int,),
+    "ngram": (int,), "candidates": (int,), "adaptive": (bool,), "expansion": (list,), "replacement": (bool,),
+}  # fmt: skip
+
+
+def method_from(options: Mapping[str, Any]) -> "Method":
+    """The method that merged options ask for, its settings included.
+
+    Raises:
+      ConfigError: an unknown method, or a setting that it does not have.
+    """
+    from jaxspec.methods.registry import make_method
+
+    settings = {name: options[name] for name in METHOD_OPTIONS if name in options}
+    return make_method(options.get("method", "auto"), "draft_model" in options, settings)
