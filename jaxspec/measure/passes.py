@@ -68,7 +68,7 @@ def _pass(placement: Placement, params: Params, rows: int, context: int) -> Call
 
     def create() -> Any:
         cache = init_cache(cfg, placement.local_kv_heads, slots, placement.dtype)
-        return cache.replace(length=jnp.int32(context))
+        return dataclasses.replace(cache, length=jnp.int32(context))
 
     program = Program("pass", run, plan, [placement.params(), cache_shapes], (scalar, cache_shapes), donate=[1])
     state = [Program("create", create, plan, [], cache_shapes)()]

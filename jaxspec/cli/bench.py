@@ -1,0 +1,182 @@
+"""`jaxspec-bench`: decoding methods side by side on the same prompts."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxspec.cli.options import OptionTypes, merge_options
+from jaxspec.cli.run import run_command
+from jaxspec.errors import ConfigError
+
+NAME = "jaxspec-bench"
+
+# Tables need this much room; a file or a pipe has it.
+PIPE_WIDTH = 132
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def bench(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods, by comma; ar is always measured [all that fit the models].")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines of question_id, category and turns [a suite of forty prompts].")
+    ] = None,
+    categories: Annotated[str | None, typer.Option(help="Categories of prompts, by comma [all].")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts, of all categories in turn.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", "--temp", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens of this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random stream of every answer at temperature > 0.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed answers of each method to each prompt.")] = 3,
+    budgets: Annotated[str | None, typer.Option(help="Tree budgets of specexec, by comma: a column each.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Setting of a method, as method.name=value; repeatable.")
+    ] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write one JSON object with all samples here; - is standard output.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answer --max-tokens tokens always.")
+    ] = False,
+) -> None:
+    """Measure decoding methods side by side on the same prompts, in one process, everything warm."""
+
+    def run() -> None:
+        out = _check_output(json_)
+        # Heavy imports only now: --help and usage errors answer at once.
+        from rich.console import Console
+
+        from jaxspec.config import SamplingParams
+        from jaxspec.measure.bench import default_methods, loading_method, make_columns, measure
+        from jaxspec.measure.prompts import load_prompts, select_prompts
+        from jaxspec.measure.report import make_report, print_report
+
+        wanted = None if categories is None else _split_list(categories, "--categories")
+        chosen = select_prompts(load_prompts(prompts), wanted, max_prompts)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
+        )
+        has_draft = draft_model is not None
+        names = default_methods(has_draft) if methods is None else _split_list(methods, "--methods")
+        columns = make_columns(names, _parse_settings(set_ or []), _parse_budgets(budgets))
+        method = loading_method(columns, has_draft)
+
+        from jaxspec.llm import LLM
+
+        llm = LLM(model, draft=draft_model, method=method, dtype=dtype, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
+        with _Bar() as bar:
+            measured = measure(llm, columns, chosen, sampling, repeats, bar.show)
+        command = shlex.join([NAME, *sys.argv[1:]])
+        report = make_report(measured, command, str(llm.model_path), draft_model, target_devices)
+        to_stdout = out is not None and str(out) == "-"
+        console = Console(stderr=to_stdout)
+        if not console.is_terminal:
+            console = Console(stderr=to_stdout, width=PIPE_WIDTH)
+        try:
+            # Before the tables, whose reader may leave early, as `head` does; a full disk must not cost the tables.
+            if out is not None:
+                text = json.dumps(report, ensure_ascii=False, allow_nan=False, default=str)
+                print(text) if to_stdout else out.write_text(text + "\n", encoding="utf-8")
+        finally:
+            print_report(report, console)
+
+    run_command(NAME, run)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name=NAME)
+
+
+class _Bar:
+    """Progress for people: nothing is shown where nobody looks."""
+
+    def __enter__(self) -> "_Bar":
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        # Drawn twice a second: the machine is to be busy with the measurement.
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=2
+        )
+        self._task = self._progress.add_task("", total=None)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, what: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=what.replace("[", "\\["), completed=done, total=total)
+
+
+def _check_output(path: Path | None) -> Path | None:
+    """Minutes of measuring must not end at a folder that does not exist."""
+    if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {path} cannot be written: it must be a file in a folder that exists")
+    return path
+
+
+def _split_list(text: str, option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ConfigError(f"{option} {text!r} must be names with commas between them")
+    return names
+
+
+def _parse_budgets(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(word) for word in _split_list(text, "--budgets")]
+    except ValueError as error:
+        raise ConfigError(f"--budgets {text!r} must be whole numbers with commas between them") from error
+
+
+def _parse_settings(assignments: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
+    """Settings by method name, checked against the types of the method's own defaults."""
+    import dataclasses
+
+    from jaxspec.measure.bench import make_method
+
+    by_method: dict[str, list[str]] = {}
+    for assignment in assignments:
+        name, dot, rest = assignment.partition(".")
+        if not dot or "=" in name:
+            raise ConfigError(f"--set {assignment!r} must have the form method.name=value")
+        by_method.setdefault(name.strip(), []).append(rest)
+    settings = {}
+    for name, pairs in by_method.items():
+        method = make_method(name)
+        known = {field.name: _types(getattr(method, field.name)) for field in dataclasses.fields(method)}
+        if not known:
+            raise ConfigError(f"--set {name}.{pairs[0]}: method {name!r} has no settings")
+        merged = merge_options({}, None, pairs, known)
+        settings[name] = {key: tuple(value) if isinstance(value, list) else value for key, value in merged.items()}
+    return settings
+
+
+def _types(default: object) -> OptionTypes:
+    """Types that TOML may give for a field with this default."""
+    if default is None:
+        return (object, bool)
+    if isinstance(default, float):
+        return (int, float)
+    return (list,) if isinstance(default, tuple) else (type(default),)

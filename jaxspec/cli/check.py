@@ -1,0 +1,351 @@
+"""`jaxspec-check`: is speculation lossless here?"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxspec.cli.options import OptionTypes, merge_options
+from jaxspec.cli.run import run_command
+from jaxspec.errors import ConfigError, JaxspecError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jaxspec.llm import LLM
+    from jaxspec.measure.check import Comparison
+    from jaxspec.measure.scorer import Scorer
+
+NAME = "jaxspec-check"
+PLAIN = "ar"
+ALL = "all"
+
+# Most tokens of a draw: a fully accepted round and the token behind it, for trees that are not too deep.
+LONGEST_DRAW = 8
+
+# Tables need this much room; a file or a pipe has it.
+PIPE_WIDTH = 150
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def check(
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts [a few of the suite that ships].")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines of question_id, category and turns; first turns are used.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
+    ] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
+    method: Annotated[
+        str, typer.Option(help="Methods to check, by comma; all is every one that fits the models.")
+    ] = ALL,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 64,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts, spread over the file.")] = 8,
+    samples: Annotated[
+        int, typer.Option(min=200, help="Draws per distribution test, for methods that need one.")
+    ] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Random stream of seeded sampling; first seed of the draws.")] = 0,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
+    ] = None,
+    target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
+    json_: Annotated[
+        Path | None, typer.Option("--json", help="Write one JSON object with everything here; - is standard output.")
+    ] = None,
+) -> None:
+    """Check that methods say what plain decoding says; exit status 0 if they do, 1 if not.
+
+    Greedy decoding and seeded sampling are compared token by token. Where two texts part, plain decoding scores the
+    place once more: a margin within rounding is a tie, anything beyond is a fault. Methods that promise the
+    distribution only are compared greedily, and by a chi-square test of the first tokens of many draws.
+    """
+
+    def run() -> None:
+        _check_output(json_)
+        # Heavy imports only now: --help and usage errors answer at once.
+        texts = _read_prompts(prompt or [], prompts, max_prompts)
+        methods, skipped = _make_methods(method, set_ or [], has_draft=draft_model is not None)
+
+        from jaxspec.llm import LLM
+
+        first = next((m for m in methods if draft_model is not None and m.drafts), PLAIN)
+        llm = LLM(model, draft=draft_model, method=first, dtype=dtype, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
+        plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
+        encoded = [_encode(plain, text, chat) for _, text in texts]
+        names = [name for name, _ in texts]
+        options = {"max_tokens": max_tokens, "samples": samples, "seed": seed}
+        report: dict[str, Any] = {
+            "lossless": True, "model": str(llm.model_path), "draft": draft_model, "dtype": str(llm.engine.target.dtype),
+            "target_devices": target_devices, **options, "prompts": names, "methods": [], "skipped": skipped,
+        }  # fmt: skip
+
+        from jaxspec.measure.scorer import Scorer
+
+        console = _console(json_)
+        scorer = Scorer(plain.engine.target, plain.params)
+        for candidate in methods:
+            try:
+                # Plain decoding shares its engine with itself: what is left to see is whether it repeats itself.
+                speculative = plain if candidate.name == PLAIN else llm.with_method(candidate)
+            except ConfigError as error:
+                if method != ALL:
+                    raise
+                skipped[candidate.name] = str(error)
+                continue
+            with _Bar(candidate.name) as bar:
+                entry = _check_method(plain, speculative, candidate, encoded, options, scorer, bar.advance)
+            report["methods"].append(entry)
+            _print_method(console, entry, names, plain)
+        faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
+        report["lossless"] = not faulty
+        for name, reason in skipped.items():
+            console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
+        if json_ is not None:
+            text = json.dumps(_jsonable(report), ensure_ascii=False, allow_nan=False)
+            print(text) if str(json_) == "-" else json_.write_text(text + "\n", encoding="utf-8")
+        if faulty:
+            raise JaxspecError(f"not lossless here: {', '.join(faulty)}")
+
+    run_command(NAME, run)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name=NAME)
+
+
+def _check_output(path: Path | None) -> None:
+    """Minutes of checking must not end at a folder that does not exist."""
+    if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {path} cannot be written: it must be a file in a folder that exists")
+
+
+def _read_prompts(given: Sequence[str], file: Path | None, most: int) -> list[tuple[str, str]]:
+    """Names and texts of the prompts."""
+    if given and file is not None:
+        raise ConfigError("give prompts as arguments or by --prompts, not both")
+    if not all(given):
+        raise ConfigError("a prompt is empty: it has 0 characters and at least 1 is needed")
+    if given:
+        return [(str(index), text) for index, text in enumerate(given, 1)][:most]
+    from jaxspec.measure.prompts import load_prompts
+
+    loaded = load_prompts(file)
+    count = min(most, len(loaded))
+    return [(str(p.question_id), p.turns[0]) for p in (loaded[i * len(loaded) // count] for i in range(count))]
+
+
+def _encode(llm: "LLM", text: str, chat: bool | None) -> list[int]:
+    template = llm.tokenizer.has_chat_template
+    if chat and not template:
+        raise ConfigError(f"{llm.model_path} has no chat template; --raw completes the text as it is")
+    return llm.encode([{"role": "user", "content": text}] if template and chat is not False else text)
+
+
+def _make_methods(text: str, assignments: Sequence[str], *, has_draft: bool) -> tuple[list[Any], dict[str, str]]:
+    """The methods to check with their settings, and those left out of `ALL`, with the reason."""
+    from jaxspec.methods.registry import METHODS, resolve_method
+
+    names = [name.strip() for name in text.split(",")]
+    skipped: dict[str, str] = {}
+    if names == [ALL]:
+        fits = {name: has_draft or not getattr(kind, "drafts", False) for name, kind in METHODS.items()}
+        skipped = {name: "needs a draft model (--draft-model)" for name, fit in fits.items() if not fit}
+        names = [name for name, fit in fits.items() if fit and name != PLAIN]
+        if not names:
+            raise ConfigError(
+                f"no method but {PLAIN} fits these models; --method {PLAIN} checks that it repeats itself"
+            )
+    methods: list[Any] = [resolve_method(name, has_draft) for name in names]
+    if has_draft and not any(method.drafts for method in methods):
+        raise ConfigError(f"none of the methods {', '.join(names)} uses a draft model: leave --draft-model out")
+    return _apply_settings(methods, assignments), skipped
+
+
+def _apply_settings(methods: list[Any], assignments: Sequence[str]) -> list[Any]:
+    """Every setting goes to the methods that have it; one that none has is refused."""
+    fields = [{f.name: getattr(m, f.name) for f in dataclasses.fields(m)} for m in methods]
+    known = {name: _types(default) for defaults in fields for name, default in defaults.items()}
+    if assignments and not known:
+        raise ConfigError(f"--set {assignments[0]}: {methods[0].name!r} has no settings")
+    settings = merge_options({}, None, assignments, known)
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return [
+        dataclasses.replace(method, **{name: value for name, value in settings.items() if name in defaults})
+        for method, defaults in zip(methods, fields, strict=True)
+    ]
+
+
+def _types(default: object) -> OptionTypes:
+    """Types that TOML may give for a setting with this default."""
+    if default is None:
+        return (object, bool)
+    if isinstance(default, float):
+        return (int, float)
+    return (list,) if isinstance(default, tuple) else (type(default),)
+
+
+def _check_method(
+    plain: "LLM",
+    speculative: Any,
+    method: Any,
+    prompts: list[list[int]],
+    options: Mapping[str, int],
+    scorer: "Scorer",
+    advance: Callable[[str, int], None],
+) -> dict[str, Any]:
+    """Everything about one method, for tables and JSON."""
+    from jaxspec.measure.check import PlainLaw, check_tokens, default_samplings, describe, summarise
+    from jaxspec.measure.law import DEPTH, check_law, draw_many, law_samplings
+
+    exact = getattr(method, "exact", "tokens")
+    samplings = default_samplings(options["max_tokens"], options["seed"])
+    if exact == "law":
+        samplings = [sampling for sampling in samplings if sampling.temperature == 0]
+    entry: dict[str, Any] = {"method": method.name, "settings": dataclasses.asdict(method), "exact": exact}
+    entry |= {"tokens": [], "law": []}
+    for sampling in samplings:
+        step = lambda: advance("prompts", len(prompts) * len(samplings))  # noqa: E731
+        compared = check_tokens(plain, speculative, prompts, [sampling], scorer, step)
+        summary = dataclasses.asdict(summarise(compared, scorer.dtype))
+        entry["tokens"].append({"sampling": describe(sampling), **summary, "comparisons": compared})
+    if exact == "law":
+        longest = getattr(method, "longest_path", DEPTH)
+        # The shortest prompt: every draw prefills it.
+        prompt = min(prompts, key=len)
+        for sampling in law_samplings(max(DEPTH, min(longest, LONGEST_DRAW))):
+            law, draws = PlainLaw(scorer, prompt, sampling), []
+            for draw in draw_many(speculative, prompt, sampling, options["samples"], options["seed"]):
+                draws.append(draw)
+                advance("draws", 2 * options["samples"])
+            result = dataclasses.asdict(check_law(law, prompt, draws, edge_fn=law.edge))
+            entry["law"].append({"sampling": describe(sampling), "prompt": prompts.index(prompt), **result})
+    faults = [row["different"] for row in entry["tokens"]] + [row["verdict"] == "different" for row in entry["law"]]
+    return {**entry, "lossless": not any(faults)}
+
+
+def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[str], llm: "LLM") -> None:
+    """Tables of one method, and what they come to in words."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    settings = " ".join(f"{name}={value}" for name, value in entry["settings"].items())
+    title = escape(f"{entry['method']} {settings}".strip())
+    table = Table(title=f"{title}: token by token", title_justify="left")
+    table.add_column("sampling", max_width=40)
+    for column in ("equal", "tokens", "ties", "prompt", "position", "plain", "method", "margin", "rounding", "verdict"):
+        table.add_column(column, justify="left" if column in ("plain", "method", "verdict") else "right")
+    for row in entry["tokens"]:
+        worst = _worst(row["comparisons"])
+        shown = [""] * 6 if worst is None else _difference(worst, names, llm)
+        verdict = "different" if row["different"] else "tie" if row["tie"] else "equal"
+        counts = [f"{row['equal']}/{row['prompts']}", str(row["tokens"]), str(row["ties"])]
+        table.add_row(*map(escape, [row["sampling"], *counts, *shown, verdict]))
+    console.print(table)
+    if entry["law"]:
+        table = Table(title=f"{title}: distribution", title_justify="left")
+        table.add_column("sampling", max_width=40)
+        for column in ("draws", "first tokens", "behind accepted drafts", "impossible", "p", "verdict"):
+            table.add_column(column)
+        for row in entry["law"]:
+            behind = " ".join(f"{depth}:{p:.2g}" for depth, p in row["behind"].items()) or "not reported"
+            cells = [row["sampling"], str(row["samples"]), f"{row['joint']:.2g}", behind, str(row["impossible"])]
+            table.add_row(*map(escape, [*cells, f"{row['p_value']:.2g}", row["verdict"]]))
+        console.print(table)
+    for row in entry["tokens"]:
+        if row["suspicious"]:
+            text = f"{row['ties']} ties in {row['tokens']} tokens are more than rounding explains: {row['sampling']}"
+            console.print(f"suspicious: {text}", markup=False, highlight=False)
+    console.print(f"{entry['method']}: {_words(entry)}", markup=False, highlight=False)
+
+
+def _worst(compared: Sequence["Comparison"]) -> "Comparison | None":
+    """The first fault, else the first tie."""
+    for verdict in ("different", "tie"):
+        for comparison in compared:
+            if comparison.verdict == verdict:
+                return comparison
+    return None
+
+
+def _difference(comparison: "Comparison", names: Sequence[str], llm: "LLM") -> list[str]:
+    """Where two texts part: prompt, position, both tokens, the margin and what passes for rounding."""
+
+    def show(token: int | None) -> str:
+        # Faulty methods emit what is no token.
+        text = llm.tokenizer.token_bytes(token).decode(errors="replace") if token is not None and token >= 0 else ""
+        return "the end" if token is None else f"{text!r} ({token})"
+
+    where = [names[comparison.prompt], str(comparison.position)]
+    tokens = [show(comparison.expected_token), show(comparison.got_token)]
+    if comparison.margin is None or comparison.eps is None:
+        return [*where, *tokens, "none", ""]
+    return [*where, *tokens, f"{comparison.margin:.3g}", f"{comparison.eps:.3g}"]
+
+
+def _words(entry: Mapping[str, Any]) -> str:
+    rows = entry["tokens"]
+    prompts, equal, tie, tokens, ties = (sum(r[k] for r in rows) for k in ("prompts", "equal", "tie", "tokens", "ties"))
+    found = f"{equal} of {prompts} texts equal, {tie} equal up to ties ({ties} ties in {tokens} tokens)"
+    if entry["law"]:
+        found += (
+            f", {sum(row['verdict'] == 'equal' for row in entry['law'])} of {len(entry['law'])} distributions equal"
+        )
+    return f"{'lossless here' if entry['lossless'] else 'NOT LOSSLESS'}: {found}"
+
+
+def _jsonable(value: Any) -> Any:
+    """Dataclasses as objects, and null for what JSON cannot say (infinities)."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _console(json_: Path | None) -> "Console":
+    from rich.console import Console
+
+    to_stdout = str(json_) != "-"
+    console = Console(stderr=not to_stdout)
+    return console if console.is_terminal else Console(stderr=not to_stdout, width=PIPE_WIDTH)
+
+
+class _Bar:
+    """Progress for people: nothing is shown where nobody looks."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Bar":
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, what: str, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(f"{self._name}: {what}", total=total)
+        self._progress.advance(self._tasks[what])

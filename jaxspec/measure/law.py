@@ -1,0 +1,303 @@
+"""Distribution tests for methods that keep the law of the text but not the text of a seed (rules R2 and R3).
+
+A method is drawn from with many seeds; what it says is compared with the law that plain decoding gives, by chi-square:
+
+* the joint law of the first tokens, which also shows a random number that decides twice,
+* the law of the token behind D accepted draft tokens, for every D that occurs: for the deepest D it is the bonus token
+  of a fully accepted round (ALGORITHMS 7, row 1), and for every D it is exact, because what decides about the first D
+  tokens says nothing about the next.
+
+**Cells.** Vocabularies are large and samples few, so a position has `WIDTH` cells for its most probable tokens and one
+for the rest. A token that plain decoding can never emit fails the test by itself, whatever the counts.
+
+**False alarms.** All p-values of one check are combined by Bonferroni's bound and compared with `FALSE_ALARM` = 1e-4: a
+method without fault fails about one check in 10,000. (Cells are pooled to an expectation of 10. In 200,000 simulated
+tests with 2,000 draws from random joint laws of 57 cells, p < 1e-4 came in 1.3 of 10,000: the far tail of the statistic
+is a little heavier than chi-square's.)
+
+**Power.** With N samples over c cells and a total variation distance t between what is drawn and what should be, the
+statistic's noncentrality is at least 4 N t**2. At N = 2,000 a fault of t = 0.11 is found with probability 0.99 over 57
+cells (the joint law of two tokens), of t = 0.08 over 8 (one token); four times the samples halve t. A fault that
+shows only behind accepted drafts has as many samples as rounds that got there.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
+
+FALSE_ALARM = 1e-4
+DEPTH = 2  # tokens of the joint law
+WIDTH = 7  # cells of a position, besides the one for the rest
+SMALLEST_CELL = 10.0  # expected counts below this are pooled
+FEWEST = 100  # draws that reached a depth, to test the law behind it
+MOST_CONTEXTS = 16  # texts behind which the next token is scored, per depth
+REST = -1  # in a cell: any token that has no cell of its own
+
+# Log-probabilities of the next token, [V] with -inf for impossible ones, after a text (prompt and continuation).
+ScoreFn = Callable[[tuple[int, ...]], npt.NDArray[np.floating]]
+# Whether a token after a text could be within rounding of a cut (top-k, top-p, min-p) that removes it.
+EdgeFn = Callable[[tuple[int, ...], int], bool]
+Cell = tuple[int, ...]
+
+
+class Decoder(Protocol):
+    """Whatever generates: an `LLM`, or a stand-in whose `generate` returns an object with `token_ids`."""
+
+    def generate(self, prompt: Any, sampling_params: Any, /) -> Any:
+        """Complete a prompt of token ids; with `stats.speculative_decoding`, drafts are counted."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One sampled continuation.
+
+    Attributes:
+      tokens: token ids, in order.
+      accepted: draft tokens accepted in the first round; None if that was not reported.
+    """
+
+    tokens: tuple[int, ...]
+    accepted: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LawResult:
+    """What the draws say about one prompt and one sampling setting.
+
+    Attributes:
+      samples: number of draws.
+      joint: p-value of the joint law of the first tokens.
+      behind: p-value of the law of the token behind D accepted draft tokens, by D.
+      impossible: how often a token was drawn that plain decoding never emits there.
+      edge: how often a draw was left out of a test because its token is within rounding of being cut off.
+      p_value: of all tests together (Bonferroni), 0 if anything impossible was drawn.
+      verdict: "different" below `FALSE_ALARM`.
+    """
+
+    samples: int
+    joint: float
+    behind: dict[int, float]
+    impossible: int
+    edge: int
+    p_value: float
+    verdict: Literal["equal", "different"]
+
+
+def chi_square(observed_counts: npt.ArrayLike, expected_probs: npt.ArrayLike) -> float:
+    """p-value of Pearson's goodness-of-fit test.
+
+    Cells that expect fewer than `SMALLEST_CELL` counts are pooled, the smallest first. A count where the probability is
+    0 gives 0; fewer than two cells give 1, since there is nothing to compare.
+
+    Args:
+      observed_counts: [C], counts at least 0.
+      expected_probs: [C], probabilities that add up to 1 within 1e-3; they are normalised.
+
+    Raises:
+      ConfigError: the lengths differ, a number is negative, or the probabilities do not add up to 1.
+    """
+    observed, probs = np.asarray(observed_counts, np.float64), np.asarray(expected_probs, np.float64)
+    if observed.shape != probs.shape or observed.ndim != 1:
+        raise ConfigError(f"chi_square needs one probability per count, got {observed.shape} and {probs.shape}")
+    if not (observed >= 0).all() or not (probs >= 0).all() or abs(probs.sum() - 1) > 1e-3:
+        raise ConfigError(f"chi_square needs counts and probabilities that add up to 1, got a sum of {probs.sum()}")
+    if observed[probs == 0].any():
+        return 0.0
+    expected = probs / probs.sum() * observed.sum()
+    order = np.argsort(expected, kind="stable")
+    observed, expected = observed[order], expected[order]
+    # The shortest head of the sorted cells that is large enough with all small ones in it.
+    small = int((expected < SMALLEST_CELL).sum())
+    enough = np.flatnonzero((np.cumsum(expected) >= SMALLEST_CELL) & (np.arange(1, len(expected) + 1) >= small))
+    head = 0 if small == 0 else int(enough[0]) + 1 if len(enough) else len(expected)
+    observed = np.append(observed[head:], observed[:head].sum() if head else [])
+    expected = np.append(expected[head:], expected[:head].sum() if head else [])
+    if len(expected) < 2:
+        return 1.0
+    from scipy.special import chdtrc  # the survival function of chi-square; scipy.stats takes a second to import
+
+    return float(chdtrc(len(expected) - 1, ((observed - expected) ** 2 / expected).sum()))
+
+
+def law_samplings(tokens: int) -> list[SamplingParams]:
+    """Two settings for distribution tests, neither at temperature 1, where an ignored temperature would not show."""
+    return [
+        SamplingParams(tokens, temperature=2.0, top_k=20),
+        SamplingParams(tokens, temperature=0.6, top_p=0.95, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3),
+    ]
+
+
+def joint_law(
+    score_fn: ScoreFn, prompt: Sequence[int], depth: int = DEPTH, width: int | None = None
+) -> dict[Cell, float]:
+    """The exact law of the next `depth` tokens, by enumeration.
+
+    Args:
+      score_fn: log-probabilities `[V]` after a text; called once per text that is enumerated.
+      prompt: token ids.
+      depth: tokens per cell, at least 1.
+      width: most probable tokens of each position that get cells of their own; None for all that are possible.
+
+    Returns:
+      Probability by cell: `depth` token ids, or fewer that end with `REST`, "any other token here".
+    """
+    law: dict[Cell, float] = {}
+    for cell, mass in _enumerate(score_fn, tuple(prompt), (), 1.0, depth, width):
+        law[cell] = mass
+    return law
+
+
+def find_cell(tokens: Sequence[int], law: dict[Cell, float]) -> Cell:
+    """The cell of `joint_law` that holds a continuation of at least its depth; not in `law` if it is impossible."""
+    inner = {cell[:i] for cell in law for i in range(len(cell))}
+    return _find_cell(tuple(tokens), law, inner)
+
+
+def draw_many(
+    method: Decoder, prompt: Sequence[int], sampling: SamplingParams, samples: int, seed: int = 0
+) -> Iterator[Draw]:
+    """Draw continuations with the seeds `seed`, `seed + 1`, ...; `sampling.max_tokens` is their length.
+
+    Args:
+      method: what to draw from.
+      prompt: token ids.
+      sampling: its seed is replaced; `ignore_eos` is set, so that the law goes on behind an end of sequence.
+      samples: how many.
+      seed: the first seed.
+    """
+    for index in range(samples):
+        named = dataclasses.replace(sampling, seed=seed + index, ignore_eos=True)
+        completion = method.generate(list(prompt), named)
+        yield Draw(tuple(int(token) for token in completion.token_ids), _first_accepted(completion))
+
+
+def check_law(
+    score_fn: ScoreFn,
+    prompt: Sequence[int],
+    draws: Sequence[Draw],
+    depth: int = DEPTH,
+    width: int = WIDTH,
+    edge_fn: EdgeFn | None = None,
+) -> LawResult:
+    """Compare draws with the exact law; see the module for tests, false alarms and power.
+
+    Args:
+      score_fn: log-probabilities `[V]` of plain decoding after a text; texts may be asked for more than once.
+      prompt: token ids.
+      draws: continuations of `prompt` by the method, with different seeds; each at least `depth` tokens long.
+      depth: tokens of the joint law.
+      width: cells of a position, besides the one for the rest.
+      edge_fn: forgives a token that a cut removes by no more than rounding; None forgives nothing.
+
+    Raises:
+      ConfigError: no draws, or one that is too short.
+    """
+    if not draws or min(len(draw.tokens) for draw in draws) < depth:
+        raise ConfigError(f"the law of {depth} tokens needs draws of at least {depth} tokens each")
+    prompt = tuple(prompt)
+    support = _Support(score_fn, edge_fn or (lambda text, token: False))
+    law = joint_law(score_fn, prompt, depth, width)
+    inner = {cell[:i] for cell in law for i in range(len(cell))}
+    counts: Counter[Cell] = Counter()
+    for draw in draws:
+        steps = [(prompt + draw.tokens[:i], draw.tokens[i]) for i in range(depth) if draw.tokens[:i] in inner]
+        if support.admits(steps):
+            counts[_find_cell(draw.tokens, law, inner)] += 1
+    cells = [*law, *(counts.keys() - law.keys())]
+    joint = chi_square([counts[cell] for cell in cells], [law.get(cell, 0.0) for cell in cells])
+    behind = {}
+    for accepted in range(1, max(draw.accepted or 0 for draw in draws) + 1):
+        there = [draw for draw in draws if (draw.accepted or 0) >= accepted and len(draw.tokens) > accepted]
+        if len(there) >= FEWEST:
+            behind[accepted] = _check_behind(support, prompt, there, accepted, width)
+    p_values = [joint, *behind.values()]
+    p_value = 0.0 if support.impossible else min(1.0, min(p_values) * len(p_values))
+    verdict = "different" if p_value < FALSE_ALARM else "equal"
+    return LawResult(len(draws), joint, behind, support.impossible, support.edge, p_value, verdict)
+
+
+class _Support:
+    """Which tokens plain decoding can emit, and how often a method emitted others."""
+
+    def __init__(self, score_fn: ScoreFn, edge_fn: EdgeFn):
+        self.score_fn = score_fn
+        self.impossible = 0
+        self.edge = 0
+        self._edge_fn = edge_fn
+
+    def admits(self, steps: list[tuple[tuple[int, ...], int]]) -> bool:
+        """Whether every (text, next token) of a draw is possible; counts it if one is not."""
+        removed = [(text, token) for text, token in steps if math.isinf(self.score_fn(text)[token])]
+        if all(self._edge_fn(text, token) for text, token in removed):
+            self.edge += bool(removed)
+        else:
+            self.impossible += 1
+        return not removed
+
+
+def _check_behind(support: _Support, prompt: Cell, draws: list[Draw], accepted: int, width: int) -> float:
+    """p-value of the token behind `accepted` draft tokens, by its rank under plain decoding.
+
+    Ranks pool different texts. Their counts vary no more than those of one multinomial with the mean probabilities, so
+    the p-value is valid, and on the large side.
+    """
+    texts = Counter(draw.tokens[:accepted] for draw in draws)
+    observed, expected = np.zeros(width + 1), np.zeros(width + 1)
+    for text, _ in texts.most_common(MOST_CONTEXTS):
+        log_probs = np.asarray(support.score_fn(prompt + text), np.float64)
+        top = _most_probable(log_probs, width)
+        rank = {int(token): i for i, token in enumerate(top)}
+        mass = np.exp(log_probs[top])
+        cells = np.concatenate([mass, np.zeros(width - len(top)), [max(1.0 - mass.sum(), 0.0)]])
+        for draw in draws:
+            if draw.tokens[:accepted] == text and support.admits([(prompt + text, draw.tokens[accepted])]):
+                observed[rank.get(draw.tokens[accepted], width)] += 1
+                expected += cells
+    return chi_square(observed, expected / expected.sum()) if expected.any() else 1.0
+
+
+def _enumerate(
+    score_fn: ScoreFn, prompt: Cell, head: Cell, mass: float, depth: int, width: int | None
+) -> Iterator[tuple[Cell, float]]:
+    log_probs = np.asarray(score_fn(prompt + head), np.float64)
+    possible = int(np.isfinite(log_probs).sum())
+    own = _most_probable(log_probs, possible if width is None else min(width, possible))
+    probs = np.exp(log_probs[own])
+    for token, prob in zip(own.tolist(), probs.tolist(), strict=True):
+        if depth == 1:
+            yield (*head, token), mass * prob
+        else:
+            yield from _enumerate(score_fn, prompt, (*head, token), mass * prob, depth - 1, width)
+    if len(own) < possible:
+        yield (*head, REST), mass * max(1.0 - float(probs.sum()), 0.0)
+
+
+def _most_probable(log_probs: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
+    """Ids of the most probable tokens that are possible, at most `count`, the lower id first on a tie."""
+    order = np.argsort(-log_probs, kind="stable")[:count]
+    return order[np.isfinite(log_probs[order])]
+
+
+def _find_cell(tokens: Cell, law: dict[Cell, float], inner: set[Cell]) -> Cell:
+    for end in range(1, len(tokens) + 1):
+        if tokens[:end] in law:
+            return tokens[:end]
+        if tokens[:end] not in inner:
+            return (*tokens[: end - 1], REST)
+    raise ConfigError(f"{len(tokens)} tokens are fewer than the law describes")
+
+
+def _first_accepted(completion: Any) -> int | None:
+    """Draft tokens accepted in the first round, where the completion reports it."""
+    counters = getattr(getattr(completion, "stats", None), "speculative_decoding", None) or {}
+    per_step = counters.get("per_step_accepted")
+    return int(per_step[0]) if per_step else None

@@ -1,0 +1,154 @@
+"""A stand-in for `LLM` with invented methods: what comes out of a benchmark of it can be worked out by hand."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxspec.errors import ConfigError
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.results import Completion, DecodeStats
+from jaxspec.suggest import suggest
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Accepts `budget` draft tokens in every round."""
+
+    name: ClassVar[str] = "specexec"
+    drafts: ClassVar[bool] = True
+    exact: ClassVar[str] = "tokens"
+    budget: int = 1
+    width: int | None = None
+    shape: tuple[int, ...] = (2, 1)
+    decay: float = 0.5
+    limit: int | None = None
+
+    def __post_init__(self):
+        if self.budget < 1:
+            raise ConfigError(f"budget must be at least 1, got {self.budget}")
+        object.__setattr__(self, "width", self.width or 4 * self.budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Accepts nothing."""
+
+    name: ClassVar[str] = "lookup"
+    drafts: ClassVar[bool] = False
+    exact: ClassVar[str] = "tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled(Tree):
+    """Keeps the distribution, not the text."""
+
+    name: ClassVar[str] = "specinfer"
+    exact: ClassVar[str] = "law"
+
+
+METHODS = {method.name: method for method in (Autoregressive, Lookup, Tree, Sampled)}
+
+
+def make_method(name, has_draft, settings=None):
+    """As the registry does."""
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; {suggest(name, METHODS)}")
+    return METHODS[name](**(settings or {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class PassTimes:
+    target_s: float
+    draft_s: float
+
+
+class FakeEngine:
+    max_context = 1000
+
+    def __init__(self, method):
+        self.method = method
+        self.prepared = []
+
+    def prepare(self, tokens):
+        self.prepared.append(tokens)
+        return 0.5
+
+
+class FakeTokenizer:
+    has_chat_template = True
+
+
+class FakeLLM:
+    """A round takes 10 ms in plain decoding and 15 ms with drafts; the first one 100 ms.
+
+    An answer has as many tokens as the first message has characters, at most `max_tokens`.
+    """
+
+    model_path = "fake"
+    params = None
+
+    def __init__(self, model=None, *, draft=None, method=None, calls=None, wrong=(), **options):
+        self.engine = FakeEngine(method or Autoregressive())
+        self.tokenizer = FakeTokenizer()
+        self.calls = [] if calls is None else calls
+        self.wrong = wrong  # names of methods that get a token wrong
+
+    def with_method(self, method):
+        return FakeLLM(method=method, calls=self.calls, wrong=self.wrong)
+
+    def encode(self, prompt):
+        texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        return [1] * sum(map(len, texts))
+
+    def chat(self, messages, sampling):
+        method = self.engine.method
+        self.calls.append((method, tuple(message["content"] for message in messages), sampling))
+        count = min(sampling.max_tokens, len(messages[0]["content"]))
+        tokens = list(range(100, 100 + count))
+        if method.name in self.wrong and count > 3:
+            tokens[3] = 0
+        stats = plain_stats(len(self.encode(messages)), count)
+        if method.name != "ar":
+            stats = spec_stats(stats, method.budget if method.drafts else 0)
+        reason = "length" if count == sampling.max_tokens else "stop"
+        return Completion(f"answer {len(messages)}", tuple(tokens), reason, stats, method.name)
+
+    def generate(self, prompt, sampling):
+        return self.chat([{"role": "user", "content": prompt}], sampling)
+
+
+def plain_stats(prompt_tokens, count):
+    decode_s = 0.010 * (count - 1)
+    return DecodeStats(prompt_tokens, count, 0.1, decode_s, (count - 1) / decode_s if decode_s else None, 0.0)
+
+
+def spec_stats(stats, accepted):
+    """Counters of rounds that each bring `accepted` draft tokens and a bonus token, cut at the end of the text."""
+    left, per_step = stats.completion_tokens, []
+    while left:
+        per_step.append(min(left, 1 + accepted) - 1)
+        left -= per_step[-1] + 1
+    steps = len(per_step)
+    decode_s = 0.015 * (steps - 1)
+    behind = stats.completion_tokens - per_step[0] - 1
+    counters = {
+        "num_spec_steps": steps,
+        "num_spec_tokens": accepted,
+        "num_draft_tokens": 2 * accepted * steps,
+        "num_accepted_draft_tokens": sum(per_step),
+        "mean_acceptance_length": 1 + sum(per_step) / steps,
+        "per_step_accepted": per_step,
+        "num_draft_passes": 3 * steps if accepted else 0,
+    }
+    rate = behind / decode_s if decode_s else None
+    return dataclasses.replace(stats, decode_s=decode_s, tokens_per_s=rate, speculative_decoding=counters)
+
+
+def install(monkeypatch):
+    """Let `jaxspec.measure.bench` see the invented methods, and no weights."""
+    from jaxspec.measure import bench
+
+    monkeypatch.setattr(bench, "METHODS", METHODS)
+    monkeypatch.setattr(bench.registry, "make_method", make_method)
+    monkeypatch.setattr(bench, "roofline_pass", lambda params, passes: lambda: 0.008)
+    monkeypatch.setattr(bench, "weight_bytes", lambda params: 10**9)
+    monkeypatch.setattr(bench, "_time_passes", lambda llm, context: PassTimes(0.009, 0.001 * llm.engine.method.drafts))

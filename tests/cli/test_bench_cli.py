@@ -1,0 +1,129 @@
+"""`jaxspec-bench`: its words on invented methods, in this process, and one real run in a process of its own."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import bench_fakes
+import pytest
+
+from jaxspec.cli import bench as command
+
+START = "from jaxspec.cli.bench import main; main()"
+
+
+def run(*arguments):
+    return subprocess.run([sys.executable, "-c", START, *arguments], capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run the command in this process on invented methods; returns its status and output."""
+    bench_fakes.install(monkeypatch)
+    monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
+    before = signal.getsignal(signal.SIGINT)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", [command.NAME, *arguments])
+        with pytest.raises(SystemExit) as left:
+            command.main()
+        out, err = capsys.readouterr()
+        return left.value.code, out, err
+
+    yield call
+    signal.signal(signal.SIGINT, before)
+
+
+def test_tables_go_to_stdout_and_the_object_to_a_file(call, tmp_path):
+    words = [
+        "--draft-model", "d", "--methods", "specexec,lookup", "--budgets", "2,4", "--set", "specexec.width=9",
+        "--set", "specexec.shape=[3, 1]", "--set", "specexec.decay=1", "--set", "specexec.limit=7",
+        "--categories", "chat,code", "--max-prompts", "4", "-n", "30", "--repeats", "2",
+        "--json", f"{tmp_path}/out.json",
+    ]  # fmt: skip
+    status, out, err = call(*words)
+    assert (status, err) == (0, "")
+    assert "specexec[budget=4]" in out and "speed-up" in out and "--budgets 2,4" in out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [column["label"] for column in report["columns"]] == [
+        "ar",
+        "specexec[budget=2]",
+        "specexec[budget=4]",
+        "lookup",
+    ]
+    assert report["columns"][1]["settings"] == {"budget": 2, "width": 9, "shape": [3, 1], "decay": 1, "limit": 7}
+    assert list(report["categories"]) == ["chat", "code"] and report["overall"]["prompts"] == 4
+    assert len(report["samples"]) == 4 * 4 * 2
+    assert report["command"].startswith("jaxspec-bench --draft-model d") and report["draft"] == "d"
+    assert report["sampling"]["max_tokens"] == 30 and report["sampling"]["ignore_eos"] is False
+
+
+def test_the_object_can_be_all_of_stdout(call):
+    status, out, err = call(
+        "--methods", "ar", "--max-prompts", "2", "--ignore-eos", "--temp", "0.5", "--seed", "3", "--json", "-"
+    )
+    assert status == 0
+    report = json.loads(out)
+    assert (report["sampling"]["temperature"], report["sampling"]["seed"]) == (0.5, 3)
+    assert "temperature 0.5" in err and "end-of-sequence tokens ignored" in err
+
+
+def test_all_methods_that_fit_by_default(call):
+    for words, labels in [([], ["ar", "lookup"]), (["--draft-model", "d"], list(bench_fakes.METHODS))]:
+        status, out, _ = call("--max-prompts", "1", "--repeats", "1", "-n", "20", "--json", "-", *words)
+        assert status == 0
+        assert [column["label"] for column in json.loads(out)["columns"]] == labels
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "ar"], "--methods"),
+        (["--methods", "specexek"], "did you mean 'specexec'"),
+        (["--methods", "ar,,lookup"], "--methods 'ar,,lookup' must be names with commas between them"),
+        (["--methods", "specexec"], "needs a draft model"),
+        (["--methods", "lookup", "--draft-model", "d"], "none of the methods ar, lookup uses a draft model"),
+        (["--categories", "math"], "no prompt is of category 'math'; did you mean 'maths'"),
+        (["--prompts", "no/such.jsonl"], "prompt file no/such.jsonl cannot be read"),
+        (["--budgets", "1,many"], "--budgets '1,many' must be whole numbers"),
+        (["--budgets", "4"], "budgets are swept for specexec, which is not measured"),
+        (["--set", "width=3"], "must have the form method.name=value"),
+        (["--set", "specexec.widht=3"], "did you mean 'width'"),
+        (["--set", "specexec.width=wide"], "width must be of type int, got 'wide'"),
+        (["--set", "specexec.width=true"], "width must be of type int, got True"),
+        (["--set", "ar.width=3"], "method 'ar' has no settings"),
+        (["--set", "specexec.width=3"], "a setting is given for 'specexec', which is not measured"),
+        (["--set", "specexek.width=3"], "did you mean 'specexec'"),
+        (["--temperature", "-1"], "temperature must lie between"),
+        (["--repeats", "0"], "--repeats"),
+        (["--max-prompts", "0"], "--max-prompts"),
+        (["-n", "5000"], "allow fewer tokens per answer"),
+        (["--json", "no/such/folder/out.json"], "it must be a file in a folder that exists"),
+    ],
+)
+def test_wrong_words_exit_with_2_and_one_line(call, arguments, message):
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+def test_plain_decoding_of_the_default_model(tmp_path):
+    done = run("--methods", "ar", "--max-prompts", "1", "--repeats", "1", "-n", "12", "--json", f"{tmp_path}/out.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads((tmp_path / "out.json").read_text())
+    row = report["overall"]["columns"]["ar"]
+    assert row["tokens_per_pass"] == 1 and row["speedup"]["mean"] == 1
+    assert 0 < row["gb_per_s"] < 2 * report["roofline"]["gb_per_s"]
+    assert report["columns"][0]["pass_s"]["target_s"] > 0 and report["answers_that_compiled"] == 0
+
+
+def test_help_needs_no_heavy_import():
+    code = (
+        "import sys, jaxspec.cli.bench as c\n"
+        "try: c.app(['--help'], standalone_mode=False)\n"
+        "finally: assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--budgets" in done.stdout

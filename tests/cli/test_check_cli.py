@@ -1,0 +1,209 @@
+"""`jaxspec-check` on a tiny checkpoint, in this process, with honest and faulty methods; and its words."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from typing import ClassVar
+
+import jax.numpy as jnp
+import pytest
+from native_models import LLAMA, write_native, write_tokenizer
+from tiny_models import quick_compilation
+
+from jaxspec.cli import check as command
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ROUND_HEADER
+from jaxspec.methods.registry import METHODS
+
+START = "from jaxspec.cli.check import main; main()"
+
+
+class Spoiled:
+    """Plain decoding's runner with another request, or other rounds."""
+
+    def __init__(self, runner, request=lambda r: r, packed=lambda p: p):
+        self.runner = runner
+        self.request = request
+        self.packed = packed
+
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+
+    def round(self, params, state, request):
+        state, round_ = self.runner.round(params, state, self.request(request))
+        return state, round_.replace(packed=self.packed(round_.packed))
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin(Autoregressive):
+    """Plain decoding under another name."""
+
+    name: ClassVar[str] = "twin"
+    exact: ClassVar[str] = "tokens"
+    width: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Lawful(Twin):
+    """Plain decoding that promises the distribution only."""
+
+    name: ClassVar[str] = "lawful"
+    exact: ClassVar[str] = "law"
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded(Twin):
+    """Takes a pad for the token."""
+
+    name: ClassVar[str] = "padded"
+
+    def bind(self, models, slots):
+        return Spoiled(super().bind(models, slots), packed=lambda packed: packed.at[ROUND_HEADER].set(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hot(Lawful):
+    """Draws at the wrong temperature; its greedy texts are right."""
+
+    name: ClassVar[str] = "hot"
+
+    def bind(self, models, slots):
+        def heat(request):
+            hotter = jnp.asarray(request.processors.temperature) * 4
+            return request.replace(processors=request.processors.replace(temperature=hotter))
+
+        return Spoiled(super().bind(models, slots), request=heat)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check") / "model"
+    write_native(folder, LLAMA)
+    write_tokenizer(folder, LLAMA.vocab_size)
+    return str(folder)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, model):
+    """Run the command in this process; returns its status and output."""
+    for method in (Twin, Lawful, Padded, Hot):
+        monkeypatch.setitem(METHODS, method.name, method)
+    before = signal.getsignal(signal.SIGINT)
+
+    def call(*arguments):
+        words = ["--model", model, "--raw", "-n", "6", "--samples", "200", *arguments]
+        monkeypatch.setattr(sys, "argv", [command.NAME, *words])
+        with pytest.raises(SystemExit) as left, quick_compilation():
+            command.main()
+        return left.value.code, *capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGINT, before)
+
+
+def test_lossless_methods_are_status_0(call, tmp_path):
+    out_file = tmp_path / "out.json"
+    status, out, err = call("--method", "twin,lawful", "--set", "width=5", "--json", str(out_file), "w1 w2", "w3")
+    assert (status, err) == (0, "")
+    assert "twin: lossless here: 8 of 8 texts equal, 0 equal up to ties (0 ties in " in out
+    assert "lawful: lossless here: 4 of 4 texts equal" in out and "2 of 2 distributions equal" in out
+    assert "2/2" in out and "not reported" in out
+    report = json.loads(out_file.read_text())
+    assert report["lossless"] is True and report["dtype"] == "float32" and report["prompts"] == ["1", "2"]
+    twin, lawful = report["methods"]
+    assert (twin["method"], twin["exact"], twin["settings"], twin["law"]) == ("twin", "tokens", {"width": 5}, [])
+    assert [row["sampling"].split()[0] for row in twin["tokens"]] == [
+        "greedy",
+        "greedy",
+        "temperature=1.0",
+        "temperature=0.7",
+    ]
+    first = twin["tokens"][0]["comparisons"][0]
+    assert first["verdict"] == "equal" and first["expected"] == first["got"] and 0 < len(first["got"]) <= 6
+    assert [row["samples"] for row in lawful["law"]] == [200, 200] and len(lawful["tokens"]) == 2
+
+
+def test_a_faulty_method_is_status_1_and_shown_where_it_differs(call, tmp_path):
+    status, out, err = call("--method", "padded,twin", "--json", "-", "w1 w2")
+    assert status == 1
+    assert err.splitlines()[-1] == "jaxspec-check: error: not lossless here: padded"
+    # Tables make room for the object.
+    assert "'w0' (0)" in err and "different" in err and "padded: NOT LOSSLESS: 0 of 4 texts equal" in err
+    report = json.loads(out)
+    assert report["lossless"] is False and [m["lossless"] for m in report["methods"]] == [False, True]
+    found = report["methods"][0]["tokens"][0]["comparisons"][0]
+    assert (found["verdict"], found["position"], found["got_token"]) == ("different", 0, 0)
+    assert found["margin"] > found["eps"] > 0
+
+
+def test_a_wrong_law_is_status_1(call):
+    status, out, err = call("--method", "hot", "w1 w2")
+    assert status == 1 and err == "jaxspec-check: error: not lossless here: hot\n"
+    assert "hot: NOT LOSSLESS: 2 of 2 texts equal" in out and "0 of 2 distributions equal" in out
+
+
+def test_all_leaves_out_what_does_not_fit(call, monkeypatch):
+    for name in list(METHODS):
+        if name not in ("ar", "chain", "twin"):
+            monkeypatch.delitem(METHODS, name)
+    status, out, _ = call("w1 w2")
+    assert status == 0 and "twin: lossless here" in out
+    assert "not checked: chain: needs a draft model (--draft-model)" in out
+    monkeypatch.delitem(METHODS, "twin")
+    status, _, err = call("w1 w2")
+    assert status == 2 and "no method but ar fits" in err
+
+
+def test_prompts_of_a_file_are_spread(call, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"question_id": i, "category": "c", "turns": [f"w{i}", "w0"]} for i in range(10)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    status, out, _ = call("--method", "ar", "--prompts", str(file), "--max-prompts", "3", "--json", "-")
+    assert status == 0 and json.loads(out)["prompts"] == ["0", "3", "6"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "ar", "w1"], "--method"),
+        (["--method", "twni", "w1"], "did you mean 'twin'"),
+        (["--method", "twin,", "w1"], "unknown method ''"),
+        (["--method", "twin", "--set", "widht=3", "w1"], "did you mean 'width'"),
+        (["--method", "twin", "--set", "width=wide", "w1"], "width must be of type int, got 'wide'"),
+        (["--method", "ar", "--set", "width=3", "w1"], "'ar' has no settings"),
+        (["--method", "twin", "--draft-model", "d", "w1"], "none of the methods twin uses a draft model"),
+        (["--method", "twin", ""], "a prompt is empty"),
+        (["--method", "twin", "--prompts", "no.jsonl"], "prompt file no.jsonl cannot be read"),
+        (["--method", "twin", "--prompts", "no.jsonl", "w1"], "not both"),
+        (["--method", "twin", "--samples", "10", "w1"], "--samples"),
+        (["--method", "twin", "-n", "64", "w1"], "exceed the context of 64"),
+        (["--method", "twin", "--dtype", "int4", "w1"], "dtype 'int4' is not supported"),
+        (["--method", "twin", "--target-devices", "64", "w1"], "64 devices asked for"),
+        (["--method", "twin", "--json", "no/such/out.json", "w1"], "it must be a file in a folder that exists"),
+    ],
+)
+def test_wrong_words_are_status_2_and_one_line(call, arguments, message):
+    status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+def test_in_a_process_of_its_own(model):
+    words = ["--model", model, "--raw", "--method", "ar", "-n", "4", "--target-devices", "2", "w1 w2 w3"]
+    code = f"import jax; jax.config.update('jax_num_cpu_devices', 2)\n{START}"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ar: lossless here: 4 of 4 texts equal" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_help_needs_no_heavy_import():
+    code = (
+        "import sys, jaxspec.cli.check as c\n"
+        "try: c.app(['--help'], standalone_mode=False)\n"
+        "finally: assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--samples" in done.stdout
