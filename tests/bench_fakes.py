@@ -59,6 +59,7 @@ def make_method(name, has_draft, settings=None):
 class PassTimes:
     target_s: float
     draft_s: float
+    draft_root_s: float
 
 
 class FakeEngine:
@@ -151,4 +152,6 @@ def install(monkeypatch):
     monkeypatch.setattr(bench.registry, "make_method", make_method)
     monkeypatch.setattr(bench, "roofline_pass", lambda params, passes: lambda: 0.008)
     monkeypatch.setattr(bench, "weight_bytes", lambda params: 10**9)
-    monkeypatch.setattr(bench, "_time_passes", lambda llm, context: PassTimes(0.009, 0.001 * llm.engine.method.drafts))
+    monkeypatch.setattr(
+        bench, "_time_passes", lambda llm, context: PassTimes(0.009, 0.001 * llm.engine.method.drafts, 0.001)
+    )

@@ -25,10 +25,12 @@ class PassTimes:
     Attributes:
       target_s: target, with as many rows as the method verifies.
       draft_s: draft, with as many rows as the method evaluates at a time; 0 without a draft model.
+      draft_root_s: draft, the first pass of a round: the root and a pending token, two rows; 0 without a draft model.
     """
 
     target_s: float
     draft_s: float
+    draft_root_s: float
 
 
 def measure_passes(llm: LLM, context: int, repeats: int = 9) -> PassTimes:
@@ -40,9 +42,10 @@ def measure_passes(llm: LLM, context: int, repeats: int = 9) -> PassTimes:
       repeats: samples behind each median; target and draft are taken in turn.
     """
     method, models = llm.engine.method, llm.engine.models
-    runs = {"target": _pass(models.target, llm.params, method.batch_rows, context)}
+    runs = {"target": time_pass(models.target, llm.params, method.batch_rows, context)}
     if models.draft is not None and llm.draft_params is not None and method.drafts:
-        runs["draft"] = _pass(models.draft, llm.draft_params, method.draft_rows, context)
+        runs["draft"] = time_pass(models.draft, llm.draft_params, method.draft_rows, context)
+        runs["root"] = time_pass(models.draft, llm.draft_params, 2, context)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -50,10 +53,10 @@ def measure_passes(llm: LLM, context: int, repeats: int = 9) -> PassTimes:
         for name, run in runs.items():
             samples[name].append(run())
     medians = {name: statistics.median(values) for name, values in samples.items()}
-    return PassTimes(medians["target"], medians.get("draft", 0.0))
+    return PassTimes(medians["target"], medians.get("draft", 0.0), medians.get("root", 0.0))
 
 
-def _pass(placement: Placement, params: Params, rows: int, context: int) -> Callable[[], float]:
+def time_pass(placement: Placement, params: Params, rows: int, context: int) -> Callable[[], float]:
     """A pass over a star-shaped tree of `rows` rows behind `context` tokens; returns its seconds."""
     cfg, plan = placement.cfg, placement.plan
     slots = -(-(context + rows) // 64) * 64

@@ -190,8 +190,10 @@ def _summarise_column(measured: Measurement, by_key: Index, column: Any, ids: li
 def _split(answers: list[Answer], pass_times: Any, decode_s: float) -> dict[str, float] | None:
     if not decode_s:
         return None
-    verify_s = pass_times.target_s * sum(answer.timed_passes for answer in answers)
-    draft_s = pass_times.draft_s * sum(answer.timed_draft_passes for answer in answers)
+    passes = sum(answer.timed_passes for answer in answers)
+    verify_s = pass_times.target_s * passes
+    further = max(0.0, sum(answer.timed_draft_passes for answer in answers) - passes)
+    draft_s = pass_times.draft_root_s * passes + pass_times.draft_s * further
     other_s = decode_s - verify_s - draft_s
     return {
         "decode_s": decode_s, "verify_s": verify_s, "draft_s": draft_s, "other_s": other_s,

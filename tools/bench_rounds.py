@@ -1,0 +1,150 @@
+"""What a round costs besides its passes, and what rows cost, against the roofline: interleaved in one run on CPU.
+
+    python tools/bench_rounds.py DRAFT [--budgets 15,1024] [--repeats 7] [--json docs/results/rounds-cpu.json]
+
+The default model in float32, greedy, one sequence. Each repeat runs every measurement once, in turn; ratios are taken
+within a repeat and their median is reported. Nothing is compiled inside a measurement.
+
+  roofline   a chain of matrix-vector products that reads every weight once and does nothing else
+  pass T     one target pass over T rows, head included, at 256 tokens of context
+  round K    a SpecExec round of budget K, from one read token to the next
+  passes K   the passes inside such a round, run alone: the target's, and as many of the draft's as the round ran
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import jaxspec
+from jaxspec.measure.passes import time_pass
+from jaxspec.measure.roofline import roofline_pass
+
+CONTEXT = 256
+ROWS = (1, 8, 16)
+
+
+def main() -> None:
+    """Measure, print a table, and write the numbers if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("draft", help="checkpoint of a draft model")
+    parser.add_argument("--budgets", default="15,1024")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="write all samples and medians here")
+    arguments = parser.parse_args()
+
+    budgets = [int(budget) for budget in arguments.budgets.split(",")]
+    llm = jaxspec.LLM(dtype="float32", draft=arguments.draft, method=jaxspec.SpecExec(budget=budgets[0]))
+    report = measure(llm, budgets, arguments.repeats)
+    print_report(report)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int) -> dict[str, Any]:
+    """Samples of every measurement, in seconds, and the ratios between those of one repeat."""
+    roofline = roofline_pass(llm.params)
+    target = llm.engine.models.target
+    passes = {rows: time_pass(target, llm.params, rows, CONTEXT) for rows in ROWS}
+    rounds = {budget: RoundTimer(llm, budget) for budget in budgets}
+    runs: dict[str, Callable[[], float]] = {"roofline": roofline}
+    runs |= {f"pass {rows}": run for rows, run in passes.items()}
+    for run in (*runs.values(), *(timer.run for timer in rounds.values())):
+        run()
+    samples: dict[str, list[float]] = {}
+
+    def add(name: str, seconds: float) -> None:
+        samples.setdefault(name, []).append(seconds)
+
+    for _ in range(repeats):
+        for name, run in runs.items():
+            add(name, run())
+        for budget, timer in rounds.items():
+            whole, parts = timer.run_with_parts()
+            add(f"round {budget}", whole)
+            add(f"passes {budget}", parts)
+    ratios = {f"pass {rows} / roofline": divide(samples[f"pass {rows}"], samples["roofline"]) for rows in ROWS}
+    for budget in budgets:
+        share = divide(samples[f"passes {budget}"], samples[f"round {budget}"])
+        ratios[f"round {budget}, share outside the passes"] = [1 - s for s in share]
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "versions": {"jax": jax.__version__},
+        "draft_passes_per_round": {budget: timer.passes_per_round for budget, timer in rounds.items()},
+        "seconds": {name: spread(values) for name, values in samples.items()},
+        "ratios": {name: spread(values) for name, values in ratios.items()},
+    }
+
+
+class RoundTimer:
+    """Times SpecExec rounds of one budget, and the passes that they hold."""
+
+    def __init__(self, llm: jaxspec.LLM, budget: int, tokens: int = 24):
+        """Compile everything that a round needs."""
+        self.method = jaxspec.SpecExec(budget=budget)
+        self.llm = llm.with_method(self.method)
+        self.passes_per_round = 0.0
+        models = self.llm.engine.models
+        assert models.draft is not None and self.llm.draft_params is not None
+        self._target = time_pass(models.target, self.llm.params, self.method.batch_rows, CONTEXT)
+        self._draft = time_pass(models.draft, self.llm.draft_params, self.method.draft_rows, CONTEXT)
+        self._root = time_pass(models.draft, self.llm.draft_params, 2, CONTEXT)
+        self._prompt = np.random.default_rng(0).integers(5, 40_000, CONTEXT).tolist()
+        self._sampling = jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True)
+
+    def run(self) -> float:
+        """Seconds of a round: mean over those of a generation but the first."""
+        rounds = self.llm.engine.rounds(self.llm.model_params, self._prompt, self._sampling, seed=0)
+        next(rounds)
+        start = time.perf_counter()
+        passes = [emitted.draft_passes for emitted in rounds]
+        self.passes_per_round = statistics.mean(passes)
+        return (time.perf_counter() - start) / len(passes)
+
+    def run_with_parts(self) -> tuple[float, float]:
+        """Seconds of a round, and of its passes alone: measured before and after the rounds, and averaged."""
+
+        def parts() -> float:
+            further = self.passes_per_round - 1
+            return self._target() + self._root() + further * statistics.median(self._draft() for _ in range(3))
+
+        before = parts()
+        whole = self.run()
+        return whole, (before + parts()) / 2
+
+
+def divide(above: list[float], below: list[float]) -> list[float]:
+    """Ratios within each repeat."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and extremes."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Tables for people."""
+    console = Console()
+    console.print(f"{report['machine']}; {report['versions']}; draft passes {report['draft_passes_per_round']}")
+    for title, unit, scale in (("seconds", "ms", 1e3), ("ratios", "", 1.0)):
+        table = Table(title=f"{title} {unit}".strip())
+        for column in ("measurement", "median", "min", "max"):
+            table.add_column(column, justify="left" if column == "measurement" else "right")
+        for name, values in report[title].items():
+            table.add_row(name, *(f"{values[key] * scale:.3f}" for key in ("median", "min", "max")))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
