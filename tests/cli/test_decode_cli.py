@@ -52,7 +52,6 @@ def test_json_is_one_object(tmp_path):
         (["--method", "lookup", "--set", "batch=1", "hi"], "batch must be at least 2, got 1"),
         (["--method", "lookup", "--set", "budget=4", "hi"], "method 'lookup' has no setting 'budget'"),
         (["--set", "batch=4", "hi"], "method 'ar' has no settings, got 'batch'"),
-        (["--draft-model", "no/draft", "hi"], "no/draft: no such file"),
         (["--method", "lookup", "--draft-model", "d", "hi"], "uses no draft"),
         (["--draft-devices", "2", "hi"], "--draft-devices needs a method whose draft has its own"),
         (["--offload", "disk", "hi"], "offload 'disk' is not available"),

@@ -3,9 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from sampling_cases import noise_function
+from jax.sharding import PartitionSpec as P
+from sampling_cases import noise_function, shard_call
 
-from jaxspec.sampling.noise import gumbel_at, gumbel_from_bits, seed_key, threefry
+from jaxspec.mesh.plan import TENSOR_AXIS
+from jaxspec.sampling.noise import gumbel_at, gumbel_from_bits, gumbel_rows, role_key, seed_key, threefry, uniform_at
 
 _EULER = 0.5772156649
 
@@ -86,3 +88,108 @@ def test_tails():
     assert -2.82 < extremes[-1] and extremes[0] < 22.88 and (np.diff(extremes) <= 0).all()
     expected = -np.log(-np.log1p(-np.array([0.5, 1.5, 2.5]) / 2**32))
     np.testing.assert_allclose(extremes[:3], expected, rtol=1e-6)
+
+
+# Several draws at one position, and streams for other uses.
+
+
+def _correlation(a, b):
+    """Standard normal if the two are independent and uniform on [-1/2, 1/2)."""
+    return (a * b).mean() * 12 * np.sqrt(a.size)
+
+
+def _draws_function(num_shards, vocab_size, padded_size):
+    """(key, positions, draw) -> noise [T, padded_size]."""
+    specs = (P(), P(), P()), P(None, TENSOR_AXIS)
+    return shard_call(
+        lambda vocab, key, positions, draw: gumbel_rows(key, positions, vocab, draw),
+        num_shards,
+        vocab_size,
+        padded_size,
+        *specs,
+    )
+
+
+def test_draws_at_one_position_are_independent(rows):
+    noise = _draws_function(0, 4096, 4096)
+    positions = np.arange(64, dtype=np.int32)
+    draws = [np.asarray(noise(seed_key(3), positions, np.full(64, draw, np.int32)), np.float64) for draw in range(4)]
+    np.testing.assert_array_equal(draws[0], rows)  # draw 0 is what chooses tokens
+    u = [np.exp(-np.exp(-draw)) - 0.5 for draw in draws]
+    for i in range(1, 4):
+        assert abs(draws[i].mean() - _EULER) < 5 * np.sqrt(np.pi**2 / 6 / rows.size)
+        for other in u[:i]:
+            assert abs(_correlation(u[i], other)) < 4
+            # Neither is one draw another's noise of the position or of the token before or after.
+            assert abs(_correlation(u[i][1:], other[:-1])) < 4 and abs(_correlation(u[i][:-1], other[1:])) < 4
+            assert abs(_correlation(u[i][:, 1:], other[:, :-1])) < 4
+    assert len(np.unique(np.stack(draws))) > 0.97 * 4 * rows.size
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4, 8])
+def test_draws_are_the_same_for_any_sharding(num_shards):
+    key, positions = seed_key(5), np.array([0, 9, 9, 9], np.int32)
+    draw = np.array([1, 0, 1, 7], np.int32)
+    padded = -(-49 // num_shards) * num_shards
+    whole = np.asarray(_draws_function(0, 49, 49)(key, positions, draw))
+    sharded = np.asarray(_draws_function(num_shards, 49, padded)(key, positions, draw))
+    np.testing.assert_array_equal(sharded[:, :49], whole)
+    assert len(np.unique(whole)) == whole.size
+    # One number for all rows, and rows of their own, mean the same.
+    np.testing.assert_array_equal(_draws_function(0, 49, 49)(key, positions, np.int32(7))[3], whole[3])
+
+
+@jax.jit
+def _role_keys(keys, numbers):
+    return jax.vmap(lambda key: jax.vmap(lambda number: role_key(key, number))(numbers))(keys)
+
+
+def test_no_role_has_the_key_of_a_position_or_of_another_role():
+    seeds = [0, 1, 2, 2**32, 2**40 + 7, 2**63 - 1]
+    keys = np.stack([seed_key(seed) for seed in seeds])
+    roles = np.asarray(_role_keys(keys, np.arange(1, 100, dtype=np.uint32)))
+    # Positions up to a thousand, and the last ones; a position's key is that of `gumbel_at`, which is fold_in's.
+    numbers = np.concatenate([np.arange(1000), 2**31 - 1 - np.arange(10)]).astype(np.uint32)
+    at = jax.jit(lambda k: threefry((k[:, 0:1], k[:, 1:2]), np.uint32(0), numbers[None]))(keys)
+    positions = np.stack([np.asarray(word) for word in at], axis=-1)
+    every = np.concatenate([keys, roles.reshape(-1, 2), positions.reshape(-1, 2)])
+    assert len(np.unique(every, axis=0)) == len(every)
+
+
+@jax.jit
+def _uniform(key, positions, draws):
+    return jax.vmap(lambda position: uniform_at(key, position, draws))(positions)
+
+
+def test_uniform_numbers():
+    positions, draws = np.arange(512, dtype=np.int32), np.arange(256, dtype=np.int32)
+    one = np.asarray(_uniform(role_key(seed_key(3), 1), positions, draws))
+    assert one.dtype == np.float32 and 0 <= one.min() < 1e-4 and 1 - 1e-4 < one.max() < 1
+    n, u = one.size, np.float64(one) - 0.5
+    assert abs(u.mean()) < 4 * np.sqrt(1 / 12 / n)
+    assert abs((u**2).mean() - 1 / 12) < 4 * np.sqrt(1 / 180 / n)
+    assert np.abs(np.sort(one.ravel()) - (np.arange(n) + 0.5) / n).max() < 1.95 / np.sqrt(n)
+    assert abs(_correlation(u[1:], u[:-1])) < 4 and abs(_correlation(u[:, 1:], u[:, :-1])) < 4
+    assert abs(_correlation(u[1:, :-1], u[:-1, 1:])) < 4
+    # Apart from other roles, other seeds, and the noise that chooses tokens or is drawn in the same role.
+    for key in (role_key(seed_key(3), 2), role_key(seed_key(4), 1), seed_key(3)):
+        assert abs(_correlation(u, np.float64(_uniform(key, positions, draws)) - 0.5)) < 4
+    noise = np.asarray(noise_function(0, 256, 256)(seed_key(3), positions), np.float64)
+    assert abs(_correlation(u, np.exp(-np.exp(-noise)) - 0.5)) < 4
+
+
+def test_uniform_numbers_depend_on_key_position_and_draw_alone():
+    key = role_key(seed_key(2**40 + 1), 7)
+    many = np.asarray(_uniform(key, np.arange(20, dtype=np.int32), np.arange(9, dtype=np.int32)))
+    few = np.asarray(_uniform(key, np.array([13, 2, 13], np.int32), np.array([4, 0], np.int32)))
+    np.testing.assert_array_equal(few, many[[13, 2, 13]][:, [4, 0]])
+    assert len(np.unique(many)) == many.size
+
+
+def test_uniform_numbers_never_round_up_to_one():
+    """u * q < p must hold for every u if q = p: what is certain is accepted."""
+    positions = np.arange(2**9, dtype=np.int32)
+    u = np.asarray(_uniform(role_key(seed_key(0), 1), positions, np.arange(2**12, dtype=np.int32)))
+    assert 0 <= u.min() < 1e-6 and 1 - 1e-6 < u.max() < 1
+    steps = np.float64(u) * 2**24
+    assert (steps == np.floor(steps)).all() and (steps % 2).mean() > 0.4
