@@ -23,10 +23,26 @@ class Autoregressive:
 
     name: ClassVar[str] = "ar"
     drafts: ClassVar[bool] = False
-    exact: ClassVar[Exactness] = "tokens"
-    batch_rows: ClassVar[int] = 1
-    longest_path: ClassVar[int] = 1
-    draft_rows: ClassVar[int] = 0
+
+    @property
+    def exact(self) -> Exactness:
+        """See `Method.exact`."""
+        return "tokens"
+
+    @property
+    def batch_rows(self) -> int:
+        """See `Method.batch_rows`."""
+        return 1
+
+    @property
+    def longest_path(self) -> int:
+        """See `Method.longest_path`."""
+        return 1
+
+    @property
+    def draft_rows(self) -> int:
+        """See `Method.draft_rows`."""
+        return 0
 
     def check(self, models: Models) -> None:
         """Every model fits."""

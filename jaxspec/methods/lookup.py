@@ -54,7 +54,6 @@ class PromptLookup:
 
     name: ClassVar[str] = "lookup"
     drafts: ClassVar[bool] = False
-    exact: ClassVar[Exactness] = "tokens"
 
     def __post_init__(self):
         """Check ranges."""
@@ -64,6 +63,11 @@ class PromptLookup:
         check_range("length", self.length, 1, 128)
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"adaptive must be True or False, got {self.adaptive!r}")
+
+    @property
+    def exact(self) -> Exactness:
+        """See `Method.exact`."""
+        return "tokens"
 
     @property
     def batch_rows(self) -> int:

@@ -238,7 +238,7 @@ def draw_tree(
     batch = Batch(
         token=growth.token,
         parent=jnp.where(growth.valid, parent, rows),
-        depth=depth,
+        depth=jnp.where(growth.valid, depth, 0),
         count=jnp.max(jnp.where(growth.valid, rows, 0)) + 1,
     )
     return SampledState(cache, starts[passes]), Drafted(batch, passes, growth.draft_logprob)

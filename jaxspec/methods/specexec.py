@@ -53,7 +53,6 @@ class SpecExec:
 
     name: ClassVar[str] = "specexec"
     drafts: ClassVar[bool] = True
-    exact: ClassVar[Exactness] = "tokens"
 
     def __post_init__(self):
         """Check ranges, and fill in what depends on the budget."""
@@ -72,6 +71,11 @@ class SpecExec:
         if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
             raise ConfigError(f"decay must lie above 0 and be at most 1, got {self.decay!r}")
         log_threshold("min_probability", self.min_probability)
+
+    @property
+    def exact(self) -> Exactness:
+        """See `Method.exact`."""
+        return "tokens"
 
     @property
     def batch_rows(self) -> int:

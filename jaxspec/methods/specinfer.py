@@ -31,7 +31,6 @@ class SpecInfer:
 
     name: ClassVar[str] = "specinfer"
     drafts: ClassVar[bool] = True
-    exact: ClassVar[Exactness] = "law"
 
     def __post_init__(self):
         """Check the shape."""
@@ -46,6 +45,11 @@ class SpecInfer:
     @property
     def _shape(self) -> SampledShape:
         return SampledShape(tuple(self.expansion))
+
+    @property
+    def exact(self) -> Exactness:
+        """See `Method.exact`."""
+        return "law"
 
     @property
     def batch_rows(self) -> int:

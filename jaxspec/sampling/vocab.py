@@ -113,14 +113,13 @@ class VocabShard:
         Returns:
           Values float32 [T, k] and global ids int32 [T, k].
         """
-        local = min(k, self.local_size)
-        best, column = _top_k(values, local)
+        values = jnp.where(values == 0, 0.0, values)  # `lax.top_k` puts 0 above -0; `argmax` has them tied
+        best, column = _top_k(values, min(k, self.local_size))
         ids = self.start() + column
         if self.num_shards > 1:
             # Shards come in order of their ids, so position still breaks ties.
             best = lax.all_gather(best, self._axis, axis=1, tiled=True)
             ids = lax.all_gather(ids, self._axis, axis=1, tiled=True)
-        if best.shape[1] > k:
             best, place = lax.top_k(best, k)
             ids = jnp.take_along_axis(ids, place, axis=1)
         return best, ids.astype(jnp.int32)

@@ -1,0 +1,370 @@
+"""Tiny pairs of target and draft for every method, compiled once per process, and ways to run and judge them.
+
+Drafts of different quality share a geometry, and so an engine: parameters are arguments of the compiled programs.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tiny_models import FAMILIES, RandomSource, quick_compilation
+
+from jaxspec.checkpoint.keymaps import EMBED, HEAD
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.chunks import CHUNKS
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.placement import Placement
+from jaxspec.sampling.request import make_request
+
+VOCAB = 101
+SMALL, LARGE = 60, 128  # vocabularies of drafts that have fewer tokens than the target, or more rows
+FLOAT32 = np.dtype("float32")
+
+_rng = np.random.default_rng(5)
+# Id 0 is frequent, so that a pad taken for a token shows. The second one takes two chunks of prefill.
+PROMPT = [0, 0, *np.where(_rng.random(30) < 0.4, 0, _rng.integers(0, VOCAB, 30)).tolist(), 0]
+LONG_PROMPT = [*_rng.integers(0, 4, 70).tolist(), 0, 3]
+
+# Logits have a standard deviation of about 3, rounding is below 1e-5: a near-tie between two orders of summation is
+# not to be expected in any of the few thousand tokens compared.
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "T=1": {"temperature": 1.0},
+    "cuts": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "logprobs": True},
+    "penalties": {
+        "temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.3,
+        "logit_bias": {0: 6.0, 5: -np.inf, 7: -np.inf, 11: 3.0},
+    },
+    "greedy penalties": {
+        "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.2, "logprobs": True,
+        "logit_bias": {0: 5.0, 17: 2.0, 3: -np.inf},
+    },
+}  # fmt: skip
+GREEDY = [name for name, sampling in SAMPLINGS.items() if not sampling.get("temperature")]
+
+# The target itself, its first layer, another random model, the least likely token first, all tokens alike, and a model
+# whose embedding of the frequent token 0 (and of 3) is NaN.
+DRAFTS = ("copy", "first layer", "random", "adversarial", "constant", "broken")
+
+
+class Case(NamedTuple):
+    """A compiled engine: target family, tensor-parallel degree, draft geometry (see `draft_config`), method."""
+
+    family: str
+    degree: int
+    geometry: str
+    method: Any
+
+
+LLAMA_SPECEXEC = Case("llama", 1, "same", SpecExec(16))
+LLAMA_CHAIN = Case("llama", 1, "same", Chain(4))
+LARGE_REJECTION = Case("llama-tied", 1, "large", Chain(3, "rejection"))
+LLAMA_SPECINFER = Case("llama", 1, "same", SpecInfer((2, 2, 1, 1)))
+LLAMA_LOOKUP = Case("llama", 1, "none", PromptLookup())
+# One of each kind of runner.
+BASIC = [LLAMA_SPECEXEC, LLAMA_CHAIN, LARGE_REJECTION, LLAMA_SPECINFER, LLAMA_LOOKUP]
+# SpecExec with ever larger budgets. Passes suffice for the search to end by its exact test.
+LADDER = [
+    Case("llama", 1, "same", SpecExec(1)),  # bs 2, depth 1, branch 1
+    Case("llama", 1, "same", SpecExec(4, width=16)),  # wider than there are leaves
+    LLAMA_SPECEXEC,
+    Case("llama", 1, "same", SpecExec(256, width=32, depth=16)),
+]
+CHAIN_TP4 = Case("qwen2", 4, "same", Chain(5))
+SMALL_TP4 = Case("llama-tied", 4, "small", SpecExec(63, width=3, branch=1, depth=7))  # its batch is never full
+SPECINFER_TP4 = Case("qwen3", 4, "same", SpecInfer((3, 1, 2), replacement=False))
+SHORT_REJECTION = Case("mistral", 1, "same", Chain(5, "rejection", min_probability=0.2))
+SHORT_CHAIN = Case("mistral", 1, "layer", Chain(6, min_probability=0.2))
+LARGE_SPECEXEC = Case("llama", 4, "large", SpecExec(8))
+SMALL_SPECEXEC = Case("qwen2", 1, "small", SpecExec(7, depth=1))
+CASES = [
+    *BASIC,
+    *(case for case in LADDER if case is not LLAMA_SPECEXEC),
+    CHAIN_TP4,
+    SMALL_TP4,
+    SPECINFER_TP4,
+    SHORT_REJECTION,
+    SHORT_CHAIN,
+    LARGE_SPECEXEC,
+    SMALL_SPECEXEC,
+    Case("qwen3", 1, "foreign", SpecExec(1023, width=128, depth=9, score_temperature="sampling", decay=0.95)),
+    Case("mistral", 4, "none", PromptLookup(batch=64, length=40, ngram=2, candidates=3)),
+    Case("qwen2", 1, "none", PromptLookup(batch=2, adaptive=False)),
+]
+
+# Engines whose draft's cache ends with the last slot that it can need; in the others the target's does.
+DRAFT_TIGHT = (LLAMA_CHAIN, LLAMA_SPECINFER, CHAIN_TP4, LADDER[1])
+
+
+def case_id(case):
+    """Of pytest."""
+    method = case.method
+    shape = {k: v for k, v in dataclasses.asdict(method).items() if getattr(type(method), k, None) != v}
+    return f"{case.family}-tp{case.degree}-{case.geometry}-{method.name}({','.join(map(str, shape.values()))})"
+
+
+def draft_config(family, geometry):
+    """Geometry of a draft: "same" as the target's, "layer" with one layer, "foreign" with other heads and widths,
+    "small" and "large" with another vocabulary, or "none"."""
+    cfg = FAMILIES[family]
+    match geometry:
+        case "same":
+            return cfg
+        case "layer":
+            return dataclasses.replace(cfg, num_layers=1, sliding_layers=cfg.sliding_layers[:1])
+        case "foreign":
+            return dataclasses.replace(
+                FAMILIES["llama"], num_layers=1, embed_dim=32, mlp_dim=20, num_heads=4, num_kv_heads=2, head_dim=16
+            )
+        case "small":
+            return dataclasses.replace(cfg, vocab_size=SMALL)
+        case "large":
+            return dataclasses.replace(cfg, vocab_size=LARGE)
+
+
+class EditedSource(RandomSource):
+    """A random checkpoint whose tensors, by name, were edited."""
+
+    def __init__(self, config, seed, edit):
+        super().__init__(config, seed)
+        edit(self._tensors)
+
+
+def sharpen(tensors):
+    """Logits of standard deviation 3 instead of 1: some tokens are probable, most are not."""
+    tensors["model.norm.weight"] *= 3
+
+
+def drop_layers(tensors, first):
+    """Make layers from `first` on add nothing."""
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) >= first:
+            tensors[name] = np.zeros_like(tensors[name])
+
+
+def resize_vocab(tensors, rows):
+    """Cut the vocabulary, or add tokens that would always win if they were not masked."""
+    for name in (EMBED, HEAD):
+        if name in tensors:
+            own = tensors[name]
+            more = np.random.default_rng(9).normal(size=(max(0, rows - len(own)), own.shape[1])) * 100
+            tensors[name] = np.concatenate([own[:rows], more.astype(np.float32)])
+
+
+def spoil(tensors, kind):
+    """Turn the target into a draft of `DRAFTS`; "random" differs by its seed."""
+    match kind:
+        case "first layer":
+            drop_layers(tensors, 1)
+        case "adversarial":
+            tensors["model.norm.weight"] *= -1
+        case "constant":
+            tensors["model.norm.weight"] *= 0
+        case "broken":
+            tensors[EMBED][[0, 3]] = np.nan
+
+
+def place_edited(config, degree, vocab_rows, seed, edit):
+    """Parameters of an `EditedSource`; `config` is what the edited tensors look like."""
+    source = EditedSource(config, seed, edit)
+    return load_foreign(source, plan_mesh(degree), FLOAT32, vocab_rows)
+
+
+@functools.cache
+def target_params(family, degree=1, vocab_rows=0):
+    """A sharp random model of a family."""
+    return place_edited(FAMILIES[family], degree, vocab_rows, 0, sharpen)
+
+
+@functools.cache
+def flat_params(family, vocab_rows=0):
+    """A target that finds all tokens alike."""
+    return place_edited(FAMILIES[family], 1, vocab_rows, 0, lambda tensors: spoil(tensors, "constant"))
+
+
+@functools.cache
+def draft_params(family, degree, geometry, kind):
+    """A draft of a geometry and a kind of `DRAFTS`."""
+    config = draft_config(family, geometry)
+    resized = geometry in ("small", "large")
+
+    def edit(tensors):
+        sharpen(tensors)
+        spoil(tensors, kind)
+        if resized:
+            resize_vocab(tensors, config.vocab_size)
+
+    made = FAMILIES[family] if resized else config
+    source = EditedSource(made, 1 if kind == "random" else 0, edit)
+    source.config = config
+    return load_foreign(source, plan_mesh(degree), FLOAT32, vocab_rows_of(geometry))
+
+
+def vocab_rows_of(geometry):
+    """Rows that both models need."""
+    return {"small": VOCAB, "large": LARGE}.get(geometry, 0)
+
+
+def params_of(case, draft="copy"):
+    """Parameters of both models; a method without a draft ignores the second."""
+    target = target_params(case.family, case.degree, vocab_rows_of(case.geometry))
+    if case.geometry == "none":
+        return ModelParams(target)
+    return ModelParams(target, draft_params(case.family, case.degree, case.geometry, draft))
+
+
+def models_of(case):
+    """Placements of both models."""
+    plan, rows = plan_mesh(case.degree), vocab_rows_of(case.geometry)
+    target = Placement(FAMILIES[case.family], plan, FLOAT32, rows)
+    if case.geometry == "none":
+        return Models(target)
+    limit = min(VOCAB, draft_config(case.family, case.geometry).vocab_size) if rows else None
+    return Models(target, Placement(draft_config(case.family, case.geometry), plan, FLOAT32, rows, limit))
+
+
+@functools.cache
+def engine_of(case):
+    """A compiled engine of 150 tokens or a few more: as many as one cache, of the target or of the draft, holds."""
+    models = models_of(case)
+
+    def slots(context):
+        runner = case.method.bind(models, context)
+        return runner._drafter._side.slots if case in DRAFT_TIGHT else runner.slots
+
+    low, high = 150, 150 + CHUNKS[0]  # the last context with as many slots as 150
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if slots(middle) == slots(150) else (low, middle)
+    engine = Engine(models, case.method, low)
+    with quick_compilation():
+        engine.prepare()
+    return engine
+
+
+@functools.cache
+def plain_engine(family):
+    """The baseline, on one device."""
+    engine = Engine(Models(Placement(FAMILIES[family], plan_mesh(1), FLOAT32)), Autoregressive(), 446)
+    with quick_compilation():
+        engine.prepare()
+    return engine
+
+
+def run(engine, params, prompt, count, seed=0, **sampling):
+    """Rounds of a generation."""
+    options = SamplingParams(max_tokens=count, **sampling)
+    engine.check_request(prompt, options)
+    return list(engine.rounds(params, prompt, options, seed))
+
+
+def decode(case, prompt, count, draft="copy", seed=0, **sampling):
+    """Rounds of a generation of a case."""
+    return run(engine_of(case), params_of(case, draft), prompt, count, seed, **sampling)
+
+
+def plain(family, prompt, count, seed=0, params=None, **sampling):
+    """Rounds of plain decoding."""
+    return run(plain_engine(family), ModelParams(params or target_params(family)), prompt, count, seed, **sampling)
+
+
+def tokens_of(rounds):
+    """Tokens of all rounds."""
+    return [token for emitted in rounds for token in emitted.tokens]
+
+
+def logprobs_of(rounds):
+    """Their log-probabilities."""
+    return [logprob for emitted in rounds for logprob in emitted.logprobs]
+
+
+def check_counts(case, rounds):
+    """What holds for the counters of every round; the last one may be cut."""
+    method = case.method
+    for emitted in rounds[:-1]:
+        assert len(emitted.tokens) == len(emitted.logprobs) == emitted.accepted + 1
+    assert len(rounds[-1].tokens) in (rounds[-1].accepted, rounds[-1].accepted + 1)
+    for emitted in rounds:
+        assert 0 <= emitted.accepted <= emitted.depth <= emitted.drafted <= method.batch_rows - 1
+        assert emitted.depth < method.longest_path
+        if not method.drafts:
+            assert emitted.draft_passes == 0
+        else:
+            assert 1 <= emitted.draft_passes < method.longest_path
+
+
+class Steps:
+    """A generation of one engine, round by round, with its state in reach."""
+
+    def __init__(self, case, draft, prompt, seed=0, **sampling):
+        self.case, self.params = case, params_of(case, draft)
+        self.runner = engine_of(case)._runner
+        self.text = list(prompt)
+        target = models_of(case).target
+        request = make_request(SamplingParams(**sampling), seed, VOCAB, target.padded_vocab)
+        self.request = jax.tree.map(lambda leaf, s: jax.device_put(leaf, s.sharding), request, target.request())
+        self.state = self.prefilled(prompt)
+
+    def prefilled(self, text):
+        """State of a new sequence: all tokens but the last are committed."""
+        state = self.runner.start(text[-1], None)
+        return self.runner.prefill(self.params, state, np.array(text[:-1], np.int32))
+
+    def step(self):
+        """Run a round; returns its tokens."""
+        self.state, round_ = self.runner.round(self.params, self.state, self.request)
+        packed = np.asarray(round_.packed).tolist()
+        tokens = packed[ROUND_HEADER : ROUND_HEADER + packed[0]]
+        self.text += tokens
+        return tokens
+
+    def caches(self):
+        """Of the target and, if there is one, of the draft."""
+        found = {"target": self.state.target.cache}
+        if self.case.method.drafts:
+            found["draft"] = self.state.draft.cache
+        return found
+
+
+def arrays(cache):
+    """Keys and values of all layers, on the host and its own: the buffers are donated."""
+    return [np.array(layer) for layer in (*cache.key, *cache.value)]
+
+
+# A target whose next token is known: token t is followed by t + 1, and no other is nearly as probable.
+
+
+def follow(tensors, successor):
+    """Make a random model predict `successor[t]` behind t, whatever came before."""
+    drop_layers(tensors, 0)
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], 5)
+    tensors[HEAD] = np.empty_like(tensors[EMBED])
+    tensors[HEAD][successor] = tensors[EMBED]
+
+
+def counting(wrong=()):
+    """Parameters of a llama that counts, and goes to t + 50 behind the tokens of `wrong`."""
+    return _counting(tuple(wrong))
+
+
+@functools.cache
+def _counting(wrong):
+    successor = (np.arange(VOCAB) + 1) % VOCAB
+    # A permutation still: the wrong ones change places.
+    successor[list(wrong)] = successor[[*wrong[1:], *wrong[:1]]]
+    return place_edited(FAMILIES["llama"], 1, 0, 0, lambda tensors: follow(tensors, successor))
+
+
+def count_on(root, count):
+    """What the counting model writes behind `root`."""
+    return [(root + 1 + i) % VOCAB for i in range(count)]

@@ -1,0 +1,175 @@
+"""Caches after many rounds: the committed prefix is that of a fresh prefill, and nothing else was touched.
+
+And what becomes of them between generations: growth on demand, garbage behind the prefix.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from method_cases import (
+    BASIC,
+    CHAIN_TP4,
+    FLOAT32,
+    LADDER,
+    LARGE_REJECTION,
+    LLAMA_CHAIN,
+    LLAMA_LOOKUP,
+    LLAMA_SPECEXEC,
+    LLAMA_SPECINFER,
+    LONG_PROMPT,
+    PROMPT,
+    SAMPLINGS,
+    SHORT_CHAIN,
+    SHORT_REJECTION,
+    SPECINFER_TP4,
+    Steps,
+    arrays,
+    case_id,
+    place_edited,
+    run,
+    sharpen,
+    tokens_of,
+)
+from tiny_models import FAMILIES, quick_compilation
+
+from jaxspec import engine as engine_module
+from jaxspec.engine import Engine
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.base import ModelParams, Models
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.placement import Placement
+
+ROUNDS = 8
+DRAFTING = [
+    LLAMA_SPECEXEC,
+    LLAMA_CHAIN,
+    LARGE_REJECTION,
+    LLAMA_SPECINFER,
+    LADDER[1],
+    CHAIN_TP4,
+    SPECINFER_TP4,
+    SHORT_CHAIN,
+    SHORT_REJECTION,
+]
+
+
+def assert_prefix(cache, fresh, length):
+    assert int(cache.length) >= length
+    for one, other in zip(arrays(cache), arrays(fresh), strict=True):
+        np.testing.assert_allclose(one[:, :length], other[:, :length], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=1"])
+@pytest.mark.parametrize("case", DRAFTING, ids=case_id)
+def test_caches_equal_a_fresh_prefill_of_the_verified_text(case, sampling):
+    for index, draft in enumerate(("copy", "first layer", "random", "adversarial")):
+        steps = Steps(case, draft, (PROMPT, LONG_PROMPT)[index % 2], index, **SAMPLINGS[sampling])
+        for _ in range(ROUNDS):
+            # The draft commits what one round verified at the beginning of the next.
+            known = len(steps.text)
+            steps.step()
+        caches = steps.caches()
+        assert int(caches["target"].length) == len(steps.text) - 1
+        assert int(caches["draft"].length) == known - 1
+        fresh = steps.prefilled(steps.text)
+        assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
+        # One slot more: the root was evaluated, and lies behind the prefix.
+        assert_prefix(dataclasses.replace(caches["draft"], length=known), fresh.draft.cache, known)
+
+
+def test_lookup_holds_the_text():
+    for draft, sampling in (("copy", "greedy"), ("copy", "T=1")):
+        steps = Steps(LLAMA_LOOKUP, draft, LONG_PROMPT, 1, **SAMPLINGS[sampling])
+        for _ in range(ROUNDS):
+            known = list(steps.text)
+            steps.step()
+        assert int(steps.state.draft.length) == len(known)
+        assert np.asarray(steps.state.draft.token)[: len(known)].tolist() == known
+        fresh = steps.prefilled(steps.text)
+        assert_prefix(steps.caches()["target"], fresh.target.cache, len(steps.text) - 1)
+
+
+def window_rows(case):
+    """Slots behind the prefix that a round may write, in the draft's cache."""
+    method = case.method
+    if isinstance(method, SpecExec):
+        return max(1 + method.width * (method.depth - 1), method.longest_path + 1)
+    return max(method.batch_rows + method.draft_rows, method.longest_path + 1)
+
+
+@pytest.mark.parametrize("case", [*DRAFTING[:4], CHAIN_TP4], ids=case_id)
+def test_rounds_write_into_their_window_only(case):
+    """Token 0 is frequent, so a pad that is taken for a token, or written for one, shows."""
+    for draft in ("copy", "random", "broken"):
+        steps = Steps(case, draft, PROMPT, 3, temperature=1.0)
+        for _ in range(ROUNDS):
+            before = {name: (int(cache.length), arrays(cache)) for name, cache in steps.caches().items()}
+            steps.step()
+            for name, cache in steps.caches().items():
+                start, old = before[name]
+                rows = case.method.batch_rows if name == "target" else window_rows(case)
+                # The draft commits first and then grows its tree; the target commits within what it wrote.
+                stop = rows + (start if name == "target" else int(cache.length))
+                for one, other in zip(old, arrays(cache), strict=True):
+                    np.testing.assert_array_equal(one[:, :start], other[:, :start])
+                    np.testing.assert_array_equal(one[:, stop:], other[:, stop:])
+
+
+@pytest.mark.parametrize("case", BASIC, ids=case_id)
+def test_garbage_behind_the_prefix_is_never_read(case):
+    """Buffers of a finished sequence hold its keys and values, NaN keys of a broken model among them."""
+
+    def spoil(cache):
+        def fill(layer, value):
+            garbage = np.array(layer)
+            garbage[:, int(cache.length) :] = value
+            return jax.device_put(garbage, layer.sharding)
+
+        keys, values = (fill(layer, np.nan) for layer in cache.key), (fill(layer, 1e30) for layer in cache.value)
+        return dataclasses.replace(cache, key=tuple(keys), value=tuple(values))
+
+    clean, spoiled = (Steps(case, "copy", PROMPT, 2, temperature=1.0) for _ in range(2))
+    state = spoiled.state
+    state = dataclasses.replace(state, target=dataclasses.replace(state.target, cache=spoil(state.target.cache)))
+    if case.method.drafts:
+        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, cache=spoil(state.draft.cache)))
+    else:
+        text = np.array(state.draft.token)
+        text[int(state.draft.length) :] = PROMPT[-1]
+        text = jax.device_put(text, state.draft.token.sharding)
+        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, token=text))
+    spoiled.state = state
+    for _ in range(ROUNDS):
+        assert spoiled.step() == clean.step()
+
+
+@pytest.mark.parametrize("method", [SpecExec(4, width=2, depth=3), Chain(2, "rejection"), PromptLookup(batch=4)])
+def test_capacity_grows_on_demand(method, monkeypatch, compilations):
+    monkeypatch.setattr(engine_module, "FIRST_CAPACITY", 70)
+    config = dataclasses.replace(FAMILIES["llama"], num_layers=1, max_context=280)
+    placement = Placement(config, plan_mesh(1), FLOAT32)
+    weights = place_edited(config, 1, 0, 0, sharpen)
+    params = ModelParams(weights, weights if method.drafts else None)
+    engine = Engine(Models(placement, placement if method.drafts else None), method)
+
+    def decode(prompt, count):
+        with quick_compilation():
+            engine.prepare(len(prompt) + count)
+        return tokens_of(run(engine, params, prompt, count))
+
+    short = decode(PROMPT, 30)
+    first = engine._runner
+    assert first.slots < 280
+    long_prompt = (LONG_PROMPT + PROMPT)[:90]
+    long = decode(long_prompt, 60)
+    grown = engine._runner
+    assert grown.slots > first.slots
+    compilations.clear()
+    # Down to the last token of the model's context.
+    assert decode(long_prompt, 190)[:60] == long
+    assert decode(PROMPT, 30) == short
+    assert engine._runner is grown and compilations == []

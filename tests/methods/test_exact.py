@@ -1,0 +1,253 @@
+"""Losslessness: every method gives the tokens of plain decoding, whatever its draft, its tree, its mesh.
+
+The sample: `CASES` lists engines by hand so that every family, degree and kind of method meets each other one at least
+once, and every shape of a tree that is special in some way is there. Each engine runs all drafts, each draft with two
+of the five ways of sampling, taken in turn, so that over all engines every pair of draft and sampling and every pair of
+method and sampling occurs (a test counts them).
+"""
+
+import contextlib
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from method_cases import (
+    BASIC,
+    CASES,
+    CHAIN_TP4,
+    DRAFTS,
+    GREEDY,
+    LADDER,
+    LARGE_REJECTION,
+    LARGE_SPECEXEC,
+    LLAMA_CHAIN,
+    LLAMA_SPECEXEC,
+    LLAMA_SPECINFER,
+    LONG_PROMPT,
+    PROMPT,
+    SAMPLINGS,
+    SMALL,
+    SMALL_SPECEXEC,
+    SMALL_TP4,
+    VOCAB,
+    Case,
+    case_id,
+    check_counts,
+    count_on,
+    counting,
+    decode,
+    engine_of,
+    flat_params,
+    logprobs_of,
+    params_of,
+    plain,
+    run,
+    tokens_of,
+    vocab_rows_of,
+)
+
+from jaxspec.config import SamplingParams
+from jaxspec.methods.base import ModelParams
+
+
+class Run(NamedTuple):
+    """A generation, to be compared with plain decoding."""
+
+    case: Case
+    draft: str
+    sampling: str
+    prompt: list[int]
+    count: int
+    seed: int
+
+
+def runs_of(index, case):
+    """The runs of an engine; large trees are slow and get fewer."""
+    names = list(SAMPLINGS) if case.method.exact == "tokens" else GREEDY
+    large = case.method.batch_rows > 200
+    drafts = ("copy",) * 3 if case.geometry == "none" else DRAFTS[index % 2 :: 2] if large else DRAFTS
+    runs = {}
+    for place, draft in enumerate(drafts):
+        for step in (0,) if large else (0, 2):
+            sampling = names[(index + place + step) % len(names)]
+            prompt = (PROMPT, LONG_PROMPT)[(index + place + step // 2) % 2]
+            runs[draft, sampling] = Run(case, draft, sampling, prompt, 6 if large else 20, index)
+    return list(runs.values())
+
+
+RUNS = [run_ for index, case in enumerate(CASES) for run_ in runs_of(index, case)]
+
+
+def test_sample_holds_every_pair():
+    kinds = [(type(r.case.method).__name__, r.draft, r.sampling) for r in RUNS]
+    assert {(draft, sampling) for _, draft, sampling in kinds} == set(itertools.product(DRAFTS, SAMPLINGS))
+    for kind in ("SpecExec", "Chain", "PromptLookup"):
+        assert {sampling for name, _, sampling in kinds if name == kind} == set(SAMPLINGS)
+    for kind in ("SpecExec", "Chain", "SpecInfer"):
+        assert {draft for name, draft, _ in kinds if name == kind} == set(DRAFTS)
+        assert {case.degree for case in CASES if type(case.method).__name__ == kind} == {1, 4}
+    for family in ("llama", "llama-tied", "mistral", "qwen2", "qwen3"):
+        assert {case.degree for case in CASES if case.family == family} == {1, 4}
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_tokens_are_those_of_plain_decoding(case):
+    for _, draft, sampling, prompt, count, seed in (r for r in RUNS if r.case is case):
+        rounds = decode(case, prompt, count, draft, seed, **SAMPLINGS[sampling])
+        expected = plain(case.family, prompt, count, seed, **SAMPLINGS[sampling])
+        assert tokens_of(rounds) == tokens_of(expected), (draft, sampling)
+        np.testing.assert_allclose(logprobs_of(rounds), logprobs_of(expected), atol=1e-3, err_msg=f"{draft} {sampling}")
+        check_counts(case, rounds)
+
+
+@pytest.mark.parametrize("case", [*BASIC, CHAIN_TP4], ids=case_id)
+def test_tokens_do_not_depend_on_where_generation_stops(case):
+    sampling = {"temperature": 1.0} if case.method.exact == "tokens" else {}
+    expected = tokens_of(plain(case.family, PROMPT, 2 * case.method.longest_path, 3, **sampling))
+    for count in range(1, min(2 * case.method.longest_path, 13)):
+        rounds = decode(case, PROMPT, count, "copy", 3, **sampling)
+        assert tokens_of(rounds) == expected[:count]
+        assert all(emitted.tokens for emitted in rounds)
+
+
+@pytest.mark.parametrize("case", [*BASIC[:4], LADDER[1]], ids=case_id)
+def test_the_last_token_of_the_context_can_be_decoded(case):
+    """Down to the last slot of the cache: good drafts overshoot the most, bad ones run the most rounds."""
+    engine = engine_of(case)
+    prompt = (LONG_PROMPT + PROMPT)[:90]
+    room = engine.max_context - len(prompt)
+    sampling = {"temperature": 1.0} if case.method.exact == "tokens" else {}
+    expected = tokens_of(plain(case.family, prompt, room, 1, **sampling))
+    for draft in ("copy", "first layer", "random"):
+        assert tokens_of(decode(case, prompt, room, draft, 1, **sampling)) == expected
+    # A prompt that leaves room for one token.
+    prompt = (prompt * 3)[: engine.max_context - 1]
+    assert tokens_of(decode(case, prompt, 1, "copy", 1, **sampling)) == tokens_of(
+        plain(case.family, prompt, 1, 1, **sampling)
+    )
+
+
+def test_the_last_token_of_the_context_can_be_looked_up():
+    case = BASIC[-1]
+    room = engine_of(case).max_context - 30
+    prompt = count_on(80, 30)
+    params = ModelParams(counting())
+    assert tokens_of(run(engine_of(case), params, prompt, room)) == count_on(prompt[-1], room)
+    ones = [1] * 30
+    rounds = run(engine_of(case), params, ones, room, logit_bias={1: 1e4})
+    assert tokens_of(rounds) == [1] * room and len(rounds) < room / 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_a_second_generation_compiles_nothing(case, compilations):
+    decode(case, PROMPT, 1)
+    compilations.clear()
+    decode(case, LONG_PROMPT, 4, "random", 5, **SAMPLINGS["cuts"])
+    decode(case, PROMPT[:1], 2, "broken", **SAMPLINGS["greedy penalties"])
+    assert compilations == []
+
+
+# How good drafts are: what a method that loses its draft's work would still pass above.
+
+
+@pytest.mark.parametrize("case", [LLAMA_CHAIN, CHAIN_TP4, LARGE_REJECTION], ids=case_id)
+@pytest.mark.parametrize("sampling", ["greedy", "T=1"])
+def test_a_copy_of_the_target_is_always_accepted(case, sampling):
+    """Also one with more rows, all of which would win if they were not masked."""
+    length = case.method.length
+    rounds = decode(case, PROMPT, 8 * (length + 1), "copy", 2, **SAMPLINGS[sampling])
+    assert [emitted.accepted for emitted in rounds] == [length] * 8
+    assert [emitted.drafted for emitted in rounds] == [length] * 8
+    assert [emitted.draft_passes for emitted in rounds] == [length] * 8
+
+
+@pytest.mark.parametrize("sampling", ["cuts", "penalties", "greedy penalties"])
+def test_a_copy_simulates_all_processors(sampling):
+    rounds = decode(LLAMA_CHAIN, LONG_PROMPT, 40, "copy", 2, **SAMPLINGS[sampling])
+    assert [emitted.accepted for emitted in rounds] == [4] * 8
+    rounds = decode(LARGE_REJECTION, LONG_PROMPT, 40, "copy", 2, **SAMPLINGS[sampling])
+    assert [emitted.accepted for emitted in rounds] == [3] * 10
+
+
+def test_greedy_copies_fill_every_tree():
+    for case in (LLAMA_SPECINFER, LARGE_SPECEXEC):
+        rounds = decode(case, PROMPT, 40, "copy")
+        depth = case.method.longest_path - 1
+        # The most probable children hold the argmax at every level; a best-first tree may prefer breadth.
+        assert all(e.accepted == depth or (case is LARGE_SPECEXEC and e.accepted >= 1) for e in rounds[:-1])
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=1", "cuts"])
+def test_larger_budgets_are_accepted_no_less(sampling):
+    """Best sets of growing size hold each other, so at the same text a larger one accepts at least as much."""
+    accepted, rates = [], []
+    for case in LADDER:
+        accepted.append([])
+        for length in range(1, 33, 4):
+            options = SamplingParams(max_tokens=case.method.longest_path, **SAMPLINGS[sampling])
+            with contextlib.closing(
+                engine_of(case).rounds(params_of(case), PROMPT[:length], options, length)
+            ) as rounds:
+                accepted[-1].append(next(rounds).accepted)
+        rates.append(40 / len(decode(case, PROMPT, 40, "copy", 4, **SAMPLINGS[sampling])))
+    for fewer, more in itertools.pairwise(accepted):
+        assert all(a <= b for a, b in zip(fewer, more, strict=True))
+    assert rates == sorted(rates)
+    assert rates[-1] > 1.5 * rates[0]
+    assert sum(accepted[-1]) > 2 * sum(accepted[0])
+
+
+@pytest.mark.parametrize("case", [SMALL_SPECEXEC, SMALL_TP4], ids=case_id)
+def test_a_smaller_vocabulary_proposes_only_its_own_tokens(case):
+    accepted = []
+    for draft, sampling in itertools.product(("copy", "constant", "random"), ("greedy", "T=1")):
+        for emitted in decode(case, PROMPT, 40, draft, 1, **SAMPLINGS[sampling]):
+            accepted += emitted.tokens[: emitted.accepted]
+    assert accepted and max(accepted) < SMALL
+
+
+def test_tokens_above_the_drafts_vocabulary_are_emitted_all_the_same():
+    """The prompt and the output consist of tokens that the draft does not have."""
+    bias = dict.fromkeys(range(SMALL), -np.inf)
+    prompt = [70, 100, 60, 99]
+    for case in (SMALL_SPECEXEC, SMALL_TP4):
+        rounds = decode(case, prompt, 20, "copy", logit_bias=bias, temperature=1.0)
+        assert tokens_of(rounds) == tokens_of(plain(case.family, prompt, 20, logit_bias=bias, temperature=1.0))
+        assert all(emitted.accepted == 0 for emitted in rounds)
+
+
+@pytest.mark.parametrize("case", [LARGE_SPECEXEC, LARGE_REJECTION], ids=case_id)
+def test_rows_without_a_token_are_never_emitted(case):
+    for sampling in ("T=1", "cuts"):
+        for draft in ("copy", "constant"):
+            rounds = decode(case, PROMPT, 30, draft, 1, **SAMPLINGS[sampling])
+            assert max(tokens_of(rounds)) < VOCAB
+
+
+def test_a_broken_draft_does_not_reach_the_next_generation():
+    """Its keys stay in the buffers; generations of sound drafts follow in the same ones."""
+    for case in (LLAMA_SPECEXEC, LLAMA_CHAIN, LARGE_REJECTION):
+        before = decode(case, PROMPT, 20, "copy")
+        decode(case, LONG_PROMPT, 20, "broken")
+        assert decode(case, PROMPT, 20, "copy") == before
+
+
+def test_interleaved_generations_do_not_disturb_each_other():
+    for case in BASIC:
+        options, params = SamplingParams(max_tokens=20), params_of(case, "first layer")
+        alone = [decode(case, prompt, 20, "first layer") for prompt in (PROMPT, LONG_PROMPT)]
+        one, other = (engine_of(case).rounds(params, prompt, options, 0) for prompt in (PROMPT, LONG_PROMPT))
+        mixed = list(itertools.zip_longest(one, other))
+        assert [[emitted for emitted in column if emitted] for column in zip(*mixed, strict=True)] == alone
+
+
+@pytest.mark.parametrize("case", BASIC, ids=case_id)
+def test_ties_go_to_the_lowest_id(case):
+    """Target and draft find all tokens alike: greedy output is id 0 for ever."""
+    flat = flat_params(case.family, vocab_rows_of(case.geometry))
+    params = ModelParams(flat, None if case.geometry == "none" else params_of(case, "constant").draft)
+    assert tokens_of(run(engine_of(case), params, [5, 7, 5], 20)) == [0] * 20
+    if case.method.exact == "tokens":
+        expected = tokens_of(plain(case.family, [5, 7, 5], 20, params=flat, temperature=1.0))
+        assert tokens_of(run(engine_of(case), params, [5, 7, 5], 20, temperature=1.0)) == expected

@@ -1,0 +1,130 @@
+"""The k largest of a row, over any number of shards: numpy's stable sort, the lowest id first on a tie."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from sampling_cases import shard_call
+from tiny_models import quick_compilation
+
+from jaxspec.mesh.plan import TENSOR_AXIS
+from jaxspec.sampling.vocab import VocabShard
+
+SHARDS = (0, 2, 4, 8)  # 0: no mesh at all
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
+    with quick_compilation():
+        yield
+
+
+def expected_top(values, k):
+    """Of the comparison `>`, to which -0 and 0 are a tie."""
+    ids = np.argsort(-values, axis=-1, kind="stable")[:, :k]
+    return np.take_along_axis(values, ids, axis=-1), ids
+
+
+@functools.cache
+def top_functions(num_shards, vocab_size, padded_size, ks):
+    """values [T, padded_size] -> for each k, values and ids."""
+    out = tuple((P(), P()) for _ in ks)
+    return shard_call(
+        lambda vocab, values: tuple(vocab.top_k(values, k) for k in ks),
+        num_shards,
+        vocab_size,
+        padded_size,
+        (P(None, TENSOR_AXIS),),
+        out,
+    )
+
+
+def rows(rng, count, vocab_size, padded_size):
+    """From no ties to nothing but ties; padding columns are -inf, as the model's are."""
+    values = np.empty((count, padded_size), np.float32)
+    for row in values:
+        kind = rng.integers(5)
+        if kind == 0:
+            row[:] = rng.normal(size=padded_size)
+        elif kind == 1:
+            row[:] = rng.integers(-2, 3, padded_size)
+        elif kind == 2:
+            row[:] = 1.5
+        else:  # most are -inf, as after top-p, or all of them
+            row[:] = np.where(rng.random(padded_size) < 0.1 * (kind - 3), rng.integers(3, size=padded_size), -np.inf)
+    values[:, vocab_size:] = -np.inf
+    return values
+
+
+def check(num_shards, vocab_size, padded_size, ks, values):
+    results = top_functions(num_shards, vocab_size, padded_size, ks)(values)
+    for k, (best, ids) in zip(ks, results, strict=True):
+        expected, expected_ids = expected_top(values, k)
+        assert best.dtype == np.float32 and ids.dtype == np.int32 and ids.shape == (len(values), k)
+        np.testing.assert_array_equal(best, expected)
+        np.testing.assert_array_equal(ids, expected_ids)
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_a_small_vocabulary(num_shards):
+    """k from 1 to more than the vocabulary; with 8 shards, the last holds padding only."""
+    check(num_shards, 21, 24, (1, 2, 3, 7, 20, 21, 22, 23), rows(np.random.default_rng(0), 40, 21, 24))
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+@pytest.mark.parametrize("vocab_size", [21, 24])
+def test_all_columns(num_shards, vocab_size):
+    check(num_shards, vocab_size, 24, (24,), rows(np.random.default_rng(0), 40, vocab_size, 24))
+
+
+# Columns of one shard in many groups, so that some groups need not be looked at; and a size that nothing divides.
+@pytest.mark.parametrize("local", [1536, 1280, 816, 544, 272, 997])
+def test_a_large_vocabulary(local):
+    check(0, local - 5, local, (1, 4, 17, 64), rows(np.random.default_rng(local), 30, local - 5, local))
+
+
+@pytest.mark.parametrize("num_shards", [2, 4, 8])
+def test_a_large_vocabulary_in_shards(num_shards):
+    padded = 1536 * num_shards
+    check(
+        num_shards,
+        padded - 1600,
+        padded,
+        (1, 4, 50),
+        rows(np.random.default_rng(num_shards), 30, padded - 1600, padded),
+    )
+
+
+@pytest.mark.parametrize("local", [1536, 272])
+def test_the_best_share_a_group_or_lie_far_apart(local):
+    """Whatever the groups are, the best may all be neighbours, or be tied across the whole row."""
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=(24, local)).astype(np.float32).round(1)
+    for i, row in enumerate(values[:12]):
+        row[i * 7 : i * 7 + 5] = 9  # five neighbours
+    for i, row in enumerate(values[12:]):
+        row[rng.choice(local, 3 + i, replace=False)] = 9
+    check(0, local, local, (1, 4, 17, 64), values)
+
+
+@pytest.mark.parametrize("num_shards", SHARDS)
+def test_signed_zeros_tie(num_shards):
+    """As they do for argmax, which greedy decoding uses."""
+    values = np.full((2, 24), -1, np.float32)
+    values[0, [3, 11, 20]] = -0.0, 0.0, -0.0
+    values[1, [5, 6]] = 0.0, -0.0
+    ((_, ids),) = top_functions(num_shards, 24, 24, (3,))(values)
+    assert np.asarray(ids)[:, :2].tolist() == [[3, 11], [5, 6]]
+    greedy = shard_call(VocabShard.argmax, num_shards, 24, 24, (P(None, TENSOR_AXIS),), P())(values)
+    np.testing.assert_array_equal(np.asarray(ids)[:, 0], greedy)
+
+
+def test_rows_do_not_depend_on_the_rows_beside_them():
+    values = rows(np.random.default_rng(5), 8, 1536, 1536)
+    together = jax.tree.map(np.asarray, top_functions(0, 1536, 1536, (4,))(values)[0])
+    for i in range(2):
+        alone = top_functions(0, 1536, 1536, (4,))(values[i : i + 1])[0]
+        for a, b in zip(alone, together, strict=True):
+            np.testing.assert_array_equal(a[0], b[i])

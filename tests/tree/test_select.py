@@ -1,0 +1,162 @@
+"""Batches hold the best proposals, closed under parents whatever the ties."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from test_grow import (
+    PlainTree,
+    batch_paths,
+    grow_functions,
+    growing_trees,
+    numpy_trees,
+    random_draft,
+    start,
+    step_drafts,
+)
+from tiny_models import quick_compilation
+
+from jaxspec.tree.select import Candidates, pack_best, proposals, select_batch
+from jaxspec.tree.topology import Batch, ancestor_matrix
+
+SIZES = (1, 2, 3, 5, 8, 16, 64, 149, 170)  # 148 proposals fill a tree
+MASKED = 6  # sizes whose window masks are looked at
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly():
+    with quick_compilation():
+        yield
+
+
+@functools.cache
+def select_function():
+    """trees -> for each size, a batch of batches and their window masks."""
+
+    def select(tree):
+        batches = [select_batch(tree, size) for size in SIZES]
+        # No batch of these is deeper than 15.
+        return batches, [ancestor_matrix(batch.parent, 16) for batch in batches[:MASKED]]
+
+    return jax.jit(jax.vmap(select))
+
+
+def assert_batch(batch: Batch, plain: PlainTree, ancestors=None):
+    """Everything that a batch promises, given the tree it was selected from."""
+    paths, seen = assert_closed(batch)
+    assert batch.token[0] == plain.token[0]
+    # As many as there are; the very best, ties to earlier proposals; no token twice below one parent.
+    expected = plain.select(batch.rows)
+    assert batch.count == 1 + len(expected) <= batch.rows and set(paths[1:]) == expected
+    assert all(path[:-1] in expected or len(path) == 1 for path in expected)
+    if ancestors is not None:
+        np.testing.assert_array_equal(ancestors, seen)
+
+
+def assert_closed(batch):
+    """Parents precede children, depths follow; returns the path of each row in use and all rows' ancestors."""
+    paths, count = batch_paths(batch), int(batch.count)
+    assert batch.parent[0] == 0 and batch.depth[0] == 0
+    seen = np.eye(batch.rows, dtype=bool)
+    for row in range(1, count):
+        assert batch.depth[row] == batch.depth[batch.parent[row]] + 1
+        seen[row] |= seen[batch.parent[row]]
+    np.testing.assert_array_equal(batch.parent[count:], np.arange(count, batch.rows))
+    return paths, seen
+
+
+def test_batches_are_the_best_proposals():
+    few = 0
+    for trees, plains in growing_trees()[::2] + growing_trees()[-1:]:
+        batches, masks = select_function()(trees)
+        masks = [np.asarray(mask) for mask in masks] + [None] * len(SIZES[MASKED:])
+        for same_size, mask in zip(batches, masks, strict=True):
+            same_size = jax.tree.map(np.asarray, same_size)
+            for i, plain in enumerate(plains):
+                batch = jax.tree.map(lambda x, i=i: x[i], same_size)
+                assert_batch(batch, plain, None if mask is None else mask[i])
+                few += batch.count < batch.rows
+    assert few > 100
+
+
+def test_ties_are_common_at_the_edge_of_the_batches():
+    """Or the test above would show nothing about them."""
+    across = 0
+    for _, plains in growing_trees():
+        for plain in plains:
+            for size in SIZES[1:]:
+                scores = [p[0] for p in plain.proposals()[size - 2 : size]]
+                across += len(scores) == 2 and scores[0] == scores[1]
+    assert across > 300
+
+
+def test_filled_tree():
+    """Every row and every proposal is in use."""
+    drafts, roots = step_drafts()
+    _, step = grow_functions()
+    trees = growing_trees()[-1][0]  # 29 rows at most
+    trees = step(step(trees, drafts)[0], drafts)[0]
+    batches = jax.tree.map(np.asarray, select_function()(trees)[0])
+    assert trees.token.shape[1] in np.asarray(trees.size)
+    for i, tree in enumerate(numpy_trees(trees)):
+        plain = PlainTree((drafts[0][i], drafts[1][i]), roots[i])
+        for _ in range(9):
+            plain.grow(4)
+        assert tree.size == len(plain.token)
+        for batch in batches:
+            assert_batch(jax.tree.map(lambda x, i=i: x[i], batch), plain)
+
+
+@pytest.mark.parametrize("branch", [1, 4])
+def test_the_root_alone(branch):
+    draft = random_draft(np.random.default_rng(0), "law", branch=branch)
+    batches = jax.jit(lambda: [select_batch(start(draft, 3, 1), size) for size in (1, 2, 9)])()
+    for batch in jax.tree.map(np.asarray, batches):
+        assert_batch(batch, PlainTree(draft, 3))
+
+
+def test_candidates_of_any_origin():
+    """A forest in any order that has parents first, few scores, gaps; each token names its candidate."""
+    rng = np.random.default_rng(0)
+    cases, total, sizes = 60, 20, (2, 5, 13, 21, 24)
+    parent = np.array(
+        [[rng.integers(-1, max(i, 1)) if i else -1 for i in range(total)] for _ in range(cases)], np.int32
+    )
+    step = rng.choice([0, 0, -1], (cases, total)).astype(np.float32)
+    score, depth = np.zeros((cases, total), np.float32), np.ones((cases, total), np.int32)
+    for case in range(cases):
+        step[case, rng.random(total) < rng.choice([0, 0.1, 0.4])] = -np.inf
+        for i, above in enumerate(parent[case]):
+            score[case, i] = step[case, i] + (score[case, above] if above >= 0 else 0)
+            depth[case, i] = depth[case, above] + 1 if above >= 0 else 1
+    token = np.broadcast_to(np.arange(total, dtype=np.int32) + 50, (cases, total))
+    candidates = Candidates(token, parent, depth, score)
+    pack = jax.jit(jax.vmap(lambda c: [pack_best(np.int32(7), c, size) for size in sizes]))
+    for size, batches in zip(sizes, pack(candidates), strict=True):
+        batches = jax.tree.map(np.asarray, batches)
+        for case in range(cases):
+            batch = jax.tree.map(lambda x, i=case: x[i], batches)
+            paths, _ = assert_closed(batch)
+            best = [i for i in np.argsort(-score[case], kind="stable")[: size - 1] if score[case, i] > -np.inf]
+            assert batch.count == 1 + len(best) and batch.token[0] == 7
+            expected = set()
+            for i in best:
+                path = [i]
+                while (above := parent[case, path[0]]) >= 0:
+                    path.insert(0, above)
+                expected.add(tuple(int(token[case, i]) for i in path))
+            assert set(paths[1:]) == expected
+
+
+def test_proposals_are_candidates_with_parents_first():
+    trees, plains = growing_trees()[5]
+    found = jax.tree.map(np.asarray, jax.jit(jax.vmap(proposals))(trees))
+    for i, plain in enumerate(plains):
+        number = {plain.path_of(row, place): row * 4 + place for _, row, place in plain.proposals()}
+        real = found.score[i] > -np.inf
+        np.testing.assert_array_equal(np.flatnonzero(real), sorted(number.values()))
+        for score, row, place in plain.proposals():
+            path, at = plain.path_of(row, place), row * 4 + place
+            assert found.score[i, at] == score and found.depth[i, at] == len(path) and found.token[i, at] == path[-1]
+            assert found.parent[i, at] == number.get(path[:-1], -1) < at
