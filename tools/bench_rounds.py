@@ -12,6 +12,7 @@ within a repeat and their median is reported. Nothing is compiled inside a measu
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 import jaxspec
@@ -40,33 +42,34 @@ def main() -> None:
     parser.add_argument("draft", help="checkpoint of a draft model")
     parser.add_argument("--budgets", default="15,1024")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=4, help="rounds in one sample")
     parser.add_argument("--json", type=Path, help="write all samples and medians here")
     arguments = parser.parse_args()
 
     budgets = [int(budget) for budget in arguments.budgets.split(",")]
     llm = jaxspec.LLM(dtype="float32", draft=arguments.draft, method=jaxspec.SpecExec(budget=budgets[0]))
-    report = measure(llm, budgets, arguments.repeats)
+    report = measure(llm, budgets, arguments.repeats, arguments.rounds)
     print_report(report)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int) -> dict[str, Any]:
+def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int, num_rounds: int) -> dict[str, Any]:
     """Samples of every measurement, in seconds, and the ratios between those of one repeat."""
     roofline = roofline_pass(llm.params)
     target = llm.engine.models.target
     passes = {rows: time_pass(target, llm.params, rows, CONTEXT) for rows in ROWS}
-    rounds = {budget: RoundTimer(llm, budget) for budget in budgets}
+    rounds = {budget: RoundTimer(llm, budget, num_rounds) for budget in budgets}
     runs: dict[str, Callable[[], float]] = {"roofline": roofline}
     runs |= {f"pass {rows}": run for rows, run in passes.items()}
-    for run in (*runs.values(), *(timer.run for timer in rounds.values())):
+    for run in (*runs.values(), *(timer.run_with_parts for timer in rounds.values())):
         run()
     samples: dict[str, list[float]] = {}
 
     def add(name: str, seconds: float) -> None:
         samples.setdefault(name, []).append(seconds)
 
-    for _ in range(repeats):
+    for _ in track(range(repeats), "Measuring"):
         for name, run in runs.items():
             add(name, run())
         for budget, timer in rounds.items():
@@ -89,7 +92,7 @@ def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int) -> dict[str, Any
 class RoundTimer:
     """Times SpecExec rounds of one budget, and the passes that they hold."""
 
-    def __init__(self, llm: jaxspec.LLM, budget: int, tokens: int = 24):
+    def __init__(self, llm: jaxspec.LLM, budget: int, rounds: int):
         """Compile everything that a round needs."""
         self.method = jaxspec.SpecExec(budget=budget)
         self.llm = llm.with_method(self.method)
@@ -100,24 +103,32 @@ class RoundTimer:
         self._draft = time_pass(models.draft, self.llm.draft_params, self.method.draft_rows, CONTEXT)
         self._root = time_pass(models.draft, self.llm.draft_params, 2, CONTEXT)
         self._prompt = np.random.default_rng(0).integers(5, 40_000, CONTEXT).tolist()
-        self._sampling = jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True)
+        self._rounds = rounds
+        self._sampling = jaxspec.SamplingParams(max_tokens=(rounds + 2) * self.method.longest_path, ignore_eos=True)
 
     def run(self) -> float:
         """Seconds of a round: mean over those of a generation but the first."""
         rounds = self.llm.engine.rounds(self.llm.model_params, self._prompt, self._sampling, seed=0)
-        next(rounds)
-        start = time.perf_counter()
-        passes = [emitted.draft_passes for emitted in rounds]
+        with contextlib.closing(rounds):
+            next(rounds)
+            start = time.perf_counter()
+            passes = [next(rounds).draft_passes for _ in range(self._rounds)]
+            seconds = time.perf_counter() - start
+        self._target()  # waits for the round that the engine has dispatched ahead
         self.passes_per_round = statistics.mean(passes)
-        return (time.perf_counter() - start) / len(passes)
+        return seconds / self._rounds
 
     def run_with_parts(self) -> tuple[float, float]:
         """Seconds of a round, and of its passes alone: measured before and after the rounds, and averaged."""
 
         def parts() -> float:
-            further = self.passes_per_round - 1
-            return self._target() + self._root() + further * statistics.median(self._draft() for _ in range(3))
+            # A loop runs whole passes; their mean number is not whole.
+            further = round(self.passes_per_round - 1)
+            scale = (self.passes_per_round - 1) / further if further else 0
+            return self._target() + self._root() + scale * self._draft(further)
 
+        if not self.passes_per_round:
+            self.run()
         before = parts()
         whole = self.run()
         return whole, (before + parts()) / 2
