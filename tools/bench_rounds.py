@@ -42,24 +42,24 @@ def main() -> None:
     parser.add_argument("draft", help="checkpoint of a draft model")
     parser.add_argument("--budgets", default="15,1024")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--rounds", type=int, default=4, help="rounds in one sample")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of one sample of rounds, at least 3 rounds")
     parser.add_argument("--json", type=Path, help="write all samples and medians here")
     arguments = parser.parse_args()
 
     budgets = [int(budget) for budget in arguments.budgets.split(",")]
     llm = jaxspec.LLM(dtype="float32", draft=arguments.draft, method=jaxspec.SpecExec(budget=budgets[0]))
-    report = measure(llm, budgets, arguments.repeats, arguments.rounds)
+    report = measure(llm, budgets, arguments.repeats, arguments.seconds)
     print_report(report)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int, num_rounds: int) -> dict[str, Any]:
+def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int, seconds: float) -> dict[str, Any]:
     """Samples of every measurement, in seconds, and the ratios between those of one repeat."""
     roofline = roofline_pass(llm.params)
     target = llm.engine.models.target
     passes = {rows: time_pass(target, llm.params, rows, CONTEXT) for rows in ROWS}
-    rounds = {budget: RoundTimer(llm, budget, num_rounds) for budget in budgets}
+    rounds = {budget: RoundTimer(llm, budget, seconds) for budget in budgets}
     runs: dict[str, Callable[[], float]] = {"roofline": roofline}
     runs |= {f"pass {rows}": run for rows, run in passes.items()}
     for run in (*runs.values(), *(timer.run_with_parts for timer in rounds.values())):
@@ -92,7 +92,7 @@ def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int, num_rounds: int)
 class RoundTimer:
     """Times SpecExec rounds of one budget, and the passes that they hold."""
 
-    def __init__(self, llm: jaxspec.LLM, budget: int, rounds: int):
+    def __init__(self, llm: jaxspec.LLM, budget: int, seconds: float):
         """Compile everything that a round needs."""
         self.method = jaxspec.SpecExec(budget=budget)
         self.llm = llm.with_method(self.method)
@@ -103,20 +103,21 @@ class RoundTimer:
         self._draft = time_pass(models.draft, self.llm.draft_params, self.method.draft_rows, CONTEXT)
         self._root = time_pass(models.draft, self.llm.draft_params, 2, CONTEXT)
         self._prompt = np.random.default_rng(0).integers(5, 40_000, CONTEXT).tolist()
-        self._rounds = rounds
-        self._sampling = jaxspec.SamplingParams(max_tokens=(rounds + 2) * self.method.longest_path, ignore_eos=True)
+        self._seconds = seconds
+        self._sampling = jaxspec.SamplingParams(max_tokens=1500, ignore_eos=True)
 
     def run(self) -> float:
         """Seconds of a round: mean over those of a generation but the first."""
         rounds = self.llm.engine.rounds(self.llm.model_params, self._prompt, self._sampling, seed=0)
+        passes: list[int] = []
         with contextlib.closing(rounds):
             next(rounds)
             start = time.perf_counter()
-            passes = [next(rounds).draft_passes for _ in range(self._rounds)]
-            seconds = time.perf_counter() - start
+            while (seconds := time.perf_counter() - start) < self._seconds or len(passes) < 3:
+                passes.append(next(rounds).draft_passes)
         self._target()  # waits for the round that the engine has dispatched ahead
         self.passes_per_round = statistics.mean(passes)
-        return seconds / self._rounds
+        return seconds / len(passes)
 
     def run_with_parts(self) -> tuple[float, float]:
         """Seconds of a round, and of its passes alone: measured before and after the rounds, and averaged."""
