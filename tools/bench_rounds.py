@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxspec
-from jaxspec.measure.passes import time_pass
+from jaxspec.measure.passes import time_pass, time_target_pass
 from jaxspec.measure.roofline import roofline_pass
 
 CONTEXT = 256
@@ -99,8 +99,9 @@ class RoundTimer:
         self.passes_per_round = 0.0
         models = self.llm.engine.models
         assert models.draft is not None and self.llm.draft_params is not None
-        self._target = time_pass(models.target, self.llm.params, self.method.batch_rows, CONTEXT)
-        self._draft = time_pass(models.draft, self.llm.draft_params, self.method.draft_rows, CONTEXT)
+        self._target = time_target_pass(models.target, self.llm.params, self.method.batch_rows, CONTEXT)
+        rows, levels = self.method.draft_rows, self.method.longest_path
+        self._draft = time_pass(models.draft, self.llm.draft_params, rows, CONTEXT, levels=levels)
         self._root = time_pass(models.draft, self.llm.draft_params, 2, CONTEXT)
         self._prompt = np.random.default_rng(0).integers(5, 40_000, CONTEXT).tolist()
         self._seconds = seconds

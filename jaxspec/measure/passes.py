@@ -13,6 +13,7 @@ import numpy as np
 from jaxspec.cache import init_cache
 from jaxspec.llm import LLM
 from jaxspec.methods.program import Program
+from jaxspec.methods.verification import LAZY_HEAD_ROWS
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.placement import Placement
@@ -23,7 +24,7 @@ class PassTimes:
     """Seconds of one pass, the head included and nothing else: medians.
 
     Attributes:
-      target_s: target, with as many rows as the method verifies.
+      target_s: target, with as many rows as the method verifies; see `time_target_pass`.
       draft_s: draft, with as many rows as the method evaluates at a time; 0 without a draft model.
       draft_root_s: draft, the first pass of a round: the root and a pending token, two rows; 0 without a draft model.
     """
@@ -42,9 +43,10 @@ def measure_passes(llm: LLM, context: int, repeats: int = 9) -> PassTimes:
       repeats: samples behind each median; target and draft are taken in turn.
     """
     method, models = llm.engine.method, llm.engine.models
-    runs = {"target": time_pass(models.target, llm.params, method.batch_rows, context)}
+    runs = {"target": time_target_pass(models.target, llm.params, method.batch_rows, context)}
     if models.draft is not None and llm.draft_params is not None and method.drafts:
-        runs["draft"] = time_pass(models.draft, llm.draft_params, method.draft_rows, context)
+        rows, levels = method.draft_rows, method.longest_path
+        runs["draft"] = time_pass(models.draft, llm.draft_params, rows, context, levels=levels)
         runs["root"] = time_pass(models.draft, llm.draft_params, 2, context)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -56,26 +58,47 @@ def measure_passes(llm: LLM, context: int, repeats: int = 9) -> PassTimes:
     return PassTimes(medians["target"], medians.get("draft", 0.0), medians.get("root", 0.0))
 
 
-def time_pass(placement: Placement, params: Params, rows: int, context: int) -> Callable[..., float]:
-    """Passes over star-shaped trees of `rows` rows behind `context` tokens, one after the other in one program.
+def time_target_pass(placement: Placement, params: Params, rows: int, context: int) -> Callable[..., float]:
+    """`time_pass` of a verification: of a large batch, logits are only computed where the walk comes by."""
+    return time_pass(placement, params, rows, context, head_rows=None if rows <= LAZY_HEAD_ROWS else 1)
+
+
+def time_pass(
+    placement: Placement, params: Params, rows: int, context: int, *, levels: int = 1, head_rows: int | None = None
+) -> Callable[..., float]:
+    """Passes over the levels of a growing tree behind `context` tokens, one after the other in one program.
+
+    Args:
+      placement: of the model.
+      params: its parameters.
+      rows: of a pass; each sees the root and itself.
+      context: tokens in the cache.
+      levels: passes that the window holds; further ones write over the last.
+      head_rows: rows whose logits are computed; None for all.
 
     Returns:
       A function that takes the number of passes, 1 if not given, and returns the seconds of all of them.
     """
     cfg, plan = placement.cfg, placement.plan
-    slots = -(-(context + rows) // 64) * 64
+    slots = -(-(context + rows * levels) // 64) * 64
     cache_shapes = placement.cache(slots)
     count, scalar = placement.array((), jnp.int32), placement.array((), jnp.float32)
 
     def run(params: Any, cache: Any, count: Any) -> Any:
-        own = jnp.eye(rows, dtype=bool).at[:, 0].set(True)
-        position = cache.length + jnp.minimum(jnp.arange(rows, dtype=jnp.int32), 1)
+        slot = jnp.arange(rows * levels, dtype=jnp.int32)
+        depth = slot // rows
 
         def once(index: Any, carry: Any) -> Any:
             cache, largest = carry
+            level = jnp.minimum(index, levels - 1)
+            own = level * rows + jnp.arange(rows, dtype=jnp.int32)
+            mask = (slot == own[:, None]) | (slot == 0)
             # Other tokens in every pass, so that no part of it can move out of the loop.
-            hidden, cache = forward(params, cfg, jnp.full(rows, index, jnp.int32), position, cache, own)
-            return cache, jnp.maximum(largest, vocab_logits(params, hidden).max())
+            hidden, cache = forward(
+                params, cfg, jnp.full(rows, index, jnp.int32), cache.length + depth[own], cache, mask,
+                window_position=cache.length + depth, offset=level * rows,
+            )  # fmt: skip
+            return cache, jnp.maximum(largest, vocab_logits(params, hidden[:head_rows]).max())
 
         cache, largest = jax.lax.fori_loop(0, count, once, (cache, jnp.float32(-jnp.inf)))
         return largest, cache
