@@ -1,0 +1,206 @@
+"""Prompt lookup against a search written with lists, and what it learns while decoding."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from method_cases import Case, count_on, counting, engine_of, run
+
+from jaxspec.methods.base import ModelParams
+from jaxspec.methods.lookup import (
+    PRIOR_ACCEPTANCE,
+    LookupState,
+    PromptLookup,
+    acceptance,
+    keep_worthwhile,
+    learn,
+    look_up,
+    merge_matches,
+)
+from jaxspec.methods.verification import Outcome
+from jaxspec.tree.select import Candidates, pack_best
+
+CAPACITY = 96
+GREEDY_DRAFT = PromptLookup(batch=64, ngram=3, candidates=4, length=6, adaptive=False)
+
+
+def occurrences(text, method):
+    """Ends of the earlier occurrences of the text's last tokens, best first, and the lengths of their matches."""
+    found = []
+    for end in range(len(text) - 1):
+        length = 0
+        while length < method.ngram and length <= end and text[end - length] == text[-1 - length]:
+            length += 1
+        if length:
+            found.append((length, end))
+    return sorted(found, reverse=True)[: method.candidates]
+
+
+def continuations(text, method):
+    """What followed each of them; a passage that reaches the end goes on with itself."""
+    copies = []
+    for _, end in occurrences(text, method):
+        period = text[end + 1 :]
+        copies.append(tuple(period[i % len(period)] for i in range(method.longest_path - 1)))
+    return copies
+
+
+def paths_of(batch):
+    """All root-to-row token sequences of a batch, the root left out."""
+    token, parent, count = np.asarray(batch.token), np.asarray(batch.parent), int(batch.count)
+    paths = [()]
+    for row in range(1, count):
+        assert parent[row] < row
+        paths.append((*paths[parent[row]], int(token[row])))
+    assert all(parent[row] == row for row in range(count, batch.rows))
+    return paths
+
+
+def state_of(text, method, tried=None, accepted=None):
+    token = np.zeros(CAPACITY, np.int32)
+    token[: len(text)] = text
+    token[len(text) :] = text[-1]  # must not be taken for text
+    zeros = np.zeros(method.ngram + 1, np.float32)
+    rows = np.arange(method.batch, dtype=np.int32)
+    tried, accepted = (zeros if x is None else np.asarray(x, np.float32) for x in (tried, accepted))
+    return LookupState(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted)
+
+
+@functools.partial(jax.jit, static_argnames="method")
+def merged(state, method):
+    """Everything that was found, as a batch that holds it all."""
+    candidates, matched = merge_matches(state, acceptance(state), method)
+    return pack_best(jnp.int32(0), candidates, candidates.token.shape[0] + 1), candidates, matched
+
+
+def texts():
+    rng = np.random.default_rng(0)
+    for length in (1, 2, 3, 5, 8, 13, 21, 40, 80):
+        for kinds in (1, 2, 3, 9, 60):
+            yield rng.integers(0, kinds, length).tolist()
+
+
+@pytest.mark.parametrize("method", [GREEDY_DRAFT, PromptLookup(batch=64, ngram=1, candidates=7, length=3)])
+def test_finds_what_lists_find(method):
+    for text in texts():
+        batch, _, _ = merged(state_of(text, method), method)
+        paths = paths_of(batch)
+        expected = {copy[:end] for copy in continuations(text, method) for end in range(method.longest_path)} | {()}
+        assert len(paths) == len(set(paths))  # a token that several occurrences share is one row
+        assert set(paths) == expected, text
+
+
+def test_the_longest_and_then_the_most_recent_match_comes_first():
+    chain = PromptLookup(batch=5, ngram=3, candidates=1, length=4, adaptive=False)
+    found = 0
+    for text in texts():
+        _, drafted = draft(text, chain)
+        copies = continuations(text, chain)
+        found += bool(copies)
+        assert paths_of(drafted.batch)[-1] == (copies[0] if copies else ())
+        assert int(drafted.batch.token[0]) == text[-1]
+    assert found > 20
+
+
+@functools.partial(jax.jit, static_argnames="method")
+def _look_up(state, outcome, method):
+    return look_up(state, outcome, method)
+
+
+def draft(text, method, state=None):
+    """Draft behind a text whose last token the last round added."""
+    state = state or state_of(text, method)
+    state = state.replace(length=np.int32(len(text) - 1))
+    steps = method.longest_path
+    tokens = np.full(steps, text[-1], np.int32)
+    return _look_up(state, Outcome(tokens, np.int32(1), np.zeros(steps, np.int32)), method)
+
+
+def test_a_full_batch_is_closed_and_holds_the_best():
+    """More was found than fits: the best-matched continuation is complete before others are dropped to their start."""
+    method = PromptLookup(batch=8, ngram=4, candidates=6, length=7, adaptive=False)
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 9, 3, 4, 11, 12, 13, 9, 4, 14, 2, 3, 4]
+    _, drafted = draft(text, method)
+    paths = paths_of(drafted.batch)
+    assert len(paths) == 8
+    assert (5,) in paths and (5, 6, 7) in paths  # behind "2 3 4", the longest match
+    known = {copy[:end] for copy in continuations(text, method) for end in range(8)}
+    assert set(paths) <= known
+
+
+def test_without_a_match_the_root_is_alone():
+    for method in (GREEDY_DRAFT, PromptLookup()):
+        for text in ([7], [1, 2, 3, 4, 5]):
+            _, drafted = draft(text, method)
+            assert int(drafted.batch.count) == 1 and int(drafted.passes) == 0
+
+
+def test_candidates_know_how_long_their_match_is():
+    text = [1, 2, 3, 9, 3, 8, 1, 2, 3]
+    _, candidates, matched = merged(state_of(text, GREEDY_DRAFT), GREEDY_DRAFT)
+    scores, lengths, tokens, depths = map(np.asarray, (candidates.score, matched, candidates.token, candidates.depth))
+    first = {int(t): int(n) for t, n, s, d in zip(tokens, lengths, scores, depths, strict=True) if d == 1 and s > -1e30}
+    assert first == {9: 3, 8: 1}
+    second = {
+        int(t): int(n) for t, n, s, d in zip(tokens, lengths, scores, depths, strict=True) if d == 2 and s > -1e30
+    }
+    assert second == {3: 3, 1: 2}  # capped at ngram; one longer behind an accepted token
+
+
+def test_learning_counts_the_path_and_the_first_refusal():
+    method = PromptLookup(batch=6, ngram=4, candidates=2, length=5)
+    # Rows 1 - 2 - 3 below the root, and 4 and 5 below row 1; the walk takes 1 and leaves there.
+    parent = np.array([0, 0, 1, 2, 1, 1], np.int32)
+    matched = np.array([0, 2, 3, 4, 1, 1], np.int32)
+    state = state_of([1, 2], method).replace(parent=parent, matched=matched)
+    outcome = Outcome(np.zeros(6, np.int32), np.int32(2), np.array([0, 1, 0, 0, 0, 0], np.int32))
+    learned = jax.jit(learn)(state, outcome)
+    assert np.asarray(learned.accepted).tolist() == [0, 0, 1, 0, 0]
+    assert np.asarray(learned.tried).tolist() == [0, 0, 1, 1, 0]  # the best child of row 1 had matched 3
+    # A walk that ends at a leaf refuses nothing.
+    outcome = Outcome(np.zeros(6, np.int32), np.int32(4), np.array([0, 1, 2, 3, 0, 0], np.int32))
+    learned = jax.jit(learn)(state, outcome)
+    assert np.asarray(learned.accepted).tolist() == np.asarray(learned.tried).tolist() == [0, 0, 1, 1, 1]
+
+
+def test_acceptance_follows_what_was_seen():
+    method = PromptLookup(ngram=4)
+    fresh = np.asarray(acceptance(state_of([1], method)))
+    np.testing.assert_allclose(fresh, PRIOR_ACCEPTANCE[:5], rtol=1e-6)
+    tried = [0, 100, 100, 100, 100]
+    bad = np.asarray(acceptance(state_of([1], method, tried, [0, 1, 1, 1, 1])))
+    good = np.asarray(acceptance(state_of([1], method, tried, [0, 99, 99, 99, 99])))
+    assert bad[4] < 0.06 and good[1] > 0.9
+    assert (np.diff(bad) >= 0).all() and (np.diff(good) >= 0).all()
+
+
+def test_what_does_not_pay_is_not_drafted():
+    rows = 16
+    chain = np.arange(15, dtype=np.int32)
+    for chance, worth in ((0.95, True), (0.05, False)):
+        score = np.cumsum(np.full(15, np.log(chance), np.float32))
+        candidates = Candidates(chain, chain - 1, chain + 1, score)
+        kept = np.asarray(keep_worthwhile(candidates, rows).score) > -np.inf
+        assert kept.any() == worth
+        assert (np.diff(kept.astype(int)) <= 0).all()  # what is kept comes first
+
+
+def test_drafting_stops_where_nothing_is_accepted_and_goes_on_where_text_repeats():
+    """Behind a stretch of text that lookup gets wrong, rounds verify the root alone; in a copied one it drafts again."""
+    case = Case("llama", 1, "none", PromptLookup())
+    params = ModelParams(counting())
+    # The model counts; the prompt repeats pairs that it never continues so.
+    misleading = [t for start in range(0, 30, 3) for t in (start, start + 50)] * 2 + [0]
+    rounds = run(engine_of(case), params, misleading, 40)
+    assert [t for r in rounds for t in r.tokens] == count_on(0, 40)
+    drafted = [r.drafted for r in rounds]
+    assert sum(drafted[len(drafted) // 2 :]) < sum(drafted[: len(drafted) // 2]) or sum(drafted) == 0
+    assert Counter(drafted)[0] > len(rounds) / 2
+    # It has counted through this range before: copied in few rounds.
+    rounds = run(engine_of(case), params, count_on(90, 60), 60)
+    assert len(rounds) > 20  # nothing to copy yet
+    again = run(engine_of(case), params, [*count_on(90, 40), *count_on(90, 10)], 30)
+    assert [t for r in again for t in r.tokens] == count_on(100, 30) and len(again) <= 5

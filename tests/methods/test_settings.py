@@ -1,0 +1,134 @@
+"""Settings that make no sense are refused by name, before anything is loaded or compiled."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny_models import FAMILIES
+
+from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import Models
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.registry import METHODS, check_draft_given, make_method, resolve_method
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.placement import Placement
+
+PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "word"),
+    [
+        (SpecExec, {"budget": 0}, "budget"),
+        (SpecExec, {"budget": 4097}, "budget must be at most 4096"),
+        (SpecExec, {"budget": 8.0}, "budget"),
+        (SpecExec, {"budget": True}, "budget"),
+        (SpecExec, {"width": 0}, "width"),
+        (SpecExec, {"branch": -1}, "branch"),
+        (SpecExec, {"depth": 129}, "depth must be at most 128"),
+        (SpecExec, {"score_temperature": 0.7}, "score_temperature"),
+        (SpecExec, {"decay": 0.0}, "decay"),
+        (SpecExec, {"decay": 1.01}, "decay"),
+        (SpecExec, {"min_probability": -0.1}, "min_probability"),
+        (SpecExec, {"min_probability": float("nan")}, "min_probability"),
+        (Chain, {"length": 0}, "length"),
+        (Chain, {"length": 65}, "length must be at most 64"),
+        (Chain, {"rule": "typical"}, "rule"),
+        (Chain, {"min_probability": 1.5}, "min_probability"),
+        (SpecInfer, {"expansion": ()}, "expansion"),
+        (SpecInfer, {"expansion": "221"}, "expansion"),
+        (SpecInfer, {"expansion": (2, 0)}, "expansion"),
+        (SpecInfer, {"expansion": (32, 32)}, "1056 tokens, at most 1024"),
+        (SpecInfer, {"replacement": 1}, "replacement"),
+        (PromptLookup, {"batch": 1}, "batch"),
+        (PromptLookup, {"ngram": 0}, "ngram"),
+        (PromptLookup, {"candidates": 65}, "candidates must be at most 64"),
+        (PromptLookup, {"length": "15"}, "length"),
+        (PromptLookup, {"adaptive": "no"}, "adaptive"),
+    ],
+)
+def test_out_of_range(method, settings, word):
+    with pytest.raises(ConfigError, match=word):
+        method(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "word"),
+    [
+        ("specxec", {}, "unknown method 'specxec'; did you mean 'specexec'"),
+        ("swift", {}, "not available in this version"),
+        ("swiftspec", {}, "not available in this version"),
+        ("ar", {"budget": 4}, "'ar' has no settings, got 'budget'"),
+        ("specexec", {"bugdet": 4}, "no setting 'bugdet'; did you mean 'budget'"),
+        # Children picked by rank under a ratio of probabilities would be wrong in law: there is no such combination.
+        ("specexec", {"rule": "rejection"}, "no setting 'rule'"),
+        ("lookup", {"rule": "rejection"}, "no setting 'rule'"),
+    ],
+)
+def test_unknown_words(name, settings, word):
+    with pytest.raises(ConfigError, match=word):
+        make_method(name, True, settings)
+
+
+def test_auto():
+    assert make_method("auto", True) == Chain()
+    assert make_method("auto", False) == Autoregressive()
+
+
+def test_settings_reach_the_method():
+    for name, method in METHODS.items():
+        for field in dataclasses.fields(method):
+            changed = {
+                "rule": "rejection", "score_temperature": "sampling", "expansion": (1, 2), "decay": 0.5,
+                "min_probability": 0.25, "replacement": False, "adaptive": False,
+            }.get(field.name, 3)  # fmt: skip
+            assert getattr(make_method(name, True, {field.name: changed}), field.name) == changed
+
+
+@pytest.mark.parametrize("method", [Chain, 5, None, object()])
+def test_what_is_no_method(method):
+    with pytest.raises(ConfigError, match="method must be a name or a method object"):
+        resolve_method(method, True)
+
+
+def test_drafts_given_and_missing():
+    for method in METHODS.values():
+        with pytest.raises(ConfigError, match=method.name):
+            check_draft_given(method(), not method.drafts)
+        check_draft_given(method(), method.drafts)
+
+
+@pytest.mark.parametrize(
+    ("method", "word"),
+    [
+        (SpecExec(200, branch=102), "branch 102 exceeds the 101 tokens"),
+        (SpecInfer((102, 1)), "expansion 102 exceeds the 101 tokens"),
+        (SpecExec(4), "needs a draft model"),
+        (Chain(), "needs a draft model"),
+        (SpecInfer(), "needs a draft model"),
+    ],
+)
+def test_what_does_not_fit_the_models(method, word):
+    draft = None if "needs" in word else PLACEMENT
+    with pytest.raises(ConfigError, match=word):
+        Engine(Models(PLACEMENT, draft), method)
+
+
+def test_shapes():
+    """bs, P and w, of which the caches' room and the counters follow."""
+    for method, shape in (
+        (Autoregressive(), (1, 1, 0)),
+        (Chain(5), (6, 6, 1)),
+        (SpecExec(1), (2, 2, 1)),
+        (SpecExec(1024), (1025, 33, 64)),
+        (SpecExec(16, width=5, depth=3), (17, 4, 5)),
+        (SpecInfer((3, 2, 1)), (16, 4, 6)),
+        (PromptLookup(batch=8), (8, 8, 0)),
+        (PromptLookup(batch=32, length=4), (32, 5, 0)),
+    ):
+        assert (method.batch_rows, method.longest_path, method.draft_rows) == shape, method
