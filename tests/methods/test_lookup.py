@@ -141,13 +141,11 @@ def test_without_a_match_the_root_is_alone():
 def test_candidates_know_how_long_their_match_is():
     text = [1, 2, 3, 9, 3, 8, 1, 2, 3]
     _, candidates, matched = merged(state_of(text, GREEDY_DRAFT), GREEDY_DRAFT)
-    scores, lengths, tokens, depths = map(np.asarray, (candidates.score, matched, candidates.token, candidates.depth))
-    first = {int(t): int(n) for t, n, s, d in zip(tokens, lengths, scores, depths, strict=True) if d == 1 and s > -1e30}
-    assert first == {9: 3, 8: 1}
-    second = {
-        int(t): int(n) for t, n, s, d in zip(tokens, lengths, scores, depths, strict=True) if d == 2 and s > -1e30
-    }
-    assert second == {3: 3, 1: 2}  # capped at ngram; one longer behind an accepted token
+    rows = zip(candidates.token, matched, candidates.score, candidates.depth, strict=True)
+    lengths = {(int(depth), int(token)): int(n) for token, n, score, depth in rows if score > -jnp.inf}
+    assert {key: n for key, n in lengths.items() if key[0] == 1} == {(1, 9): 3, (1, 8): 1}
+    # One longer behind an accepted token, as far as matches are compared.
+    assert lengths[2, 3] == 3 and lengths[2, 1] == 2
 
 
 def test_learning_counts_the_path_and_the_first_refusal():
@@ -189,7 +187,7 @@ def test_what_does_not_pay_is_not_drafted():
 
 
 def test_drafting_stops_where_nothing_is_accepted_and_goes_on_where_text_repeats():
-    """Behind a stretch of text that lookup gets wrong, rounds verify the root alone; in a copied one it drafts again."""
+    """Behind a stretch of text that lookup gets wrong, rounds verify the root alone; a copy is drafted."""
     case = Case("llama", 1, "none", PromptLookup())
     params = ModelParams(counting())
     # The model counts; the prompt repeats pairs that it never continues so.
