@@ -78,7 +78,8 @@ LADDER = [
     Case("llama", 1, "same", SpecExec(1)),  # bs 2, depth 1, branch 1
     Case("llama", 1, "same", SpecExec(4, width=16)),  # wider than there are leaves
     LLAMA_SPECEXEC,
-    Case("llama", 1, "same", SpecExec(256, width=32, depth=16)),
+    Case("llama", 1, "same", SpecExec(128, width=32, depth=16)),
+    Case("llama", 1, "same", SpecExec(1024, width=128, depth=16)),
 ]
 CHAIN_TP4 = Case("qwen2", 4, "same", Chain(5))
 SMALL_TP4 = Case("llama-tied", 4, "small", SpecExec(63, width=3, branch=1, depth=7))  # its batch is never full
