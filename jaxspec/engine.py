@@ -117,7 +117,12 @@ class Engine:
         """Compile for sequences of up to `tokens` tokens; returns the wall time spent, in seconds.
 
         The capacity never shrinks: what was compiled for a longer sequence serves shorter ones.
+
+        Raises:
+          ConfigError: `tokens` exceeds the context.
         """
+        if tokens is not None and tokens > self.max_context:
+            raise ConfigError(f"{tokens} tokens exceed the context of {self.max_context}")
         capacity = self._first_capacity
         while tokens is not None and capacity < tokens:
             capacity = min(capacity * CAPACITY_GROWTH, self.max_context)
@@ -170,6 +175,10 @@ class Engine:
             raise
         # Not in a `finally`: a failed or interrupted dispatch may have consumed the buffers.
         self._keep(runner, state)
+
+    def settle(self) -> None:
+        """Wait until nothing runs: a text that ends leaves a round in flight, which no one reads."""
+        jax.block_until_ready(self._idle)
 
     def _keep(self, runner: Runner, state: Any) -> None:
         # One set of buffers is kept; those of interleaved generations are freed.

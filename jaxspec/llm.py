@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import logging
 import numbers
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from jaxspec.mesh.plan import MeshPlan, plan_mesh
 from jaxspec.methods.base import Method, ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.models.params import Params
-from jaxspec.pairing import count_shared_tokens
+from jaxspec.pairing import count_named, count_shared_tokens
 from jaxspec.placement import Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
 from jaxspec.speculation import count_speculation
@@ -39,7 +40,7 @@ class LLM:
     Args:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model.
       draft: a draft model's checkpoint, for methods that use one.
-      method: a name or a method object; "auto" picks the fastest one that fits.
+      method: a name or a method object; "auto" is `chain` with a draft model and `ar` without; it measures nothing.
       dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32" or "bfloat16".
       target_devices: devices that share the model (tensor parallelism).
       max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
@@ -240,30 +241,30 @@ _loaded: dict[tuple[Any, ...], LLM] = {}
 
 
 class _Clock:
-    """Times of the first and the latest token, in seconds from construction."""
+    """Times of the first and the latest round, in seconds from construction."""
 
     def __init__(self):
         self._start = time.perf_counter()
         self._first: float | None = None
         self._last = self._start
-        self._tokens_behind_first = 0
+        self._first_tokens = 0
 
     def tick(self, tokens: int) -> None:
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
-        else:
-            self._tokens_behind_first += tokens
+            self._first_tokens = tokens
 
     def stats(self, prompt_tokens: int, tokens: int, compile_s: float, seed: int | None) -> DecodeStats:
         assert self._first is not None
         decode_s = self._last - self._first
+        behind_first = max(0, tokens - self._first_tokens)  # what a stop cut off was not received
         return DecodeStats(
             prompt_tokens=prompt_tokens,
             completion_tokens=tokens,
             ttft_s=self._first - self._start,
             decode_s=decode_s,
-            tokens_per_s=self._tokens_behind_first / decode_s if self._tokens_behind_first else None,
+            tokens_per_s=behind_first / decode_s if behind_first else None,
             compile_s=compile_s,
             seed=seed,
         )
@@ -280,23 +281,30 @@ class _EventMaker:
 
     def push(self, emitted: Emitted) -> StreamEvent:
         """Feed a round's tokens to the text until it ends; what lies behind the end is dropped."""
-        pieces, kept = [], []
+        spans, kept = [], []
         for index, (token, logprob) in enumerate(zip(emitted.tokens, emitted.logprobs, strict=True)):
             self._waiting.append((token, index < emitted.accepted, logprob))
             piece = self._text.push(token)
-            pieces.append(piece.text)
-            kept.extend(self._waiting.popleft() for _ in range(piece.num_tokens))
+            shown = [self._waiting.popleft() for _ in range(piece.num_tokens)]
+            kept.extend(shown)
+            if piece.text:
+                spans.append((piece.text, bool(shown) and all(drafted for _, drafted, _ in shown)))
             if piece.finish_reason is not None:
                 break
         tokens, from_draft, logprobs = zip(*kept, strict=True) if kept else ((), (), ())
         self.logprobs.extend(logprobs)
         return StreamEvent(
-            "".join(pieces), tokens, from_draft, logprobs if self._want_logprobs else None, self._text.finish_reason
+            text="".join(text for text, _ in spans),
+            token_ids=tokens,
+            from_draft=from_draft,
+            logprobs=logprobs if self._want_logprobs else None,
+            finish_reason=self._text.finish_reason,
+            spans=tuple(spans),
         )
 
 
 def _open_weights(role: str, path: object) -> Weights:
-    if not isinstance(path, str | PathLike | None):
+    if not isinstance(path, str | PathLike | None) or path == "":
         raise ConfigError(f"{role} must be the path of a checkpoint, got {path!r}")
     return open_weights(None if path is None else Path(path).expanduser())
 
@@ -308,7 +316,18 @@ def _place_models(
     if draft_weights is None:
         return Models(Placement(weights.config, plan, dtype))
     draft_tokenizer = load_tokenizer(draft_weights.path)
-    shared = count_shared_tokens(tokenizer.token_strings(), draft_tokenizer.token_strings())
+    tokens, draft_tokens = tokenizer.token_strings(), draft_tokenizer.token_strings()
+    shared = count_shared_tokens(tokens, draft_tokens)
+    if unused := count_named(tokens[shared:], draft_tokens[shared:]):
+        logging.getLogger(__name__).warning(
+            "the draft proposes tokens 0 to %d only: its vocabulary and the target's part there, and %d tokens behind "
+            "that both have are left to the target", shared - 1, unused,
+        )  # fmt: skip
+    if draft_weights.config.max_context < weights.config.max_context:
+        logging.getLogger(__name__).warning(
+            "the draft was made for %d tokens of context, the target for %d: drafts behind that may be poor",
+            draft_weights.config.max_context, weights.config.max_context,
+        )  # fmt: skip
     sizes = (weights.config.vocab_size, draft_weights.config.vocab_size)
     target = Placement(weights.config, plan, dtype, vocab_rows=max(sizes))
     draft = Placement(draft_weights.config, plan, dtype, vocab_rows=max(sizes), vocab_limit=min(shared, *sizes))

@@ -33,3 +33,8 @@ def count_shared_tokens(target: Sequence[str], draft: Sequence[str]) -> int:
     if shared == 0:
         raise ConfigError("the draft does not fit the target: their vocabularies have no token in common")
     return shared
+
+
+def count_named(target: Sequence[str], draft: Sequence[str]) -> int:
+    """Number of ids that have a token in both vocabularies."""
+    return sum(bool(ours and theirs) for ours, theirs in zip(target, draft, strict=False))

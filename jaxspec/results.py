@@ -18,6 +18,7 @@ class StreamEvent:
       logprobs: for each of them, its log-probability, if asked for.
       finish_reason: None until the last event, which also carries `completion`.
       completion: the whole result, on the last event.
+      spans: `text` in parts, each with whether all tokens that end in it were proposed by a draft.
     """
 
     text: str
@@ -26,6 +27,7 @@ class StreamEvent:
     logprobs: tuple[float, ...] | None = None
     finish_reason: FinishReason | None = None
     completion: "Completion | None" = None
+    spans: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +37,10 @@ class DecodeStats:
     Attributes:
       prompt_tokens: tokens of the prompt.
       completion_tokens: tokens emitted, an end-of-sequence token included.
-      ttft_s: from the call to the first token.
-      decode_s: from the first token to the last.
-      tokens_per_s: tokens decoded after the first, those behind a stop string's cut included, per second of
-        `decode_s`; None where there was no second token.
+      ttft_s: from the call to the first token. A text that ends leaves a round in flight, which the next call on the
+        same device waits for.
+      decode_s: from the first round's tokens to the last round's.
+      tokens_per_s: emitted tokens behind those of the first round, per second of `decode_s`; None where there are none.
       compile_s: tracing, compiling or loading compiled programs.
       seed: the seed that reproduces this text at temperature > 0; None for greedy decoding.
       speculative_decoding: counters in vLLM's vocabulary; None for plain decoding.

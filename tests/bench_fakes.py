@@ -27,11 +27,16 @@ class Tree:
             raise ConfigError(f"budget must be at least 1, got {self.budget}")
         object.__setattr__(self, "width", self.width or 4 * self.budget)
 
+    @property
+    def batch_rows(self):
+        return 1 + 2 * self.budget
+
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
     """Accepts nothing."""
 
+    batch_rows: ClassVar[int] = 2
     name: ClassVar[str] = "lookup"
     drafts: ClassVar[bool] = False
     exact: ClassVar[str] = "tokens"
@@ -57,7 +62,7 @@ def make_method(name, has_draft, settings=None):
 
 @dataclasses.dataclass(frozen=True)
 class PassTimes:
-    target_s: float
+    target_s: dict
     draft_s: float
     draft_root_s: float
 
@@ -68,10 +73,14 @@ class FakeEngine:
     def __init__(self, method):
         self.method = method
         self.prepared = []
+        self.settled = 0
 
     def prepare(self, tokens):
         self.prepared.append(tokens)
         return 0.5
+
+    def settle(self):
+        self.settled += 1
 
 
 class FakeTokenizer:
@@ -138,6 +147,7 @@ def spec_stats(stats, accepted):
         "num_accepted_draft_tokens": sum(per_step),
         "mean_acceptance_length": 1 + sum(per_step) / steps,
         "per_step_accepted": per_step,
+        "per_step_drafted": [2 * accepted] * steps,
         "num_draft_passes": 3 * steps if accepted else 0,
     }
     rate = behind / decode_s if decode_s else None
@@ -152,6 +162,8 @@ def install(monkeypatch):
     monkeypatch.setattr(bench.registry, "make_method", make_method)
     monkeypatch.setattr(bench, "roofline_pass", lambda params, passes: lambda: 0.008)
     monkeypatch.setattr(bench, "weight_bytes", lambda params: 10**9)
-    monkeypatch.setattr(
-        bench, "_time_passes", lambda llm, context: PassTimes(0.009, 0.001 * llm.engine.method.drafts, 0.001)
-    )
+    monkeypatch.setattr(bench, "_time_passes", time_passes)
+
+
+def time_passes(llm, context, rows):
+    return PassTimes(dict.fromkeys(rows, 0.009), 0.001 * llm.engine.method.drafts, 0.001)

@@ -165,6 +165,12 @@ def test_bad_requests_are_refused(engine, prompt, sampling, message):
         engine.check_request(prompt, SamplingParams(**sampling))
 
 
+def test_capacity_beyond_the_context_is_refused(placement):
+    engine = Engine(Models(placement), Autoregressive(), 64)
+    with pytest.raises(ConfigError, match="65 tokens exceed the context of 64"):
+        engine.prepare(65)
+
+
 def test_max_context_beyond_the_model_is_refused(placement):
     with pytest.raises(ConfigError, match="5000 exceeds the model's context of 4096"):
         Engine(Models(placement), Autoregressive(), max_context=5000)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import OptionTypes, merge_options
+from jaxspec.cli.options import check_output, merge_options, setting_types
 from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError
 
@@ -57,7 +57,7 @@ def bench(
     """Measure decoding methods side by side on the same prompts, in one process, everything warm."""
 
     def run() -> None:
-        out = _check_output(json_)
+        out = check_output(json_)
         # Heavy imports only now: --help and usage errors answer at once.
         from rich.console import Console
 
@@ -127,13 +127,6 @@ class _Bar:
         self._progress.update(self._task, description=what.replace("[", "\\["), completed=done, total=total)
 
 
-def _check_output(path: Path | None) -> Path | None:
-    """Minutes of measuring must not end at a folder that does not exist."""
-    if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {path} cannot be written: it must be a file in a folder that exists")
-    return path
-
-
 def _split_list(text: str, option: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
@@ -152,8 +145,6 @@ def _parse_budgets(text: str | None) -> list[int] | None:
 
 def _parse_settings(assignments: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
     """Settings by method name, checked against the types of the method's own defaults."""
-    import dataclasses
-
     from jaxspec.measure.bench import make_method
 
     by_method: dict[str, list[str]] = {}
@@ -165,18 +156,8 @@ def _parse_settings(assignments: Iterable[str]) -> Mapping[str, Mapping[str, Any
     settings = {}
     for name, pairs in by_method.items():
         method = make_method(name)
-        known = {field.name: _types(getattr(method, field.name)) for field in dataclasses.fields(method)}
+        known = setting_types(method)
         if not known:
             raise ConfigError(f"--set {name}.{pairs[0]}: method {name!r} has no settings")
-        merged = merge_options({}, None, pairs, known)
-        settings[name] = {key: tuple(value) if isinstance(value, list) else value for key, value in merged.items()}
+        settings[name] = merge_options({}, None, pairs, known)
     return settings
-
-
-def _types(default: object) -> OptionTypes:
-    """Types that TOML may give for a field with this default."""
-    if default is None:
-        return (object, bool)
-    if isinstance(default, float):
-        return (int, float)
-    return (list,) if isinstance(default, tuple) else (type(default),)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import OptionTypes, merge_options
+from jaxspec.cli.options import OptionTypes, check_output, merge_options, setting_types
 from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError, JaxspecError
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 NAME = "jaxspec-check"
 PLAIN = "ar"
 ALL = "all"
-
-# Most tokens of a draw: a fully accepted round and the token behind it, for trees that are not too deep.
-LONGEST_DRAW = 8
 
 # Tables need this much room; a file or a pipe has it.
 PIPE_WIDTH = 150
@@ -51,7 +48,7 @@ def check(
     max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts, spread over the file.")] = 8,
     samples: Annotated[
         int, typer.Option(min=200, help="Draws per distribution test, for methods that need one.")
-    ] = 2000,
+    ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Random stream of seeded sampling; first seed of the draws.")] = 0,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
@@ -71,7 +68,7 @@ def check(
     """
 
     def run() -> None:
-        _check_output(json_)
+        check_output(json_)
         # Heavy imports only now: --help and usage errors answer at once.
         texts = _read_prompts(prompt or [], prompts, max_prompts)
         methods, skipped = _make_methods(method, set_ or [], has_draft=draft_model is not None)
@@ -124,12 +121,6 @@ def main() -> None:
     app(prog_name=NAME)
 
 
-def _check_output(path: Path | None) -> None:
-    """Minutes of checking must not end at a folder that does not exist."""
-    if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {path} cannot be written: it must be a file in a folder that exists")
-
-
 def _read_prompts(given: Sequence[str], file: Path | None, most: int) -> list[tuple[str, str]]:
     """Names and texts of the prompts."""
     if given and file is not None:
@@ -154,7 +145,7 @@ def _encode(llm: "LLM", text: str, chat: bool | None) -> list[int]:
 
 def _make_methods(text: str, assignments: Sequence[str], *, has_draft: bool) -> tuple[list[Any], dict[str, str]]:
     """The methods to check with their settings, and those left out of `ALL`, with the reason."""
-    from jaxspec.methods.registry import METHODS, resolve_method
+    from jaxspec.methods.registry import METHODS, check_draft_given, make_method
 
     names = [name.strip() for name in text.split(",")]
     skipped: dict[str, str] = {}
@@ -166,33 +157,32 @@ def _make_methods(text: str, assignments: Sequence[str], *, has_draft: bool) -> 
             raise ConfigError(
                 f"no method but {PLAIN} fits these models; --method {PLAIN} checks that it repeats itself"
             )
-    methods: list[Any] = [resolve_method(name, has_draft) for name in names]
-    if has_draft and not any(method.drafts for method in methods):
+    elif ALL in names:
+        raise ConfigError(f"--method {text!r}: {ALL} stands alone, or name the methods")
+    defaults: list[Any] = [make_method(name, has_draft) for name in names]
+    if has_draft and not any(method.drafts for method in defaults):
         raise ConfigError(f"none of the methods {', '.join(names)} uses a draft model: leave --draft-model out")
-    return _apply_settings(methods, assignments), skipped
+    settings = _parse_settings(defaults, assignments)
+    # Made anew, not changed: what a method derives from its settings has to follow them.
+    methods = [make_method(method.name, has_draft, _own(method, settings)) for method in defaults]
+    for method in methods:
+        check_draft_given(method, has_draft and method.drafts)
+    return methods, skipped
 
 
-def _apply_settings(methods: list[Any], assignments: Sequence[str]) -> list[Any]:
-    """Every setting goes to the methods that have it; one that none has is refused."""
-    fields = [{f.name: getattr(m, f.name) for f in dataclasses.fields(m)} for m in methods]
-    known = {name: _types(default) for defaults in fields for name, default in defaults.items()}
+def _parse_settings(methods: list[Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """Values by name; one that no method has is refused."""
+    known: dict[str, OptionTypes] = {}
+    for method in methods:
+        known |= setting_types(method)
     if assignments and not known:
         raise ConfigError(f"--set {assignments[0]}: {methods[0].name!r} has no settings")
-    settings = merge_options({}, None, assignments, known)
-    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    return [
-        dataclasses.replace(method, **{name: value for name, value in settings.items() if name in defaults})
-        for method, defaults in zip(methods, fields, strict=True)
-    ]
+    return merge_options({}, None, assignments, known)
 
 
-def _types(default: object) -> OptionTypes:
-    """Types that TOML may give for a setting with this default."""
-    if default is None:
-        return (object, bool)
-    if isinstance(default, float):
-        return (int, float)
-    return (list,) if isinstance(default, tuple) else (type(default),)
+def _own(method: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting goes to the methods that have it."""
+    return {field.name: settings[field.name] for field in dataclasses.fields(method) if field.name in settings}
 
 
 def _check_method(
@@ -223,13 +213,18 @@ def _check_method(
         longest = getattr(method, "longest_path", DEPTH)
         # The shortest prompt: every draw prefills it.
         prompt = min(prompts, key=len)
-        for sampling in law_samplings(max(DEPTH, min(longest, LONGEST_DRAW))):
+        # A fully accepted round and the token behind it.
+        for sampling in law_samplings(max(DEPTH, longest)):
             law, draws = PlainLaw(scorer, prompt, sampling), []
             for draw in draw_many(speculative, prompt, sampling, options["samples"], options["seed"]):
                 draws.append(draw)
                 advance("draws", 2 * options["samples"])
             result = dataclasses.asdict(check_law(law, prompt, draws, edge_fn=law.edge))
-            entry["law"].append({"sampling": describe(sampling), "prompt": prompts.index(prompt), **result})
+            # Too few rounds got there, or none told how far it got: no verdict on the token behind so many.
+            untested = [depth for depth in range(1, longest) if depth not in result["behind"]]
+            entry["law"].append(
+                {"sampling": describe(sampling), "prompt": prompts.index(prompt), "untested": untested, **result}
+            )
     faults = [row["different"] for row in entry["tokens"]] + [row["verdict"] == "different" for row in entry["law"]]
     return {**entry, "lossless": not any(faults)}
 
@@ -258,7 +253,9 @@ def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[
         for column in ("draws", "first tokens", "behind accepted drafts", "impossible", "p", "verdict"):
             table.add_column(column)
         for row in entry["law"]:
-            behind = " ".join(f"{depth}:{p:.2g}" for depth, p in row["behind"].items()) or "not reported"
+            behind = " ".join(f"{depth}:{p:.2g}" for depth, p in row["behind"].items())
+            if row["untested"]:
+                behind += f" untested: {', '.join(map(str, row['untested']))}"
             cells = [row["sampling"], str(row["samples"]), f"{row['joint']:.2g}", behind, str(row["impossible"])]
             table.add_row(*map(escape, [*cells, f"{row['p_value']:.2g}", row["verdict"]]))
         console.print(table)
@@ -301,6 +298,9 @@ def _words(entry: Mapping[str, Any]) -> str:
         found += (
             f", {sum(row['verdict'] == 'equal' for row in entry['law'])} of {len(entry['law'])} distributions equal"
         )
+        untested = sorted({depth for row in entry["law"] for depth in row["untested"]})
+        if untested:
+            found += f"; untested for want of draws: the token behind {', '.join(map(str, untested))} accepted ones"
     return f"{'lossless here' if entry['lossless'] else 'NOT LOSSLESS'}: {found}"
 
 

@@ -86,6 +86,10 @@ def decode(
     def run() -> None:
         options = merge_options(given, config, set_ or [], OPTIONS)
         _refuse_unavailable(options)
+        if options.get("logprobs") and not json_:
+            raise ConfigError("--logprobs are part of the JSON object: add --json")
+        if show_drafted and json_:
+            raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
         text = _read_prompt(prompt, prompt_file)
         # Heavy imports only now: --help and usage errors answer at once.
         from jaxspec.config import SamplingParams
@@ -155,8 +159,8 @@ def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: b
     completion = None
     for event in llm.stream(prompt, sampling):
         if not quiet and event.text:
-            drafted = underline and any(event.from_draft)
-            typer.echo(typer.style(event.text, underline=True) if drafted else event.text, nl=False)
+            for text, drafted in event.spans:
+                typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
             sys.stdout.flush()
         completion = event.completion
     assert completion is not None
@@ -177,7 +181,7 @@ def _summary(completion: "Completion") -> str:
     ]
     if stats.speculative_decoding is not None:
         counters = stats.speculative_decoding
-        parts.append(f"{counters['mean_acceptance_length']:.2f} tokens/pass")
+        parts.append(f"{stats.completion_tokens / counters['num_spec_steps']:.2f} tokens/pass")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
     return " · ".join(parts)

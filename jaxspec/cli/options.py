@@ -1,5 +1,6 @@
 """Options of a run from three places: a TOML preset, `--set name=value`, the command line; the later wins."""
 
+import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,31 @@ def merge_options(
     return merged
 
 
+def setting_types(method: Any) -> dict[str, OptionTypes]:
+    """Types that a method's settings may be given as, by the defaults of its fields."""
+
+    def types(default: object) -> OptionTypes:
+        if default is None:
+            return (int,)
+        if isinstance(default, float):
+            return (int, float)
+        return (list,) if isinstance(default, tuple) else (type(default),)
+
+    # A class's own default, not the object's value: some fields are filled in from others.
+    return {field.name: types(field.default) for field in dataclasses.fields(method)}
+
+
+def check_output(path: Path | None) -> Path | None:
+    """Minutes of work must not end at a folder that does not exist.
+
+    Raises:
+      ConfigError: `path` cannot be written; None and "-", standard output, can.
+    """
+    if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {path} cannot be written: it must be a file in a folder that exists")
+    return path
+
+
 def _read_preset(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -54,7 +80,7 @@ def _checked(options: Mapping[str, Any], known: Mapping[str, OptionTypes], where
         types = known[name]
         # In Python, but not to a user, True is an integer.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            wanted = " or ".join(t.__name__ for t in types)
+            wanted = " or ".join("list (written [2,2])" if t is list else t.__name__ for t in types)
             raise ConfigError(f"{where}: {name} must be of type {wanted}, got {value!r}")
     return options
 

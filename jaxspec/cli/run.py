@@ -44,6 +44,11 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
         _fail(name, error, 2)
     except MemoryError:
         _fail(name, "out of memory", 1)
+    except RuntimeError as error:
+        # XLA's own, which cannot be named without loading it.
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _fail(name, f"out of memory: {str(error).splitlines()[0]}", 1)
     except (JaxspecError, OSError) as error:
         _fail(name, error, 1)
 

@@ -23,6 +23,7 @@ from jaxspec.measure.prompts import BenchPrompt
 from jaxspec.measure.roofline import roofline_pass, weight_bytes
 from jaxspec.methods import registry
 from jaxspec.methods.registry import METHODS
+from jaxspec.models.live import computed_rows
 from jaxspec.results import DecodeStats
 
 if TYPE_CHECKING:
@@ -157,6 +158,14 @@ def target_passes(stats: DecodeStats) -> int:
     return stats.completion_tokens if spec is None else spec["num_spec_steps"]
 
 
+def verified_rows(stats: DecodeStats, method: Any) -> list[int]:
+    """Rows of each target pass but a turn's first, as they were computed."""
+    if stats.speculative_decoding is None:
+        return [1] * (target_passes(stats) - 1)
+    drafted = stats.speculative_decoding["per_step_drafted"][1:]
+    return [computed_rows(1 + count, method.batch_rows) for count in drafted]
+
+
 def draft_passes(stats: DecodeStats) -> int:
     """Draft passes of a generation."""
     return 0 if stats.speculative_decoding is None else stats.speculative_decoding["num_draft_passes"]
@@ -207,6 +216,8 @@ def make_columns(
     for name in names:
         given = settings.get(name, {})
         if name == SWEPT and budgets:
+            if "budget" in given:
+                raise ConfigError(f"{SWEPT}.budget is set and swept: give --set {SWEPT}.budget or --budgets, not both")
             # Each is made anew, not changed: what a method derives from its budget has to follow it.
             swept = {f"{name}[budget={budget}]": {**given, "budget": budget} for budget in budgets}
         else:
@@ -217,8 +228,8 @@ def make_columns(
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Any:
     """A method by name with some settings; see `make_columns` for the errors."""
-    if name == "auto":
-        raise ConfigError(f"'auto' is no method to compare with others; known: {', '.join(METHODS)}")
+    if name in ("auto", "all"):
+        raise ConfigError(f"{name!r} is no method to compare with others; known: {', '.join(METHODS)}")
     return registry.make_method(name, False, settings)
 
 
@@ -287,7 +298,9 @@ def measure(
     pass_times = {}
     for label, model in models.items():
         report(f"single passes of {label}", total, total)
-        pass_times[label] = _time_passes(model, context)
+        mine = [s for answer in answers if answer.label == label for s in answer.stats]
+        rows = {count for s in mine for count in verified_rows(s, model.engine.method)}
+        pass_times[label] = _time_passes(model, context, sorted(rows))
     return Measurement(
         tuple(columns), tuple(prompts), sampling, repeats, tuple(answers),
         compile_s, pass_times, context, tuple(roofline_s), weight_bytes(llm.params),
@@ -298,10 +311,10 @@ def _with_method(llm: "LLM", method: Any) -> Any:
     return llm if llm.engine.method == method else llm.with_method(method)
 
 
-def _time_passes(llm: Any, context: int) -> "PassTimes":
+def _time_passes(llm: Any, context: int, rows: Sequence[int]) -> "PassTimes":
     from jaxspec.measure.passes import measure_passes
 
-    return measure_passes(llm, context, PASS_REPEATS)
+    return measure_passes(llm, context, rows, PASS_REPEATS)
 
 
 def _most_tokens(llm: "LLM", prompt: BenchPrompt, max_tokens: int) -> int:
@@ -333,6 +346,8 @@ def _answer(llm: Any, label: str, prompt: BenchPrompt, sampling: SamplingParams,
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
         completion = _ask(llm, messages, sampling)
+        # Not part of this answer, and not to be paid for by whatever is measured next.
+        llm.engine.settle()
         messages.append({"role": "assistant", "content": completion.text})
         completions.append(completion)
     token_ids, reasons, stats = zip(*((tuple(c.token_ids), c.finish_reason, c.stats) for c in completions), strict=True)

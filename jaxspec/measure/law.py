@@ -95,8 +95,9 @@ class LawResult:
 def chi_square(observed_counts: npt.ArrayLike, expected_probs: npt.ArrayLike) -> float:
     """p-value of Pearson's goodness-of-fit test.
 
-    Cells that expect fewer than `SMALLEST_CELL` counts are pooled, the smallest first. A count where the probability is
-    0 gives 0; fewer than two cells give 1, since there is nothing to compare.
+    Cells that expect fewer than `SMALLEST_CELL` counts are pooled, the smallest first. Where that leaves one cell,
+    since one token has nearly all the mass, the exact binomial test of that token against all others is taken. A count
+    where the probability is 0 gives 0.
 
     Args:
       observed_counts: [C], counts at least 0.
@@ -122,10 +123,22 @@ def chi_square(observed_counts: npt.ArrayLike, expected_probs: npt.ArrayLike) ->
     observed = np.append(observed[head:], observed[:head].sum() if head else [])
     expected = np.append(expected[head:], expected[:head].sum() if head else [])
     if len(expected) < 2:
-        return 1.0
+        return _binomial(np.asarray(observed_counts, np.float64), probs / probs.sum())
     from scipy.special import chdtrc  # the survival function of chi-square; scipy.stats takes a second to import
 
     return float(chdtrc(len(expected) - 1, ((observed - expected) ** 2 / expected).sum()))
+
+
+def _binomial(observed: npt.NDArray[np.floating], probs: npt.NDArray[np.floating]) -> float:
+    """Two-sided exact p-value of the most probable cell against all others."""
+    from scipy.special import bdtr, bdtrc
+
+    total, most = int(observed.sum()), int(np.argmax(probs))
+    others, mass = total - int(observed[most]), 1 - float(probs[most])
+    if mass <= 0:
+        return 1.0
+    below, above = bdtr(others, total, mass), 1.0 if others == 0 else bdtrc(others - 1, total, mass)
+    return min(1.0, 2 * float(min(below, above)))
 
 
 def law_samplings(tokens: int) -> list[SamplingParams]:
@@ -154,12 +167,6 @@ def joint_law(
     for cell, mass in _enumerate(score_fn, tuple(prompt), (), 1.0, depth, width):
         law[cell] = mass
     return law
-
-
-def find_cell(tokens: Sequence[int], law: dict[Cell, float]) -> Cell:
-    """The cell of `joint_law` that holds a continuation of at least its depth; not in `law` if it is impossible."""
-    inner = {cell[:i] for cell in law for i in range(len(cell))}
-    return _find_cell(tuple(tokens), law, inner)
 
 
 def draw_many(

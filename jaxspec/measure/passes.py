@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -24,38 +24,42 @@ class PassTimes:
     """Seconds of one pass, the head included and nothing else: medians.
 
     Attributes:
-      target_s: target, with as many rows as the method verifies; see `time_target_pass`.
+      target_s: target, by number of rows; see `time_target_pass`.
       draft_s: draft, with as many rows as the method evaluates at a time; 0 without a draft model.
       draft_root_s: draft, the first pass of a round: the root and a pending token, two rows; 0 without a draft model.
     """
 
-    target_s: float
+    target_s: Mapping[int, float]
     draft_s: float
     draft_root_s: float
 
 
-def measure_passes(llm: LLM, context: int, repeats: int = 9) -> PassTimes:
+def measure_passes(llm: LLM, context: int, rows: Iterable[int], repeats: int = 9) -> PassTimes:
     """Time the passes that a method's rounds are made of.
 
     Args:
-      llm: its method gives the numbers of rows.
+      llm: its method gives the numbers of rows of draft passes.
       context: tokens in the caches.
+      rows: of target passes.
       repeats: samples behind each median; target and draft are taken in turn.
     """
     method, models = llm.engine.method, llm.engine.models
-    runs = {"target": time_target_pass(models.target, llm.params, method.batch_rows, context)}
+    runs: dict[str | int, Callable[..., float]] = {
+        count: time_target_pass(models.target, llm.params, count, context) for count in rows
+    }
     if models.draft is not None and llm.draft_params is not None and method.drafts:
-        rows, levels = method.draft_rows, method.longest_path
-        runs["draft"] = time_pass(models.draft, llm.draft_params, rows, context, levels=levels)
+        width, levels = method.draft_rows, method.longest_path
+        runs["draft"] = time_pass(models.draft, llm.draft_params, width, context, levels=levels)
         runs["root"] = time_pass(models.draft, llm.draft_params, 2, context)
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    samples: dict[str | int, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(repeats):
         for name, run in runs.items():
             samples[name].append(run())
     medians = {name: statistics.median(values) for name, values in samples.items()}
-    return PassTimes(medians["target"], medians.get("draft", 0.0), medians.get("root", 0.0))
+    targets = {name: seconds for name, seconds in medians.items() if isinstance(name, int)}
+    return PassTimes(targets, medians.get("draft", 0.0), medians.get("root", 0.0))
 
 
 def time_target_pass(placement: Placement, params: Params, rows: int, context: int) -> Callable[..., float]:

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.measure.bench import BASELINE, Answer, Measurement, is_token_exact
+from jaxspec.measure.bench import BASELINE, Answer, Measurement, is_token_exact, verified_rows
 from jaxspec.measure.prompts import list_categories
 
 # Rates of shorter answers say little: one round more or less changes them by half.
@@ -38,9 +38,9 @@ DEFINITIONS = {
     "call": "the same ratio for all tokens of an answer over the whole call, first token included; over all prompts.",
     "tokens/pass": "generation rate: tokens received per target pass, bonus token included; 1.00 is plain decoding.",
     "accepted": "draft tokens accepted over draft tokens proposed.",
-    "verify, draft, other": "a method's target and draft passes, timed alone with all the rows that it may use, times "
+    "verify, draft, other": "a method's target and draft passes, timed alone with as many rows as they had, times "
     "their number after the first round, over the time after the first round; other is what remains, and is shown as 0 "
-    "where the sum exceeds the whole (rows left empty, passes that overlap, or a machine whose speed drifts).",
+    "where the sum exceeds the whole (passes that overlap, or a machine whose speed drifts).",
     "GB/s": "bytes of all weights times target passes, per second after the first round; the roofline is a chain of "
     "matrix-vector products that reads every weight once and does nothing else.",
     "exact": "prompts with the very tokens of plain decoding in every repeat (plain decoding: of its own first "
@@ -176,7 +176,7 @@ def _summarise_column(measured: Measurement, by_key: Index, column: Any, ids: li
         "call_speedup": _mean_with_interval(ratios(lambda a: a.call_tokens_per_s, ids)),
         "tokens_per_pass": sum(a.tokens for a in mine) / sum(a.passes for a in mine),
         "draft_acceptance_rate": accepted / drafted if drafted else None,
-        "split": _split(mine, measured.pass_times[label], decode_s),
+        "split": _split(mine, column.method, measured.pass_times[label], decode_s),
         "gb_per_s": gb_per_s,
         "of_roofline": gb_per_s / _roofline(measured) if gb_per_s else None,
         "exact": {
@@ -187,16 +187,18 @@ def _summarise_column(measured: Measurement, by_key: Index, column: Any, ids: li
     }
 
 
-def _split(answers: list[Answer], pass_times: Any, decode_s: float) -> dict[str, float] | None:
+def _split(answers: list[Answer], method: Any, pass_times: Any, decode_s: float) -> dict[str, float] | None:
     if not decode_s:
         return None
     passes = sum(answer.timed_passes for answer in answers)
-    verify_s = pass_times.target_s * passes
+    rows = [count for answer in answers for stats in answer.stats for count in verified_rows(stats, method)]
+    verify_s = sum(pass_times.target_s[count] for count in rows)
     further = max(0.0, sum(answer.timed_draft_passes for answer in answers) - passes)
     draft_s = pass_times.draft_root_s * passes + pass_times.draft_s * further
     other_s = decode_s - verify_s - draft_s
     return {
         "decode_s": decode_s, "verify_s": verify_s, "draft_s": draft_s, "other_s": other_s,
+        "target_pass_s": verify_s / passes,
         "verify": verify_s / decode_s, "draft": draft_s / decode_s, "other": max(0.0, other_s / decode_s),
     }  # fmt: skip
 
@@ -318,7 +320,7 @@ def _time_table(report: dict[str, Any]) -> Table:
             column["label"].replace("[", "\\["),
             _percent(accepted),
             *(_percent(split and split[part]) for part in ("verify", "draft", "other")),
-            f"{column['pass_s']['target_s'] * 1e3:.1f}",
+            f"{split['target_pass_s'] * 1e3:.1f}" if split else "-",
             f"{column['pass_s']['draft_s'] * 1e3:.1f}" if column["pass_s"]["draft_s"] else "-",
             f"{gb_per_s:.1f}" if gb_per_s else "-",
             _percent(row["of_roofline"]),

@@ -45,7 +45,7 @@ def resolve_method(method: str | Method, has_draft: bool) -> Method:
     """A method object from a name or an object.
 
     Raises:
-      ConfigError: as `make_method`; neither a name nor an object; or a draft that the method would not use.
+      ConfigError: as `make_method`; or neither a name nor an object.
     """
     if isinstance(method, str):
         method = make_method(method, has_draft)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ class SampledShape:
     @functools.cached_property
     def level_sizes(self) -> tuple[int, ...]:
         """Rows per level, the root's included."""
-        return tuple(int(np.prod(self.expansion[:level])) for level in range(len(self.expansion) + 1))
+        return tuple(math.prod(self.expansion[:level]) for level in range(len(self.expansion) + 1))
 
     @functools.cached_property
     def level_starts(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Checks that the settings of several methods share."""
 
 import math
+import numbers
 
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
@@ -23,7 +24,7 @@ def log_threshold(name: str, probability: object) -> float:
     Raises:
       ConfigError: it is not one.
     """
-    if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
+    if isinstance(probability, bool) or not isinstance(probability, numbers.Real) or not 0 <= probability <= 1:
         raise ConfigError(f"{name} must be a probability between 0 and 1, got {probability!r}")
     return math.log(probability) if probability > 0 else -math.inf
 

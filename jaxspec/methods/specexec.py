@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from typing import ClassVar, Literal
 
 import jax
@@ -22,6 +23,8 @@ from jaxspec.sampling.vocab import VocabShard
 
 LARGEST_BUDGET = 4096
 LARGEST_DEPTH = 128
+# Rows of the draft's tree: its ancestor relation holds the square of them, one byte each.
+LARGEST_TREE = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +69,14 @@ class SpecExec:
                 object.__setattr__(self, name, default)
             check_int(name, getattr(self, name), 1)
         check_range("depth", self.depth, 1, LARGEST_DEPTH)
+        assert self.width is not None and self.depth is not None
+        if (rows := tree_rows(self.width, self.depth)) > LARGEST_TREE:
+            raise ConfigError(
+                f"width {self.width} and depth {self.depth} make a draft tree of {rows} rows, at most {LARGEST_TREE}"
+            )
         if self.score_temperature not in ("one", "sampling"):
             raise ConfigError(f"score_temperature must be 'one' or 'sampling', got {self.score_temperature!r}")
-        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 < self.decay <= 1:
+        if isinstance(self.decay, bool) or not isinstance(self.decay, numbers.Real) or not 0 < self.decay <= 1:
             raise ConfigError(f"decay must lie above 0 and be at most 1, got {self.decay!r}")
         log_threshold("min_probability", self.min_probability)
 

@@ -36,7 +36,9 @@ class SpecInfer:
         """Check the shape."""
         if isinstance(self.expansion, str) or not isinstance(self.expansion, Sequence) or not self.expansion:
             raise ConfigError(f"expansion must list the children per level, such as (2, 2, 1), got {self.expansion!r}")
-        object.__setattr__(self, "expansion", tuple(check_int("expansion", k, 1) for k in self.expansion))
+        object.__setattr__(
+            self, "expansion", tuple(check_int("every entry of expansion", k, 1) for k in self.expansion)
+        )
         if not isinstance(self.replacement, bool):
             raise ConfigError(f"replacement must be True or False, got {self.replacement!r}")
         if self.batch_rows - 1 > LARGEST_TREE:

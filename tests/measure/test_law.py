@@ -12,10 +12,10 @@ from jaxspec.measure.law import (
     FALSE_ALARM,
     REST,
     Draw,
+    _find_cell,
     check_law,
     chi_square,
     draw_many,
-    find_cell,
     joint_law,
     law_samplings,
 )
@@ -204,11 +204,12 @@ def test_joint_law_enumerates():
     top = [int(token) for token in np.argsort(-first)[:3]]
     assert {cell[0] for cell in pooled} == {*top, REST}
     assert pooled[(REST,)] == pytest.approx(1 - first[top].sum())
+    inner = {cell[:i] for cell in pooled for i in range(len(cell))}
     for (a, b), mass in full.items():
-        cell = find_cell([a, b, 7], pooled)
+        cell = _find_cell((a, b, 7), pooled, inner)
         assert cell in pooled and pooled[cell] >= mass * (1 - 1e-9)
     with pytest.raises(ConfigError, match="fewer than the law describes"):
-        find_cell([top[0]], pooled)
+        _find_cell((top[0],), pooled, inner)
 
 
 def test_chi_square_finds_a_shift_and_keeps_its_false_alarm_rate():
@@ -228,6 +229,12 @@ def test_chi_square_pools_small_cells_and_knows_what_cannot_be():
     # A small cell joins the next smallest when the small ones together are too few: (0.1 % + 49.9 %) against 50 %.
     assert chi_square([20, 30, 50], [0.001, 0.499, 0.5]) == 1.0
     assert chi_square([60, 40], [0.5, 0.5]) == pytest.approx(0.0455, abs=1e-4)
+    # One token has nearly all the mass: what is rare must stay rare.
+    assert chi_square([0, 2000], [0.9952, 0.0048]) < 1e-300
+    assert chi_square([1980, 20], [0.998, 0.002]) < FALSE_ALARM
+    assert chi_square([1996, 4], [0.998, 0.002]) > 0.5
+    assert chi_square([2000, 0], [0.998, 0.002]) == pytest.approx(2 * 0.998**2000)
+    assert chi_square([30, 0, 0], [1.0, 0.0, 0.0]) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,10 @@ def test_streamed_tokens_say_where_they_come_from(speculating):
     from_draft = [flag for e in events for flag in e.from_draft]
     counts = completion.stats.speculative_decoding
     assert len(from_draft) == len(completion.token_ids)
+    for event in events:
+        assert "".join(text for text, _ in event.spans) == event.text
+    # Drafts and bonus tokens are told apart in the text as well.
+    assert {drafted for event in events for _, drafted in event.spans} == {True, False}
     assert sum(from_draft) == counts["num_accepted_draft_tokens"] > 0
     steps = counts["num_spec_steps"]  # of the last one, the bonus token may be cut
     assert len(from_draft) - sum(from_draft) in (steps - 1, steps)

@@ -31,6 +31,7 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
         (SpecExec, {"width": 0}, "width"),
         (SpecExec, {"branch": -1}, "branch"),
         (SpecExec, {"depth": 129}, "depth must be at most 128"),
+        (SpecExec, {"width": 100_000, "depth": 30}, "draft tree of 2900001 rows, at most 16384"),
         (SpecExec, {"score_temperature": 0.7}, "score_temperature"),
         (SpecExec, {"decay": 0.0}, "decay"),
         (SpecExec, {"decay": 1.01}, "decay"),
@@ -42,7 +43,8 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
         (Chain, {"min_probability": 1.5}, "min_probability"),
         (SpecInfer, {"expansion": ()}, "expansion"),
         (SpecInfer, {"expansion": "221"}, "expansion"),
-        (SpecInfer, {"expansion": (2, 0)}, "expansion"),
+        (SpecInfer, {"expansion": (2, 0)}, "every entry of expansion must be at least 1"),
+        (SpecInfer, {"expansion": (2**62, 2)}, "at most 1024"),
         (SpecInfer, {"expansion": (32, 32)}, "1056 tokens, at most 1024"),
         (SpecInfer, {"replacement": 1}, "replacement"),
         (PromptLookup, {"batch": 1}, "batch"),
@@ -73,6 +75,11 @@ def test_out_of_range(method, settings, word):
 def test_unknown_words(name, settings, word):
     with pytest.raises(ConfigError, match=word):
         make_method(name, True, settings)
+
+
+def test_numbers_of_numpy():
+    assert SpecExec(np.int64(4)).budget == 4
+    assert Chain(min_probability=np.float32(0.5)).min_probability == 0.5
 
 
 def test_auto():
