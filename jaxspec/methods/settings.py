@@ -24,9 +24,9 @@ def log_threshold(name: str, probability: object) -> float:
     Raises:
       ConfigError: it is not one.
     """
-    if isinstance(probability, bool) or not isinstance(probability, numbers.Real) or not 0 <= probability <= 1:
+    if isinstance(probability, bool) or not isinstance(probability, numbers.Real) or not 0 <= float(probability) <= 1:
         raise ConfigError(f"{name} must be a probability between 0 and 1, got {probability!r}")
-    return math.log(probability) if probability > 0 else -math.inf
+    return math.log(float(probability)) if float(probability) > 0 else -math.inf
 
 
 def check_draft(name: str, models: Models) -> None:
