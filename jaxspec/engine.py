@@ -164,7 +164,7 @@ class Engine:
                 # A round yields at least one token: no more are launched than can still be wanted.
                 while len(in_flight) < 2 and launched < limit:
                     state, round_ = runner.round(params, state, request)
-                    round_.packed.copy_to_host_async()
+                    jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
                     in_flight.append(round_)
                     launched += 1
                 result = _read(in_flight.popleft(), limit - emitted)

@@ -1,6 +1,7 @@
 """`jaxspec-check`: is speculation lossless here?"""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -205,7 +206,7 @@ def _check_method(
     entry: dict[str, Any] = {"method": method.name, "settings": dataclasses.asdict(method), "exact": exact}
     entry |= {"tokens": [], "law": []}
     for sampling in samplings:
-        step = lambda: advance("prompts", len(prompts) * len(samplings))  # noqa: E731
+        step = functools.partial(advance, "prompts", len(prompts) * len(samplings))
         compared = check_tokens(plain, speculative, prompts, [sampling], scorer, step)
         summary = dataclasses.asdict(summarise(compared, scorer.dtype))
         entry["tokens"].append({"sampling": describe(sampling), **summary, "comparisons": compared})

@@ -73,7 +73,7 @@ class Chain:
 
     def check(self, models: Models) -> None:
         """See `Method.check`."""
-        check_draft(self.name, models)
+        check_draft(self.name, models.draft is not None)
 
     def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""

@@ -9,6 +9,7 @@ from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.settings import check_draft
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.suggest import suggest
@@ -60,7 +61,7 @@ def check_draft_given(method: Method, has_draft: bool) -> None:
     Raises:
       ConfigError: otherwise.
     """
-    if method.drafts and not has_draft:
-        raise ConfigError(f"method {method.name!r} needs a draft model: give one (draft=..., --draft-model)")
+    if method.drafts:
+        check_draft(method.name, has_draft)
     if has_draft and not method.drafts:
         raise ConfigError(f"method {method.name!r} uses no draft model: leave the draft out")

@@ -29,13 +29,13 @@ def log_threshold(name: str, probability: object) -> float:
     return math.log(float(probability)) if float(probability) > 0 else -math.inf
 
 
-def check_draft(name: str, models: Models) -> None:
+def check_draft(name: str, given: bool) -> None:
     """A method that drafts with a model has one.
 
     Raises:
       ConfigError: there is none.
     """
-    if models.draft is None:
+    if not given:
         raise ConfigError(f"method {name!r} needs a draft model: give one (draft=..., --draft-model)")
 
 

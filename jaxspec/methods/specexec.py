@@ -104,7 +104,7 @@ class SpecExec:
 
     def check(self, models: Models) -> None:
         """See `Method.check`."""
-        check_draft(self.name, models)
+        check_draft(self.name, models.draft is not None)
         assert self.branch is not None
         check_branch("branch", self.branch, models)
 

@@ -70,7 +70,7 @@ class SpecInfer:
 
     def check(self, models: Models) -> None:
         """See `Method.check`."""
-        check_draft(self.name, models)
+        check_draft(self.name, models.draft is not None)
         check_branch("expansion", self._shape.draws, models)
 
     def bind(self, models: Models, tokens: int) -> PairRunner:

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
 from tiny_models import quick_compilation
 
 from jaxspec.cli import check as command
@@ -77,23 +76,15 @@ class Hot(Lawful):
         return Spoiled(super().bind(models, slots), request=heat)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("check") / "model"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
-    return str(folder)
-
-
 @pytest.fixture
-def call(monkeypatch, capsys, model):
+def call(monkeypatch, capsys, tiny_model):
     """Run the command in this process; returns its status and output."""
     for method in (Twin, Lawful, Padded, Hot):
         monkeypatch.setitem(METHODS, method.name, method)
     before = signal.getsignal(signal.SIGINT)
 
     def call(*arguments):
-        words = ["--model", model, "--raw", "-n", "6", "--samples", "200", *arguments]
+        words = ["--model", tiny_model, "--raw", "-n", "6", "--samples", "200", *arguments]
         monkeypatch.setattr(sys, "argv", [command.NAME, *words])
         with pytest.raises(SystemExit) as left, quick_compilation():
             command.main()
@@ -190,8 +181,8 @@ def test_wrong_words_are_status_2_and_one_line(call, arguments, message):
     assert message in err and "Traceback" not in err
 
 
-def test_in_a_process_of_its_own(model):
-    words = ["--model", model, "--raw", "--method", "ar", "-n", "4", "--target-devices", "2", "w1 w2 w3"]
+def test_in_a_process_of_its_own(tiny_model):
+    words = ["--model", tiny_model, "--raw", "--method", "ar", "-n", "4", "--target-devices", "2", "w1 w2 w3"]
     code = f"import jax; jax.config.update('jax_num_cpu_devices', 2)\n{START}"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -5,7 +5,6 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
 from tiny_models import quick_compilation
 
 from jaxspec.cli import check as command
@@ -13,23 +12,15 @@ from jaxspec.methods import sampled, verification
 from jaxspec.sampling.accept import children_mask, match_rule
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("planted") / "model"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
-    return str(folder)
-
-
 @pytest.fixture
-def check(monkeypatch, capsys, model):
+def check(monkeypatch, capsys, tiny_model):
     """Status and output of a check of one method; the model is its own draft."""
     before = signal.getsignal(signal.SIGINT)
 
     def check(method, *settings):
-        words = ["--model", model, "--raw", "-n", "12", "--samples", "400", "--method", method]
+        words = ["--model", tiny_model, "--raw", "-n", "12", "--samples", "400", "--method", method]
         if method != "lookup":
-            words += ["--draft-model", model]
+            words += ["--draft-model", tiny_model]
         words += [word for setting in settings for word in ("--set", setting)]
         monkeypatch.setattr(sys, "argv", [command.NAME, *words, "w1 w2 w1 w2 w1", "w3"])
         with pytest.raises(SystemExit) as left, quick_compilation():

@@ -109,7 +109,10 @@ def with_twin(plain, scorer, token, gap=0.0):
 def noisy(plain, size):
     """The same model with weights that are off by a relative `size`, as another order of summation is."""
     rng = np.random.default_rng(0)
-    off = lambda leaf: leaf * (1 + size * rng.normal(size=leaf.shape).astype(np.float32))  # noqa: E731
+
+    def off(leaf):
+        return leaf * (1 + size * rng.normal(size=leaf.shape).astype(np.float32))
+
     return TinyLLM(plain.engine, jax.tree.map(off, plain.params))
 
 
@@ -163,8 +166,10 @@ def test_a_wrong_token_is_found_where_it_is(plain, scorer, sampling, index):
 
 @pytest.mark.parametrize("pad", [0, -1, V, 2**31 - 1])
 def test_pads_taken_for_tokens_are_found(plain, scorer, pad):
+    def alter(tokens):
+        return [*tokens[:5], pad, *tokens[6:]]
+
     for sampling in (GREEDY, SEEDED):
-        alter = lambda tokens: [*tokens[:5], pad, *tokens[6:]]  # noqa: E731
         compared = check_tokens(plain, Altered(plain, alter), PROMPTS[:1], [sampling], scorer)[0]
         assert (compared.verdict, compared.position, compared.got_token) == ("different", 5, pad)
         assert math.isinf(compared.margin) == (not 0 <= pad < V)

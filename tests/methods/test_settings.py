@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from tiny_models import FAMILIES
 
+from jaxspec.cli.method_options import METHOD_OPTIONS
+from jaxspec.cli.options import setting_types
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.plan import plan_mesh
@@ -95,6 +97,14 @@ def test_settings_reach_the_method():
                 "min_probability": 0.25, "replacement": False, "adaptive": False,
             }.get(field.name, 3)  # fmt: skip
             assert getattr(make_method(name, True, {field.name: changed}), field.name) == changed
+
+
+def test_the_command_line_knows_all_settings_with_their_types():
+    """They are written out there, so that --help answers without loading any method."""
+    types = {}
+    for method in METHODS.values():
+        types |= setting_types(method())
+    assert types == METHOD_OPTIONS
 
 
 @pytest.mark.parametrize("method", [Chain, 5, None, object()])

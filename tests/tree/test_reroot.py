@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_grow import (
+from plain_trees import (
     LEVELS,
     UNKNOWN,
     VOCAB,
@@ -21,7 +21,6 @@ from test_grow import (
     start,
 )
 from test_select import assert_batch
-from tiny_models import quick_compilation
 
 from jaxspec.cache import KVCache, commit_rows, permute_window
 from jaxspec.tree.reroot import follow, pending_tokens, reroot
@@ -32,12 +31,6 @@ ROWS, BRANCH, WIDTH, STEPS = 28, 4, 3, 5
 PATH = STEPS + 2  # the deepest leaf, and a bonus token
 MOST = 132  # sequences of one tree
 PREFIX, SLOTS = 5, 5 + ROWS + PATH + 1  # the re-ordered window just fits
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 def close(got, expected):

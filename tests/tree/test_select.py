@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from test_grow import (
+from plain_trees import (
     PlainTree,
     batch_paths,
     grow_functions,
@@ -15,19 +15,12 @@ from test_grow import (
     start,
     step_drafts,
 )
-from tiny_models import quick_compilation
 
 from jaxspec.tree.select import Candidates, pack_best, proposals, select_batch
 from jaxspec.tree.topology import Batch, ancestor_matrix
 
 SIZES = (1, 2, 3, 5, 8, 16, 64, 149, 170)  # 148 proposals fill a tree
 MASKED = 6  # sizes whose window masks are looked at
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 @functools.cache
