@@ -170,9 +170,6 @@ def batch_paths(batch):
     return paths
 
 
-# Best-first search.
-
-
 @functools.cache
 def grow_functions():
     """start and expand, mapped over drafts."""

@@ -135,6 +135,3 @@ def test_a_tree_of_4096_rows():
         expected[row] |= expected[batch.parent[row]]
     assert batch.count == 2049 and set(batch_paths(batch)[1:]) == plain.select(2049)
     np.testing.assert_array_equal(seen, expected)
-
-
-# Ancestors.
