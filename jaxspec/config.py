@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxspec.errors import ConfigError
+from pallas_kernels import KERNEL_NAMES
 
 # How much is generated where nothing was asked for.
 DEFAULT_MAX_TOKENS = 256
@@ -82,16 +83,19 @@ class EngineConfig:
     """How a model is placed and run.
 
     Attributes:
-      dtype: weights and activations; "auto" is float32 on CPU and bfloat16 elsewhere.
+      dtype: of weights and activations; "auto" is bfloat16 on accelerators, on CPU float32 activations and, with native
+        kernels, weights as the checkpoint holds them.
       target_devices: tensor-parallel degree of the target.
       max_context: most tokens of prompt plus output; None takes the model's own context length.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches the cache off.
+      kernels: "auto", "xla" or "cpu"; see `pallas_kernels.registry`.
     """
 
     dtype: DType = "auto"
     target_devices: int = 1
     max_context: int | None = None
     compile_cache: str | None = None
+    kernels: str = "auto"
 
     def __post_init__(self):
         """Check names and ranges."""
@@ -100,6 +104,8 @@ class EngineConfig:
         check_int("target_devices", self.target_devices, 1)
         if self.max_context is not None:
             check_int("max_context", self.max_context, 2)
+        if self.kernels not in KERNEL_NAMES:
+            raise ConfigError(f"kernels {self.kernels!r} are not known; use {', '.join(KERNEL_NAMES)}")
         if self.compile_cache is not None and not isinstance(self.compile_cache, str):
             raise ConfigError(f"compile_cache must be a folder's name, got {self.compile_cache!r}")
 

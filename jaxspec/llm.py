@@ -29,6 +29,7 @@ from jaxspec.placement import Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
 from jaxspec.speculation import count_speculation
 from jaxspec.text import TextStream, Tokenizer, load_tokenizer
+from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int]
@@ -41,10 +42,13 @@ class LLM:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model.
       draft: a draft model's checkpoint, for methods that use one.
       method: a name or a method object; "auto" is `chain` with a draft model and `ar` without; it measures nothing.
-      dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32" or "bfloat16".
+      dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
+        checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
       target_devices: devices that share the model (tensor parallelism).
       max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
+      kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", or "auto": the fastest that
+        run here.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or incomplete.
@@ -61,17 +65,18 @@ class LLM:
         target_devices: int = 1,
         max_context: int | None = None,
         compile_cache: str | None = None,
+        kernels: str = "auto",
     ):
         """Load, place and compile; see the class."""
-        config = EngineConfig(dtype, target_devices, max_context, compile_cache)
+        config = EngineConfig(dtype, target_devices, max_context, compile_cache, kernels)
         resolved = resolve_method(method, has_draft=draft is not None)
         check_draft_given(resolved, draft is not None)
         weights = _open_weights("model", model)
         draft_weights = None if draft is None else _open_weights("draft", draft)
-        plan = plan_mesh(config.target_devices)
+        plan = plan_mesh(config.target_devices, kernels=config.kernels)
         self.model_path = weights.path
         self.tokenizer = load_tokenizer(weights.path)
-        models = _place_models(weights, draft_weights, self.tokenizer, plan, resolve_dtype(config.dtype, plan))
+        models = _place_models(weights, draft_weights, self.tokenizer, plan, config.dtype)
         self.engine = Engine(models, resolved, config.max_context)
         enable_compile_cache(config.compile_cache)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
@@ -90,6 +95,11 @@ class LLM:
     def draft_params(self) -> Params | None:
         """The draft's parameters, if there is one."""
         return self.model_params.draft
+
+    @property
+    def kernels(self) -> Kernels:
+        """What the model's programs multiply and attend with."""
+        return self.engine.target.plan.kernels
 
     def with_method(self, method: str | Method) -> "LLM":
         """Another decoding method on the same weights, with compiled functions and buffers of its own.
@@ -310,11 +320,17 @@ def _open_weights(role: str, path: object) -> Weights:
 
 
 def _place_models(
-    weights: Weights, draft_weights: Weights | None, tokenizer: Tokenizer, plan: MeshPlan, dtype: Any
+    weights: Weights, draft_weights: Weights | None, tokenizer: Tokenizer, plan: MeshPlan, dtype: DType
 ) -> Models:
     """Placements of target and draft on one mesh; a pair that does not fit together is refused."""
+
+    def place(weights: Weights, vocab_rows: int = 0, vocab_limit: int | None = None) -> Placement:
+        # Only the native kernels read blocks and half precision faster than float32.
+        own = weights.storage(plan) if dtype == "auto" and plan.kernels.native else None
+        return Placement(weights.config, plan, resolve_dtype(dtype, plan), vocab_rows, vocab_limit, own)
+
     if draft_weights is None:
-        return Models(Placement(weights.config, plan, dtype))
+        return Models(place(weights))
     draft_tokenizer = load_tokenizer(draft_weights.path)
     tokens, draft_tokens = tokenizer.token_strings(), draft_tokenizer.token_strings()
     shared = count_shared_tokens(tokens, draft_tokens)
@@ -329,9 +345,8 @@ def _place_models(
             draft_weights.config.max_context, weights.config.max_context,
         )  # fmt: skip
     sizes = (weights.config.vocab_size, draft_weights.config.vocab_size)
-    target = Placement(weights.config, plan, dtype, vocab_rows=max(sizes))
-    draft = Placement(draft_weights.config, plan, dtype, vocab_rows=max(sizes), vocab_limit=min(shared, *sizes))
-    return Models(target, draft)
+    draft = place(draft_weights, vocab_rows=max(sizes), vocab_limit=min(shared, *sizes))
+    return Models(place(weights, vocab_rows=max(sizes)), draft)
 
 
 def _load_params(weights: Weights, draft_weights: Weights | None, models: Models) -> ModelParams:

@@ -14,6 +14,7 @@ from jaxspec.mesh.plan import TENSOR_AXIS, MeshPlan
 from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params, declare_params
+from jaxspec.models.storage import Storage, as_storage
 from jaxspec.sampling.processors import History, history_specs, init_history, processor_specs
 from jaxspec.sampling.request import Request, make_request
 from jaxspec.sampling.vocab import VocabShard
@@ -26,10 +27,11 @@ class Placement:
     Attributes:
       cfg: geometry, unpadded.
       plan: devices.
-      dtype: of weights and cache.
+      dtype: of the cache, and of the weights where `storage` is None.
       vocab_rows: least number of vocabulary rows: a draft and its target need equally many, so that each device holds
         the same tokens of both.
       vocab_limit: ids from here on are never proposed; None is the vocabulary's size.
+      storage: how each weight is kept, fitted to the plan (see `fit_storage`).
     """
 
     cfg: ModelConfig
@@ -37,6 +39,12 @@ class Placement:
     dtype: Any
     vocab_rows: int = 0
     vocab_limit: int | None = None
+    storage: Storage | None = None
+
+    @property
+    def weights(self) -> Storage:
+        """How each weight is kept."""
+        return as_storage(self.dtype) if self.storage is None else self.storage
 
     @property
     def padded_vocab(self) -> int:
@@ -56,7 +64,7 @@ class Placement:
 
     def params(self) -> Params:
         """Padded, sharded shapes of the parameters."""
-        return placed_shapes(declare_params(self.cfg, self.dtype), self.plan, {"vocab": self.vocab_rows})
+        return placed_shapes(declare_params(self.cfg, self.weights), self.plan, {"vocab": self.vocab_rows})
 
     def replicated(self, tree: Any) -> Any:
         """Shapes of a pytree of arrays, a whole copy on every device."""

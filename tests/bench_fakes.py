@@ -7,6 +7,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.results import Completion, DecodeStats
 from jaxspec.suggest import suggest
+from pallas_kernels.registry import Kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ class FakeLLM:
 
     model_path = "fake"
     params = None
+    kernels = Kernels("xla", "cpu")
 
     def __init__(self, model=None, *, draft=None, method=None, calls=None, wrong=(), **options):
         self.engine = FakeEngine(method or Autoregressive())
@@ -160,7 +162,7 @@ def install(monkeypatch):
 
     monkeypatch.setattr(bench, "METHODS", METHODS)
     monkeypatch.setattr(bench.registry, "make_method", make_method)
-    monkeypatch.setattr(bench, "roofline_pass", lambda params, passes: lambda: 0.008)
+    monkeypatch.setattr(bench, "roofline_pass", lambda params, kernels, passes: lambda: 0.008)
     monkeypatch.setattr(bench, "weight_bytes", lambda params: 10**9)
     monkeypatch.setattr(bench, "_time_passes", time_passes)
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.native import PendingLeaf, declare_leaves, write_arrays, write_manifest
+from jaxspec.checkpoint.native import write_arrays, write_manifest
+from jaxspec.checkpoint.native_arrays import PendingLeaf
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import declare_params, is_info, leaf_name
+from jaxspec.models.params import declare_leaves, declare_params, is_info, leaf_name
+from jaxspec.models.storage import as_storage
 
 LLAMA = ModelConfig("llama", 2, 16, 24, 6, 3, 4, 50, 64)
 MISTRAL = ModelConfig("mistral", 2, 16, 24, 4, 2, 4, 48, 64, sliding_window=8, sliding_layers=(True, False))
@@ -37,7 +39,7 @@ def write_native(folder: Path, cfg: ModelConfig, dtype: Any = np.float32, seed: 
         is_leaf=is_info,
     )
     write_arrays(folder, leaves)
-    write_manifest(folder, cfg, jnp.dtype(dtype), EOS_IDS)
+    write_manifest(folder, cfg, as_storage(dtype), EOS_IDS)
     return arrays
 
 

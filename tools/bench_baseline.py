@@ -64,7 +64,9 @@ def main() -> None:
 def make_measurements(llm: jaxspec.LLM, reference: Any) -> dict[str, Callable[[], float]]:
     """Functions by name; each runs once and returns seconds."""
     ids = np.random.default_rng(0).integers(5, 40_000, max(CONTEXTS)).tolist()
-    measurements: dict[str, Callable[[], float]] = {"roofline": roofline_pass(llm.params, STEPS_PER_SAMPLE)}
+    measurements: dict[str, Callable[[], float]] = {
+        "roofline": roofline_pass(llm.params, llm.kernels, STEPS_PER_SAMPLE)
+    }
     for context in CONTEXTS:
         measurements[f"step {context}"] = decode_step(llm, ids[:context])
     for name, prompt, tokens in (

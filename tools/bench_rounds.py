@@ -56,7 +56,7 @@ def main() -> None:
 
 def measure(llm: jaxspec.LLM, budgets: list[int], repeats: int, seconds: float) -> dict[str, Any]:
     """Samples of every measurement, in seconds, and the ratios between those of one repeat."""
-    roofline = roofline_pass(llm.params)
+    roofline = roofline_pass(llm.params, llm.kernels)
     target = llm.engine.models.target
     passes = {rows: time_pass(target, llm.params, rows, CONTEXT) for rows in ROWS}
     rounds = {budget: RoundTimer(llm, budget, seconds) for budget in budgets}

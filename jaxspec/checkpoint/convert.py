@@ -6,34 +6,39 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.keymaps import check_accounted, recipes
+from jaxspec.checkpoint.block_codec import encode_blocks
+from jaxspec.checkpoint.keymaps import check_accounted, recipes, source_storage
 from jaxspec.checkpoint.load import detect_format, open_checkpoint
 from jaxspec.checkpoint.native import (
-    DTYPES,
     PARTIAL,
     NativeCheckpoint,
-    PendingLeaf,
-    count_bytes,
-    declare_leaves,
     open_native,
-    read_leaf,
+    read_leaf_as,
     write_arrays,
     write_manifest,
 )
-from jaxspec.checkpoint.source import TensorSource
+from jaxspec.checkpoint.native_arrays import PendingLeaf, count_bytes
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import ArrayInfo, declare_params, is_info, leaf_name
+from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params, is_info, leaf_name
+from jaxspec.models.storage import LeafType, Storage, collect_storage, restrict_storage, weight_leaves
+from jaxspec.suggest import suggest
+from pallas_kernels.linear.blocks import FORMATS
+
+DTYPES = ("float32", "bfloat16")
+
+# What weights can be quantised to, and what the embedding and the head are then: four bits cost them most.
+QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0"}
 
 # Room for the tokenizer and the folder structure, beside the arrays.
 _SPARE_BYTES = 64 << 20
 
+# From leaf name and declaration to the array.
 ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
 
 
@@ -53,6 +58,7 @@ def convert(
     dtype: str = "auto",
     progress: Callable[[ConvertProgress], None] | None = None,
     layers: int | None = None,
+    quantize: str | None = None,
 ) -> NativeCheckpoint:
     """Write the model at `src` as a native checkpoint `dst`.
 
@@ -62,23 +68,31 @@ def convert(
     Args:
       src: a Hugging Face folder, a GGUF file, or another native checkpoint.
       dst: a folder that does not exist yet, in one that does.
-      dtype: of the stored weights: "float32", "bfloat16", or "auto": bfloat16 where all source weights are, so that
-        nothing is lost, else float32. Norms and biases are float32 always.
+      dtype: of the stored weights: "float32", "bfloat16", or "auto": each as the source has it, in blocks too, so that
+        nothing is lost. Norms and biases are float32 always.
       progress: called before the first array and after each.
       layers: keep only the first so many layers, embedding, norm and head as they are: a rough draft model without any
         training. None keeps all.
+      quantize: "q8_0" or "q4_0": the blocks to round every weight to, but for those whose rows are no whole blocks
+        (float32), those that the source has in that very format (as they are) and, with "q4_0", embedding and head
+        (q8_0). Needs dtype "auto". None rounds nothing.
 
     Raises:
       CheckpointError: `src` is missing or damaged, `dst` exists or cannot be written, or the disk is too small; all
         but damage and a failing disk are found before anything is written.
-      ConfigError: an unknown dtype, more layers than there are, or a model that is not supported.
+      ConfigError: an unknown dtype or format, more layers than there are, or a model that is not supported.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not supported; use auto, {' or '.join(DTYPES)}")
+    if quantize is not None and quantize not in QUANTISED:
+        raise ConfigError(f"weights cannot be quantised to {quantize!r}; {suggest(quantize, QUANTISED)}")
+    if quantize is not None and dtype != "auto":
+        raise ConfigError(f"quantize {quantize!r} and dtype {dtype!r} exclude each other; give one of them")
     src, dst = Path(src), Path(dst)
     _check_places(src, dst)
-    cfg, eos_ids, stored, read_leaf_as = _open_source(src, dtype)
-    cfg = cfg if layers is None else _keep_layers(cfg, layers)
+    source = _open_source(src)
+    cfg = source.config if layers is None else _keep_layers(source.config, layers)
+    stored = _choose_storage(source, cfg, dtype, quantize)
     needed = sum(map(count_bytes, declare_leaves(cfg, stored).values())) + _SPARE_BYTES
     free = shutil.disk_usage(dst.absolute().parent).free
     if needed > free:
@@ -87,8 +101,8 @@ def convert(
     try:
         # First what is quick to fail.
         _save_tokenizer(src, partial)
-        write_arrays(partial, _plan_leaves(cfg, stored, read_leaf_as, progress or (lambda _: None)))
-        write_manifest(partial, cfg, stored, eos_ids)
+        write_arrays(partial, _plan_leaves(source, cfg, stored, progress or (lambda _: None)))
+        write_manifest(partial, cfg, stored, source.eos_ids)
         _sync_tree(partial)
         # Onto a folder that appeared meanwhile, rename fails unless that is empty.
         partial.rename(dst)
@@ -136,42 +150,62 @@ def _check_places(src: Path, dst: Path) -> None:
         raise CheckpointError(f"{dst}: the folder {parent} is not writable")
 
 
-def _open_source(src: Path, dtype: str) -> tuple[ModelConfig, tuple[int, ...], np.dtype, ReadLeaf]:
-    """Geometry, end-of-sequence ids and weight dtype of the result, and the function that makes its arrays."""
+class _Source(NamedTuple):
+    """What a conversion needs of any checkpoint; `storage` is how its weights are kept, `read` makes one array."""
+
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+    storage: Storage
+    read: ReadLeaf
+
+
+def _open_source(src: Path) -> _Source:
     if detect_format(src) == "native":
         native = open_native(src)
-        stored = native.dtype if dtype == "auto" else jnp.dtype(dtype)
-        return (
-            native.config,
-            native.eos_ids,
-            stored,
-            lambda name, info: read_leaf(native, name).astype(info.dtype, copy=False),
+        return _Source(
+            native.config, native.eos_ids, native.storage, lambda name, info: read_leaf_as(native, name, info)
         )
     source = open_checkpoint(src)
     check_accounted(source)
-    made = recipes(source.config)
-    stored = _choose_dtype(source) if dtype == "auto" else jnp.dtype(dtype)
-    return source.config, source.eos_ids, stored, lambda name, info: made[name].read(source, info.dtype)
+    own = source_storage(source)
+    # A query, key and value of different types by their own names too.
+    made = recipes(source.config) | recipes(source.config, own)
+    return _Source(
+        source.config, source.eos_ids, own, lambda name, info: dataclasses.replace(made[name], info=info).read(source)
+    )
 
 
-def _choose_dtype(source: TensorSource) -> np.dtype:
-    """bfloat16 where every weight is; reading stops at the first that is not."""
-    narrow = jnp.dtype(jnp.bfloat16)
-    infos = declare_leaves(source.config, narrow)
-    made = recipes(source.config)
-    names = (name for leaf, info in infos.items() if info.dtype == narrow for name, _ in made[leaf].sources)
-    return narrow if all(source.read(name).dtype == narrow for name in names) else jnp.dtype(jnp.float32)
+def _choose_storage(source: _Source, cfg: ModelConfig, dtype: str, quantize: str | None) -> Storage:
+    """How the weights of the result, whose geometry is `cfg`, are stored; see `convert`."""
+    if dtype != "auto":
+        return Storage(dtype)
+    if quantize is None:
+        return restrict_storage(source.storage, cfg)
+
+    def choose_type(leaf: str) -> LeafType:
+        kind = leaf.rsplit(".", 1)[-1]
+        wanted = QUANTISED[quantize] if kind in ("embed", "head") else quantize
+        inputs = {"out": cfg.num_heads * cfg.head_dim, "down": cfg.mlp_dim}.get(kind, cfg.embed_dim)
+        return "float32" if inputs % FORMATS[wanted].values else wanted
+
+    return collect_storage({leaf: choose_type(leaf) for leaf in weight_leaves(cfg)})
 
 
 def _plan_leaves(
-    cfg: ModelConfig, dtype: np.dtype, read_leaf_as: ReadLeaf, progress: Callable[[ConvertProgress], None]
+    source: _Source, cfg: ModelConfig, storage: Storage, progress: Callable[[ConvertProgress], None]
 ) -> Any:
     """The parameters as arrays to be made one after another, each reporting that the one before is done."""
-    sizes = {name: count_bytes(info) for name, info in declare_leaves(cfg, dtype).items()}
+    sizes = {name: count_bytes(info) for name, info in declare_leaves(cfg, storage).items()}
+    held, numbers = declare_leaves(source.config, source.storage), declare_leaves(cfg, np.float32)
     done: dict[str, int] = {}
 
     def report() -> None:
         progress(ConvertProgress(len(done), len(sizes), sum(done.values()), sum(sizes.values())))
+
+    def make_value(name: str, info: ArrayInfo) -> np.ndarray:
+        if info.format is None or (name in held and held[name].format == info.format):
+            return source.read(name, info)
+        return encode_blocks(source.read(name, numbers[name]), info.format).reshape(info.shape)
 
     def plan_leaf(path: tuple[Any, ...], info: ArrayInfo) -> PendingLeaf:
         name = leaf_name(path)
@@ -179,14 +213,14 @@ def _plan_leaves(
         def make() -> np.ndarray:
             if not done:
                 report()
-            value = read_leaf_as(name, info)
+            value = make_value(name, info)
             done[name] = sizes[name]
             report()
             return value
 
         return PendingLeaf(info, make)
 
-    return jax.tree.map_with_path(plan_leaf, declare_params(cfg, dtype), is_leaf=is_info)
+    return jax.tree.map_with_path(plan_leaf, declare_params(cfg, storage), is_leaf=is_info)
 
 
 def _save_tokenizer(src: Path, folder: Path) -> None:

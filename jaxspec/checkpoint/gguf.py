@@ -1,21 +1,25 @@
 """GGUF files as a source of tensors under Hugging Face names.
 
-llama.cpp's own names, its interleaved query and key rows (architecture `llama` only) and its block types stop here:
-what `read` returns is what the Hugging Face folder of the same model would hold, up to quantisation.
+llama.cpp's own names and its interleaved query and key rows (architecture `llama` only) stop here, and its block types
+where they are not to be kept: what `read` returns is what the Hugging Face folder of the same model would hold, up to
+quantisation.
 """
 
 import math
 from pathlib import Path
 from typing import Any, NoReturn
 
+import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from jaxspec.checkpoint.block_codec import decode_blocks, format_of
 from jaxspec.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_header
 from jaxspec.checkpoint.keymaps import check_accounted
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import Family, ModelConfig, RopeConfig
+from pallas_kernels.linear.blocks import FORMATS
 
 # llama.cpp has no architecture of its own for Mistral: such files say `llama`.
 ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -57,8 +61,12 @@ _NEUTRAL_ONE_KEYS = frozenset({
 
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
-# Values dequantised at once: enough that numpy's fixed costs vanish, few enough to stay in a core's cache.
-_CHUNK_VALUES = 64 * 1024
+# Tensor types that are numbers.
+_DTYPES = {
+    GGMLQuantizationType.F32: np.dtype("<f4"),
+    GGMLQuantizationType.F16: np.dtype("<f2"),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
 
 
 class GGUFSource:
@@ -78,13 +86,23 @@ class GGUFSource:
         """Shape of every tensor by Hugging Face name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor by Hugging Face name, dequantised to float32 (float16 tensors stay float16)."""
+    def weight_type(self, name: str) -> str:
+        """How one tensor can be kept (see `TensorSource`)."""
+        kind = self._tensors[name].ggml_type
+        return _DTYPES[kind].name if kind in _DTYPES else format_of(kind) or "float32"
+
+    def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
+        """One tensor by Hugging Face name (see `TensorSource`)."""
         tensor = self._tensors[name]
         raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
         if self._family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             raw = _unpermute_rows(raw, tensor.shape[0], self.config.head_dim)
-        return _dequantise(raw, tensor)
+        block_format = format_of(tensor.ggml_type)
+        if keep_blocks and block_format is not None:
+            return raw.reshape(*tensor.shape[:-1], -1, FORMATS[block_format].nbytes)
+        if tensor.ggml_type in _DTYPES:
+            return raw.view(_DTYPES[tensor.ggml_type]).reshape(tensor.shape)
+        return decode_blocks(raw, tensor.ggml_type).reshape(tensor.shape)
 
 
 def open_gguf(path: str | Path) -> GGUFSource:
@@ -327,21 +345,3 @@ def _unpermute_rows(raw: np.ndarray, num_rows: int, head_dim: int) -> np.ndarray
     """
     rows = raw.reshape(num_rows // head_dim, head_dim // 2, 2, -1)  # [heads, H/2, 2, bytes]
     return rows.swapaxes(1, 2).reshape(-1)
-
-
-def _dequantise(raw: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
-    if tensor.ggml_type == GGMLQuantizationType.F32:
-        return raw.view("<f4").reshape(tensor.shape)
-    if tensor.ggml_type == GGMLQuantizationType.F16:
-        return raw.view("<f2").reshape(tensor.shape)
-    # Blocks know nothing of rows, so chunks need not either. The package's own loop takes 16 rows at a time, which for
-    # narrow models is mostly overhead.
-    block, block_bytes = GGML_QUANT_SIZES[tensor.ggml_type]
-    blocks = raw.reshape(-1, block_bytes)
-    values = np.empty((len(blocks), block), np.float32)
-    step = _CHUNK_VALUES // block
-    with np.errstate(all="ignore"):  # damaged scales give infinities, not warnings
-        for start in range(0, len(blocks), step):
-            chunk = blocks[start : start + step].reshape(1, -1)
-            values[start : start + step] = dequantize(chunk, tensor.ggml_type).reshape(-1, block)
-    return values.reshape(tensor.shape)

@@ -53,8 +53,12 @@ class HFSource:
         """Shape of every tensor by name."""
         return {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor by name, in its own dtype: a read-only view of the file."""
+    def weight_type(self, name: str) -> str:
+        """Dtype of one tensor."""
+        return self._tensors[name][1].dtype.name
+
+    def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
+        """One tensor by name, in its own dtype: a read-only view of the file. There are no blocks to keep."""
         file, tensor = self._tensors[name]
         raw = self._data[file][tensor.offset : tensor.offset + tensor.nbytes]
         return np.asarray(raw).view(tensor.dtype).reshape(tensor.shape)

@@ -1,19 +1,21 @@
 """From Hugging Face names to jaxspec's parameters: which tensors make each leaf, and how.
 
-Letters are those of `ModelConfig`. The canonical leaves are those of `declare_params`, unpadded.
+Letters are those of `ModelConfig`. The canonical leaves are those of `declare_params`, unpadded. Blocks move as numbers
+do, in whole rows: `[out, in]` is then `[out, in / values, nbytes]`.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.source import TensorSource
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import declare_params, is_info, leaf_name
+from jaxspec.models.params import ArrayInfo, declare_leaves
+from jaxspec.models.storage import PARTS, LeafType, Storage, collect_storage, weight_leaves
 
 Shape = tuple[int, ...]
 Assemble = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -26,77 +28,112 @@ _MAX_LISTED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make one leaf: `assemble` takes the tensors named in `sources`, in that order and of those shapes."""
+    """How to make one leaf: `assemble` takes the tensors named in `sources`, in that order and of those shapes.
+
+    What it makes is read in the declared shape of the leaf, `info`.
+    """
 
     sources: tuple[tuple[str, Shape], ...]
     assemble: Assemble
+    info: ArrayInfo
 
-    def read(self, source: TensorSource, dtype: Any) -> np.ndarray:
-        """The leaf from an open checkpoint, rounded to nearest where `dtype` is narrower; one leaf of memory."""
-        arrays = [source.read(name) for name, _ in self.sources]
+    def read(self, source: TensorSource) -> np.ndarray:
+        """The leaf from an open checkpoint, rounded to nearest where its dtype is narrower; one leaf of memory.
+
+        Raises:
+          ConfigError: blocks of a format are asked for, and a tensor is not kept in it.
+        """
+        if self.info.format is not None:
+            arrays = [self._read_blocks(source, name, self.info.format) for name, _ in self.sources]
+        else:
+            arrays = [source.read(name) for name, _ in self.sources]
         if len({array.dtype for array in arrays}) > 1:
             # Half formats have no common type of their own.
             arrays = [array.astype(np.float32, copy=False) for array in arrays]
         # Values beyond the range of a narrower type become infinite, as in every other framework.
         with np.errstate(over="ignore"):
-            leaf = self.assemble(arrays).astype(dtype, copy=False)
+            leaf = self.assemble(arrays).astype(self.info.dtype, copy=False).reshape(self.info.shape)
         # Read-only means a view of the mapped file: a parameter must not change, or fault, when the file does.
         return leaf if leaf.flags.writeable else leaf.copy()
 
+    def _read_blocks(self, source: TensorSource, name: str, block_format: str) -> np.ndarray:
+        if (found := source.weight_type(name)) != block_format:
+            raise ConfigError(f"{source.path}: {name} is kept as {found}, it cannot be loaded as {block_format}")
+        return source.read(name, keep_blocks=True)
 
-def recipes(cfg: ModelConfig) -> dict[str, Recipe]:
-    """One recipe per leaf of `declare_params`, by leaf name such as `layers.3.qkv`."""
+
+def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str, Recipe]:
+    """One recipe per leaf of `declare_params(cfg, storage)`, by leaf name such as `layers.3.qkv`."""
     D, F, K, G, H, V = cfg.embed_dim, cfg.mlp_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
+    infos = declare_leaves(cfg, storage)
+    made: dict[str, Recipe] = {}
 
-    def plain(name: str, *shape: int) -> Recipe:
-        return Recipe(((name, shape),), lambda arrays: arrays[0])
+    def take_one(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return arrays[0]
 
     def group_heads(arrays: Sequence[np.ndarray]) -> np.ndarray:
         """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, key and value."""
-        query, key, value = (a.reshape(K, -1, H, *a.shape[1:]) for a in arrays)
-        return np.concatenate([query, key, value], axis=1)
+        return np.concatenate([a.reshape(K, -1, H, *a.shape[1:]) for a in arrays], axis=1)
 
-    made = {
-        "embed": plain(EMBED, V, D),
-        "final_norm": plain("model.norm.weight", D),
-    }
+    def add(leaf: str, *sources: tuple[str, Shape], assemble: Assemble = take_one) -> None:
+        made[leaf] = Recipe(sources, assemble, infos[leaf])
+
+    add("embed", (EMBED, (V, D)))
+    add("final_norm", ("model.norm.weight", (D,)))
     if not cfg.tied:
-        made["head"] = plain(HEAD, V, D)
+        add("head", (HEAD, (V, D)))
     for index in range(cfg.num_layers):
         leaf, layer = f"layers.{index}", f"model.layers.{index}"
         attn, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        made[f"{leaf}.attn_norm"] = plain(f"{layer}.input_layernorm.weight", D)
-        made[f"{leaf}.qkv"] = Recipe(
-            (
-                (f"{attn}.q_proj.weight", (K * G * H, D)),
-                (f"{attn}.k_proj.weight", (K * H, D)),
-                (f"{attn}.v_proj.weight", (K * H, D)),
-            ),
-            group_heads,
+        add(f"{leaf}.attn_norm", (f"{layer}.input_layernorm.weight", (D,)))
+        qkv = (
+            (f"{attn}.q_proj.weight", (K * G * H, D)),
+            (f"{attn}.k_proj.weight", (K * H, D)),
+            (f"{attn}.v_proj.weight", (K * H, D)),
         )
-        made[f"{leaf}.out"] = Recipe(
-            ((f"{attn}.o_proj.weight", (D, K * G * H)),), lambda arrays: arrays[0].reshape(D, K, G, H)
+        if f"{leaf}.qkv" in infos:
+            add(f"{leaf}.qkv", *qkv, assemble=group_heads)
+        else:
+            for part, tensor in zip(PARTS, qkv, strict=True):
+                add(f"{leaf}.qkv.{part}", tensor, assemble=group_heads)
+        add(f"{leaf}.out", (f"{attn}.o_proj.weight", (D, K * G * H)))
+        add(f"{leaf}.mlp_norm", (f"{layer}.post_attention_layernorm.weight", (D,)))
+        add(
+            f"{leaf}.gate_up",
+            (f"{mlp}.gate_proj.weight", (F, D)),
+            (f"{mlp}.up_proj.weight", (F, D)),
+            assemble=np.stack,
         )
-        made[f"{leaf}.mlp_norm"] = plain(f"{layer}.post_attention_layernorm.weight", D)
-        made[f"{leaf}.gate_up"] = Recipe(
-            ((f"{mlp}.gate_proj.weight", (F, D)), (f"{mlp}.up_proj.weight", (F, D))), np.stack
-        )
-        made[f"{leaf}.down"] = plain(f"{mlp}.down_proj.weight", D, F)
+        add(f"{leaf}.down", (f"{mlp}.down_proj.weight", (D, F)))
         if cfg.qkv_bias:
-            made[f"{leaf}.qkv_bias"] = Recipe(
-                (
-                    (f"{attn}.q_proj.bias", (K * G * H,)),
-                    (f"{attn}.k_proj.bias", (K * H,)),
-                    (f"{attn}.v_proj.bias", (K * H,)),
-                ),
-                group_heads,
+            add(
+                f"{leaf}.qkv_bias",
+                (f"{attn}.q_proj.bias", (K * G * H,)),
+                (f"{attn}.k_proj.bias", (K * H,)),
+                (f"{attn}.v_proj.bias", (K * H,)),
+                assemble=group_heads,
             )
         if cfg.qk_norm:
-            made[f"{leaf}.q_norm"] = plain(f"{attn}.q_norm.weight", H)
-            made[f"{leaf}.k_norm"] = plain(f"{attn}.k_norm.weight", H)
+            add(f"{leaf}.q_norm", (f"{attn}.q_norm.weight", (H,)))
+            add(f"{leaf}.k_norm", (f"{attn}.k_norm.weight", (H,)))
     # In the order of the declaration, so that walking one walks the other.
-    leaves, _ = jax.tree.flatten_with_path(declare_params(cfg, np.float32), is_leaf=is_info)
-    return {name: made[name] for name in (leaf_name(path) for path, _ in leaves)}
+    return {name: made[name] for name in infos}
+
+
+def source_storage(source: TensorSource) -> Storage:
+    """How every weight of a checkpoint can be kept without loss, each in the type of its tensors.
+
+    A query, key and value of different types are kept apart; gate and up projections that differ meet in float32.
+    """
+    types: dict[str, LeafType] = {}
+    made = recipes(source.config)
+    for leaf in weight_leaves(source.config):
+        kinds = tuple(source.weight_type(name) for name, _ in made[leaf].sources)
+        if len(set(kinds)) == 1:
+            types[leaf] = kinds[0]
+        else:
+            types[leaf] = kinds if len(kinds) == len(PARTS) else "float32"
+    return collect_storage(types)
 
 
 def check_accounted(source: TensorSource) -> None:

@@ -10,12 +10,13 @@ import numpy as np
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import open_hf
-from jaxspec.checkpoint.keymaps import Recipe, recipes
+from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.source import TensorSource
 from jaxspec.errors import CheckpointError
 from jaxspec.mesh.plan import MeshPlan
 from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.params import Params, declare_params, leaf_name
+from jaxspec.models.storage import Storage
 
 Format = Literal["hf", "gguf", "native"]
 
@@ -67,23 +68,27 @@ def open_checkpoint(path: str | Path) -> TensorSource:
             )
 
 
-def load_foreign(source: TensorSource, plan: MeshPlan, dtype: Any, vocab_rows: int = 0) -> Params:
+def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, vocab_rows: int = 0) -> Params:
     """Read every parameter and place each shard on its device.
 
     Args:
       source: an open checkpoint.
       plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.mesh.padding`).
-      dtype: of the weights; norms and biases stay float32.
+      storage: how each weight is kept: blocks only as the checkpoint has them. A dtype is that of all weights; norms
+        and biases stay float32.
       vocab_rows: least number of vocabulary rows; fewer are zero-padded.
+
+    Raises:
+      ConfigError: a weight is asked for in blocks that the checkpoint does not hold.
 
     Memory beyond the parameters themselves is about one leaf per thread.
     """
-    shapes = placed_shapes(declare_params(source.config, dtype), plan, {"vocab": vocab_rows})
+    shapes = placed_shapes(declare_params(source.config, storage), plan, {"vocab": vocab_rows})
     placed, treedef = jax.tree.flatten_with_path(shapes)
-    made = recipes(source.config)
+    made = recipes(source.config, storage)
 
     def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
-        return place_leaf(made[leaf_name(path)], source, target)
+        return place_leaf(made[leaf_name(path)].read(source), target)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         futures = [pool.submit(load_leaf, path, target) for path, target in placed]
@@ -95,9 +100,8 @@ def load_foreign(source: TensorSource, plan: MeshPlan, dtype: Any, vocab_rows: i
     return jax.tree.unflatten(treedef, leaves)
 
 
-def place_leaf(recipe: Recipe, source: TensorSource, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """One parameter from its source tensors, padded and sharded as `target` says."""
-    leaf = recipe.read(source, target.dtype)
+def place_leaf(leaf: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """One whole unpadded parameter, padded and sharded as `target` says."""
 
     def cut_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # JAX declares None and never passes it

@@ -2,22 +2,20 @@
 
 A folder holds
 
-* `jaxspec.json`: format version, geometry, weight dtype, end-of-sequence ids, and the shape and dtype of every array;
-  its presence is what makes the folder a checkpoint, so it is written last;
+* `jaxspec.json`: format version, geometry, the type of most weights, end-of-sequence ids, and the shape and dtype of
+  every array, with the block format of those that hold blocks; its presence is what makes the folder a checkpoint, so
+  it is written last;
 * `arrays/`: an Orbax checkpoint of the unpadded parameters of `declare_params`, in Zarr 3 chunks with a CRC-32C each,
-  so that a flipped bit is an error and not a wrong answer (checking costs nothing that can be measured);
+  so that a flipped bit is an error and not a wrong answer (checking costs nothing that can be measured); blocks are
+  arrays of bytes under the name of their weight;
 * the tokenizer's files, as Hugging Face names them.
 """
 
 import dataclasses
 import functools
 import json
-import logging
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +23,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
+from jaxspec.checkpoint.block_codec import decode_blocks, type_of
 from jaxspec.checkpoint.json_file import read_json
 from jaxspec.checkpoint.load import NATIVE_MARK as MANIFEST
+from jaxspec.checkpoint.native_arrays import Reading, check_array, count_bytes, orbax_checkpointer, read_array
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.mesh.plan import MeshPlan
-from jaxspec.mesh.rules import partition_spec, placed_shapes
+from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.config_data import config_from_data, config_to_data
-from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
+from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, leaf_name
+from jaxspec.models.storage import (
+    PARTS,
+    WEIGHT_TYPES,
+    LeafType,
+    Storage,
+    as_storage,
+    collect_storage,
+    fit_storage,
+    parts_of,
+    restrict_storage,
+    weight_leaves,
+)
+from pallas_kernels.linear.blocks import FORMATS, Blocks
 
 ARRAYS = "arrays"
 FORMAT = "jaxspec"
 VERSION = 1
-DTYPES = ("float32", "bfloat16")
 
 # A folder of this name is a conversion's work in progress, whatever it holds.
 PARTIAL = re.compile(r"\..*\.partial-\d+")
-
-# A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
-_MIN_CHUNK_BYTES = 4 << 20
-_MAX_CHUNKS = 16
-
-_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-
-# Tensorstore reads the chunks of one array in parallel; a second one keeps the disk busy while a device copies.
-_NUM_READERS = 2
 
 _MANIFEST_KEYS = ("format", "version", "model", "dtype", "eos_ids", "num_bytes", "arrays")
 _MAX_LISTED = 5
@@ -65,52 +67,23 @@ class NativeCheckpoint:
       path: the folder.
       config: geometry.
       eos_ids: token ids that end a text.
-      dtype: of the stored weights (norms and biases are float32).
+      storage: how each weight is stored (norms and biases are float32).
     """
 
     path: Path
     config: ModelConfig
     eos_ids: tuple[int, ...]
-    dtype: np.dtype
+    storage: Storage
 
     @functools.cached_property
     def infos(self) -> dict[str, ArrayInfo]:
         """Declaration of every stored array by leaf name."""
-        return declare_leaves(self.config, self.dtype)
+        return declare_leaves(self.config, self.storage)
 
     @property
     def num_bytes(self) -> int:
         """Size of all arrays."""
         return sum(map(count_bytes, self.infos.values()))
-
-
-@dataclasses.dataclass(frozen=True)
-class PendingLeaf:
-    """An array to be written: its declaration, and the function that makes it when its turn comes."""
-
-    info: ArrayInfo
-    make: Callable[[], np.ndarray]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape, unpadded."""
-        return self.info.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Stored dtype."""
-        return np.dtype(self.info.dtype)
-
-
-def count_bytes(info: ArrayInfo) -> int:
-    """Size of one declared array."""
-    return math.prod(info.shape) * np.dtype(info.dtype).itemsize
-
-
-def declare_leaves(cfg: ModelConfig, dtype: Any) -> dict[str, ArrayInfo]:
-    """Declared arrays by leaf name, in the order of the parameters' leaves."""
-    leaves, _ = jax.tree.flatten_with_path(declare_params(cfg, dtype), is_leaf=is_info)
-    return {leaf_name(path): info for path, info in leaves}
 
 
 def open_native(path: str | Path) -> NativeCheckpoint:
@@ -138,8 +111,8 @@ def open_native(path: str | Path) -> NativeCheckpoint:
     if missing or unknown:
         raise CheckpointError(f"{file}: missing keys: {missing or 'none'}; unknown keys: {unknown or 'none'}")
     dtype, arrays = manifest["dtype"], manifest["arrays"]
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{file}: dtype is {dtype!r}, not one of {', '.join(DTYPES)}")
+    if dtype not in WEIGHT_TYPES:
+        raise CheckpointError(f"{file}: dtype is {dtype!r}, not one of {', '.join(WEIGHT_TYPES)}")
     if not isinstance(arrays, dict):
         raise CheckpointError(f"{file}: arrays must be an object, got {type(arrays).__name__}")
     try:
@@ -151,66 +124,111 @@ def open_native(path: str | Path) -> NativeCheckpoint:
         raise CheckpointError(
             f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed"
         )
-    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), jnp.dtype(dtype))
-    _check_arrays(file, arrays, {name: _describe_leaf(info) for name, info in checkpoint.infos.items()})
+    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), _read_storage(cfg, dtype, arrays))
+    try:
+        infos = checkpoint.infos
+    except ValueError as error:
+        raise CheckpointError(f"{file}: arrays do not match the model: {error}") from error
+    _check_arrays(file, arrays, {name: _describe_leaf(info) for name, info in infos.items()})
+    if dtype != checkpoint.storage.default:
+        raise CheckpointError(f"{file}: dtype is {dtype!r}, but most weights are {checkpoint.storage.default}")
     if manifest["num_bytes"] != checkpoint.num_bytes:
         raise CheckpointError(f"{file}: num_bytes is {manifest['num_bytes']!r}, the arrays have {checkpoint.num_bytes}")
     return checkpoint
 
 
-def restore_native(checkpoint: NativeCheckpoint, plan: MeshPlan, dtype: Any = None, vocab_rows: int = 0) -> Params:
+def restore_native(
+    checkpoint: NativeCheckpoint, plan: MeshPlan, storage: Storage | Any = None, vocab_rows: int = 0
+) -> Params:
     """Read every parameter, each shard straight onto its device.
 
     Args:
       checkpoint: an open checkpoint.
       plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.mesh.padding`).
-      dtype: of the weights, as stored if None; norms and biases stay float32.
+      storage: how each weight is kept: blocks only as they are stored. A dtype is that of all weights; norms and biases
+        stay float32. None is as stored, as far as the devices can share it.
+      vocab_rows: least number of vocabulary rows; fewer are zero-padded.
 
     Raises:
       CheckpointError: array files are missing, truncated or corrupted.
+      ConfigError: a weight is asked for in blocks that the checkpoint does not hold.
     """
-    infos = declare_params(checkpoint.config, checkpoint.dtype if dtype is None else dtype)
-    targets = placed_shapes(infos, plan, {"vocab": vocab_rows})
+    cfg = checkpoint.config
+    wanted = fit_storage(checkpoint.storage, cfg, plan.tensor) if storage is None else as_storage(storage)
+    # Orbax restores the tree that is stored, whose query, key and value may be apart.
+    apart = _split_alike(checkpoint, wanted)
+    targets = placed_shapes(declare_params(cfg, apart), plan, {"vocab": vocab_rows})
     named = {leaf_name(path): target for path, target in jax.tree.flatten_with_path(targets)[0]}
-    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=jax.Array), targets)
+    readings = {
+        name: Reading(checkpoint.infos[name], info.shape, named[name])
+        for name, info in declare_leaves(cfg, apart).items()
+    }
+    arrays = _without_blocks(targets)
+    restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=jax.Array), arrays)
     folder = checkpoint.path / ARRAYS
     _check_stored(checkpoint)
     try:
-        with _orbax_checkpointer(named) as checkpointer:
-            args = ocp.args.PyTreeRestore(item=targets, restore_args=restore_args)
-            return checkpointer.restore(folder.absolute(), args=args)
+        with orbax_checkpointer(readings) as checkpointer:
+            args = ocp.args.PyTreeRestore(item=arrays, restore_args=restore_args)
+            restored = checkpointer.restore(folder.absolute(), args=args)
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # whatever Orbax meets in a tree that is not what it wrote
         raise CheckpointError(f"{folder}: damaged or incomplete: {error}") from error
+    params = jax.tree.unflatten(jax.tree.structure(targets), jax.tree.leaves(restored))
+    for index, layer in enumerate(params["layers"]):
+        leaf = f"layers.{index}.qkv"
+        if wanted.type_of(leaf) != apart.type_of(leaf):
+            layer["qkv"] = _join_parts(layer["qkv"])
+    return params
 
 
 def read_leaf(checkpoint: NativeCheckpoint, name: str) -> np.ndarray:
-    """One whole unpadded array by leaf name, on the host.
+    """One whole unpadded array by leaf name, on the host; the bytes of one in blocks.
 
     Raises:
       CheckpointError: its files are missing, truncated or corrupted.
     """
     folder = checkpoint.path / ARRAYS / name
-    _check_stored_leaf(folder, checkpoint.infos[name])
-    with _naming_damage(folder):
-        return _open_leaf(folder).read().result()
+    check_array(folder, checkpoint.infos[name])
+    return read_array(folder)
+
+
+def read_leaf_as(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo) -> np.ndarray:
+    """One whole unpadded array as `info` declares it: as numbers, or in the blocks that are stored.
+
+    A query, key and value that are stored apart are joined where `name` is that of all three.
+
+    Raises:
+      CheckpointError: its files are missing, truncated or corrupted.
+    """
+    if name not in checkpoint.infos:
+        K, rows, *inner = info.shape
+        parts = zip(PARTS, (rows - 2, 1, 1), strict=True)
+        infos = {f"{name}.{part}": dataclasses.replace(info, shape=(K, heads, *inner)) for part, heads in parts}
+        return np.concatenate([read_leaf_as(checkpoint, part, info) for part, info in infos.items()], axis=1)
+    stored = checkpoint.infos[name]
+    value = read_leaf(checkpoint, name)
+    if stored.format is not None and info.format is None:
+        value = decode_blocks(value, type_of(stored.format)).reshape(info.shape)
+    return value.astype(info.dtype, copy=False)
 
 
 def write_arrays(folder: Path, leaves: Any) -> None:
     """Write a pytree of `PendingLeaf` as the Orbax checkpoint `folder`/arrays, one array in memory at a time."""
-    with _orbax_checkpointer({}) as checkpointer:
-        checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(leaves))
+    with orbax_checkpointer({}) as checkpointer:
+        checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(_without_blocks(leaves)))
 
 
-def write_manifest(folder: Path, cfg: ModelConfig, dtype: np.dtype, eos_ids: Sequence[int]) -> None:
+def write_manifest(folder: Path, cfg: ModelConfig, storage: Storage, eos_ids: Sequence[int]) -> None:
     """Write `jaxspec.json`, which makes `folder` a checkpoint: call it last."""
-    infos = declare_leaves(cfg, dtype)
+    storage = restrict_storage(storage, cfg)
+    infos = declare_leaves(cfg, storage)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "model": config_to_data(cfg),
-        "dtype": dtype.name,
+        "dtype": storage.default,
         "eos_ids": list(eos_ids),
         "num_bytes": sum(map(count_bytes, infos.values())),
         "arrays": {name: _describe_leaf(info) for name, info in infos.items()},
@@ -218,122 +236,62 @@ def write_manifest(folder: Path, cfg: ModelConfig, dtype: np.dtype, eos_ids: Seq
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-class _Interrupted(Exception):
-    """Ctrl-C inside Orbax; a KeyboardInterrupt would leave its event loop with orphaned tasks."""
+def _split_alike(checkpoint: NativeCheckpoint, wanted: Storage) -> Storage:
+    """The wanted types, with each query, key and value apart where they are stored apart.
 
-
-class _LeafHandler(ocp.type_handlers.NumpyHandler):
-    """How Orbax writes and reads our arrays: few at a time, padded, and with nothing left running after an error.
-
-    Orbax's own handlers want all values in memory before they write, and go on reading after a failure. The type that
-    the checkpoint records is still NumpyHandler's: plain Orbax reads the arrays as numpy arrays.
+    Raises:
+      ConfigError: blocks are wanted that are not stored, or parts of what is stored as one.
     """
-
-    def __init__(self, targets: Mapping[str, jax.ShapeDtypeStruct]):
-        super().__init__()
-        self._targets = targets
-
-    async def serialize(
-        self, values: Sequence[PendingLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
-    ) -> Sequence[Any]:
-        """Make and write one array after another."""
-        # Ctrl-C stops the main thread alone and leaves this block when the array at hand is on the disk: whoever then
-        # removes the folder does not race with files that still appear in it.
-        with _deferring_interrupts(), ThreadPoolExecutor(1) as pool:
-            for leaf, info in zip(values, infos, strict=True):
-                value = _make_leaf(info.name, leaf)
-                pool.submit(_write_leaf, Path(info.parent_dir) / info.name, leaf.info, value).result()
-        return []
-
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Read every array into its target."""
-        with _deferring_interrupts(), ThreadPoolExecutor(_NUM_READERS) as pool:
-            futures = [
-                pool.submit(_place_leaf, Path(info.parent_dir) / info.name, self._targets[info.name]) for info in infos
-            ]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+    types: dict[str, LeafType] = {}
+    for leaf in weight_leaves(checkpoint.config):
+        stored, want = parts_of(checkpoint.storage.type_of(leaf)), parts_of(wanted.type_of(leaf))
+        if len(want) == 1:
+            want *= len(stored)
+        if len(want) != len(stored) or any(w in FORMATS and w != s for s, w in zip(stored, want, strict=True)):
+            raise ConfigError(
+                f"{checkpoint.path}: {leaf} is stored as {', '.join(stored)}, it cannot be loaded as {', '.join(want)}"
+            )
+        types[leaf] = want if len(stored) > 1 else want[0]
+    return collect_storage(types)
 
 
-def _place_leaf(folder: Path, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Read one array shard by shard; what lies beyond its stored shape is the zero padding of the mesh."""
-    with _naming_damage(folder):
-        store = _open_leaf(folder)
-
-        def read_shard(index: Any) -> np.ndarray:
-            bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
-            shape = [stop - start for start, stop in bounds]
-            stored = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, store.shape, strict=True))
-            shard = store[stored].read().result().astype(target.dtype, copy=False)
-            missing = [(0, n - have) for n, have in zip(shape, shard.shape, strict=True)]
-            return np.pad(shard, missing) if any(after for _, after in missing) else shard
-
-        return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
+def _join_parts(parts: Mapping[str, jax.Array]) -> jax.Array:
+    """One `qkv` from its parts; they are split over the devices alike."""
+    arrays = [parts[part] for part in PARTS]
+    return jax.jit(lambda *a: jnp.concatenate(a, axis=1), out_shardings=arrays[0].sharding)(*arrays)
 
 
-def _open_leaf(folder: Path) -> ts.TensorStore:
-    # A missing chunk is an error, not zeros.
-    return ts.open(_zarr_spec(folder) | {"fill_missing_data_reads": False}, open=True).result()
+def _without_blocks(tree: Any) -> Any:
+    """A tree of parameters whose weights in blocks are their bytes alone: what Orbax stores."""
 
+    def is_blocks(leaf: Any) -> bool:
+        return isinstance(leaf, Blocks)
 
-@contextmanager
-def _naming_damage(folder: Path) -> Iterator[None]:
-    """Tensorstore's errors as ours."""
-    try:
-        yield
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: damaged or incomplete: {(str(error).splitlines() or [''])[0]}") from error
-
-
-@contextmanager
-def _deferring_interrupts() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise _Interrupted from error
-
-
-def _make_leaf(name: str, leaf: PendingLeaf) -> np.ndarray:
-    value = leaf.make()
-    if value.shape != leaf.shape or value.dtype != leaf.dtype:
-        raise CheckpointError(f"{name}: is {value.dtype}{value.shape}, declared {leaf.dtype}{leaf.shape}")
-    return value
-
-
-def _write_leaf(folder: Path, info: ArrayInfo, value: np.ndarray) -> None:
-    spec = _zarr_spec(folder) | {
-        "metadata": {
-            "shape": list(value.shape),
-            "data_type": value.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _choose_chunk(info)}},
-            "codecs": _CODECS,
-        },
-        # A chunk of zeros is written like any other, so that a missing one is an error.
-        "store_data_equal_to_fill_value": True,
-    }
-    ts.open(spec, create=True).result().write(value, can_reference_source_data_indefinitely=True).result()
-
-
-def _zarr_spec(folder: Path) -> dict[str, Any]:
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"}}
-
-
-def _choose_chunk(info: ArrayInfo) -> list[int]:
-    """Chunk shape: cut along the dimension that tensor parallelism cuts, or the first."""
-    split = [axis for axis, name in enumerate(partition_spec(info)) if name is not None]
-    axis = split[0] if split else 0
-    pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // _MIN_CHUNK_BYTES))
-    chunk = list(info.shape)
-    chunk[axis] = -(-chunk[axis] // pieces)
-    return chunk
+    return jax.tree.map(lambda leaf: leaf.data if is_blocks(leaf) else leaf, tree, is_leaf=is_blocks)
 
 
 def _describe_leaf(info: ArrayInfo) -> dict[str, Any]:
-    """Shape and dtype, as the manifest holds them."""
-    return {"shape": list(info.shape), "dtype": np.dtype(info.dtype).name}
+    """Shape, dtype and block format, as the manifest holds them."""
+    described = {"shape": list(info.shape), "dtype": np.dtype(info.dtype).name}
+    return described if info.format is None else described | {"format": info.format}
+
+
+def _read_storage(cfg: ModelConfig, default: str, arrays: dict[str, Any]) -> Storage:
+    """The types of the weights as the manifest lists them; one that it gives no type is left to `_check_arrays`."""
+
+    def read_type(name: str) -> str | None:
+        entry = arrays.get(name)
+        listed = (entry.get("format"), entry.get("dtype")) if isinstance(entry, dict) else ()
+        return next((t for t in listed if isinstance(t, str) and t in WEIGHT_TYPES), None)
+
+    types: dict[str, LeafType] = {}
+    for leaf in weight_leaves(cfg):
+        query, key, value = (read_type(f"{leaf}.{part}") for part in PARTS)
+        if query and key and value and leaf.endswith(".qkv"):
+            types[leaf] = (query, key, value)
+        else:
+            types[leaf] = read_type(leaf) or default
+    return collect_storage(types)
 
 
 def _read_eos_ids(file: Path, manifest: dict[str, Any], cfg: ModelConfig) -> tuple[int, ...]:
@@ -359,39 +317,4 @@ def _check_stored(checkpoint: NativeCheckpoint) -> None:
     if tree.get("use_zarr3") is not True or (folder / "manifest.ocdbt").exists():
         raise CheckpointError(f"{folder}: is not an Orbax checkpoint of separate Zarr 3 arrays")
     for name, info in checkpoint.infos.items():
-        _check_stored_leaf(folder / name, info)
-
-
-def _check_stored_leaf(folder: Path, info: ArrayInfo) -> None:
-    zarr = read_json(folder / "zarr.json")
-    shape, dtype = _describe_leaf(info).values()
-    found = {key: zarr.get(key) for key in ("shape", "data_type", "codecs")}
-    expected = {"shape": shape, "data_type": dtype, "codecs": _CODECS}
-    if found != expected:
-        raise CheckpointError(f"{folder}: is {found}, but {MANIFEST} says {expected}")
-    try:
-        chunk = zarr["chunk_grid"]["configuration"]["chunk_shape"]
-        fits = len(chunk) == len(shape) and all(0 < c <= n for c, n in zip(chunk, shape, strict=True))
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: zarr.json describes no chunks") from error
-    if not fits:
-        raise CheckpointError(f"{folder}: chunks of shape {chunk} do not fit into the shape {shape}")
-
-
-@contextmanager
-def _orbax_checkpointer(targets: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[ocp.Checkpointer]:
-    """Orbax with our way to write arrays and to read them into `targets` (by leaf name)."""
-    # Orbax warns of features that are not used here; that would go to the terminal.
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        handler = _LeafHandler(targets)
-        registry = ocp.type_handlers.create_type_handler_registry((PendingLeaf, handler), (jax.Array, handler))
-        tree_handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, type_handler_registry=registry)
-        with ocp.Checkpointer(tree_handler) as checkpointer:
-            yield checkpointer
-    except _Interrupted:
-        raise KeyboardInterrupt from None
-    finally:
-        logger.setLevel(level)
+        check_array(folder / name, info)

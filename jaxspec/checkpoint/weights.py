@@ -5,21 +5,37 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxspec.checkpoint.default import default_model_path, verify_default
+from jaxspec.checkpoint.keymaps import source_storage
 from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.mesh.plan import MeshPlan
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
+from jaxspec.models.storage import Storage, fit_storage
 from jaxspec.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A checkpoint whose headers are read and checked, and whose weights are still on disk."""
+    """A checkpoint whose headers are read and checked, and whose weights are still on disk.
+
+    Attributes:
+      path: the checkpoint.
+      config: geometry.
+      eos_ids: token ids that end a text.
+      own_storage: the types of the weights as the checkpoint holds them.
+      load: reads every parameter as a placement has it: in blocks where its storage says so, else as numbers.
+    """
 
     path: Path
     config: ModelConfig
     eos_ids: tuple[int, ...]
+    own_storage: Storage
     load: Callable[[Placement], Params]
+
+    def storage(self, plan: MeshPlan) -> Storage:
+        """What a placement on `plan` keeps the weights in, where they are to stay as the checkpoint holds them."""
+        return fit_storage(self.own_storage, self.config, plan.tensor)
 
 
 def open_weights(path: Path | None) -> Weights:
@@ -37,8 +53,9 @@ def open_weights(path: Path | None) -> Weights:
 
         native = open_native(path)
         return Weights(
-            path, native.config, native.eos_ids, lambda p: restore_native(native, p.plan, p.dtype, p.vocab_rows)
-        )
+            path, native.config, native.eos_ids, native.storage,
+            lambda p: restore_native(native, p.plan, p.weights, p.vocab_rows),
+        )  # fmt: skip
     try:
         source = open_checkpoint(path)
     except ConfigError as error:
@@ -48,6 +65,6 @@ def open_weights(path: Path | None) -> Weights:
     def load(placement: Placement) -> Params:
         if is_default:
             verify_default(source.path)
-        return load_foreign(source, placement.plan, placement.dtype, placement.vocab_rows)
+        return load_foreign(source, placement.plan, placement.weights, placement.vocab_rows)
 
-    return Weights(path, source.config, source.eos_ids, load)
+    return Weights(path, source.config, source.eos_ids, source_storage(source), load)

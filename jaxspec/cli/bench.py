@@ -49,6 +49,7 @@ def bench(
         Path | None, typer.Option("--json", help="Write one JSON object with all samples here; - is standard output.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
     target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answer --max-tokens tokens always.")
@@ -78,7 +79,7 @@ def bench(
 
         from jaxspec.llm import LLM
 
-        llm = LLM(model, draft=draft_model, method=method, dtype=dtype, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
+        llm = LLM(model, draft=draft_model, method=method, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
         with _Bar() as bar:
             measured = measure(llm, columns, chosen, sampling, repeats, bar.show)
         command = shlex.join([NAME, *sys.argv[1:]])

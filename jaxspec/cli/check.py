@@ -56,6 +56,7 @@ def check(
     ] = None,
     target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
     json_: Annotated[
         Path | None, typer.Option("--json", help="Write one JSON object with everything here; - is standard output.")
@@ -77,7 +78,7 @@ def check(
         from jaxspec.llm import LLM
 
         first = next((m for m in methods if draft_model is not None and m.drafts), PLAIN)
-        llm = LLM(model, draft=draft_model, method=first, dtype=dtype, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
+        llm = LLM(model, draft=draft_model, method=first, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
         plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
         encoded = [_encode(plain, text, chat) for _, text in texts]
         names = [name for name, _ in texts]

@@ -22,8 +22,11 @@ def convert(
     src: Annotated[str, typer.Argument(help="Hugging Face folder, GGUF file, native checkpoint, or the word default.")],
     dst: Annotated[Path, typer.Argument(help="The checkpoint to make: a folder that does not exist yet.")],
     dtype: Annotated[
-        str, typer.Option(help="auto, float32 or bfloat16; auto keeps bfloat16 and makes the rest float32.")
+        str, typer.Option(help="auto, float32 or bfloat16; auto keeps every weight as SRC holds it, in blocks too.")
     ] = "auto",
+    quantize: Annotated[
+        str | None, typer.Option(help="q8_0 or q4_0: round the weights to blocks of 8 or 4 bits; not with --dtype.")
+    ] = None,
     layers: Annotated[
         int | None, typer.Option(help="Keep only the first N layers: a rough draft model, untrained.")
     ] = None,
@@ -32,7 +35,7 @@ def convert(
 
     It is written whole or not at all: an interrupted conversion leaves nothing that loads.
     """
-    run_command(NAME, lambda: _run(src, dst, dtype, layers), cleans_up=True)
+    run_command(NAME, lambda: _run(src, dst, dtype, quantize, layers), cleans_up=True)
 
 
 def main() -> None:
@@ -40,7 +43,7 @@ def main() -> None:
     app(prog_name=NAME)
 
 
-def _run(src: str, dst: Path, dtype: str, layers: int | None) -> None:
+def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | None) -> None:
     # Heavy imports only now: --help and usage errors answer at once.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -67,8 +70,8 @@ def _run(src: str, dst: Path, dtype: str, layers: int | None) -> None:
             megabytes = f"{progress.bytes / 1e6:.0f}/{progress.num_bytes / 1e6:.0f} MB"
             bar.update(task, completed=progress.arrays, total=progress.num_arrays, size=megabytes)
 
-        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show, layers)
-    print(f"{checkpoint.path}: {checkpoint.num_bytes / 1e6:.1f} MB, {checkpoint.dtype.name}")
+        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show, layers, quantize)
+    print(f"{checkpoint.path}: {checkpoint.num_bytes / 1e6:.1f} MB, {checkpoint.storage}")
 
 
 def _find_source(src: str) -> Path:

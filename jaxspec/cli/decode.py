@@ -30,10 +30,11 @@ METHOD_CHOICE: dict[str, OptionTypes] = {
     "draft_model": (str,), "method": (str,),
 }  # fmt: skip
 LLM_OPTIONS: dict[str, OptionTypes] = {
-    "model": (str,), "dtype": (str,), "target_devices": (int,), "max_context": (int,), "compile_cache": (str,),
+    "model": (str,), "dtype": (str,), "kernels": (str,), "target_devices": (int,), "max_context": (int,),
+    "compile_cache": (str,),
 }  # fmt: skip
 OTHER_OPTIONS: dict[str, OptionTypes] = {
-    "kernels": (str,), "draft_devices": (int,), "offload": (str,), "chat": (bool,), "system": (str,),
+    "draft_devices": (int,), "offload": (str,), "chat": (bool,), "system": (str,),
 }  # fmt: skip
 FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **OTHER_OPTIONS}
 OPTIONS = {**FLAGS, **METHOD_OPTIONS}
@@ -67,7 +68,7 @@ def decode(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="auto or xla.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="auto, xla, or cpu for the native ones.")] = None,
     target_devices: Annotated[int | None, typer.Option(help="Devices that share the model [1].")] = None,
     draft_devices: Annotated[int | None, typer.Option(help="Devices of the draft model.")] = None,
     offload: Annotated[str | None, typer.Option(help="none.")] = None,
@@ -114,8 +115,6 @@ def main() -> None:
 
 
 def _refuse_unavailable(options: dict[str, Any]) -> None:
-    if options.get("kernels", "auto") not in ("auto", "xla"):
-        raise ConfigError(f"kernels {options['kernels']!r} are not available in this version; use auto or xla")
     if options.get("offload", "none") != "none":
         raise ConfigError(f"offload {options['offload']!r} is not available in this version; use none")
     if options.get("draft_devices") is not None:

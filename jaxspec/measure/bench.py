@@ -23,8 +23,9 @@ from jaxspec.measure.prompts import BenchPrompt
 from jaxspec.measure.roofline import roofline_pass, weight_bytes
 from jaxspec.methods import registry
 from jaxspec.methods.registry import METHODS
-from jaxspec.models.live import computed_rows
 from jaxspec.results import DecodeStats
+from pallas_kernels.live import computed_rows
+from pallas_kernels.registry import Kernels
 
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
@@ -135,6 +136,7 @@ class Measurement:
       context: tokens, the middle of a mean answer.
       roofline_s: seconds of one pass over all weights, a sample per prompt and repeat.
       weight_bytes: what such a pass reads.
+      kernels: what multiplied and attended.
     """
 
     columns: tuple[Column, ...]
@@ -147,6 +149,7 @@ class Measurement:
     context: int
     roofline_s: tuple[float, ...]
     weight_bytes: int
+    kernels: Kernels
 
 
 # What is assumed of methods and their counters, in one place.
@@ -158,12 +161,12 @@ def target_passes(stats: DecodeStats) -> int:
     return stats.completion_tokens if spec is None else spec["num_spec_steps"]
 
 
-def verified_rows(stats: DecodeStats, method: Any) -> list[int]:
+def verified_rows(stats: DecodeStats, method: Any, kernels: Kernels) -> list[int]:
     """Rows of each target pass but a turn's first, as they were computed."""
     if stats.speculative_decoding is None:
         return [1] * (target_passes(stats) - 1)
     drafted = stats.speculative_decoding["per_step_drafted"][1:]
-    return [computed_rows(1 + count, method.batch_rows) for count in drafted]
+    return [computed_rows(1 + count, method.batch_rows, kernels) for count in drafted]
 
 
 def draft_passes(stats: DecodeStats) -> int:
@@ -280,7 +283,7 @@ def measure(
     for label, model in models.items():
         report(f"warming up {label}", 0, total)
         compile_s[label] = _warm_up(model, prompts, sampling, longest)
-    read_weights = roofline_pass(llm.params, ROOFLINE_PASSES)
+    read_weights = roofline_pass(llm.params, llm.kernels, ROOFLINE_PASSES)
     read_weights()
 
     labels = list(models)
@@ -299,11 +302,11 @@ def measure(
     for label, model in models.items():
         report(f"single passes of {label}", total, total)
         mine = [s for answer in answers if answer.label == label for s in answer.stats]
-        rows = {count for s in mine for count in verified_rows(s, model.engine.method)}
+        rows = {count for s in mine for count in verified_rows(s, model.engine.method, llm.kernels)}
         pass_times[label] = _time_passes(model, context, sorted(rows))
     return Measurement(
         tuple(columns), tuple(prompts), sampling, repeats, tuple(answers),
-        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(llm.params),
+        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(llm.params), llm.kernels,
     )  # fmt: skip
 
 

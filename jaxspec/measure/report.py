@@ -17,6 +17,7 @@ from rich.table import Table
 
 from jaxspec.measure.bench import BASELINE, Answer, Measurement, is_token_exact, verified_rows
 from jaxspec.measure.prompts import list_categories
+from pallas_kernels.registry import Kernels
 
 # Rates of shorter answers say little: one round more or less changes them by half.
 MIN_RATED_TOKENS = 8
@@ -176,7 +177,7 @@ def _summarise_column(measured: Measurement, by_key: Index, column: Any, ids: li
         "call_speedup": _mean_with_interval(ratios(lambda a: a.call_tokens_per_s, ids)),
         "tokens_per_pass": sum(a.tokens for a in mine) / sum(a.passes for a in mine),
         "draft_acceptance_rate": accepted / drafted if drafted else None,
-        "split": _split(mine, column.method, measured.pass_times[label], decode_s),
+        "split": _split(mine, column.method, measured.kernels, measured.pass_times[label], decode_s),
         "gb_per_s": gb_per_s,
         "of_roofline": gb_per_s / _roofline(measured) if gb_per_s else None,
         "exact": {
@@ -187,11 +188,13 @@ def _summarise_column(measured: Measurement, by_key: Index, column: Any, ids: li
     }
 
 
-def _split(answers: list[Answer], method: Any, pass_times: Any, decode_s: float) -> dict[str, float] | None:
+def _split(
+    answers: list[Answer], method: Any, kernels: Kernels, pass_times: Any, decode_s: float
+) -> dict[str, float] | None:
     if not decode_s:
         return None
     passes = sum(answer.timed_passes for answer in answers)
-    rows = [count for answer in answers for stats in answer.stats for count in verified_rows(stats, method)]
+    rows = [count for answer in answers for stats in answer.stats for count in verified_rows(stats, method, kernels)]
     verify_s = sum(pass_times.target_s[count] for count in rows)
     further = max(0.0, sum(answer.timed_draft_passes for answer in answers) - passes)
     draft_s = pass_times.draft_root_s * passes + pass_times.draft_s * further

@@ -8,6 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxspec.errors import ConfigError
+from pallas_kernels import registry
+from pallas_kernels.registry import Kernels
 
 TENSOR_AXIS = "tensor"
 
@@ -17,9 +19,14 @@ class MeshPlan:
     """Tensor parallelism over `devices`, in order; one device means no parallelism.
 
     Hashable and comparable by device, so that it can key compiled functions.
+
+    Attributes:
+      devices: of one platform.
+      kernels: implementations that programs on them are traced with.
     """
 
     devices: tuple[Any, ...]
+    kernels: Kernels
 
     def __post_init__(self):
         """Refuse empty or repeated device lists."""
@@ -43,11 +50,16 @@ class MeshPlan:
         return Mesh(np.array(self.devices), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def plan_mesh(count: int = 1, offset: int = 0) -> MeshPlan:
+def plan_mesh(count: int = 1, offset: int = 0, kernels: str = "auto") -> MeshPlan:
     """Take `count` devices after the first `offset`, so that two models can have disjoint ones.
 
+    Args:
+      count: devices.
+      offset: devices to leave out.
+      kernels: "auto", "xla" or "cpu"; see `pallas_kernels.registry.choose`.
+
     Raises:
-      ConfigError: fewer devices exist than asked for; both numbers are named.
+      ConfigError: fewer devices exist than asked for (both numbers are named), or the kernels cannot run on them.
     """
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
@@ -58,4 +70,8 @@ def plan_mesh(count: int = 1, offset: int = 0) -> MeshPlan:
             f"{count} devices asked for{after}, but only {len(available)} exist; "
             "on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
         )
-    return MeshPlan(tuple(available[offset : offset + count]))
+    devices = tuple(available[offset : offset + count])
+    try:
+        return MeshPlan(devices, registry.choose(kernels, devices[0].platform, count))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

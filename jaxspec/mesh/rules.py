@@ -10,12 +10,16 @@ from jaxspec.mesh.padding import pad_shape
 from jaxspec.mesh.plan import TENSOR_AXIS, MeshPlan
 from jaxspec.models.params import ArrayInfo, is_info
 
+# A dimension that holds all heads at once, where blocks cross from head to head: it fits on one device only.
+UNCUT = "uncut"
+
 # Megatron's split: heads and MLP columns are local, so a layer needs two all-reduces; the vocabulary is split too.
 TENSOR_PARALLEL: Mapping[str, str | None] = {
     "vocab": TENSOR_AXIS,
     "kv_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
     "embed": None,
+    UNCUT: None,
 }
 
 
@@ -46,16 +50,24 @@ def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = 
 
     Args:
       infos: the declaration.
-      plan: the mesh; split dimensions are padded to a multiple of its degree.
+      plan: the mesh; split dimensions are padded to a multiple of its degree (and of the declared unit).
       least: smallest sizes of logical axes; smaller ones are padded up to them first.
+
+    Raises:
+      ValueError: blocks cross from head to head, and the mesh has several devices.
     """
     sizes = least or {}
     mesh = plan.mesh
 
     def place(info: ArrayInfo) -> jax.ShapeDtypeStruct:
+        if UNCUT in info.axes and plan.tensor > 1:
+            raise ValueError(
+                f"heads of {info.format} blocks {info.shape} cannot be split over {plan.tensor} devices: "
+                "their blocks cross from head to head; `fit_storage` keeps such a weight in float32"
+            )
         spec = partition_spec(info)
         shape = tuple(n if a is None else max(n, sizes.get(a, 0)) for n, a in zip(info.shape, info.axes, strict=True))
-        shape = pad_shape(shape, spec, plan.tensor)
+        shape = pad_shape(shape, spec, plan.tensor * info.unit)
         return jax.ShapeDtypeStruct(shape, info.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, infos, is_leaf=is_info)

@@ -15,12 +15,12 @@ from jaxspec.methods.pair import PairRunner, outcome_shapes
 from jaxspec.methods.program import Program
 from jaxspec.methods.settings import check_range
 from jaxspec.methods.verification import Drafted, Outcome, match
-from jaxspec.models.live import relative_pass_cost
 from jaxspec.placement import Placement
 from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
 from jaxspec.tree.select import Candidates, pack_best
 from jaxspec.tree.topology import Batch
+from pallas_kernels.live import relative_pass_cost
 
 # How often the token that followed a match of n tokens follows again, before anything is known about this text, and
 # how many observations that guess is worth. Longer matches count as the longest one here.

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxspec.mesh.plan import MeshPlan
+from pallas_kernels import registry
 
 
 class Program:
@@ -31,6 +32,7 @@ class Program:
         """`out` describes the result as `args` do the arguments; `donate` lists argument numbers."""
         self.name = name
         self._args = tuple(args)
+        self._kernels = plan.kernels
         sharded = jax.shard_map(
             function, mesh=plan.mesh, in_specs=tuple(_specs(a) for a in args), out_specs=_specs(out), check_vma=False
         )
@@ -48,6 +50,7 @@ class Program:
         What the caller set for code of their own (64-bit types, strict promotion, no jit) does not reach ours.
         """
         with (
+            registry.using(self._kernels),
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),

@@ -1,46 +1,39 @@
-"""Grouped-query attention over a cache: projections, the write, and what comes after the scores."""
+"""Grouped-query attention: the projections before and after the scores."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.norm import rms_norm
 from jaxspec.models.params import Params
-from jaxspec.models.rope import rotate
-from pallas_kernels.linear import linear
+from jaxspec.models.storage import PARTS
+from pallas_kernels.linear import as_matrix, linear
+from pallas_kernels.rms_norm import rms_norm
 
 
 def project(
-    layer: Params,
-    cfg: ModelConfig,
-    x: jax.Array,  # [T, D]
-    cos: jax.Array,  # [T, H / 2]
-    sin: jax.Array,  # [T, H / 2]
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, K, G, H], [T, K, H], [T, K, H]
-    """Queries, keys and values of T rows for the KV heads of this shard; rotary positions applied."""
-    T = x.shape[0]
-    K, rows, H, D = layer["qkv"].shape
-    G = rows - 2
-    qkv = linear(x, layer["qkv"].reshape(K * rows * H, D)).reshape(T, K, rows, H)
+    layer: Params, cfg: ModelConfig, x: jax.Array, live: jax.Array | None
+) -> jax.Array:  # [T, D] -> [T, K, G + 2, H] float32
+    """Queries, key and value of each KV head of this shard, for T rows; positions are not applied yet."""
+    qkv = multiply_heads(layer["qkv"], x, live)
     if "qkv_bias" in layer:
         qkv = qkv + layer["qkv_bias"]
-    query, key, value = qkv[:, :, :G], qkv[:, :, G], qkv[:, :, G + 1]
     if cfg.qk_norm:
-        query = rms_norm(query, layer["q_norm"], cfg.norm_eps)
-        key = rms_norm(key, layer["k_norm"], cfg.norm_eps)
-    # A masked slot still meets a product with zero, and 0 * NaN is NaN: one broken row (a padding token of a damaged
-    # model, an abandoned sequence in reused buffers) must not reach the others through the cache.
-    value = jnp.where(jnp.isfinite(value), value, 0.0)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+        query = rms_norm(qkv[:, :, :-2], layer["q_norm"], cfg.norm_eps)
+        key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
+        qkv = jnp.concatenate([query, key, qkv[:, :, -1:]], axis=2)
+    return qkv
 
 
-def write_rows(cached: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
-    """Write keys or values `[T, K, H]` into a cache layer `[K, S, H]` at `slot` and on."""
-    start = (jnp.int32(0), slot, jnp.int32(0))
-    return jax.lax.dynamic_update_slice(cached, rows.transpose(1, 0, 2).astype(cached.dtype), start)
-
-
-def project_out(layer: Params, heads: jax.Array) -> jax.Array:  # [T, K, G, H] -> [T, D]
+def project_out(layer: Params, heads: jax.Array, live: jax.Array | None) -> jax.Array:  # [T, K, G, H] -> [T, D]
     """Output projection of this shard's heads; a partial sum over shards."""
-    T, K, G, H = heads.shape
-    return linear(heads.reshape(T, K * G * H), layer["out"].reshape(-1, K * G * H))
+    return linear(heads.reshape(heads.shape[0], -1), as_matrix(layer["out"], layer["out"].shape[0]), live)
+
+
+def multiply_heads(weight: Any, x: jax.Array, live: jax.Array | None) -> jax.Array:  # [T, D] -> [T, K, n, H]
+    """Rows times `[K, n, H, D]`, or times the parts of one that are kept in different types."""
+    if isinstance(weight, dict):
+        return jnp.concatenate([multiply_heads(weight[part], x, live) for part in PARTS], axis=2)
+    K, n, H = weight.shape[:3]
+    return linear(x, as_matrix(weight, K * n * H), live).reshape(x.shape[0], K, n, H)

@@ -3,12 +3,12 @@
 import jax
 
 from jaxspec.models.params import Params
-from pallas_kernels.linear import linear
+from pallas_kernels.linear import as_matrix, linear
+from pallas_kernels.swiglu import swiglu
 
 
-def swiglu(layer: Params, x: jax.Array) -> jax.Array:  # [T, D] -> [T, D] float32
+def feed_forward(layer: Params, x: jax.Array, live: jax.Array | None) -> jax.Array:  # [T, D] -> [T, D] float32
     """Gate, up and down projection with the MLP columns of this shard; a partial sum over shards."""
-    _, columns, width = layer["gate_up"].shape
-    hidden = linear(x, layer["gate_up"].reshape(2 * columns, width))  # [T, 2F]
-    gate, up = hidden[:, :columns], hidden[:, columns:]
-    return linear(jax.nn.silu(gate) * up, layer["down"])
+    columns = layer["gate_up"].shape[1]
+    hidden = swiglu(x, as_matrix(layer["gate_up"], 2 * columns), live)  # [T, F]
+    return linear(hidden, as_matrix(layer["down"], layer["down"].shape[0]), live)

@@ -4,6 +4,9 @@ Axis letters are those of `ModelConfig`. Weights are stored `[out..., in...]`, a
 one-token step is then a row-major matrix-vector product, the fastest form on CPU (docs/design.md). Query, key and
 value share one tensor grouped by KV head, gate and up share another, so that sharding the first named axis gives
 each device whole heads with their keys.
+
+A weight is kept as numbers or in a file's blocks (`jaxspec.models.storage`). Blocks replace the last dimension `I` by
+two, `I / values` and `nbytes`; those before them, and with them the shards, stay what they are.
 """
 
 import dataclasses
@@ -13,18 +16,31 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.storage import PARTS, LeafType, Storage, as_storage, crosses_heads, weight_leaves
+from pallas_kernels.linear.blocks import FORMATS, Blocks
 
 Params = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """One declared array: shape, dtype, one logical axis name per dimension, and how to initialise it."""
+    """One declared array.
+
+    Attributes:
+      shape: unpadded.
+      dtype: of the numbers; uint8 where they are in blocks.
+      axes: one logical axis name per dimension, or None.
+      init: how to initialise it.
+      format: name of the block format; None for numbers.
+      unit: a device's part of the split dimension is padded to a multiple of so many.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
+    format: str | None = None
+    unit: int = 1
 
     def __post_init__(self):
         """Every dimension has a logical name or None."""
@@ -32,22 +48,55 @@ class ArrayInfo:
             raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
 
 
-def declare_params(cfg: ModelConfig, dtype: Any) -> Params:
+def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     """Declare every parameter of `cfg` as an `ArrayInfo`; layers are a list of per-layer dicts.
 
     Norm scales stay float32: they are tiny and multiply float32 activations.
+
+    Args:
+      cfg: geometry.
+      storage: how each weight is kept; a dtype is that of all of them. Weights in blocks are declared as `Blocks`
+        around their `ArrayInfo`, a `qkv` of three types as a dict of its query, key and value.
+
+    Raises:
+      ValueError: the storage names a leaf that the model has not, or blocks that do not fill a leaf's rows.
     """
     D, F, K, G, H, V = cfg.embed_dim, cfg.mlp_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
+    storage = as_storage(storage)
+    if unknown := {leaf for leaf, _ in storage.leaves} - set(weight_leaves(cfg)):
+        raise ValueError(f"the storage names {min(unknown)!r}, which is no weight of this model")
     norm = ArrayInfo((D,), jnp.float32, (None,), "ones")
 
-    def declare_layer() -> Params:
+    def declare_out(leaf: str) -> Any:
+        leaf_type = storage.type_of(leaf)
+        if crosses_heads(cfg, leaf_type):
+            return _declare_weight(leaf, leaf_type, (D, 1, K * G * H), ("embed", "uncut", None))
+        if leaf_type in FORMATS:
+            return _declare_weight(leaf, leaf_type, (D, K, G * H), ("embed", "kv_heads", None))
+        return _declare_weight(leaf, leaf_type, (D, K, G, H), ("embed", "kv_heads", None, None))
+
+    def declare_qkv(leaf: str) -> Any:
+        leaf_type, axes = storage.type_of(leaf), ("kv_heads", None, None, "embed")
+        if isinstance(leaf_type, str):
+            return _declare_weight(leaf, leaf_type, (K, G + 2, H, D), axes)
+        return {
+            part: _declare_weight(f"{leaf}.{part}", part_type, (K, heads, H, D), axes)
+            for part, part_type, heads in zip(PARTS, leaf_type, (G, 1, 1), strict=True)
+        }
+
+    def declare_layer(name: str) -> Params:
+        down_type = storage.type_of(f"{name}.down")
+        # Where the down projection is in blocks, each device's columns are whole ones.
+        unit = FORMATS[down_type].values if down_type in FORMATS else 1
         layer = {
             "attn_norm": norm,
-            "qkv": ArrayInfo((K, G + 2, H, D), dtype, ("kv_heads", None, None, "embed")),
-            "out": ArrayInfo((D, K, G, H), dtype, ("embed", "kv_heads", None, None)),
+            "qkv": declare_qkv(f"{name}.qkv"),
+            "out": declare_out(f"{name}.out"),
             "mlp_norm": norm,
-            "gate_up": ArrayInfo((2, F, D), dtype, (None, "mlp", "embed")),
-            "down": ArrayInfo((D, F), dtype, ("embed", "mlp")),
+            "gate_up": _declare_weight(
+                f"{name}.gate_up", storage.type_of(f"{name}.gate_up"), (2, F, D), (None, "mlp", "embed"), unit
+            ),
+            "down": _declare_weight(f"{name}.down", down_type, (D, F), ("embed", "mlp")),
         }
         if cfg.qkv_bias:
             layer["qkv_bias"] = ArrayInfo((K, G + 2, H), jnp.float32, ("kv_heads", None, None), "zeros")
@@ -57,13 +106,19 @@ def declare_params(cfg: ModelConfig, dtype: Any) -> Params:
         return layer
 
     params: Params = {
-        "embed": ArrayInfo((V, D), dtype, ("vocab", "embed")),
+        "embed": _declare_weight("embed", storage.type_of("embed"), (V, D), ("vocab", "embed")),
         "final_norm": norm,
-        "layers": [declare_layer() for _ in range(cfg.num_layers)],
+        "layers": [declare_layer(f"layers.{index}") for index in range(cfg.num_layers)],
     }
     if not cfg.tied:
-        params["head"] = ArrayInfo((V, D), dtype, ("vocab", "embed"))
+        params["head"] = _declare_weight("head", storage.type_of("head"), (V, D), ("vocab", "embed"))
     return params
+
+
+def declare_leaves(cfg: ModelConfig, storage: Storage | Any) -> dict[str, ArrayInfo]:
+    """Declared arrays by leaf name, in the order of the parameters' leaves; see `declare_params`."""
+    leaves, _ = jax.tree.flatten_with_path(declare_params(cfg, storage), is_leaf=is_info)
+    return {leaf_name(path): info for path, info in leaves}
 
 
 def is_info(leaf: Any) -> bool:
@@ -72,7 +127,12 @@ def is_info(leaf: Any) -> bool:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Dotted name of a leaf from its tree path, such as `layers.3.qkv`; the name used in native checkpoints."""
+    """Dotted name of a leaf from its tree path, such as `layers.3.qkv`; the name used in native checkpoints.
+
+    The bytes of a weight in blocks are named as the weight is.
+    """
+    if isinstance(path[-1], jax.tree_util.GetAttrKey):  # only `Blocks.data` is an attribute
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
@@ -93,6 +153,24 @@ def count_params(cfg: ModelConfig) -> int:
     """Number of scalar parameters."""
     sizes = jax.tree.leaves(jax.tree.map(lambda i: _size(i.shape), declare_params(cfg, jnp.float32), is_leaf=is_info))
     return sum(sizes)
+
+
+def _declare_weight(
+    leaf: str, leaf_type: LeafType, shape: tuple[int, ...], axes: tuple[str | None, ...], unit: int = 1
+) -> Any:
+    """A weight of one type: the array of `shape`, or the blocks that its last dimension is cut into."""
+    assert isinstance(leaf_type, str)  # a `Storage` has three types for qkv only
+    block_format = FORMATS.get(leaf_type)
+    if block_format is None:
+        return ArrayInfo(shape, jnp.dtype(leaf_type), axes, unit=unit)
+    *outer, inputs = shape
+    if inputs % block_format.values:
+        raise ValueError(
+            f"{leaf}: rows of {inputs} values are no whole number of {leaf_type} blocks of {block_format.values}"
+        )
+    shape = (*outer, inputs // block_format.values, block_format.nbytes)
+    info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), "zeros", format=leaf_type, unit=unit)
+    return Blocks(info, leaf_type)  # pyright: ignore[reportArgumentType]
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -1,9 +1,7 @@
-"""Rotary position embedding, half-split as Hugging Face stores it, with linear and Llama 3 scaling."""
+"""Frequencies of rotary position embeddings, with linear and Llama 3 scaling."""
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.config import RopeConfig
@@ -28,17 +26,3 @@ def _scale_llama3(frequency: np.ndarray, rope: RopeConfig) -> np.ndarray:
     stretched = frequency / rope.factor
     scaled = np.where(wavelength > longest, stretched, (1 - blend) * stretched + blend * frequency)
     return np.where(wavelength < shortest, frequency, scaled).astype(np.float32)
-
-
-def rope_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, each float32 `[T, H / 2]`, of int32 positions `[T]`."""
-    angle = position.astype(jnp.float32)[:, None] * rope_frequencies(rope, head_dim)[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:  # [T, ..., H], [T, H/2] x2 -> [T, ..., H]
-    """Rotate pairs (i, i + H/2) of each head by the angle of its row's position."""
-    shape = (x.shape[0], *[1] * (x.ndim - 2), cos.shape[-1])
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

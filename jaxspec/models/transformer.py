@@ -13,15 +13,17 @@ from flax import struct
 
 from jaxspec.cache import KVCache
 from jaxspec.mesh.plan import TENSOR_AXIS
-from jaxspec.models.attention import project, project_out, write_rows
+from jaxspec.models.attention import project, project_out
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.live import map_live_rows
-from jaxspec.models.mlp import swiglu
-from jaxspec.models.norm import rms_norm
+from jaxspec.models.mlp import feed_forward
 from jaxspec.models.params import Params
-from jaxspec.models.rope import rope_tables
-from pallas_kernels.linear import linear
-from pallas_kernels.tree_attention import causal_attention, tree_attention
+from jaxspec.models.rope import rope_frequencies
+from pallas_kernels import registry
+from pallas_kernels.linear import as_matrix, linear, take_rows
+from pallas_kernels.live import map_live_rows
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rope_tables
+from pallas_kernels.tree_attention import tree_attention
 
 
 @struct.dataclass
@@ -96,17 +98,18 @@ def vocab_logits(
     """Logits of this shard's vocabulary rows; padded rows are the caller's to mask. For `live` see `forward`."""
     with jax.named_scope("head"):
         head = params["head"] if "head" in params else params["embed"]
-        return map_live_rows(lambda rows: linear(rows, head), live, hidden)
+        head = as_matrix(head, head.shape[0])
+        return map_live_rows(lambda live, rows: linear(rows, head, live), live, hidden)
 
 
 def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D] float32
     """Look tokens up in a vocabulary-parallel table."""
     table = params["embed"]
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
-        return table[token].astype(jnp.float32)
+        return take_rows(table, token)
     local = token - jax.lax.axis_index(TENSOR_AXIS) * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
-    rows = table[jnp.clip(local, 0, table.shape[0] - 1)].astype(jnp.float32)
+    rows = take_rows(table, jnp.clip(local, 0, table.shape[0] - 1))
     return jax.lax.psum(jnp.where(mine[:, None], rows, 0.0), TENSOR_AXIS)
 
 
@@ -114,7 +117,7 @@ def _run_layers(params, cfg, token, position, cache, window):
     """All layers; without a window the rows are a causal chunk, of which only the cache is wanted."""
     with jax.named_scope("embed"):
         x = embed(params, token)
-    rope = rope_tables(cfg.rope, cfg.head_dim, position)
+    rope = rope_tables(position, jnp.asarray(rope_frequencies(cfg.rope, cfg.head_dim)))
     cut = {None: window}
     if window is not None:
         cut |= {w: window.cut(position, w) for w in {cfg.window(i) for i in range(cfg.num_layers)} - {None}}
@@ -125,41 +128,39 @@ def _run_layers(params, cfg, token, position, cache, window):
             layer, x, rope, cache.key[index], cache.value[index], cache.length, position,
             None if window is None else cut[sliding],
             cfg=cfg, sliding=sliding, cache_only=window is None and index == cfg.num_layers - 1,
+            kernels=registry.current(),
         )  # fmt: skip
         keys.append(key)
         values.append(value)
     return x, cache.replace(key=tuple(keys), value=tuple(values))
 
 
-# Jitted so that equal layers are traced once: tracing thirty of them took a second per program.
-@functools.partial(jax.jit, static_argnames=("cfg", "sliding", "cache_only"))
-def _run_layer(layer: Params, x, rope, key, value, length, position, window, *, cfg: ModelConfig, sliding, cache_only):
-    live, offset = (None, None) if window is None else (window.live, window.offset)
+# Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the
+# operations ask the registry for: it is an argument so that no trace is used for another choice.
+@functools.partial(jax.jit, static_argnames=("cfg", "sliding", "cache_only", "kernels"))
+def _run_layer(
+    layer: Params, x, rope, key, value, length, position, window, *, cfg: ModelConfig, sliding, cache_only, kernels
+):
+    live = None if window is None else window.live
 
-    def project_rows(x, cos, sin):
-        return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), cos, sin)
+    def project_rows(live, x):
+        return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), live)
 
-    with jax.named_scope("attention/project"):
-        query, new_key, new_value = map_live_rows(project_rows, live, x, *rope)
-        slot = length if offset is None else length + offset
-        key, value = write_rows(key, new_key, slot), write_rows(value, new_value, slot)
+    def finish(live, x, heads):
+        x = x + _all_reduce(project_out(layer, heads, live))
+        with jax.named_scope("mlp"):
+            return x + _all_reduce(feed_forward(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps), live))
+
+    with jax.named_scope("attention"):
+        qkv = map_live_rows(project_rows, live, x)
+        cos, sin = rope
+        tree = (None, None, None) if window is None else (window.mask, position, window.offset)
+        heads, key, value = tree_attention(
+            qkv, cos, sin, key, value, length, *tree, sliding_window=sliding, live=live, write_only=cache_only
+        )
     if cache_only:
         return x, key, value
-
-    def attend(query, position, mask):
-        if mask is None:
-            return causal_attention(query, key, value, length, sliding)
-        used = None if offset is None else offset + x.shape[0]
-        return tree_attention(query, key, value, length, mask, position, sliding, used)
-
-    def finish(x, query, position, mask=None):
-        with jax.named_scope("attention"):
-            x = x + _all_reduce(project_out(layer, attend(query, position, mask)))
-        with jax.named_scope("mlp"):
-            return x + _all_reduce(swiglu(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps)))
-
-    rows = (x, query, position) if window is None else (x, query, position, window.mask)
-    return map_live_rows(finish, live, *rows), key, value
+    return map_live_rows(finish, live, x, heads), key, value
 
 
 def _all_reduce(x: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
-"""Linear layer of few rows against a large weight."""
+"""Linear layer of few rows against a large weight, and single rows of one."""
 
-from pallas_kernels.linear.api import linear
+from pallas_kernels.linear.api import linear, take_rows
+from pallas_kernels.linear.blocks import Blocks, Weight, as_matrix
 
-__all__ = ["linear"]
+__all__ = ["Blocks", "Weight", "as_matrix", "linear", "take_rows"]

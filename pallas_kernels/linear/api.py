@@ -1,16 +1,22 @@
 """Linear layer: the door through which every matrix product of a model goes."""
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels import native, registry
 from pallas_kernels.linear import reference, xla_cpu
+from pallas_kernels.linear.blocks import FORMATS, Blocks, Weight
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [T, O] float32
-    """Multiply rows by a weight stored `[out, in]`, accumulating in float32.
+def linear(x: jax.Array, weight: Weight, live: jax.Array | None = None) -> jax.Array:  # [T, I], [O, I] -> [T, O]
+    """Multiply rows by a weight stored `[out, in]`; float32 results.
 
     Args:
-      x: `[T, I]` activations; rounded to the weight's dtype before the product.
-      weight: `[O, I]` float32 or bfloat16.
+      x: `[T, I]` activations. Native kernels multiply them as float32; XLA rounds them to a bfloat16 or float16
+        weight's dtype first, as accelerators do, and accumulates in float32.
+      weight: `[O, I]` float32, bfloat16 or float16, or `Blocks` with data `[O, I / values, nbytes]`.
+      live: int32 [], at least 1: rows that matter, the rest comes out arbitrary but finite. None for all. Only native
+        kernels save time by it.
 
     Returns:
       `[T, O]` float32.
@@ -18,7 +24,51 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [
     Raises:
       ValueError: the inner dimensions differ.
     """
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"linear needs [T, I] and [O, I], got {x.shape} and {weight.shape}")
-    implementation = xla_cpu if jax.default_backend() == "cpu" else reference
-    return implementation.linear(x, weight)
+    check_operands(x, weight)
+    kernels = registry.current()
+    if not kernels.native:
+        implementation = xla_cpu if kernels.platform == "cpu" else reference
+        return implementation.linear(x, reference.as_numbers(weight))
+    data, weight_format = native_weight(weight)
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return native.call(
+        "linear", out, x.astype(jnp.float32), data, live_rows(live, x), format=weight_format, threads=kernels.threads
+    )
+
+
+def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [T] -> [T, I] float32
+    """Rows of a weight as float32 numbers; indices lie within the weight."""
+    if not isinstance(weight, Blocks):
+        return weight[index].astype(jnp.float32)
+    if not registry.current().native:
+        return reference.as_numbers(Blocks(weight.data[index], weight.format))
+    data, weight_format = native_weight(weight)
+    out = jax.ShapeDtypeStruct((index.shape[0], _inputs(weight)), jnp.float32)
+    return native.call("take_rows", out, data, index.astype(jnp.int32), format=weight_format)
+
+
+def check_operands(x: jax.Array, weight: Weight) -> None:
+    """Refuse operands that no implementation can multiply."""
+    if isinstance(weight, Blocks):
+        if weight.format not in FORMATS or weight.ndim != 3 or weight.shape[2] != FORMATS[weight.format].nbytes:
+            raise ValueError(f"{weight.format!r} blocks of shape {weight.shape} are no [O, I / values, bytes] matrix")
+    elif weight.ndim != 2 or weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"linear needs a float32, bfloat16 or float16 [O, I], got {weight.dtype} {weight.shape}")
+    if x.ndim != 2 or x.shape[1] != _inputs(weight):
+        raise ValueError(f"linear needs [T, I] and [O, I], got {x.shape} and {(weight.shape[0], _inputs(weight))}")
+
+
+def native_weight(weight: Weight) -> tuple[jax.Array, str]:
+    """The buffer of a weight and the native library's name for its format."""
+    return (weight.data, weight.format) if isinstance(weight, Blocks) else (weight, jnp.dtype(weight.dtype).name)
+
+
+def live_rows(live: jax.Array | None, x: jax.Array) -> jax.Array:
+    """`live` as the native library wants it."""
+    return jnp.int32(x.shape[0]) if live is None else live.astype(jnp.int32)
+
+
+def _inputs(weight: Weight) -> int:
+    if isinstance(weight, Blocks):
+        return weight.shape[1] * FORMATS[weight.format].values
+    return weight.shape[1]

@@ -7,7 +7,7 @@ from pallas_kernels.linear import reference
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [T, O] float32
-    """Same contract as `api.linear`."""
+    """Same contract as `api.linear`, of a weight in numbers; every row is computed."""
     rows = x.shape[0]
     if rows == 1 and weight.dtype == jnp.float32:
         # A matrix-vector product runs at memory speed only in this rank-1 form.

@@ -1,5 +1,5 @@
 """Attention of a few rows over a committed prefix and a window of tree nodes."""
 
-from pallas_kernels.tree_attention.api import causal_attention, tree_attention
+from pallas_kernels.tree_attention.api import tree_attention
 
-__all__ = ["causal_attention", "tree_attention"]
+__all__ = ["tree_attention"]

@@ -1,58 +1,95 @@
 """Attention over a KV cache whose committed prefix is followed by a window of new rows.
 
-Letters: T query rows, K KV heads, G query heads per KV head, H head width, S cache slots, W window slots.
+Letters: T rows, K KV heads, G query heads per KV head, H head width, S cache slots, W window slots.
 Slot s below `length` holds the token at position s; slot `length + j` holds window row j. Keys carry their rotary
 embedding already, so that a slot never needs recomputation.
 """
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.tree_attention import blocked, reference
+from pallas_kernels import native, registry
+from pallas_kernels.linear.api import live_rows
+from pallas_kernels.tree_attention import xla
 
 
 def tree_attention(
-    query: jax.Array,  # [T, K, G, H]
+    qkv: jax.Array,  # [T, K, G + 2, H] float32
+    cos: jax.Array,  # [T, H / 2] float32
+    sin: jax.Array,  # [T, H / 2] float32
     key: jax.Array,  # [K, S, H]
     value: jax.Array,  # [K, S, H]
     length: jax.Array,  # int32 []
-    window_mask: jax.Array,  # bool [T, W]
-    position: jax.Array,  # int32 [T]
+    window_mask: jax.Array | None = None,  # bool [T, W]
+    position: jax.Array | None = None,  # int32 [T]
+    offset: jax.Array | None = None,  # int32 []
+    *,
     sliding_window: int | None = None,
-    window_used: jax.Array | None = None,  # int32 []
-) -> jax.Array:  # [T, K, G, H] float32
-    """Attend from each row to the prefix and to the window slots that `window_mask` marks.
+    live: jax.Array | None = None,  # int32 []
+    write_only: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, K, G, H] float32, [K, S, H], [K, S, H]
+    """Rotate the rows' queries and keys, write keys and values into the cache, and attend.
+
+    Each row attends to the prefix and to the window slots that its mask marks: its tree ancestors and itself, whose
+    slots ascend along a path. Without a mask the rows are a chunk of consecutive tokens behind the prefix, each of
+    which sees those before it and itself.
 
     Args:
-      query: rotated queries, not yet scaled.
-      key: cache keys; the W window slots are already written.
-      value: cache values.
-      length: committed prefix length; `length + W <= S`.
-      window_mask: row t sees window slot j (its tree ancestors and itself, cut by the sliding window).
-      position: logical position of each row, by which the sliding window cuts the prefix.
+      qkv: each KV head's queries, key and value, as projected; half-split rotary pairs (i, i + H/2).
+      cos: of each row's angles.
+      sin: of each row's angles.
+      key: cache keys.
+      value: cache values; what is not finite is written as zero.
+      length: committed prefix length.
+      window_mask: row t sees window slot j; None for a causal chunk.
+      position: logical position of each row, by which the sliding window cuts the prefix; None for a causal chunk.
+      offset: row t is written at slot `length + offset + t`, all of them within the cache; None is 0.
       sliding_window: positions a row sees, itself included; None for all.
-      window_used: window slots that any row sees, so that fast paths need not look at the rest; None for all W.
+      live: rows that matter, at least 1; the rest comes out arbitrary but finite. None for all.
+      write_only: only the cache is wanted; the first result is arbitrary.
+
+    Returns:
+      Attention output per query head, and the cache with the rows written.
+
+    Raises:
+      ValueError: shapes do not fit together.
     """
-    _check_cache(query, key, value)
-    implementation = blocked if jax.default_backend() == "cpu" else reference
-    return implementation.tree_attention(query, key, value, length, window_mask, position, sliding_window, window_used)
+    _check(qkv, cos, sin, key, value, window_mask, position)
+    kernels = registry.current()
+    if not kernels.native:
+        return xla.tree_attention(
+            qkv, cos, sin, key, value, length, window_mask, position,
+            offset=offset, sliding_window=sliding_window, live=live, write_only=write_only,
+        )  # fmt: skip
+    T, K, rows, H = qkv.shape
+    return native.call(
+        "tree_attention",
+        (
+            jax.ShapeDtypeStruct((T, K, rows - 2, H), jnp.float32),
+            jax.ShapeDtypeStruct(key.shape, key.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+        ),
+        qkv, key, value, length, jnp.int32(0) if offset is None else offset, live_rows(live, qkv),
+        jnp.zeros((T, 0), bool) if window_mask is None else window_mask,
+        jnp.zeros(T, jnp.int32) if position is None else position, cos, sin,
+        aliases={1: 1, 2: 2}, causal=window_mask is None, write_only=write_only,
+        sliding=sliding_window or 0, threads=kernels.threads,
+    )  # fmt: skip
 
 
-def causal_attention(
-    query: jax.Array,  # [T, K, G, H]
-    key: jax.Array,  # [K, S, H]
-    value: jax.Array,  # [K, S, H]
-    length: jax.Array,  # int32 []
-    sliding_window: int | None = None,
-) -> jax.Array:  # [T, K, G, H] float32
-    """Attend from a chunk of T consecutive rows, written at slots `[length, length + T)`: prefill.
-
-    Equal to `tree_attention` with a lower-triangular window mask and positions `length + t`.
-    """
-    _check_cache(query, key, value)
-    implementation = blocked if jax.default_backend() == "cpu" else reference
-    return implementation.causal_attention(query, key, value, length, sliding_window)
-
-
-def _check_cache(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    if key.shape != value.shape or query.shape[1] != key.shape[0] or query.shape[3] != key.shape[2]:
-        raise ValueError(f"query {query.shape}, key {key.shape} and value {value.shape} do not fit together")
+def _check(qkv, cos, sin, key, value, window_mask, position) -> None:
+    if qkv.ndim != 4 or qkv.shape[2] < 3 or qkv.dtype != jnp.float32:
+        raise ValueError(f"qkv must be float32 [T, K, G + 2, H], got {qkv.dtype} {qkv.shape}")
+    T, K, _, H = qkv.shape
+    if key.shape != value.shape or key.dtype != value.dtype or key.ndim != 3 or (key.shape[0], key.shape[2]) != (K, H):
+        raise ValueError(
+            f"qkv {qkv.shape}, key {key.dtype} {key.shape} and value {value.dtype} {value.shape} do not fit together"
+        )
+    if key.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"the cache must be float32 or bfloat16, got {key.dtype}")
+    if cos.shape != (T, H // 2) or sin.shape != cos.shape:
+        raise ValueError(f"rotary tables must be {(T, H // 2)}, got {cos.shape} and {sin.shape}")
+    if (window_mask is None) != (position is None):
+        raise ValueError("window_mask and position are given together, or neither for a causal chunk")
+    if window_mask is not None and position is not None and (len(window_mask), len(position)) != (T, T):
+        raise ValueError(f"window_mask {window_mask.shape} and position {position.shape} need {T} rows")

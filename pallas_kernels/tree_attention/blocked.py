@@ -36,8 +36,8 @@ def prefix_sizes(slots: int) -> list[int]:
     return [*sizes, slots]
 
 
-def tree_attention(query, key, value, length, window_mask, position, sliding_window=None, window_used=None):
-    """Same contract as `api.tree_attention`."""
+def attend_tree(query, key, value, length, window_mask, position, sliding_window=None, window_used=None):
+    """Same contract as `reference.attend_tree`."""
     sizes = prefix_sizes(key.shape[1])
 
     def attend(size):
@@ -66,8 +66,8 @@ def _attend_in_blocks(query, key, value, mask):
     return out.reshape(blocks * QUERY_BLOCK, *query.shape[1:])[:rows]
 
 
-def causal_attention(query, key, value, length, sliding_window=None):
-    """Same contract as `api.causal_attention`; the half of the chunk's square above the diagonal is skipped."""
+def attend_chunk(query, key, value, length, sliding_window=None):
+    """Same contract as `reference.attend_chunk`; the half of the chunk's square above the diagonal is skipped."""
     T, K, G, H = query.shape
     chunk_key = lax.dynamic_slice(key, (0, length, 0), (K, T, H))
     chunk_value = lax.dynamic_slice(value, (0, length, 0), (K, T, H))

@@ -8,17 +8,40 @@ PRECISION = jax.lax.Precision.HIGHEST
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def tree_attention(query, key, value, length, window_mask, position, sliding_window=None, window_used=None):
-    """Same contract as `api.tree_attention`; all W window slots are read."""
+def attend_tree(
+    query: jax.Array,  # [T, K, G, H]
+    key: jax.Array,  # [K, S, H]
+    value: jax.Array,  # [K, S, H]
+    length: jax.Array,  # int32 []
+    window_mask: jax.Array,  # bool [T, W]
+    position: jax.Array,  # int32 [T]
+    sliding_window: int | None = None,
+    window_used: jax.Array | None = None,  # int32 []
+) -> jax.Array:  # [T, K, G, H] float32
+    """Attend from rotated queries to a cache that holds their keys and values already.
+
+    Args:
+      query: rotated, not yet scaled.
+      key: cache keys.
+      value: cache values.
+      length: committed prefix length; `length + W <= S`.
+      window_mask: row t sees window slot j.
+      position: logical position of each row.
+      sliding_window: positions a row sees, itself included; None for all.
+      window_used: window slots that any row sees, so that fast paths need not look at the rest; None for all W.
+    """
     mask = slot_mask(key.shape[1], length, window_mask, position, sliding_window)
     return masked_attention(query, key, value, mask)
 
 
-def causal_attention(query, key, value, length, sliding_window=None):
-    """Same contract as `api.causal_attention`."""
+def attend_chunk(query, key, value, length, sliding_window=None):
+    """Attend from a chunk of consecutive rows, written at slots `[length, length + T)`.
+
+    Equal to `attend_tree` with a lower-triangular window mask and positions `length + t`.
+    """
     rows = jnp.arange(query.shape[0], dtype=jnp.int32)
     mask = causal_mask(rows, rows, sliding_window)
-    return tree_attention(query, key, value, length, mask, length + rows, sliding_window)
+    return attend_tree(query, key, value, length, mask, length + rows, sliding_window)
 
 
 def causal_mask(query_row, key_row, sliding_window):  # int32 [A], int32 [B] -> bool [A, B]

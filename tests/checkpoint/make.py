@@ -1,12 +1,12 @@
 """Tiny checkpoints of every family, written as Hugging Face folders and GGUF files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from safetensors.numpy import save_file
 
@@ -33,6 +33,10 @@ _GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+# Where the float16 scales of a block lie.
+_SCALES = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
 
 
 def tiny_config(family: Family = "llama", **changes: Any) -> ModelConfig:
@@ -164,14 +168,15 @@ def write_gguf(
     cfg: ModelConfig,
     tensors: Mapping[str, np.ndarray] | None = None,
     *,
-    qtype: GGMLQuantizationType = F32,
+    qtype: GGMLQuantizationType | Callable[[str], GGMLQuantizationType] = F32,
     changes: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     architecture: str | None = None,
 ) -> Path:
-    """Write a GGUF file: matrices as `qtype`, vectors as F32.
+    """Write a GGUF file: matrices as `qtype` or as it says for their names, vectors as F32.
 
-    `changes` overrides metadata (None drops a key), `extra` adds tensors under their GGUF names.
+    Types that the package cannot quantise to get random blocks instead. `changes` overrides metadata (None drops a
+    key), `extra` adds tensors under their GGUF names.
     """
     architecture = architecture or ("llama" if cfg.family == "mistral" else cfg.family)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,8 +186,12 @@ def write_gguf(
     for name, tensor in (random_tensors(cfg) if tensors is None else tensors).items():
         if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave_rows(tensor, cfg.num_heads if "q_proj" in name else cfg.num_kv_heads)
-        kind = qtype if tensor.ndim == 2 else F32
-        writer.add_tensor(gguf_name(name), quantize(np.ascontiguousarray(tensor), kind), raw_dtype=kind)
+        kind = F32 if tensor.ndim == 1 else qtype if isinstance(qtype, GGMLQuantizationType) else qtype(name)
+        try:
+            data = quantize(np.ascontiguousarray(tensor), kind)
+        except NotImplementedError:
+            data = random_blocks(kind, *tensor.shape)
+        writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -190,6 +199,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: int, inputs: int) -> np.ndarray:
+    """Rows of random blocks of K-quants, of values about one."""
+    values, nbytes = GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (rows, inputs // values, nbytes), np.uint8)
+    for at in _SCALES[kind]:
+        scale = np.random.default_rng(at).uniform(0.5e-3, 1e-3, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:

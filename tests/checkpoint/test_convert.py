@@ -15,11 +15,11 @@ from native_models import write_tokenizer
 
 from jaxspec.checkpoint import convert as module
 from jaxspec.checkpoint.convert import convert, find_leftovers
-from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint
 from jaxspec.checkpoint.native import open_native, read_leaf, restore_native
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.mesh.plan import plan_mesh
+from jaxspec.models.storage import Storage
 from jaxspec.text import load_tokenizer
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -43,7 +43,8 @@ def test_restored_equals_loaded_from_the_source(tmp_path, family, degree):
     source = write_source(tmp_path / "source", family, generation={"eos_token_id": [2, 3]})
     checkpoint = convert(source, tmp_path / "native")
     opened = open_checkpoint(source)
-    assert (checkpoint.config, checkpoint.eos_ids, checkpoint.dtype) == (opened.config, (2, 3), np.float32)
+    assert (checkpoint.config, checkpoint.eos_ids) == (opened.config, (2, 3))
+    assert checkpoint.storage == Storage("float32")
     plan = plan_mesh(degree)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(a, b, strict=True),
@@ -63,7 +64,8 @@ def test_the_tokenizer_lies_beside(tmp_path, source):
     ("stored", "asked", "expected"),
     [
         (np.float32, "auto", "float32"),
-        (np.float16, "auto", "float32"),
+        (np.float16, "auto", "float16"),
+        (np.float16, "float32", "float32"),
         (BF16, "auto", "bfloat16"),
         (np.float32, "bfloat16", "bfloat16"),
         (BF16, "float32", "float32"),
@@ -72,7 +74,7 @@ def test_the_tokenizer_lies_beside(tmp_path, source):
 def test_dtypes(tmp_path, stored, asked, expected):
     source = write_source(tmp_path / "source", dtype=stored)
     checkpoint = convert(source, tmp_path / "native", asked)
-    assert checkpoint.dtype.name == expected
+    assert checkpoint.storage == Storage(expected)
     down = random_tensors(tiny_config())["model.layers.1.mlp.down_proj.weight"]
     np.testing.assert_array_equal(
         read_leaf(checkpoint, "layers.1.down"), down.astype(stored).astype(jnp.dtype(expected))
@@ -83,27 +85,28 @@ def test_dtypes(tmp_path, stored, asked, expected):
 def test_auto_loses_nothing_of_mixed_weights(tmp_path):
     cfg = tiny_config()
     tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_tensors(cfg).items()}
-    last = list(recipes(cfg).values())[-1].sources[0][0]
+    last = "model.layers.1.mlp.down_proj.weight"
     tensors[last] = tensors[last].astype(np.float32)
     source = write_hf(tmp_path / "source", cfg)
     from safetensors.numpy import save_file
 
     save_file(tensors, source / "model.safetensors")
     write_tokenizer(source, cfg.vocab_size)
-    assert convert(source, tmp_path / "native").dtype == np.float32
+    checkpoint = convert(source, tmp_path / "native")
+    assert checkpoint.storage == Storage("bfloat16", (("layers.1.down", "float32"),))
+    np.testing.assert_array_equal(read_leaf(checkpoint, "layers.1.down"), tensors[last], strict=True)
 
 
 def test_gguf_and_back_to_another_dtype(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_save_tokenizer", lambda src, folder: None)
     source = write_gguf(tmp_path / "model.gguf", tiny_config(), qtype=GGMLQuantizationType.Q8_0)
-    first = convert(source, tmp_path / "first")
-    assert first.dtype == np.float32
+    first = convert(source, tmp_path / "first", "float32")
     second = convert(tmp_path / "first", tmp_path / "second", "bfloat16")
     assert second.num_bytes < first.num_bytes
     for name in first.infos:
         expected = read_leaf(first, name).astype(second.infos[name].dtype)
         np.testing.assert_array_equal(read_leaf(second, name), expected, strict=True)
-    assert convert(tmp_path / "second", tmp_path / "third").dtype == BF16
+    assert convert(tmp_path / "second", tmp_path / "third").storage == Storage("bfloat16")
 
 
 def test_progress_counts_to_the_end(tmp_path, source):

@@ -3,15 +3,21 @@ import math
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from jaxspec.checkpoint import default
 from jaxspec.checkpoint.default import default_model_path, verify_default
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint
+from jaxspec.checkpoint.weights import open_weights
 from jaxspec.errors import CheckpointError
+from jaxspec.measure.roofline import weight_bytes
 from jaxspec.mesh.plan import plan_mesh
 from jaxspec.models.params import count_params
+from jaxspec.models.storage import Storage
+from jaxspec.placement import Placement
+from pallas_kernels.linear.blocks import dequantise
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +35,18 @@ def test_the_default_model_is_whole():
     assert sum(math.prod(shape) for shape in shapes.values()) == 134_515_008 == count_params(source.config)
     assert source.eos_ids == (2,)
     assert source.config.norm_eps == 1e-5
-    params = load_foreign(source, plan_mesh(1), np.float32)
+    plan = plan_mesh(1)
+    params = load_foreign(source, plan, np.float32)
     assert params["embed"].shape == (49152, 576)
     assert params["layers"][29]["qkv"].shape == (3, 5, 64, 576)
     assert all(np.isfinite(np.asarray(params["layers"][i]["down"])).all() for i in (0, 29))
+    weights = open_weights(None)
+    assert weights.storage(plan) == Storage("q4_1", (("embed", "q8_0"),))
+    kept = weights.load(Placement(source.config, plan, np.dtype("float32"), storage=weights.storage(plan)))
+    assert kept["embed"].shape == (49152, 18, 34) and kept["layers"][29]["qkv"].shape == (3, 5, 64, 18, 20)
+    assert weight_bytes(kept) == sum(leaf.nbytes for leaf in jax.tree.leaves(kept)) < 98_000_000
+    for blocks, numbers in ((kept["embed"], params["embed"]), (kept["layers"][7]["out"], params["layers"][7]["out"])):
+        np.testing.assert_array_equal(dequantise(blocks).reshape(numbers.shape), numbers)
 
 
 def test_missing_package_names_the_one_command(monkeypatch):

@@ -34,7 +34,7 @@ def test_recipes_make_every_declared_leaf(family, tied):
     made = recipes(cfg)
     assert list(made) == [leaf_name(path) for path, _ in leaves]
     for (name, recipe), (_, info) in zip(made.items(), leaves, strict=True):
-        assert recipe.read(source, info.dtype).shape == info.shape, name
+        assert recipe.read(source).shape == info.shape, name
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
@@ -42,7 +42,7 @@ def test_qkv_groups_each_kv_head_with_its_queries(part):
     cfg = tiny_config("qwen2", num_heads=6, num_kv_heads=2)
     tensors = random_tensors(cfg)
     leaf = "layers.1.qkv" if part == "weight" else "layers.1.qkv_bias"
-    qkv = recipes(cfg)[leaf].read(FakeSource(cfg, tensors), np.float32)
+    qkv = recipes(cfg)[leaf].read(FakeSource(cfg, tensors))
     heads = {
         kind: tensors[f"model.layers.1.self_attn.{kind}_proj.{part}"].reshape(-1, cfg.head_dim, *qkv.shape[3:])
         for kind in "qkv"
@@ -58,10 +58,10 @@ def test_out_and_gate_up_layout():
     cfg = tiny_config()
     tensors = random_tensors(cfg)
     made, source = recipes(cfg), FakeSource(cfg, tensors)
-    out = made["layers.0.out"].read(source, np.float32)
+    out = made["layers.0.out"].read(source)
     o_proj = tensors["model.layers.0.self_attn.o_proj.weight"]
     np.testing.assert_array_equal(out[:, 1, 0, 3], o_proj[:, 2 * cfg.head_dim + 3])
-    gate_up = made["layers.0.gate_up"].read(source, np.float32)
+    gate_up = made["layers.0.gate_up"].read(source)
     np.testing.assert_array_equal(gate_up[0], tensors["model.layers.0.mlp.gate_proj.weight"])
     np.testing.assert_array_equal(gate_up[1], tensors["model.layers.0.mlp.up_proj.weight"])
 
@@ -110,7 +110,7 @@ def test_parts_of_different_types_meet_in_float32():
     tensors = random_tensors(cfg)
     key = "model.layers.0.self_attn.k_proj.weight"
     tensors[key] = tensors[key].astype(np.float16)
-    qkv = recipes(cfg)["layers.0.qkv"].read(FakeSource(cfg, tensors), np.float32)
+    qkv = recipes(cfg)["layers.0.qkv"].read(FakeSource(cfg, tensors))
     np.testing.assert_array_equal(qkv[0, cfg.group], tensors[key][: cfg.head_dim].astype(np.float32))
 
 
@@ -118,4 +118,4 @@ def test_leaves_do_not_alias_the_file(tmp_path):
     cfg = tiny_config()
     source = open_hf(write_hf(tmp_path, cfg))
     assert not source.read("model.norm.weight").flags.writeable
-    assert all(recipe.read(source, np.float32).flags.writeable for recipe in recipes(cfg).values())
+    assert all(recipe.read(source).flags.writeable for recipe in recipes(cfg).values())

@@ -8,12 +8,13 @@ import orbax.checkpoint as ocp
 import pytest
 from native_models import EOS_IDS, LLAMA, MISTRAL, QWEN2, QWEN3, write_native
 
-from jaxspec.checkpoint import native
+from jaxspec.checkpoint import native_arrays
 from jaxspec.checkpoint.native import open_native, read_leaf, restore_native
 from jaxspec.errors import CheckpointError
 from jaxspec.mesh.plan import plan_mesh
 from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.params import declare_params, leaf_name
+from jaxspec.models.storage import as_storage
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -31,7 +32,7 @@ def pristine(tmp_path_factory):
     """A checkpoint of several chunks per array, to copy and damage."""
     folder = tmp_path_factory.mktemp("native") / "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_MIN_CHUNK_BYTES", 512)
+        patch.setattr(native_arrays, "_MIN_CHUNK_BYTES", 512)
         arrays = write_native(folder, LLAMA)
     assert len([f for f in (folder / "arrays" / "layers.1.qkv").rglob("*") if f.is_file()]) > 2
     return folder, arrays
@@ -49,7 +50,7 @@ def test_what_is_written_is_read(tmp_path, cfg, dtype):
     checkpoint = open_native(tmp_path / "model")
     assert checkpoint.config == cfg
     assert checkpoint.eos_ids == EOS_IDS
-    assert checkpoint.dtype == dtype
+    assert checkpoint.storage == as_storage(dtype)
     assert checkpoint.num_bytes == sum(array.nbytes for array in arrays.values())
     restored = named(restore_native(checkpoint, plan_mesh(1)))
     assert list(restored) == list(arrays)

@@ -1,5 +1,6 @@
 """`jaxspec-convert` as a user meets it: in a process of its own."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -36,6 +37,17 @@ def test_converts_and_says_where_and_how_much(source, tmp_path):
     assert load_tokenizer(tmp_path / "native").encode("w4") == [4]
 
 
+def test_quantises_and_names_both_types(tmp_path):
+    # Only the layers' rows of 64 are whole blocks.
+    write_native(tmp_path / "source", dataclasses.replace(QWEN3, mlp_dim=64))
+    write_tokenizer(tmp_path / "source", QWEN3.vocab_size)
+    done = run(tmp_path / "source", tmp_path / "native", "--quantize", "q4_0")
+    assert (done.returncode, done.stderr) == (0, "")
+    checkpoint = open_native(tmp_path / "native")
+    assert checkpoint.storage.type_of("layers.0.down") == "q4_0"
+    assert done.stdout == f"{tmp_path / 'native'}: {checkpoint.num_bytes / 1e6:.1f} MB, float32 and q4_0\n"
+
+
 def test_failures_are_one_line_and_status_1(source, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -60,6 +72,7 @@ def test_leftovers_are_named(source, tmp_path):
     [
         (["--dtyp", "float32"], "--dtype"),
         (["--dtype", "int8"], "dtype 'int8' is not supported; use auto, float32 or bfloat16"),
+        (["--quantize", "q4_00"], "cannot be quantised to 'q4_00'; did you mean 'q4_0'?"),
         (["more"], "unexpected extra argument"),
     ],
 )

@@ -55,7 +55,7 @@ def test_json_is_one_object(tmp_path):
         (["--method", "lookup", "--draft-model", "d", "hi"], "uses no draft"),
         (["--draft-devices", "2", "hi"], "--draft-devices needs a method whose draft has its own"),
         (["--offload", "disk", "hi"], "offload 'disk' is not available"),
-        (["--kernels", "cpu", "hi"], "kernels 'cpu' are not available"),
+        (["--kernels", "mosaic", "hi"], "kernels 'mosaic' are not known; use auto, xla, cpu"),
         (["--set", "tempreature=1", "hi"], "did you mean 'temperature'"),
         (["--set", "temperature", "hi"], "name=value"),
         (["--set", "temperature=warm", "hi"], "temperature must be of type int or float, got 'warm'"),

@@ -23,6 +23,7 @@ from jaxspec.models.params import ArrayInfo
 from jaxspec.models.transformer import prefill
 from jaxspec.sampling.processors import clean
 from jaxspec.sampling.request import make_request
+from pallas_kernels.registry import Kernels
 
 DEGREES = (2, 3, 4, 8)
 SLOTS = 128
@@ -190,10 +191,10 @@ def test_mesh_plan_refuses_what_does_not_exist():
     with pytest.raises(ConfigError, match="at least one device, got 0"):
         plan_mesh(0)
     with pytest.raises(ConfigError, match="at least one device, got none"):
-        MeshPlan(())
+        MeshPlan((), Kernels("xla", "cpu"))
     device = jax.devices()[0]
     with pytest.raises(ConfigError, match="appears twice"):
-        MeshPlan((device, device))
+        MeshPlan((device, device), Kernels("xla", "cpu"))
 
 
 def test_mesh_plans_are_keys():

@@ -19,9 +19,11 @@ from tiny_models import (
 
 from jaxspec.cache import KVCache
 from jaxspec.models.config import RopeConfig
-from jaxspec.models.norm import rms_norm
-from jaxspec.models.rope import rope_frequencies, rope_tables, rotate
+from jaxspec.models.rope import rope_frequencies
 from jaxspec.models.transformer import forward, prefill, vocab_logits
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rope_tables
+from pallas_kernels.tree_attention.xla import rotate
 
 PREFIX = 13
 NODES = 6  # within the sliding window of every family: inside the window the mask alone decides
@@ -168,7 +170,7 @@ def test_rotary_tables_and_rotation_against_an_oracle():
         pair = x[..., : H // 2] + 1j * x[..., H // 2 :]
         turned = pair * np.exp(1j * position[:, None] * frequency)[:, None, None, :]
         expected = np.concatenate([turned.real, turned.imag], axis=-1)
-        got = rotate(jnp.asarray(x), *rope_tables(rope, H, jnp.asarray(position)))
+        got = rotate(jnp.asarray(x), *rope_tables(jnp.asarray(position), rope_frequencies(rope, H)))
         np.testing.assert_allclose(got, expected, atol=3e-4)
         np.testing.assert_allclose(got[:3], expected[:3], atol=3e-6)
 
@@ -197,7 +199,10 @@ def test_attention_depends_on_distance_only():
     q, k = rng.normal(size=(2, 1, 64)).astype(np.float32)
 
     def score(at_query, at_key):
-        turned = [rotate(v, *rope_tables(rope, 64, jnp.array([p], jnp.int32))) for v, p in ((q, at_query), (k, at_key))]
+        turned = [
+            rotate(v, *rope_tables(jnp.array([p], jnp.int32), rope_frequencies(rope, 64)))
+            for v, p in ((q, at_query), (k, at_key))
+        ]
         return float(jnp.vdot(*turned))
 
     assert abs(score(5, 2) - score(105, 102)) < 1e-3

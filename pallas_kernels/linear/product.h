@@ -1,0 +1,233 @@
+// Rows times a weight, the weight read once and unpacked in registers.
+//
+// One (row, output) pair is one `Lanes` accumulator over the inputs in ascending order and one fixed sum over its lanes.
+// Tiles share loads between pairs and nothing else, so the bits of a pair depend neither on the number of rows, nor on the
+// tile it falls into, nor on threads; and a quantised weight gives the bits of the float32 weight that it stands for.
+#pragma once
+
+#include <string_view>
+
+#include "../native/parallel.h"
+#include "formats.h"
+
+namespace jaxspec {
+
+// Rows that one pass over the weight serves: as many accumulators as there are registers, two outputs each.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 8;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 3;
+#else
+constexpr int kTileRows = 4;
+#endif
+
+// Outputs per tile: as many as leave registers for the weights; more for few rows, where too few accumulators would wait
+// for each other.
+template <class Format, int kRows>
+constexpr int tile_outputs() {
+#if defined(__AVX512F__)
+  return kRows <= 3 ? 4 : Format::kStep == kLanes ? 3 : 2;
+#else
+  return kRows == 1 ? 4 : 2;
+#endif
+}
+
+struct Matrix {
+  const uint8_t* data;
+  int64_t row_bytes;
+  int64_t inputs;
+
+  const uint8_t* row(int64_t i) const { return data + i * row_bytes; }
+};
+
+// What a tile fetches ahead of each of the next tile's weight rows, while it multiplies its own: `stride` bytes a step from
+// `start` on. Where several tiles of rows meet the same outputs, each fetches a part, so that memory is never idle.
+struct Ahead {
+  int64_t start, stride;
+};
+
+inline void prefetch(const uint8_t* p) {
+#if defined(__GNUC__)
+  __builtin_prefetch(p);
+#endif
+}
+
+namespace detail {
+
+// y[r][o] = sum(acc[o][r]) for all pairs of a tile.
+template <int kOutputs, int kRows>
+inline void write_sums(const Lanes (&acc)[kOutputs][kRows], float* y, int64_t y_stride) {
+#if defined(__AVX512F__)
+  constexpr int kPairs = kOutputs * kRows;
+  if constexpr (kPairs >= 6) {
+    for (int done = 0; done < kPairs; done += kLanes) {
+      Lanes flat[kLanes];
+      float out[kLanes];
+      for (int i = 0; i < kLanes; i++)
+        flat[i] = done + i < kPairs ? acc[(done + i) % kOutputs][(done + i) / kOutputs] : zero();
+      store(out, sums(flat));
+      for (int i = done; i < std::min(kPairs, done + kLanes); i++)
+        y[i / kOutputs * y_stride + i % kOutputs] = out[i - done];
+    }
+    return;
+  }
+#endif
+  for (int o = 0; o < kOutputs; o++)
+    for (int r = 0; r < kRows; r++) y[r * y_stride + o] = sum(acc[o][r]);
+}
+
+template <class Format, int kOutputs, int kRows>
+inline void multiply_tile(const float* x, const Matrix& w, int64_t first, Ahead ahead, float* y, int64_t y_stride) {
+  constexpr int kParts = Format::kStep / kLanes;
+  Lanes acc[kOutputs][kRows];
+  for (int o = 0; o < kOutputs; o++)
+    for (int r = 0; r < kRows; r++) acc[o][r] = zero();
+  const uint8_t* rows[kOutputs];
+  for (int o = 0; o < kOutputs; o++) rows[o] = w.row(first + o);
+  const int64_t steps = w.inputs / Format::kStep;
+  for (int64_t step = 0; step < steps; step++) {
+    Lanes weight[kOutputs][kParts];
+    for (int o = 0; o < kOutputs; o++) {
+      Format::unpack(rows[o], step, weight[o]);
+      prefetch(rows[o] + kOutputs * w.row_bytes + ahead.start + step * ahead.stride);
+    }
+    for (int part = 0; part < kParts; part++) {
+      for (int r = 0; r < kRows; r++) {
+        Lanes input = load(x + r * w.inputs + step * Format::kStep + part * kLanes);
+        hold(input);
+        for (int o = 0; o < kOutputs; o++) acc[o][r] = fma(input, weight[o][part], acc[o][r]);
+      }
+    }
+  }
+  if constexpr (Format::kValues == 1) {
+    if (int tail = static_cast<int>(w.inputs % kLanes)) {
+      for (int o = 0; o < kOutputs; o++) {
+        Lanes weight = Format::unpack_tail(rows[o], steps, tail);
+        for (int r = 0; r < kRows; r++)
+          acc[o][r] = fma(load(x + r * w.inputs + steps * kLanes, tail), weight, acc[o][r]);
+      }
+    }
+  }
+  write_sums(acc, y, y_stride);
+}
+
+template <class Format, int kRows>
+void multiply_rows(const float* x, const Matrix& w, int64_t first, int64_t count, Ahead ahead, float* y,
+                   int64_t y_stride) {
+  constexpr int kOutputs = tile_outputs<Format, kRows>();
+  int64_t o = 0;
+  for (; o + kOutputs <= count; o += kOutputs)
+    multiply_tile<Format, kOutputs, kRows>(x, w, first + o, ahead, y + o, y_stride);
+  for (; o < count; o++) multiply_tile<Format, 1, kRows>(x, w, first + o, ahead, y + o, y_stride);
+}
+
+template <class Format, int kRows = kTileRows>
+void multiply_few(const float* x, int64_t rows, const Matrix& w, int64_t first, int64_t count, Ahead ahead, float* y,
+                  int64_t y_stride) {
+  if (rows == kRows) {
+    multiply_rows<Format, kRows>(x, w, first, count, ahead, y, y_stride);
+  } else if constexpr (kRows > 1) {
+    multiply_few<Format, kRows - 1>(x, rows, w, first, count, ahead, y, y_stride);
+  }
+}
+
+template <class Format>
+void unpack_row(const uint8_t* row, int64_t inputs, float* out) {
+  constexpr int kParts = Format::kStep / kLanes;
+  const int64_t steps = inputs / Format::kStep;
+  for (int64_t step = 0; step < steps; step++) {
+    Lanes w[kParts];
+    Format::unpack(row, step, w);
+    for (int part = 0; part < kParts; part++) store(out + step * Format::kStep + part * kLanes, w[part]);
+  }
+  if constexpr (Format::kValues == 1) {
+    if (int tail = static_cast<int>(inputs % kLanes))
+      store(out + steps * kLanes, Format::unpack_tail(row, steps, tail), tail);
+  }
+}
+
+struct GateScratch;
+
+}  // namespace detail
+
+// y[r * y_stride + o] = row r of x times row `first + o` of the weight, for o below `count`.
+template <class Format>
+void multiply(const float* x, int64_t rows, const Matrix& w, int64_t first, int64_t count, float* y,
+              int64_t y_stride) {
+  // A few tiles of rows: all of them meet an output while its weights are in the first-level cache, and the memory works
+  // evenly. Many: a tile of rows stays there, and the weights in the second-level cache. Unpacking anew for every tile
+  // costs less than keeping what was unpacked.
+  constexpr int64_t kFewTiles = 4;
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t together = tiles > 1 && tiles <= kFewTiles ? tile_outputs<Format, kTileRows>() : count;
+  const int64_t stride = Format::kStep * Format::kBytes / Format::kValues / tiles;
+  for (int64_t o = 0; o < count; o += together) {
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t r = tile * kTileRows;
+      detail::multiply_few<Format>(x + r * w.inputs, std::min<int64_t>(kTileRows, rows - r), w, first + o,
+                                   std::min(together, count - o), {tile * w.row_bytes / tiles, stride},
+                                   y + r * y_stride + o, y_stride);
+    }
+  }
+}
+
+// Outputs that a thread takes at a time: enough work to be worth the hand-over, few enough that threads end together.
+inline int64_t unit_outputs(int64_t outputs, int64_t row_bytes, int64_t threads) {
+  constexpr int64_t kUnitBytes = 64 * 1024, kGrain = 24;
+  int64_t by_bytes = kUnitBytes / std::max<int64_t>(1, row_bytes), by_threads = outputs / (6 * threads);
+  int64_t unit = std::max<int64_t>(1, std::min(by_bytes, by_threads));
+  return (unit + kGrain - 1) / kGrain * kGrain;
+}
+
+// y[r * outputs + o] for all rows and outputs.
+template <class Format, class Pool>
+void linear(Pool& pool, int64_t threads, const float* x, int64_t rows, Matrix w, int64_t outputs, float* y) {
+  const int64_t unit = unit_outputs(outputs, w.row_bytes, threads);
+  parallel(pool, threads, (outputs + unit - 1) / unit, [=](int64_t i) {
+    const int64_t first = i * unit;
+    multiply<Format>(x, rows, w, first, std::min(unit, outputs - first), y + first, outputs);
+  });
+}
+
+// SwiGLU of a weight whose first half of rows is the gate: y[r * columns + c] = silu(gate) * up.
+template <class Format, class Pool>
+void swiglu(Pool& pool, int64_t threads, const float* x, int64_t rows, Matrix w, int64_t columns, float* y) {
+  const int64_t unit = unit_outputs(columns, 2 * w.row_bytes, threads);
+  parallel(pool, threads, (columns + unit - 1) / unit, [=](int64_t i) {
+    const int64_t first = i * unit, count = std::min(unit, columns - first);
+    float* gate = scratch<detail::GateScratch>(2 * rows * unit);
+    float* up = gate + rows * unit;
+    multiply<Format>(x, rows, w, first, count, gate, unit);
+    multiply<Format>(x, rows, w, columns + first, count, up, unit);
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t c = 0; c < count; c += kLanes) {
+        const int n = static_cast<int>(std::min<int64_t>(kLanes, count - c));
+        Lanes g = load(gate + r * unit + c, n), u = load(up + r * unit + c, n);
+        store(y + r * columns + first + c, g / (set(1.0f) + exp(zero() - g)) * u, n);
+      }
+    }
+  });
+}
+
+// Rows of a weight as float32: y[r] = row index[r]; indices lie within the weight.
+template <class Format>
+void take_rows(const Matrix& w, const int32_t* index, int64_t rows, float* y) {
+  for (int64_t r = 0; r < rows; r++) detail::unpack_row<Format>(w.row(index[r]), w.inputs, y + r * w.inputs);
+}
+
+// Call `f` with the format of that name; false if there is none.
+template <class F>
+bool with_format(std::string_view name, F f) {
+  if (name == "float32") return f(Float32()), true;
+  if (name == "bfloat16") return f(BFloat16()), true;
+  if (name == "float16") return f(Float16()), true;
+  if (name == "q8_0") return f(Q8_0()), true;
+  if (name == "q4_0") return f(Q4_0()), true;
+  if (name == "q4_1") return f(Q4_1()), true;
+  if (name == "q5_0") return f(Q5_0()), true;
+  if (name == "q4_k") return f(Q4_K()), true;
+  if (name == "q6_k") return f(Q6_K()), true;
+  return false;
+}
+
+}  // namespace jaxspec

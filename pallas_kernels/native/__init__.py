@@ -1,0 +1,5 @@
+"""The native library of CPU operations: its shared C++ headers, how it is loaded, and how it is called."""
+
+from pallas_kernels.native.library import call
+
+__all__ = ["call"]

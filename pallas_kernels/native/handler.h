@@ -1,0 +1,32 @@
+// What the XLA handlers of all operations share.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxspec {
+
+namespace ffi = xla::ffi;
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+using Scalar = ffi::BufferR0<ffi::S32>;
+
+inline const uint8_t* bytes(const ffi::AnyBuffer& buffer) { return static_cast<const uint8_t*>(buffer.untyped_data()); }
+
+// How many of `rows` rows are to be computed: what the program found out at run time, within bounds.
+inline int64_t live_rows(const Scalar& live, int64_t rows) {
+  return std::clamp<int64_t>(*live.typed_data(), rows > 0 ? 1 : 0, rows);
+}
+
+inline ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument(message); }
+
+}  // namespace jaxspec
+
+// The one kind of symbol that the library shows.
+#define JAXSPEC_HANDLER(name, function, binding)                                                      \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* name(XLA_FFI_CallFrame* call_frame); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function, binding)

@@ -1,0 +1,91 @@
+"""Loading the native CPU operations, and calling them from JAX.
+
+`setup.py` builds one library per instruction set from the same sources.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import importlib.machinery
+from pathlib import Path
+from typing import Any
+
+import jax
+
+TARGET_PREFIX = "jaxspec_"
+TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_attention")
+
+# From the best to what every machine can run.
+LEVELS = ("avx512", "avx2", "portable")
+
+REINSTALL = "install a C++17 compiler (such as g++) and reinstall jaxspec"
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What was found.
+
+    Attributes:
+      level: instruction set of the library in use, or None.
+      problem: why there is none, or None.
+    """
+
+    level: str | None
+    problem: str | None
+
+
+@functools.cache
+def load() -> Library:
+    """Load the best library that this machine can run and register its operations with XLA; once per process."""
+    paths = find()
+    if not paths:
+        return Library(None, f"they were not built when jaxspec was installed; {REINSTALL}")
+    try:
+        supported = _supported_level(paths)
+        for level in LEVELS[LEVELS.index(supported) :]:
+            if level in paths:
+                return _register(level, paths[level])
+    except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
+        return Library(None, f"the library cannot be loaded ({error}); {REINSTALL}")
+    return Library(None, f"none was built for this machine; {REINSTALL}")
+
+
+def find() -> dict[str, Path]:
+    """Libraries that lie beside this file, by level."""
+    folder = Path(__file__).parent
+    found = {}
+    for level in LEVELS:
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            path = folder / f"cpu_{level}{suffix}"
+            if path.is_file():
+                found.setdefault(level, path)
+    return found
+
+
+def call(target: str, out: Any, *operands: Any, aliases: dict[int, int] | None = None, **attributes: Any) -> Any:
+    """Call an operation of the native library.
+
+    Args:
+      target: its name there, without the prefix.
+      out: `jax.ShapeDtypeStruct`s of the results.
+      operands: arrays.
+      aliases: operands that results replace in place, by number.
+      attributes: numpy scalars, booleans and strings.
+    """
+    function = jax.ffi.ffi_call(TARGET_PREFIX + target, out, vmap_method="sequential", input_output_aliases=aliases)
+    return function(*operands, **attributes)
+
+
+def _supported_level(paths: dict[str, Path]) -> str:
+    # Any of them can tell: the function uses no special instruction.
+    level = ctypes.CDLL(str(paths.get("portable", next(iter(paths.values()))))).jaxspec_level
+    level.restype = ctypes.c_char_p
+    return level().decode()
+
+
+def _register(level: str, path: Path) -> Library:
+    library = ctypes.CDLL(str(path))
+    for target in TARGETS:
+        handler = getattr(library, TARGET_PREFIX + target)
+        jax.ffi.register_ffi_target(TARGET_PREFIX + target, jax.ffi.pycapsule(handler), platform="cpu")
+    return Library(level, None)

@@ -1,0 +1,5 @@
+"""RMS normalisation."""
+
+from pallas_kernels.rms_norm.api import rms_norm
+
+__all__ = ["rms_norm"]

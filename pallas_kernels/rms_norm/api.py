@@ -1,0 +1,17 @@
+"""RMS normalisation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native, registry
+from pallas_kernels.rms_norm import reference
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D] float32
+    """Scale each row to unit mean square, then by `scale`; float32 inside."""
+    if not registry.current().native:
+        return reference.rms_norm(x, scale, eps)
+    x = x.astype(jnp.float32)
+    out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return native.call("rms_norm", out, x, scale.astype(jnp.float32), epsilon=np.float32(eps))

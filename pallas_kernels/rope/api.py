@@ -1,0 +1,20 @@
+"""Cosines and sines of rotary positions."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import native, registry
+
+
+def rope_tables(position: jax.Array, frequency: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, each float32 `[T, H / 2]`, of the angles position times frequency.
+
+    Args:
+      position: int32 `[T]`.
+      frequency: float32 `[H / 2]`, radians per position.
+    """
+    if not registry.current().native:
+        angle = position.astype(jnp.float32)[:, None] * frequency[None, :]
+        return jnp.cos(angle), jnp.sin(angle)
+    table = jax.ShapeDtypeStruct((position.shape[0], frequency.shape[0]), jnp.float32)
+    return native.call("rope_tables", (table, table), position, frequency)

@@ -1,0 +1,116 @@
+"""A numerical check of the native operations on one tiny input, before anything relies on them.
+
+The expected results come from numpy and from the `gguf` package: compiling XLA's references would take a second.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from pallas_kernels import registry
+from pallas_kernels.linear import Blocks, linear, take_rows
+from pallas_kernels.linear.blocks import FORMATS
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rope_tables
+from pallas_kernels.swiglu import swiglu
+from pallas_kernels.tree_attention import tree_attention
+
+TOLERANCE = 1e-4  # relative to the largest number of a result; wrong code is off by far more
+
+ROWS, HEADS, GROUP, WIDTH, SLOTS, LENGTH = 3, 2, 2, 24, 160, 140
+TREE = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+POSITION = np.array([LENGTH, LENGTH + 1, LENGTH + 1], np.int32)
+TAKEN = np.array([4, 0], np.int32)
+EPSILON = 1e-5
+
+
+def find_difference() -> str | None:
+    """Run every operation; the name of one whose result is off, and by how much, or None."""
+    operands = _make_operands()
+    with registry.using(registry.Kernels("cpu", "cpu", 2)), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        results = jax.tree.map(np.asarray, jax.jit(_run)(operands))
+    for name, expected in _expect(operands).items():
+        error = float(np.max(np.abs(results[name] - expected)))
+        if not error <= TOLERANCE * float(np.max(np.abs(expected), initial=1.0)):
+            return f"{name} is off by {error:.2g}"
+    return None
+
+
+def _make_operands() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "x": (ROWS, 256),
+        "dense": (6, 256),
+        "scale": (256,),
+        "qkv": (ROWS, HEADS, GROUP + 2, WIDTH),
+        "key": (HEADS, SLOTS, WIDTH),
+        "value": (HEADS, SLOTS, WIDTH),
+        "frequency": (WIDTH // 2,),
+    }
+    operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, block_format in FORMATS.items():
+        data = rng.integers(0, 256, (6, 256 // block_format.values, block_format.nbytes), np.uint8)
+        # Scales are float16 numbers at the start or the end of a block: such high bytes make them finite and small.
+        data[..., [1, 3, -1]] &= 0x3B
+        operands[name] = data
+    return operands
+
+
+def _run(o):
+    cos, sin = rope_tables(jnp.asarray(POSITION), o["frequency"])
+    heads, key, value = tree_attention(
+        o["qkv"], cos, sin, o["key"], o["value"], jnp.int32(LENGTH), jnp.asarray(TREE), jnp.asarray(POSITION)
+    )
+    out = {
+        "linear": linear(o["x"], o["dense"]),
+        "swiglu": swiglu(o["x"], o["dense"]),
+        "rms_norm": rms_norm(o["x"], o["scale"], EPSILON),
+        "rope_tables": jnp.concatenate([cos, sin]),
+        "tree_attention": heads,
+        "the cache's keys": key,
+        "the cache's values": value,
+    }
+    for name in FORMATS:
+        out[f"linear of {name}"] = linear(o["x"], Blocks(o[name], name))
+        out[f"take_rows of {name}"] = take_rows(Blocks(o[name], name), jnp.asarray(TAKEN))
+    return out
+
+
+def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    x, hidden = o["x"], o["x"] @ o["dense"].T
+    angle = POSITION[:, None] * o["frequency"]
+    key, value = o["key"].copy(), o["value"].copy()
+    key[:, LENGTH : LENGTH + ROWS] = _rotate(o["qkv"][:, :, -2], angle).swapaxes(0, 1)
+    value[:, LENGTH : LENGTH + ROWS] = o["qkv"][:, :, -1].swapaxes(0, 1)
+    out = {
+        "linear": hidden,
+        "swiglu": hidden[:, :3] / (1 + np.exp(-hidden[:, :3])) * hidden[:, 3:],
+        "rms_norm": x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
+        "rope_tables": np.concatenate([np.cos(angle), np.sin(angle)]),
+        "tree_attention": _attend(_rotate(o["qkv"][:, :, :-2], angle), key, value),
+        "the cache's keys": key,
+        "the cache's values": value,
+    }
+    for name in FORMATS:
+        raw = o[name].reshape(6, -1)
+        weight = dequantize(raw, GGMLQuantizationType[name.upper()])
+        out[f"linear of {name}"] = x @ weight.T
+        out[f"take_rows of {name}"] = weight[TAKEN]
+    return out
+
+
+def _rotate(x: np.ndarray, angle: np.ndarray) -> np.ndarray:  # [ROWS, ..., WIDTH], [ROWS, WIDTH / 2]
+    angle = angle.reshape(ROWS, *[1] * (x.ndim - 2), -1)
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate(
+        [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], axis=-1
+    )
+
+
+def _attend(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    scores = np.einsum("tkgh,ksh->tkgs", query, key) / np.sqrt(WIDTH)
+    seen = np.concatenate([np.ones((ROWS, LENGTH), bool), TREE, np.zeros((ROWS, SLOTS - LENGTH - ROWS), bool)], axis=1)
+    weights = np.where(seen[:, None, None], np.exp(scores), 0)
+    return np.einsum("tkgs,ksh->tkgh", weights / weights.sum(-1, keepdims=True), value)

@@ -1,0 +1,361 @@
+// Attention of a few rows over a committed prefix and the window slots that each row's mask marks.
+//
+// A row's tokens are numbered by their place on its path: prefix slots first, then its window slots in ascending order,
+// which for a path of a tree is the order of depth. Work is cut by that number into chunks of `kChunk` tokens, and the
+// chunks' results are merged from the first to the last. So a token at the end of a path gives the same bits whether the
+// path lies in the prefix or scattered over the window, alone or beside other rows, and on any number of threads.
+#pragma once
+
+#include <limits>
+#include <vector>
+
+#include "../linear/formats.h"
+#include "../native/parallel.h"
+
+namespace jaxspec {
+
+struct AttentionShape {
+  int64_t rows;      // that are computed; the buffers may hold more
+  int64_t kv_heads;  // K
+  int64_t group;     // G, query heads per KV head
+  int64_t width;     // H
+  int64_t slots;     // S
+  int64_t window;    // W, columns of the mask
+  int64_t length;    // of the prefix
+  int64_t offset;    // window slot of the first row
+  int64_t sliding;   // positions that a row sees; 0 for all
+};
+
+namespace detail {
+
+constexpr int kChunk = 128;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct RowsScratch;
+struct PartScratch;
+struct LocalScratch;
+
+template <class Element>
+inline Lanes load_step(const uint8_t* p, int64_t step) {
+  Lanes w[1];
+  Element::unpack(p, step, w);
+  return w[0];
+}
+
+inline void store_element(Float32, uint8_t* p, int64_t i, float x) { std::memcpy(p + 4 * i, &x, 4); }
+inline void store_element(BFloat16, uint8_t* p, int64_t i, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  // To nearest, ties to even; a NaN stays one.
+  uint32_t rounded = x == x ? bits + 0x7FFF + (bits >> 16 & 1) : bits | 0x400000;
+  uint16_t half = static_cast<uint16_t>(rounded >> 16);
+  std::memcpy(p + 2 * i, &half, 2);
+}
+
+// Softmax parts of one query: largest score, sum of weights, weighted values; the values follow it in memory.
+struct Part {
+  float largest, total;
+};
+
+// Which tokens each row sees.
+class Visible {
+ public:
+  Visible(const AttentionShape& s, const uint8_t* mask, const int32_t* position) : shape_(s), rows_(s.rows) {
+    for (int64_t t = 0; t < s.rows; t++) {
+      Row& row = rows_[t];
+      row.begin = static_cast<int64_t>(slots_.size());
+      if (mask) {
+        for (int64_t j = 0; j < s.window; j++)
+          if (mask[t * s.window + j]) slots_.push_back(static_cast<int32_t>(j));
+      } else {
+        // A causal chunk: row t sees the t rows before it and itself.
+        const int64_t seen = t + 1, hidden = s.sliding ? std::max<int64_t>(0, seen - s.sliding) : 0;
+        for (int64_t j = hidden; j < seen; j++) slots_.push_back(static_cast<int32_t>(j));
+      }
+      const int64_t marked = static_cast<int64_t>(slots_.size()) - row.begin;
+      const int64_t last = mask ? position[t] : s.length + t;
+      row.first = s.sliding ? std::min(s.length, std::max<int64_t>(0, last - s.sliding + 1)) : 0;
+      // Window slots can only be cut once the whole prefix is.
+      row.window = row.first < s.length ? s.length : std::max(s.length, last + 1 - marked);
+      if (row.first == s.length) row.first = row.window;
+      row.end = row.window + marked;
+    }
+  }
+
+  int64_t chunks(int64_t t) const { return (rows_[t].end + kChunk - 1) / kChunk; }
+
+  // Tokens of a chunk that the row sees, as places within the chunk.
+  int begin(int64_t t, int64_t chunk) const { return cut(rows_[t].first - chunk * kChunk); }
+  int end(int64_t t, int64_t chunk) const { return cut(rows_[t].end - chunk * kChunk); }
+
+  // Whether the row sees all of the chunk, and all of it in the prefix.
+  bool in_prefix(int64_t t, int64_t chunk) const {
+    return rows_[t].first <= chunk * kChunk && (chunk + 1) * kChunk <= shape_.length;
+  }
+
+  int64_t slot(int64_t t, int64_t token) const {
+    const Row& row = rows_[t];
+    return token < row.window ? token : shape_.length + slots_[row.begin + token - row.window];
+  }
+
+  // The largest slot that any row sees.
+  int64_t last_slot() const {
+    int64_t last = shape_.length - 1;
+    for (int32_t j : slots_) last = std::max(last, shape_.length + j);
+    return last;
+  }
+
+ private:
+  struct Row {
+    int64_t begin;   // of its window slots in `slots_`
+    int64_t first;   // token that it sees
+    int64_t window;  // number of its first token in the window
+    int64_t end;
+  };
+
+  static int cut(int64_t place) { return static_cast<int>(std::clamp<int64_t>(place, 0, kChunk)); }
+
+  AttentionShape shape_;
+  std::vector<Row> rows_;
+  std::vector<int32_t> slots_;
+};
+
+// out[q][h] = sum over tokens of weight[q][token] * value[token][h], tokens in ascending order, for `kVectors` times 16 h
+// from `step` on; for fewer, `count` says how many.
+template <class Element, int kQueries, int kVectors>
+inline void add_values(const float* weight, const uint8_t* const* value, int begin, int end, int64_t step, int count,
+                       float* out, int64_t out_stride) {
+  Lanes acc[kQueries][kVectors];
+  for (int q = 0; q < kQueries; q++)
+    for (int v = 0; v < kVectors; v++) acc[q][v] = zero();
+  for (int i = begin; i < end; i++) {
+    Lanes row[kVectors];
+    if (count < kLanes) {
+      row[0] = Element::unpack_tail(value[i], step, count);
+    } else {
+      for (int v = 0; v < kVectors; v++) row[v] = load_step<Element>(value[i], step + v);
+    }
+    for (int q = 0; q < kQueries; q++) {
+      Lanes w = set(weight[q * kChunk + i]);
+      for (int v = 0; v < kVectors; v++) acc[q][v] = fma(w, row[v], acc[q][v]);
+    }
+  }
+  for (int q = 0; q < kQueries; q++)
+    for (int v = 0; v < kVectors; v++)
+      store(out + q * out_stride + (step + v) * kLanes, acc[q][v], v + 1 == kVectors ? count : kLanes);
+}
+
+template <class Element, int kQueries = 4>
+void add_values_of(int64_t queries, const float* weight, const uint8_t* const* value, int begin, int end, int64_t width,
+                   float* out, int64_t out_stride) {
+  if (queries < kQueries) {
+    if constexpr (kQueries > 1)
+      add_values_of<Element, kQueries - 1>(queries, weight, value, begin, end, width, out, out_stride);
+    return;
+  }
+  constexpr int kVectors = 4;
+  int64_t h = 0;
+  for (; h + kVectors * kLanes <= width; h += kVectors * kLanes)
+    add_values<Element, kQueries, kVectors>(weight, value, begin, end, h / kLanes, kLanes, out, out_stride);
+  for (; h < width; h += kLanes)
+    add_values<Element, kQueries, 1>(weight, value, begin, end, h / kLanes,
+                                     static_cast<int>(std::min<int64_t>(kLanes, width - h)), out, out_stride);
+}
+
+// Attention of `queries` queries, which see the same tokens `[begin, end)` of a chunk, to them.
+template <class Element>
+void attend(const float* query, int64_t queries, const uint8_t* const* key, const uint8_t* const* value, int begin,
+            int end, int64_t width, float* weight, float* part, int64_t part_stride) {
+  const Lanes scale = set(1.0f / std::sqrt(static_cast<float>(width)));
+  const int64_t steps = width / kLanes;
+  const int tail = static_cast<int>(width % kLanes);
+  const int first = begin / kLanes * kLanes;
+  for (int i = first; i < end; i += kLanes) {
+    const uint8_t* keys[kLanes];
+    for (int j = 0; j < kLanes; j++) keys[j] = key[std::clamp(i + j, begin, end - 1)];
+    for (int64_t q = 0; q < queries; q++) {
+      Lanes acc[kLanes];
+      for (int j = 0; j < kLanes; j++) acc[j] = zero();
+      const float* own = query + q * width;
+      for (int64_t step = 0; step < steps; step++) {
+        Lanes a = load(own + step * kLanes);
+        for (int j = 0; j < kLanes; j++) acc[j] = fma(a, load_step<Element>(keys[j], step), acc[j]);
+      }
+      if (tail) {
+        Lanes a = load(own + steps * kLanes, tail);
+        for (int j = 0; j < kLanes; j++) acc[j] = fma(a, Element::unpack_tail(keys[j], steps, tail), acc[j]);
+      }
+      store(weight + q * kChunk + i, sums(acc) * scale);
+    }
+  }
+  for (int64_t q = 0; q < queries; q++) {
+    float* w = weight + q * kChunk;
+    // Places that the row does not see weigh nothing: zeros, which change no sum.
+    for (int i = first; i < begin; i++) w[i] = -kInfinity;
+    for (int i = end; i % kLanes; i++) w[i] = -kInfinity;
+    float largest = -kInfinity;
+    for (int i = begin; i < end; i++) largest = w[i] > largest ? w[i] : largest;
+    Lanes total = zero();
+    for (int i = first; i < end; i += kLanes) {
+      Lanes e = exp(load(w + i) - set(largest));
+      if (i < begin || i + kLanes > end) {
+        float masked[kLanes];
+        store(masked, e);
+        for (int j = 0; j < kLanes; j++)
+          if (i + j < begin || i + j >= end) masked[j] = 0;
+        e = load(masked);
+      }
+      store(w + i, e);
+      total = total + e;
+    }
+    Part head{largest, sum(total)};
+    std::memcpy(part + q * part_stride, &head, sizeof head);
+  }
+  constexpr int64_t kTogether = 4;
+  for (int64_t q = 0; q < queries; q += kTogether)
+    add_values_of<Element>(std::min(kTogether, queries - q), weight + q * kChunk, value, begin, end, width,
+                           part + q * part_stride + 2, part_stride);
+}
+
+// Merge the next chunk of one query into what came before; both are a `Part` and `width` values.
+inline void merge(float* into, const float* next, int64_t width) {
+  Part a, b;
+  std::memcpy(&a, into, sizeof a);
+  std::memcpy(&b, next, sizeof b);
+  if (b.total == 0) return;  // the row sees nothing of that chunk
+  if (a.total == 0) {
+    std::memcpy(into, next, (width + 2) * sizeof(float));
+    return;
+  }
+  // The first operand of a comparison with NaN loses; NaN weights bring it back.
+  const float largest = a.largest > b.largest ? a.largest : b.largest;
+  const float less[2] = {a.largest - largest, b.largest - largest};
+  float factors[2];
+  store(factors, exp(load(less, 2)), 2);
+  const Part sum{largest, a.total * factors[0] + b.total * factors[1]};
+  std::memcpy(into, &sum, sizeof sum);
+  for (int64_t h = 0; h < width; h++) into[2 + h] = into[2 + h] * factors[0] + next[2 + h] * factors[1];
+}
+
+}  // namespace detail
+
+// Rotate the rows' queries and keys, write keys and values behind the prefix, attend.
+//
+//   qkv       [rows, K, G + 2, H]: each KV head's queries, key and value
+//   cos, sin  [rows, H / 2]
+//   mask      [rows, W], which window slots a row sees; null for a causal chunk, whose row t sees rows 0..t
+//   position  [rows], by which a sliding window cuts
+//   key, value  cache, [K, S, H] of `Element`
+//   out       [rows, K, G, H]; null to write the cache only
+//
+// Returns what is wrong, or null.
+template <class Element, class Pool>
+const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s, const float* qkv, const float* cos,
+                           const float* sin, const uint8_t* mask, const int32_t* position, uint8_t* key, uint8_t* value,
+                           float* out) {
+  using namespace detail;
+  if (s.length < 0 || s.offset < 0 || s.length + s.offset + s.rows > s.slots)
+    return "tree_attention: the rows do not fit into the cache";
+  const Visible visible(s, mask, position);
+  if (visible.last_slot() >= s.slots) return "tree_attention: the mask marks slots behind the end of the cache";
+
+  const int64_t H = s.width, half = H / 2, G = s.group;
+  float* queries = scratch<RowsScratch>(s.rows * s.kv_heads * G * H);  // [K, rows, G, H]
+  for (int64_t t = 0; t < s.rows; t++) {
+    const float *c = cos + t * half, *n = sin + t * half;
+    for (int64_t k = 0; k < s.kv_heads; k++) {
+      const float* head = qkv + (t * s.kv_heads + k) * (G + 2) * H;
+      float* rotated = queries + (k * s.rows + t) * G * H;
+      for (int64_t i = 0; i < G * H; i += H) {
+        for (int64_t h = 0; h < half; h++) {
+          rotated[i + h] = head[i + h] * c[h] - head[i + half + h] * n[h];
+          rotated[i + half + h] = head[i + half + h] * c[h] + head[i + h] * n[h];
+        }
+      }
+      const int64_t place = (k * s.slots + s.length + s.offset + t) * H;
+      const float *new_key = head + G * H, *new_value = new_key + H;
+      for (int64_t h = 0; h < half; h++) {
+        store_element(Element(), key, place + h, new_key[h] * c[h] - new_key[half + h] * n[h]);
+        store_element(Element(), key, place + half + h, new_key[half + h] * c[h] + new_key[h] * n[h]);
+      }
+      // One broken row must not reach others through reused buffers.
+      for (int64_t h = 0; h < H; h++)
+        store_element(Element(), value, place + h, std::isfinite(new_value[h]) ? new_value[h] : 0.0f);
+    }
+  }
+  if (!out) return nullptr;
+
+  constexpr int64_t kRows = 8;
+  const int64_t tiles = (s.rows + kRows - 1) / kRows, part_size = 2 + H;
+  int64_t chunks = 0;
+  for (int64_t t = 0; t < s.rows; t++) chunks = std::max(chunks, visible.chunks(t));
+
+  // Attention of a tile's rows to one chunk: `part_size` numbers for each of its queries.
+  auto attend_chunk = [&, key, value](int64_t tile, int64_t k, int64_t chunk, float* part) {
+    const int64_t first = tile * kRows, rows = std::min(kRows, s.rows - first);
+    float* weight = scratch<LocalScratch>(kRows * G * kChunk);
+    const uint8_t *keys[kChunk], *values[kChunk];
+    const uint8_t *key_head = key + k * s.slots * H * Element::kBytes, *value_head = value + k * s.slots * H * Element::kBytes;
+    auto attend_rows = [&](int64_t t, int64_t count) {
+      const int begin = visible.begin(t, chunk), end = visible.end(t, chunk);
+      float* own = part + (t - first) * G * part_size;
+      if (begin >= end) {
+        for (int64_t q = 0; q < count * G; q++) own[q * part_size] = own[q * part_size + 1] = 0;
+        return;
+      }
+      for (int i = begin; i < end; i++) {
+        const int64_t at = visible.slot(t, chunk * kChunk + i) * H * Element::kBytes;
+        keys[i] = key_head + at;
+        values[i] = value_head + at;
+      }
+      attend<Element>(queries + (k * s.rows + t) * G * H, count * G, keys, values, begin, end, H, weight, own, part_size);
+    };
+    bool together = true;
+    for (int64_t t = first; t < first + rows; t++) together = together && visible.in_prefix(t, chunk);
+    if (together) return attend_rows(first, rows);
+    for (int64_t t = first; t < first + rows; t++) attend_rows(t, 1);
+  };
+  auto finish = [&](int64_t tile, int64_t k, const float* state) {
+    const int64_t first = tile * kRows, rows = std::min(kRows, s.rows - first);
+    for (int64_t q = 0; q < rows * G; q++) {
+      const int64_t t = first + q / G;
+      float* row = out + ((t * s.kv_heads + k) * G + q % G) * H;
+      const float total = state[q * part_size + 1];
+      for (int64_t h = 0; h < H; h++) row[h] = total == 0 ? 0.0f : state[q * part_size + 2 + h] / total;
+    }
+  };
+
+  // A few rows: the chunks are shared out among threads; many: the rows are, and a chunk is merged as it comes.
+  const int64_t heads = tiles * s.kv_heads, tile_size = std::min(kRows, s.rows) * G * part_size;
+  auto merge_tile = [&](int64_t unit, auto chunk_part) {
+    const int64_t tile = unit / s.kv_heads, k = unit % s.kv_heads, count = std::min(kRows, s.rows - tile * kRows) * G;
+    float* state = chunk_part(0);
+    for (int64_t chunk = 1; chunk < chunks; chunk++) {
+      const float* next = chunk_part(chunk);
+      for (int64_t q = 0; q < count; q++) merge(state + q * part_size, next + q * part_size, H);
+    }
+    finish(tile, k, state);
+  };
+  if (heads < 4 * threads) {
+    float* parts = scratch<PartScratch>(heads * chunks * tile_size);
+    parallel(pool, threads, heads * chunks, [&, parts](int64_t i) {
+      const int64_t unit = i % heads, chunk = i / heads;
+      attend_chunk(unit / s.kv_heads, unit % s.kv_heads, chunk, parts + (unit * chunks + chunk) * tile_size);
+    });
+    parallel(pool, threads, heads, [&, parts](int64_t unit) {
+      merge_tile(unit, [&](int64_t chunk) { return parts + (unit * chunks + chunk) * tile_size; });
+    });
+  } else {
+    parallel(pool, threads, heads, [&](int64_t unit) {
+      float* parts = scratch<PartScratch>(2 * tile_size);
+      merge_tile(unit, [&](int64_t chunk) {
+        float* part = parts + (chunk ? tile_size : 0);
+        attend_chunk(unit / s.kv_heads, unit % s.kv_heads, chunk, part);
+        return part;
+      });
+    });
+  }
+  return nullptr;
+}
+
+}  // namespace jaxspec

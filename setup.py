@@ -1,0 +1,44 @@
+"""The native CPU kernels: built where there is a compiler, left out where there is none (the XLA path needs neither).
+
+Everything else about the package is in pyproject.toml.
+"""
+
+import importlib.util
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+ROOT = Path("pallas_kernels")
+# One library per instruction set, all from the same sources; the best that a machine has is chosen when it runs.
+LEVELS = {"portable": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
+    LEVELS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
+# Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler's mood.
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"]
+
+
+def extensions() -> list[Extension]:
+    """The libraries; none where JAX's headers are missing."""
+    jaxlib = importlib.util.find_spec("jaxlib")
+    if jaxlib is None or jaxlib.origin is None:
+        return []
+    headers = Path(jaxlib.origin).parent / "include"
+    sources = sorted(str(path) for path in ROOT.glob("*/*.cc"))
+    depends = sorted(str(path) for path in ROOT.glob("*/*.h"))
+    return [
+        Extension(
+            f"pallas_kernels.native.cpu_{level}",
+            sources,
+            include_dirs=[str(headers)],
+            depends=depends,
+            extra_compile_args=[*FLAGS, *flags],
+            language="c++",
+            optional=True,
+        )
+        for level, flags in LEVELS.items()
+    ]
+
+
+setup(ext_modules=extensions())

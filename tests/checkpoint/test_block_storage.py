@@ -1,0 +1,372 @@
+"""Weights kept as a checkpoint holds them, in blocks and in half formats, from the file to the devices and back."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize as quantize_rows
+from make import random_tensors, tiny_config, write_gguf, write_hf
+
+from jaxspec.checkpoint import convert as module
+from jaxspec.checkpoint import native_arrays
+from jaxspec.checkpoint.block_codec import decode_blocks, type_of
+from jaxspec.checkpoint.convert import convert
+from jaxspec.checkpoint.load import load_foreign, open_checkpoint
+from jaxspec.checkpoint.native import open_native, read_leaf
+from jaxspec.checkpoint.weights import open_weights
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.measure.roofline import weight_bytes
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.models.params import declare_leaves
+from jaxspec.models.storage import PARTS, Storage, restrict_storage
+from jaxspec.placement import Placement
+from pallas_kernels.linear.blocks import Blocks, dequantise
+
+Kind = GGMLQuantizationType
+
+# Rows of whole 256-value blocks; the heads of one KV head are half of one.
+WIDE = tiny_config(embed_dim=256, mlp_dim=768, head_dim=64)
+
+
+def medium(name):
+    """A Q4_K_M file: values and down projections of the first layer in Q6_K."""
+    if "layers.0" in name and name.endswith(("v_proj.weight", "down_proj.weight")) or "embed" in name:
+        return Kind.Q6_K
+    return Kind.Q4_K
+
+
+def motley(name):
+    """Whatever can differ, differs: keys in halves, a type that is not kept, gate and up apart."""
+    kinds = {"k_proj": Kind.F16, "v_proj": Kind.BF16, "up_proj": Kind.Q8_0, "down_proj": Kind.Q5_1, "lm_head": Kind.F16}
+    return next((kind for part, kind in kinds.items() if part in name), Kind.Q4_0)
+
+
+CASES = {
+    "q8_0": (tiny_config(), Kind.Q8_0),
+    "q4_0": (tiny_config("qwen2"), Kind.Q4_0),
+    "q4_1": (tiny_config("qwen3", tied=True), Kind.Q4_1),
+    "q5_0": (tiny_config("mistral", tied=True), Kind.Q5_0),
+    "q4_k": (WIDE, Kind.Q4_K),
+    "q6_k": (dataclasses.replace(WIDE, family="qwen3", qk_norm=True, head_dim=128), Kind.Q6_K),
+    "medium": (dataclasses.replace(WIDE, tied=True), medium),
+    "motley": (tiny_config(), motley),
+    "f16": (tiny_config(), Kind.F16),
+    "bf16": (tiny_config("qwen2"), Kind.BF16),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def file(request, tmp_path_factory):
+    cfg, kind = CASES[request.param]
+    return write_gguf(tmp_path_factory.mktemp("gguf") / f"{request.param}.gguf", cfg, qtype=kind)
+
+
+@pytest.fixture
+def converted(tmp_path, monkeypatch):
+    """Convert without a tokenizer."""
+    monkeypatch.setattr(module, "_save_tokenizer", lambda src, folder: None)
+    return lambda src, name="native", **options: convert(src, tmp_path / name, **options)
+
+
+@pytest.fixture(scope="module")
+def q8_native(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("q8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_save_tokenizer", lambda src, folder: None)
+        return convert(write_gguf(folder / "m.gguf", tiny_config(), qtype=Kind.Q8_0), folder / "native").path
+
+
+def place(weights, degree, own=True):
+    plan = plan_mesh(degree)
+    return Placement(weights.config, plan, np.dtype("float32"), 0, None, weights.storage(plan) if own else None)
+
+
+def host_numbers(leaf):
+    """The numbers of one weight, its last dimensions still apart where they are in blocks."""
+    if isinstance(leaf, dict):
+        return np.concatenate([host_numbers(leaf[part]) for part in PARTS], axis=1)
+    if isinstance(leaf, Blocks):
+        data = np.asarray(leaf.data)
+        return decode_blocks(data, type_of(leaf.format)).reshape(*data.shape[:-2], -1)
+    return np.asarray(leaf).astype(np.float32)
+
+
+def by_name(params):
+    """Top leaves and those of the layers, every weight one of them."""
+    layers = {f"layers.{i}.{name}": leaf for i, layer in enumerate(params["layers"]) for name, leaf in layer.items()}
+    return {name: leaf for name, leaf in params.items() if name != "layers"} | layers
+
+
+def check_equal_numbers(kept, plain, cfg):
+    """Both hold the same numbers, and zeros wherever a mesh made either larger than the model."""
+    shapes = {name: info.shape for name, info in declare_leaves(cfg, np.float32).items()}
+    plain = by_name(plain)
+    for name, leaf in by_name(kept).items():
+        expected = np.asarray(plain[name])
+        numbers = host_numbers(leaf)
+        if name.endswith("out"):
+            numbers = numbers.reshape(cfg.embed_dim, -1, *shapes[name][2:])
+        inner = tuple(slice(n) for n in shapes[name])
+        np.testing.assert_array_equal(numbers[inner], expected[inner], err_msg=name)
+        for padded in (numbers.copy(), expected.copy()):
+            padded[inner] = 0
+            assert not padded.any(), name
+
+
+def check_placed(params, placement):
+    """Shapes, dtypes and shardings are those that programs are compiled for."""
+
+    def check(leaf, target):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (target.shape, target.dtype, target.sharding)
+
+    jax.tree.map(check, params, placement.params())
+
+
+def stored_arrays(checkpoint):
+    return [read_leaf(checkpoint, name) for name in checkpoint.infos]
+
+
+def check_same(first, second):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), first, second)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_kept_weights_are_the_numbers_of_a_plain_load(file, degree):
+    weights = open_weights(file)
+    placement = place(weights, degree)
+    params, plain = weights.load(placement), weights.load(place(weights, degree, own=False))
+    check_placed(params, placement)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(plain))
+    check_equal_numbers(params, plain, weights.config)
+    # Each device's MLP columns are the blocks of its part of the down projection.
+    for layer in params["layers"]:
+        down = host_numbers(layer["down"])
+        assert layer["gate_up"].shape[1] == down.shape[1]
+
+
+def test_the_native_format_keeps_them(file, converted):
+    weights, checkpoint = open_weights(file), converted(file)
+    native = open_weights(checkpoint.path)
+    assert native.own_storage == checkpoint.storage == weights.own_storage
+    assert checkpoint.num_bytes == sum(array.nbytes for array in stored_arrays(checkpoint))
+    for degree in (1, 2, 3):
+        assert native.storage(plan_mesh(degree)) == weights.storage(plan_mesh(degree))
+        for own in (True, False):
+            placement = place(native, degree, own)
+            params = native.load(placement)
+            check_placed(params, placement)
+            check_same(params, weights.load(place(weights, degree, own)))
+
+
+@pytest.fixture
+def in_chunks(q8_native, tmp_path, converted, monkeypatch):
+    """The same checkpoint with its arrays in several chunks."""
+    monkeypatch.setattr(native_arrays, "_MIN_CHUNK_BYTES", 512)
+    return converted(q8_native, "chunks")
+
+
+def test_chunks_of_blocks_are_read_shard_by_shard(q8_native, in_chunks):
+    chunks = sorted(f.name for f in (in_chunks.path / "arrays" / "layers.0.down" / "c" / "0").iterdir())
+    assert chunks == ["0", "1", "2"]  # one per block of a row: along the columns that devices share
+    whole, weights = open_weights(q8_native), open_weights(in_chunks.path)
+    check_same(weights.load(place(weights, 2)), whole.load(place(whole, 2)))
+
+
+def test_damaged_blocks_are_refused(in_chunks):
+    chunk = in_chunks.path / "arrays" / "layers.0.down" / "c" / "0" / "2" / "0"
+    data = bytearray(chunk.read_bytes())
+    data[100] ^= 1
+    chunk.write_bytes(data)
+    weights = open_weights(in_chunks.path)
+    for own in (True, False):
+        with pytest.raises(CheckpointError, match=r"layers\.0\.down: damaged or incomplete"):
+            weights.load(place(weights, 2, own))
+
+
+def test_plain_orbax_reads_the_bytes(q8_native):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.restore(q8_native / "arrays")
+    np.testing.assert_array_equal(tree["layers"][1]["qkv"], read_leaf(open_native(q8_native), "layers.1.qkv"))
+
+
+def test_own_storage(tmp_path):
+    found = {}
+    for name in ("q4_1", "f16", "medium", "motley"):
+        cfg, kind = CASES[name]
+        found[name] = open_weights(write_gguf(tmp_path / name, cfg, qtype=kind)).own_storage
+    assert found["q4_1"] == Storage("q4_1")
+    assert found["f16"] == Storage("float16")
+    assert found["medium"] == Storage("q4_k", (
+        ("embed", "q6_k"), ("layers.0.qkv", ("q4_k", "q4_k", "q6_k")), ("layers.0.down", "q6_k"),
+    ))  # fmt: skip
+    assert str(found["medium"]) == "q4_k and q6_k"
+    layers = {f"layers.{i}" for i in range(2)}
+    expected = {f"{layer}.qkv": ("q4_0", "float16", "bfloat16") for layer in layers}
+    expected |= {f"{layer}.{name}": "float32" for layer in layers for name in ("gate_up", "down")}
+    expected |= {f"{layer}.out": "q4_0" for layer in layers} | {"embed": "q4_0", "head": "float16"}
+    assert {leaf: found["motley"].type_of(leaf) for leaf in expected} == expected
+
+
+def test_blocks_that_cross_heads_are_kept_on_one_device_only(tmp_path):
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", WIDE, qtype=Kind.Q4_K))
+    out = weights.load(place(weights, 1))["layers"][0]["out"]
+    assert (out.format, out.shape) == ("q4_k", (256, 1, 1, 144))
+    assert weights.storage(plan_mesh(2)).type_of("layers.0.out") == "float32"
+    with pytest.raises(ValueError, match=r"q4_k blocks \(256, 1, 1, 144\) cannot be split over 2 devices"):
+        Placement(WIDE, plan_mesh(2), np.dtype("float32"), storage=weights.own_storage).params()
+
+
+def test_columns_are_padded_to_whole_blocks(tmp_path):
+    cfg = tiny_config()
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=Kind.Q8_0))
+    layer = weights.load(place(weights, 2))["layers"][0]
+    assert cfg.mlp_dim == 3 * 32
+    assert layer["gate_up"].shape == (2, 4 * 32, 2, 34) and layer["down"].shape == (64, 4, 34)
+    assert not layer["down"].data[:, 3].any() and not layer["gate_up"].data[:, 96:].any()
+
+
+def test_shapes_and_bytes_on_one_device(tmp_path):
+    cfg, kind = CASES["medium"]
+    path = write_gguf(tmp_path / "m.gguf", cfg, qtype=kind)
+    weights = open_weights(path)
+    params = weights.load(place(weights, 1))
+    assert {part: (w.format, w.shape) for part, w in params["layers"][0]["qkv"].items()} == {
+        "query": ("q4_k", (2, 2, 64, 1, 144)),
+        "key": ("q4_k", (2, 1, 64, 1, 144)),
+        "value": ("q6_k", (2, 1, 64, 1, 210)),
+    }
+    assert params["layers"][1]["qkv"].shape == (2, 4, 64, 1, 144)
+    assert params["embed"].shape == (72, 1, 210)
+    # A tied embedding is read as the head.
+    assert weight_bytes(params) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    expected = open_checkpoint(path).read("model.embed_tokens.weight")
+    np.testing.assert_array_equal(dequantise(params["embed"]), expected)
+
+
+def test_bytes_are_those_of_the_file(tmp_path):
+    """Query rows too, in Hugging Face's order: a row moves as a whole."""
+    cfg = tiny_config()
+    source = open_checkpoint(write_gguf(tmp_path / "m.gguf", cfg, qtype=Kind.Q4_0))
+    raw = source.read("model.layers.1.self_attn.q_proj.weight", keep_blocks=True)
+    assert (raw.shape, raw.dtype) == ((64, 2, 18), np.uint8)
+    qkv = load_foreign(source, plan_mesh(1), Storage("q4_0"))["layers"][1]["qkv"]
+    np.testing.assert_array_equal(np.asarray(qkv.data)[:, :2].reshape(64, 2, 18), raw)
+
+
+def test_a_vocabulary_is_padded_with_zero_blocks(tmp_path):
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", tiny_config(), qtype=Kind.Q4_1))
+    placement = dataclasses.replace(place(weights, 3), vocab_rows=100)
+    embed = weights.load(placement)["embed"]
+    assert embed.shape == (102, 2, 20) and not embed.data[72:].any()
+
+
+def test_folders_keep_their_dtypes(tmp_path, converted):
+    cfg = tiny_config("qwen2")
+    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_tensors(cfg).items()}
+    weights = open_weights(write_hf(tmp_path / "hf", cfg, tensors, dtype=ml_dtypes.bfloat16))
+    assert weights.own_storage == Storage("bfloat16")
+    layer = weights.load(place(weights, 1))["layers"][0]
+    assert layer["qkv"].dtype == layer["down"].dtype == ml_dtypes.bfloat16
+    assert layer["qkv_bias"].dtype == layer["attn_norm"].dtype == np.float32
+
+
+def test_blocks_that_are_not_there_are_refused(tmp_path, converted):
+    path = write_gguf(tmp_path / "m.gguf", tiny_config(), qtype=Kind.Q4_0)
+    native = converted(path).path
+    for place_of_weights in (path, native):
+        weights = open_weights(place_of_weights)
+        placement = Placement(weights.config, plan_mesh(1), np.dtype("float32"), storage=Storage("q8_0"))
+        with pytest.raises(ConfigError, match=r"(kept|stored) as q4_0, it cannot be loaded as q8_0"):
+            weights.load(placement)
+
+
+def test_layers_of_blocks(tmp_path, converted):
+    cfg, kind = CASES["medium"]
+    path = write_gguf(tmp_path / "m.gguf", dataclasses.replace(cfg, num_layers=3), qtype=kind)
+    checkpoint = converted(path, layers=1)
+    own = open_weights(path).own_storage
+    assert checkpoint.storage == restrict_storage(own, checkpoint.config)
+    assert checkpoint.storage.type_of("layers.0.qkv") == ("q4_k", "q4_k", "q6_k")
+
+
+def some_blocks(name):
+    return Kind.Q6_K if "v_proj" in name else Kind.Q5_0 if "embed" in name else Kind.Q4_0
+
+
+@pytest.mark.parametrize(("src", "quantize"), [("folder", "q4_0"), ("file", "q8_0"), ("native", "q4_0")])
+def test_quantising(tmp_path, converted, src, quantize):
+    cfg = dataclasses.replace(WIDE, family="qwen2", qkv_bias=True)
+    if src == "folder":
+        path = write_hf(tmp_path / "hf", cfg)
+    else:
+        path = write_gguf(tmp_path / "m.gguf", cfg, qtype=some_blocks)
+    path = converted(path, "first").path if src == "native" else path
+    checkpoint = converted(path, "quantised", quantize=quantize)
+    top = () if quantize == "q8_0" else (("embed", "q8_0"), ("head", "q8_0"))
+    assert checkpoint.storage == Storage(quantize, top)
+    source, made = open_weights(path), open_weights(checkpoint.path)
+    before, after = (by_name(w.load(place(w, 1, own=False))) for w in (source, made))
+    held, kept = (by_name(w.load(place(w, 1))) for w in (source, made))
+    for name, info in checkpoint.infos.items():
+        if info.format is None:
+            np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+            continue
+        stored = read_leaf(checkpoint, name)
+        np.testing.assert_array_equal(kept[name].data, stored, err_msg=name)
+        if isinstance(held[name], Blocks) and held[name].format == info.format:
+            np.testing.assert_array_equal(stored, held[name].data, err_msg=name)
+        else:
+            rows = np.asarray(before[name]).reshape(-1, 32)
+            expected = quantize_rows(rows, type_of(info.format))
+            np.testing.assert_array_equal(stored.reshape(expected.shape), expected, err_msg=name)
+            # Half a step, 1/127 or 1/8 of the largest value; a whole one on the side that four bits cut off.
+            step = np.abs(rows).max(axis=1, keepdims=True) / (127 if info.format == "q8_0" else 8)
+            assert (np.abs(np.asarray(after[name]).reshape(rows.shape) - rows) <= 1.02 * step).all(), name
+
+
+def test_rows_that_are_no_whole_blocks_stay_float32(tmp_path, converted):
+    checkpoint = converted(write_hf(tmp_path / "hf", tiny_config(mlp_dim=112)), quantize="q8_0")
+    assert checkpoint.storage == Storage("q8_0", (("layers.0.down", "float32"), ("layers.1.down", "float32")))
+
+
+def test_quantising_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_make_partial", lambda dst: pytest.fail("work began"))
+    path = write_gguf(tmp_path / "m.gguf", tiny_config())
+    with pytest.raises(ConfigError, match=r"cannot be quantised to 'q80'; did you mean 'q8_0'\?"):
+        convert(path, tmp_path / "new", quantize="q80")
+    with pytest.raises(ConfigError, match="quantize 'q8_0' and dtype 'float32' exclude each other"):
+        convert(path, tmp_path / "new", "float32", quantize="q8_0")
+
+
+def test_old_checkpoints_open(tmp_path, converted):
+    """A manifest of one dtype reads as it did before there were block formats."""
+    checkpoint = converted(write_gguf(tmp_path / "m.gguf", tiny_config()))
+    manifest = json.loads((checkpoint.path / "jaxspec.json").read_text())
+    assert (manifest["version"], manifest["dtype"]) == (1, "float32")
+    assert all(entry.keys() == {"shape", "dtype"} for entry in manifest["arrays"].values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["arrays"]["embed"].update(format="q9_0"), "embed is .*q9_0"),
+        (lambda m: m["arrays"]["embed"].update(format="q4_1"), "embed is .*q4_1"),
+        (lambda m: m["arrays"]["embed"].pop("format"), "embed is "),
+        (lambda m: m["arrays"]["layers.0.down"].update(format="q4_k"), "rows of 96 values are no whole number of q4_k"),
+        (lambda m: m["arrays"].update({"layers.0.qkv.query": {}}), "layers.0.qkv.query is unexpected"),
+        (lambda m: m.update(dtype="float32"), "dtype is 'float32', but most weights are q8_0"),
+    ],
+)
+def test_wrong_manifests_of_blocks_are_refused(tmp_path, q8_native, change, message):
+    folder = shutil.copytree(q8_native, tmp_path / "model", ignore=shutil.ignore_patterns("arrays"))
+    manifest = json.loads((folder / "jaxspec.json").read_text())
+    change(manifest)
+    (folder / "jaxspec.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=message):
+        open_native(folder)
