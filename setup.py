@@ -4,6 +4,7 @@ Everything else about the package is in pyproject.toml.
 """
 
 import importlib.util
+import os
 import platform
 from pathlib import Path
 
@@ -16,7 +17,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     LEVELS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
 # Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler's mood.
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"]
+FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 
 
 def extensions() -> list[Extension]:
@@ -41,4 +42,5 @@ def extensions() -> list[Extension]:
     ]
 
 
-setup(ext_modules=extensions())
+# The libraries side by side: each takes a compiler twenty seconds.
+setup(ext_modules=extensions(), options={"build_ext": {"parallel": os.cpu_count()}})
