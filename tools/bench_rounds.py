@@ -148,8 +148,14 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def print_report(report: dict[str, Any]) -> None:
     """Tables for people."""
+    Console().print(f"draft passes per round: {report['draft_passes_per_round']}")
+    print_tables(report)
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """The machine, and seconds and ratios by name."""
     console = Console()
-    console.print(f"{report['machine']}; {report['versions']}; draft passes {report['draft_passes_per_round']}")
+    console.print(f"{report['machine']}; {report['versions']}")
     for title, unit, scale in (("seconds", "ms", 1e3), ("ratios", "", 1.0)):
         table = Table(title=f"{title} {unit}".strip())
         for column in ("measurement", "median", "min", "max"):

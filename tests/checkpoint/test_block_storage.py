@@ -5,6 +5,7 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
@@ -13,6 +14,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize as quantize_rows
 from make import random_tensors, tiny_config, write_gguf, write_hf
 
+from jaxspec.cache import init_cache
 from jaxspec.checkpoint import convert as module
 from jaxspec.checkpoint import native_arrays
 from jaxspec.checkpoint.block_codec import decode_blocks, type_of
@@ -22,9 +24,11 @@ from jaxspec.checkpoint.native import open_native, read_leaf
 from jaxspec.checkpoint.weights import open_weights
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.measure.roofline import weight_bytes
-from jaxspec.mesh.plan import plan_mesh
+from jaxspec.mesh.plan import TENSOR_AXIS, plan_mesh
+from jaxspec.methods.program import Program
 from jaxspec.models.params import declare_leaves
 from jaxspec.models.storage import PARTS, Storage, restrict_storage
+from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.placement import Placement
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
@@ -370,3 +374,36 @@ def test_wrong_manifests_of_blocks_are_refused(tmp_path, q8_native, change, mess
     (folder / "jaxspec.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=message):
         open_native(folder)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("case", ["q8_0", "q4_1", "medium", "motley", "bf16"])
+def test_forward_through_what_is_kept(case, degree, tmp_path):
+    """Logits from kept weights are those of the numbers they stand for: bit for bit through native kernels.
+
+    On several devices each adds up its own columns, whole blocks of them in one case, and rounding differs.
+    """
+    cfg, kind = CASES[case]
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
+    logits = []
+    for own in (True, False):
+        placement = place(weights, degree, own)
+
+        def run(params, tokens, placement=placement):
+            cache = init_cache(cfg, placement.local_kv_heads, 64, placement.dtype)
+            cache = prefill(params, cfg, tokens[:20], jnp.int32(20), cache)
+            hidden, _ = forward(params, cfg, tokens[20:], 20 + jnp.arange(5), cache, jnp.tril(jnp.ones((5, 5), bool)))
+            return vocab_logits(params, hidden)
+
+        out = placement.array((5, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
+        program = Program("run", run, placement.plan, [placement.params(), placement.array((25,), jnp.int32)], out)
+        logits.append(np.asarray(program(weights.load(placement), np.arange(25, dtype=np.int32) % cfg.vocab_size)))
+    kept, plain = logits
+    assert np.isfinite(plain).all() and plain.std() > 1e-3
+    if not placement.plan.kernels.native:
+        # XLA rounds activations to half precision before it multiplies half-precision weights.
+        np.testing.assert_allclose(kept, plain, atol=0.02 * np.abs(plain).max())
+    elif degree > 1:
+        np.testing.assert_allclose(kept, plain, atol=2e-6 * np.abs(plain).max())
+    else:
+        np.testing.assert_array_equal(kept, plain)

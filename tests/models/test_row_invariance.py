@@ -1,0 +1,97 @@
+"""Native kernels: a row's bits do not depend on the rows beside it, its place in a tree, or how weights are kept."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, RandomSource, place, quick_compilation, relative_error
+
+import jaxspec
+from jaxspec.cache import init_cache
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.measure.invariance import measure_invariance
+from jaxspec.mesh.plan import TENSOR_AXIS, plan_mesh
+from jaxspec.methods.program import Program
+from jaxspec.models.transformer import forward, prefill, vocab_logits
+from pallas_kernels.registry import choose
+
+NATIVE = choose("auto", "cpu").native
+
+needs_native = pytest.mark.skipif(not NATIVE, reason="the native kernels were not built")
+
+
+@functools.cache
+def placed(family, dtype="float32", kernels="cpu", degree=1):
+    target = place(FAMILIES[family], dtype=dtype)
+    target = dataclasses.replace(target, plan=plan_mesh(degree, kernels=kernels))
+    return target, load_foreign(RandomSource(FAMILIES[family]), target.plan, target.dtype)
+
+
+def text(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 101, length).tolist()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chains_and_trees_give_the_bits_of_plain_decoding(family, dtype):
+    target, params = placed(family, dtype)
+    with quick_compilation():
+        result = measure_invariance(target, params, text(150), text(40, seed=1), rows=9)
+    assert (result.tokens, result.rows) == (40, 9)
+    assert result.bitwise and result.largest == 0
+
+
+def test_what_differs_is_counted():
+    target, params = placed("llama", kernels="xla")
+    with quick_compilation():
+        result = measure_invariance(target, params, text(20), text(12, seed=1), rows=4)
+    # XLA's products of one row and of several add in other orders.
+    assert not result.bitwise and 0 < result.largest < 1e-4
+    assert 0 < result.differing_chain <= 12 and 0 < result.differing_tree <= 12
+
+
+@functools.cache
+def tree_logits(family, kernels, degree):
+    """Logits of a chunk's last tokens, seen as a chain with dead rows behind it."""
+    target, params = placed(family, kernels=kernels, degree=degree)
+    cfg, rows, slots = target.cfg, 6, 256
+
+    def run(params, tokens, live):
+        cache = init_cache(cfg, target.local_kv_heads, slots, target.dtype)
+        cache = prefill(params, cfg, tokens[:-rows], jnp.int32(tokens.shape[0] - rows), cache)
+        position = cache.length + jnp.arange(rows)
+        mask = jnp.tril(jnp.ones((rows, rows), bool))
+        hidden, _ = forward(params, cfg, tokens[-rows:], position, cache, mask, live=live)
+        return vocab_logits(params, hidden, live)
+
+    scalar, row = target.array((), jnp.int32), target.array((140,), jnp.int32)
+    out = target.array((rows, target.padded_vocab), jnp.float32, None, TENSOR_AXIS)
+    with quick_compilation():
+        program = Program("tree", run, target.plan, [target.params(), row, scalar], out)
+        return np.asarray(program(params, np.asarray(text(140), np.int32), np.int32(4)))[:, : cfg.vocab_size]
+
+
+@needs_native
+@pytest.mark.parametrize(("family", "degree"), [*((family, 1) for family in FAMILIES), ("llama-tied", 2), ("qwen3", 3)])
+def test_native_and_xla_agree_within_rounding(family, degree):
+    native, xla = tree_logits(family, "cpu", degree), tree_logits(family, "xla", 1)
+    assert relative_error(native[:4], xla[:4]) < 2e-5
+    assert np.isfinite(native).all()
+
+
+@needs_native
+def test_default_model_bitwise(llm):
+    """64 greedy tokens, one by one against chains and trees, from the file's blocks and from float32: all the same."""
+    whole = jaxspec.LLM(dtype="float32")
+    assert "q4_1" in str(llm.engine.target.weights) and str(whole.engine.target.weights) == "float32"
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params)) < 100e6
+    ids = llm.encode([{"role": "user", "content": "Why is the sky blue?"}])
+    sampling = jaxspec.SamplingParams(max_tokens=64, ignore_eos=True, logprobs=True)
+    blocks, floats = (model.generate(ids, sampling) for model in (llm, whole))
+    assert blocks.token_ids == floats.token_ids and blocks.logprobs == floats.logprobs
+    for model in (llm, whole):
+        assert measure_invariance(model.engine.target, model.params, ids, blocks.token_ids).bitwise
