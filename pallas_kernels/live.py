@@ -18,7 +18,9 @@ ROW_STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Time of a pass of so many rows over that of one row, on two CPU cores (docs/results); on accelerators a pass is bound
 # by its weights far beyond that.
 XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 8.0))
-NATIVE_PASS_COST = ((1, 1.0), (8, 1.3), (16, 1.7), (32, 3.0), (64, 5.7), (128, 11.3))
+NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
+# Of weights in blocks, whose single rows cost a third as much.
+BLOCKS_PASS_COST = ((1, 1.0), (2, 1.11), (4, 1.45), (8, 2.1), (16, 4.0), (32, 7.9))
 
 
 def map_live_rows(function: Callable[..., Any], live: jax.Array | None, *arrays: jax.Array) -> Any:
@@ -64,12 +66,20 @@ def computed_rows(live: int, rows: int, kernels: Kernels | None = None) -> int:
         return next(size for size in row_sizes(rows) if size >= min(live, rows))
 
 
-def relative_pass_cost(live: int, rows: int) -> float:
-    """Time of a pass with `live` of `rows` rows over that of a one-row pass: a rough, fixed figure for decisions."""
+def relative_pass_cost(live: int, rows: int, blocks: bool = False) -> float:
+    """Time of a pass with `live` of `rows` rows over that of a one-row pass: a rough, fixed figure for decisions.
+
+    Args:
+      live: rows that matter.
+      rows: of the pass.
+      blocks: whether most weights are kept in blocks.
+    """
     kernels = registry.current()
     if kernels.platform != "cpu":
         return 1.0 + 0.003 * (live - 1)
-    table = NATIVE_PASS_COST if kernels.native else XLA_CPU_PASS_COST
+    table = XLA_CPU_PASS_COST
+    if kernels.native:
+        table = BLOCKS_PASS_COST if blocks else NATIVE_PASS_COST
     computed = computed_rows(live, rows)
     for (low, cheap), (high, dear) in itertools.pairwise(table):
         if computed <= high:

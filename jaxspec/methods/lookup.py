@@ -20,6 +20,7 @@ from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
 from jaxspec.tree.select import Candidates, pack_best
 from jaxspec.tree.topology import Batch
+from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.live import relative_pass_cost
 
 # How often the token that followed a match of n tokens follows again, before anything is known about this text, and
@@ -135,7 +136,7 @@ class LookupDrafter:
         self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
 
         def draft(state, outcome):
-            return look_up(state, outcome, method)
+            return look_up(state, outcome, method, placement.weights.default in FORMATS)
 
         self._create = Program("lookup create", create, plan, [], state)
         self._fill = {}
@@ -171,14 +172,16 @@ def append(state: LookupState, token: jax.Array, count: jax.Array) -> LookupStat
     return dataclasses.replace(state, token=text, length=state.length + count)
 
 
-def look_up(state: LookupState, outcome: Outcome, method: PromptLookup) -> tuple[LookupState, Drafted]:
-    """Learn from the last round, add its tokens to the text, and draft."""
+def look_up(
+    state: LookupState, outcome: Outcome, method: PromptLookup, blocks: bool = False
+) -> tuple[LookupState, Drafted]:
+    """Learn from the last round, add its tokens to the text, and draft for a target with weights in `blocks` or not."""
     state = learn(state, outcome)
     state = append(state, outcome.tokens, outcome.count)
     chance = acceptance(state)
     candidates, matched = merge_matches(state, chance, method)
     if method.adaptive:
-        candidates = keep_worthwhile(candidates, method.batch)
+        candidates = keep_worthwhile(candidates, method.batch, blocks)
     batch = pack_best(state.token[state.length - 1], candidates, method.batch)
     # Which candidate became which row is known by path alone: ask the same selection for the match lengths.
     lengths = pack_best(jnp.int32(0), dataclasses.replace(candidates, token=matched), method.batch).token
@@ -258,7 +261,7 @@ def merge_matches(state: LookupState, chance: jax.Array, method: PromptLookup) -
     return candidates, depth_matched.reshape(-1).astype(jnp.int32)
 
 
-def keep_worthwhile(candidates: Candidates, rows: int) -> Candidates:
+def keep_worthwhile(candidates: Candidates, rows: int, blocks: bool = False) -> Candidates:
     """Drop what does not pay: keep the number of tokens with the most expected output per time.
 
     The expected output of a batch is 1 + the sum of its tokens' probabilities (ALGORITHMS 10).
@@ -266,7 +269,7 @@ def keep_worthwhile(candidates: Candidates, rows: int) -> Candidates:
     wanted = min(rows - 1, candidates.score.shape[0])
     best, _ = jax.lax.top_k(candidates.score, wanted)
     gain = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.exp(best))])
-    cost = jnp.array([relative_pass_cost(1 + n, rows) for n in range(wanted + 1)])
+    cost = jnp.array([relative_pass_cost(1 + n, rows, blocks) for n in range(wanted + 1)])
     kept = jnp.argmax(gain / cost)
     least = jnp.where(kept > 0, best[jnp.maximum(kept - 1, 0)], jnp.inf)
     return dataclasses.replace(candidates, score=jnp.where(candidates.score >= least, candidates.score, -jnp.inf))

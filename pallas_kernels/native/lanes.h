@@ -99,7 +99,8 @@ inline __m512 fold_within(__m512 a, __m512 b) {
 }  // namespace detail
 
 // Lane i of the result is `sum(a[i])`, the same additions in the same order; a transposition costs a third of 16 sums.
-inline Lanes sums(const Lanes (&a)[kLanes]) {
+// Inlined always: sixteen accumulators should not go through memory.
+[[gnu::always_inline]] inline Lanes sums(const Lanes (&a)[kLanes]) {
   __m512 eights[8], fours[4], twos[2];
   for (int i = 0; i < 8; i++) eights[i] = detail::fold_quarters<0x44, 0xEE>(a[2 * i].v, a[2 * i + 1].v);
   for (int i = 0; i < 4; i++) fours[i] = detail::fold_quarters<0x88, 0xDD>(eights[2 * i], eights[2 * i + 1]);

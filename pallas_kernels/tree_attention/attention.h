@@ -162,56 +162,89 @@ void add_values_of(int64_t queries, const float* weight, const uint8_t* const* v
                                      static_cast<int>(std::min<int64_t>(kLanes, width - h)), out, out_stride);
 }
 
+// Products of `kQueries` queries with four keys: score[q * kChunk + j].
+template <class Element, int kQueries>
+inline void score_four(const float* query, const uint8_t* const* keys, int64_t width, Lanes scale, float* score) {
+  constexpr int kKeys = 4;
+  static_assert(kQueries * kKeys <= kLanes, "`sums` adds up sixteen accumulators");
+  const int64_t steps = width / kLanes;
+  const int tail = static_cast<int>(width % kLanes);
+  Lanes acc[kLanes];
+  for (int i = 0; i < kLanes; i++) acc[i] = zero();
+  const uint8_t* key[kKeys];
+  for (int j = 0; j < kKeys; j++) key[j] = keys[j];
+  for (int64_t step = 0; step < steps; step++) {
+    Lanes row[kKeys];
+    for (int j = 0; j < kKeys; j++) row[j] = load_step<Element>(key[j], step);
+    for (int q = 0; q < kQueries; q++) {
+      Lanes a = load(query + q * width + step * kLanes);
+      hold(a);
+      for (int j = 0; j < kKeys; j++) acc[q * kKeys + j] = fma(a, row[j], acc[q * kKeys + j]);
+    }
+  }
+  if (tail) {
+    for (int q = 0; q < kQueries; q++) {
+      Lanes a = load(query + q * width + steps * kLanes, tail);
+      for (int j = 0; j < kKeys; j++)
+        acc[q * kKeys + j] = fma(a, Element::unpack_tail(key[j], steps, tail), acc[q * kKeys + j]);
+    }
+  }
+  float together[kLanes];
+  store(together, sums(acc) * scale);
+  for (int q = 0; q < kQueries; q++) std::memcpy(score + q * kChunk, together + q * kKeys, kKeys * sizeof(float));
+}
+
+template <class Element, int kQueries = 4>
+void score_four_of(int64_t queries, const float* query, const uint8_t* const* keys, int64_t width, Lanes scale,
+                   float* score) {
+  if (queries == kQueries) {
+    score_four<Element, kQueries>(query, keys, width, scale, score);
+  } else if constexpr (kQueries > 1) {
+    score_four_of<Element, kQueries - 1>(queries, query, keys, width, scale, score);
+  }
+}
+
+// Weights of the tokens `[begin, end)` of a chunk from their scores, in place: e^(score - largest), and zero for the
+// places beside them up to whole lanes, which change no sum.
+inline Part weigh(float* score, int begin, int end) {
+  const int first = begin / kLanes * kLanes;
+  for (int i = first; i < begin; i++) score[i] = -kInfinity;
+  for (int i = end; i % kLanes; i++) score[i] = -kInfinity;
+  Lanes most = set(-kInfinity);
+  for (int i = first; i < end; i += kLanes) most = max(load(score + i), most);
+  float each[kLanes];
+  store(each, most);
+  float largest = -kInfinity;
+  for (int i = 0; i < kLanes; i++) largest = each[i] > largest ? each[i] : largest;
+  Lanes total = zero();
+  for (int i = first; i < end; i += kLanes) {
+    Lanes e = exp(load(score + i) - set(largest));
+    if (i + kLanes > end) e = keep_first(e, end - i, zero());
+    if (i < begin) e = e - keep_first(e, begin - i, zero());
+    store(score + i, e);
+    total = total + e;
+  }
+  return {largest, sum(total)};
+}
+
 // Attention of `queries` queries, which see the same tokens `[begin, end)` of a chunk, to them.
 template <class Element>
 void attend(const float* query, int64_t queries, const uint8_t* const* key, const uint8_t* const* value, int begin,
             int end, int64_t width, float* weight, float* part, int64_t part_stride) {
+  constexpr int64_t kTogether = 4;
   const Lanes scale = set(1.0f / std::sqrt(static_cast<float>(width)));
-  const int64_t steps = width / kLanes;
-  const int tail = static_cast<int>(width % kLanes);
-  const int first = begin / kLanes * kLanes;
-  for (int i = first; i < end; i += kLanes) {
-    const uint8_t* keys[kLanes];
-    for (int j = 0; j < kLanes; j++) keys[j] = key[std::clamp(i + j, begin, end - 1)];
-    for (int64_t q = 0; q < queries; q++) {
-      Lanes acc[kLanes];
-      for (int j = 0; j < kLanes; j++) acc[j] = zero();
-      const float* own = query + q * width;
-      for (int64_t step = 0; step < steps; step++) {
-        Lanes a = load(own + step * kLanes);
-        for (int j = 0; j < kLanes; j++) acc[j] = fma(a, load_step<Element>(keys[j], step), acc[j]);
-      }
-      if (tail) {
-        Lanes a = load(own + steps * kLanes, tail);
-        for (int j = 0; j < kLanes; j++) acc[j] = fma(a, Element::unpack_tail(keys[j], steps, tail), acc[j]);
-      }
-      store(weight + q * kChunk + i, sums(acc) * scale);
-    }
+  for (int i = begin / 4 * 4; i < end; i += 4) {
+    // Places that no row sees are scored as their neighbours, and weigh nothing below.
+    const uint8_t* keys[4];
+    for (int j = 0; j < 4; j++) keys[j] = key[std::clamp(i + j, begin, end - 1)];
+    for (int64_t q = 0; q < queries; q += kTogether)
+      score_four_of<Element>(std::min(kTogether, queries - q), query + q * width, keys, width, scale,
+                             weight + q * kChunk + i);
   }
   for (int64_t q = 0; q < queries; q++) {
-    float* w = weight + q * kChunk;
-    // Places that the row does not see weigh nothing: zeros, which change no sum.
-    for (int i = first; i < begin; i++) w[i] = -kInfinity;
-    for (int i = end; i % kLanes; i++) w[i] = -kInfinity;
-    float largest = -kInfinity;
-    for (int i = begin; i < end; i++) largest = w[i] > largest ? w[i] : largest;
-    Lanes total = zero();
-    for (int i = first; i < end; i += kLanes) {
-      Lanes e = exp(load(w + i) - set(largest));
-      if (i < begin || i + kLanes > end) {
-        float masked[kLanes];
-        store(masked, e);
-        for (int j = 0; j < kLanes; j++)
-          if (i + j < begin || i + j >= end) masked[j] = 0;
-        e = load(masked);
-      }
-      store(w + i, e);
-      total = total + e;
-    }
-    Part head{largest, sum(total)};
+    const Part head = weigh(weight + q * kChunk, begin, end);
     std::memcpy(part + q * part_stride, &head, sizeof head);
   }
-  constexpr int64_t kTogether = 4;
   for (int64_t q = 0; q < queries; q += kTogether)
     add_values_of<Element>(std::min(kTogether, queries - q), weight + q * kChunk, value, begin, end, width,
                            part + q * part_stride + 2, part_stride);
