@@ -3,12 +3,14 @@
 Everything else about the package is in pyproject.toml.
 """
 
+import copy
 import importlib.util
 import os
 import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path("pallas_kernels")
 # One library per instruction set, all from the same sources; the best that a machine has is chosen when it runs.
@@ -42,5 +44,19 @@ def extensions() -> list[Extension]:
     ]
 
 
-# The libraries side by side: each takes a compiler twenty seconds.
-setup(ext_modules=extensions(), options={"build_ext": {"parallel": os.cpu_count()}})
+class BuildSideBySide(build_ext):
+    """Build each library with objects of its own: their sources are the same, what becomes of them is not."""
+
+    def build_extension(self, ext):
+        """Build one library; several threads do so at once."""
+        own = copy.copy(self)
+        own.build_temp = str(Path(self.build_temp) / ext.name)
+        build_ext.build_extension(own, ext)
+
+
+# Side by side, because each library takes a compiler twenty seconds.
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildSideBySide},
+    options={"build_ext": {"parallel": os.cpu_count()}},
+)

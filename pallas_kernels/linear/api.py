@@ -37,25 +37,40 @@ def linear(x: jax.Array, weight: Weight, live: jax.Array | None = None) -> jax.A
 
 
 def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [T] -> [T, I] float32
-    """Rows of a weight as float32 numbers; indices lie within the weight."""
+    """Rows of a weight as float32 numbers; indices lie within the weight.
+
+    Raises:
+      ValueError: no matrix, or an index that is no int32 vector.
+    """
+    check_weight(weight)
+    if index.ndim != 1 or index.dtype != jnp.int32:
+        raise ValueError(f"take_rows needs an int32 vector of rows, got {index.dtype} {index.shape}")
     if not isinstance(weight, Blocks):
         return weight[index].astype(jnp.float32)
     if not registry.current().native:
         return reference.as_numbers(Blocks(weight.data[index], weight.format))
     data, weight_format = native_weight(weight)
     out = jax.ShapeDtypeStruct((index.shape[0], _inputs(weight)), jnp.float32)
-    return native.call("take_rows", out, data, index.astype(jnp.int32), format=weight_format)
+    return native.call("take_rows", out, data, index, format=weight_format)
 
 
 def check_operands(x: jax.Array, weight: Weight) -> None:
     """Refuse operands that no implementation can multiply."""
-    if isinstance(weight, Blocks):
-        if weight.format not in FORMATS or weight.ndim != 3 or weight.shape[2] != FORMATS[weight.format].nbytes:
-            raise ValueError(f"{weight.format!r} blocks of shape {weight.shape} are no [O, I / values, bytes] matrix")
-    elif weight.ndim != 2 or weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"linear needs a float32, bfloat16 or float16 [O, I], got {weight.dtype} {weight.shape}")
+    check_weight(weight)
     if x.ndim != 2 or x.shape[1] != _inputs(weight):
         raise ValueError(f"linear needs [T, I] and [O, I], got {x.shape} and {(weight.shape[0], _inputs(weight))}")
+
+
+def check_weight(weight: Weight) -> None:
+    """Refuse what is no matrix in a format that kernels read."""
+    if isinstance(weight, Blocks):
+        known = weight.format in FORMATS and weight.data.dtype == jnp.uint8
+        if not known or weight.ndim != 3 or weight.shape[2] != FORMATS[weight.format].nbytes:
+            raise ValueError(
+                f"{weight.format!r} blocks of {weight.data.dtype} {weight.shape} are no uint8 [O, I / values, bytes]"
+            )
+    elif weight.ndim != 2 or weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"linear needs a float32, bfloat16 or float16 [O, I], got {weight.dtype} {weight.shape}")
 
 
 def native_weight(weight: Weight) -> tuple[jax.Array, str]:

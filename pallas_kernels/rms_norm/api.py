@@ -9,7 +9,13 @@ from pallas_kernels.rms_norm import reference
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D] float32
-    """Scale each row to unit mean square, then by `scale`; float32 inside."""
+    """Scale each row to unit mean square, then by `scale`; float32 inside.
+
+    Raises:
+      ValueError: `scale` is not one row wide.
+    """
+    if x.ndim < 1 or scale.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm needs [..., D] and [D], got {x.shape} and {scale.shape}")
     if not registry.current().native:
         return reference.rms_norm(x, scale, eps)
     x = x.astype(jnp.float32)

@@ -12,7 +12,13 @@ def rope_tables(position: jax.Array, frequency: jax.Array) -> tuple[jax.Array, j
     Args:
       position: int32 `[T]`.
       frequency: float32 `[H / 2]`, radians per position.
+
+    Raises:
+      ValueError: other shapes or dtypes.
     """
+    for name, array, dtype in (("position", position, jnp.int32), ("frequency", frequency, jnp.float32)):
+        if array.ndim != 1 or array.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype.__name__} with one dimension, got {array.dtype} {array.shape}")
     if not registry.current().native:
         angle = position.astype(jnp.float32)[:, None] * frequency[None, :]
         return jnp.cos(angle), jnp.sin(angle)

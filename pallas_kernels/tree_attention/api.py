@@ -87,9 +87,14 @@ def _check(qkv, cos, sin, key, value, window_mask, position) -> None:
         )
     if key.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"the cache must be float32 or bfloat16, got {key.dtype}")
-    if cos.shape != (T, H // 2) or sin.shape != cos.shape:
-        raise ValueError(f"rotary tables must be {(T, H // 2)}, got {cos.shape} and {sin.shape}")
+    for table in (cos, sin):
+        if table.shape != (T, H // 2) or table.dtype != jnp.float32:
+            raise ValueError(f"rotary tables must be float32 {(T, H // 2)}, got {table.dtype} {table.shape}")
     if (window_mask is None) != (position is None):
         raise ValueError("window_mask and position are given together, or neither for a causal chunk")
-    if window_mask is not None and position is not None and (len(window_mask), len(position)) != (T, T):
-        raise ValueError(f"window_mask {window_mask.shape} and position {position.shape} need {T} rows")
+    if window_mask is None:
+        return
+    if window_mask.ndim != 2 or len(window_mask) != T or window_mask.dtype != bool:
+        raise ValueError(f"window_mask must be bool [{T}, W], got {window_mask.dtype} {window_mask.shape}")
+    if position.shape != (T,) or position.dtype != jnp.int32:
+        raise ValueError(f"position must be int32 [{T}], got {position.dtype} {position.shape}")
