@@ -40,10 +40,10 @@ struct Matrix {
   const uint8_t* row(int64_t i) const { return data + i * row_bytes; }
 };
 
-// What a tile fetches ahead of each of the next tile's weight rows, while it multiplies its own: `stride` bytes a step from
-// `start` on. Where several tiles of rows meet the same outputs, each fetches a part, so that memory is never idle.
+// What a tile fetches while it multiplies: `distance` bytes behind each of its own weight rows (0: the rows of the next
+// tile), `stride` bytes a step. Where several tiles of rows meet the same outputs, each fetches a part of the next ones.
 struct Ahead {
-  int64_t start, stride;
+  int64_t distance, stride;
 };
 
 // Into the second-level cache: it keeps more requests to the memory going than the first one can.
@@ -61,9 +61,11 @@ inline void write_sums(const Lanes (&acc)[kOutputs][kRows], float* y, int64_t y_
 #if defined(__AVX512F__)
   constexpr int kPairs = kOutputs * kRows;
   if constexpr (kPairs >= 6) {
+#pragma GCC unroll 2
     for (int done = 0; done < kPairs; done += kLanes) {
       Lanes flat[kLanes];
       float out[kLanes];
+#pragma GCC unroll 16
       for (int i = 0; i < kLanes; i++)
         flat[i] = done + i < kPairs ? acc[(done + i) % kOutputs][(done + i) / kOutputs] : zero();
       store(out, sums(flat));
@@ -90,7 +92,7 @@ inline void multiply_tile(const float* x, const Matrix& w, int64_t first, Ahead 
     Lanes weight[kOutputs][kParts];
     for (int o = 0; o < kOutputs; o++) {
       Format::unpack(rows[o], step, weight[o]);
-      prefetch(rows[o] + kOutputs * w.row_bytes + ahead.start + step * ahead.stride);
+      prefetch(rows[o] + ahead.distance + step * ahead.stride);
     }
     for (int part = 0; part < kParts; part++) {
       for (int r = 0; r < kRows; r++) {
@@ -116,6 +118,7 @@ template <class Format, int kRows>
 void multiply_rows(const float* x, const Matrix& w, int64_t first, int64_t count, Ahead ahead, float* y,
                    int64_t y_stride) {
   constexpr int kOutputs = tile_outputs<Format, kRows>();
+  if (ahead.distance == 0) ahead.distance = kOutputs * w.row_bytes;
   int64_t o = 0;
   for (; o + kOutputs <= count; o += kOutputs)
     multiply_tile<Format, kOutputs, kRows>(x, w, first + o, ahead, y + o, y_stride);
@@ -155,19 +158,18 @@ struct GateScratch;
 template <class Format>
 void multiply(const float* x, int64_t rows, const Matrix& w, int64_t first, int64_t count, float* y,
               int64_t y_stride) {
-  // A few tiles of rows: all of them meet an output while its weights are in the first-level cache, and the memory works
-  // evenly. Many: a tile of rows stays there, and the weights in the second-level cache. Unpacking anew for every tile
-  // costs less than keeping what was unpacked.
-  constexpr int64_t kFewTiles = 4;
+  // Weights of a few outputs stay in the second-level cache while tile after tile of the rows, which stays in the first,
+  // meets them. Unpacking anew for every tile costs less than keeping what was unpacked.
+  constexpr int64_t kTogether = 12;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  const int64_t together = tiles > 1 && tiles <= kFewTiles ? tile_outputs<Format, kTileRows>() : count;
+  const int64_t together = tiles == 1 ? count : kTogether;
   const int64_t stride = Format::kStep * Format::kBytes / Format::kValues / tiles;
   for (int64_t o = 0; o < count; o += together) {
     for (int64_t tile = 0; tile < tiles; tile++) {
       const int64_t r = tile * kTileRows;
+      const int64_t distance = tiles == 1 ? 0 : together * w.row_bytes + tile * w.row_bytes / tiles;
       detail::multiply_few<Format>(x + r * w.inputs, std::min<int64_t>(kTileRows, rows - r), w, first + o,
-                                   std::min(together, count - o), {tile * w.row_bytes / tiles, stride},
-                                   y + r * y_stride + o, y_stride);
+                                   std::min(together, count - o), {distance, stride}, y + r * y_stride + o, y_stride);
     }
   }
 }

@@ -102,8 +102,11 @@ inline __m512 fold_within(__m512 a, __m512 b) {
 // Inlined always: sixteen accumulators should not go through memory.
 [[gnu::always_inline]] inline Lanes sums(const Lanes (&a)[kLanes]) {
   __m512 eights[8], fours[4], twos[2];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i++) eights[i] = detail::fold_quarters<0x44, 0xEE>(a[2 * i].v, a[2 * i + 1].v);
+#pragma GCC unroll 4
   for (int i = 0; i < 4; i++) fours[i] = detail::fold_quarters<0x88, 0xDD>(eights[2 * i], eights[2 * i + 1]);
+#pragma GCC unroll 2
   for (int i = 0; i < 2; i++) twos[i] = detail::fold_within<0x44, 0xEE>(fours[2 * i], fours[2 * i + 1]);
   __m512 ones = detail::fold_within<0x88, 0xDD>(twos[0], twos[1]);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

@@ -170,6 +170,7 @@ inline void score_four(const float* query, const uint8_t* const* keys, int64_t w
   const int64_t steps = width / kLanes;
   const int tail = static_cast<int>(width % kLanes);
   Lanes acc[kLanes];
+#pragma GCC unroll 16
   for (int i = 0; i < kLanes; i++) acc[i] = zero();
   const uint8_t* key[kKeys];
   for (int j = 0; j < kKeys; j++) key[j] = keys[j];
