@@ -83,6 +83,7 @@ def make_report(
         ],
         "pass_context": measured.context,
         "weight_bytes": measured.weight_bytes,
+        "kernels": measured.kernels.name,
         "roofline": {
             "gb_per_s": _roofline(measured),
             "seconds": _spread(measured.roofline_s),
