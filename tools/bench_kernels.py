@@ -7,6 +7,7 @@ every measurement once, in turn; ratios are taken within a repeat and their medi
 
   pure pass W      the chain of products of a one-row pass, attention and everything else left out, with weights W
   KERNELS W T @ C  one target pass over T rows, head included, at C tokens of context: plain decoding is T = 1
+  KERNELS W decode a token of plain decoding as a user gets it, behind the first context: 64 greedy ones, first left out
   llama.cpp W @ C  the same step of llama-cpp-python (`pip install llama-cpp-python`), two threads
 """
 
@@ -71,11 +72,20 @@ def make_passes(contexts: list[int]) -> dict[str, Callable[[], float]]:
         llm = jaxspec.LLM(**options)  # pyright: ignore[reportArgumentType]
         if name != "xla float32":
             runs[f"pure pass {name.split()[1]}"] = roofline_pass(llm.params, llm.kernels, STEPS)
+        runs[f"{name} decode"] = functools.partial(decode, llm, contexts[0])
         for context in contexts:
             for rows in ROWS:
                 run = time_target_pass(llm.engine.target, llm.params, rows, context)
                 runs[f"{name} {rows} @ {context}"] = functools.partial(lambda run: run(STEPS) / STEPS, run)
     return runs
+
+
+def decode(llm: jaxspec.LLM, context: int) -> float:
+    """Seconds per token of a generation behind random tokens."""
+    prompt = np.random.default_rng(0).integers(5, 40_000, context).tolist()
+    out = llm.generate(prompt, jaxspec.SamplingParams(max_tokens=64, ignore_eos=True))
+    assert isinstance(out, jaxspec.Completion)
+    return out.stats.decode_s / (out.stats.completion_tokens - 1)
 
 
 def make_peers(contexts: list[int], folder: Path) -> dict[str, Callable[[], float]]:
@@ -146,7 +156,10 @@ def measure(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, lis
 
 def make_ratios(samples: dict[str, list[float]], contexts: list[int]) -> dict[str, list[float]]:
     """What the numbers are compared for."""
-    pairs = {}
+    pairs = {
+        "float32, decode: xla / native": ("xla float32 decode", "native float32 decode"),
+        "blocks, decode: xla float32 / native": ("xla float32 decode", "native blocks decode"),
+    }
     for c in contexts:
         step, blocks = f"native float32 1 @ {c}", f"native blocks 1 @ {c}"
         pairs[f"float32 @ {c}: xla / native"] = f"xla float32 1 @ {c}", step
