@@ -71,7 +71,7 @@ class UnavailableError(Exception):
 
 
 class FuzzError(Exception):
-    """A case failed; what the program said."""
+    """A case failed, or its program could not be built; what was said about it."""
 
 
 def main() -> None:
@@ -132,13 +132,19 @@ def choose_levels(names: str, best: str) -> list[str]:
 
 
 def build(folder: Path, level: str, sanitizer: str, parts: dict[str, list[str]] | None = None) -> dict[str, Path]:
-    """Compile the parts (default: all), as many at a time as there are cores; the programs by part."""
+    """Compile the parts (default: all), as many at a time as there are cores; the programs by part.
+
+    Raises:
+      FuzzError: one does not compile.
+    """
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_part(item: tuple[str, list[str]]) -> tuple[str, Path]:
         name, defines = item
         command = [*_compiler(), *FLAGS, *SANITIZERS[sanitizer], *LEVELS[level], *defines, SOURCE, "-o", folder / name]
-        subprocess.run([str(word) for word in command], check=True)
+        built = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        if built.returncode:
+            raise FuzzError(f"{name} does not compile for {level}\n{built.stderr}")
         return name, folder / name
 
     with ThreadPoolExecutor(_cores()) as pool:
