@@ -75,8 +75,9 @@ class Visible {
       const int64_t marked = static_cast<int64_t>(slots_.size()) - row.begin;
       const int64_t last = mask ? position[t] : s.length + t;
       row.first = s.sliding ? std::min(s.length, std::max<int64_t>(0, last - s.sliding + 1)) : 0;
-      // Window slots can only be cut once the whole prefix is.
-      row.window = row.first < s.length ? s.length : std::max(s.length, last + 1 - marked);
+      // Window slots can only be cut once the whole prefix is. A row that does not matter may have any position.
+      const int64_t own = std::min(last, s.slots - 1);
+      row.window = row.first < s.length ? s.length : std::max(s.length, own + 1 - marked);
       if (row.first == s.length) row.first = row.window;
       row.end = row.window + marked;
     }
