@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxspec.checkpoint.borrow import borrow_params
 from jaxspec.checkpoint.weights import Weights, open_weights
 from jaxspec.compile_cache import enable_compile_cache
 from jaxspec.config import DType, EngineConfig, SamplingParams
@@ -24,8 +25,8 @@ from jaxspec.mesh.plan import MeshPlan, plan_mesh
 from jaxspec.methods.base import Method, ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.models.params import Params
-from jaxspec.pairing import count_named, count_shared_tokens
-from jaxspec.placement import Placement, resolve_dtype
+from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens
+from jaxspec.placement import Lender, Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
 from jaxspec.speculation import count_speculation
 from jaxspec.text import TextStream, Tokenizer, load_tokenizer
@@ -72,6 +73,8 @@ class LLM:
         resolved = resolve_method(method, has_draft=draft is not None)
         check_draft_given(resolved, draft is not None)
         weights = _open_weights("model", model)
+        if weights.config.shares_embedding:
+            raise ConfigError(f"{weights.path}: is a draft without an embedding of its own; give it as the draft")
         draft_weights = None if draft is None else _open_weights("draft", draft)
         plan = plan_mesh(config.target_devices, kernels=config.kernels)
         self.model_path = weights.path
@@ -323,36 +326,57 @@ def _place_models(
     weights: Weights, draft_weights: Weights | None, tokenizer: Tokenizer, plan: MeshPlan, dtype: DType
 ) -> Models:
     """Placements of target and draft on one mesh; a pair that does not fit together is refused."""
-
-    def place(weights: Weights, vocab_rows: int = 0, vocab_limit: int | None = None) -> Placement:
-        # Only the native kernels read blocks and half precision faster than float32.
-        own = weights.storage(plan) if dtype == "auto" and plan.kernels.native else None
-        return Placement(weights.config, plan, resolve_dtype(dtype, plan), vocab_rows, vocab_limit, own)
-
+    # Only the native kernels read blocks and half precision faster than float32.
+    keeps = dtype == "auto" and plan.kernels.native
+    target = Placement(
+        weights.config, plan, resolve_dtype(dtype, plan), storage=weights.storage(plan) if keeps else None
+    )
     if draft_weights is None:
-        return Models(place(weights))
-    draft_tokenizer = load_tokenizer(draft_weights.path)
-    tokens, draft_tokens = tokenizer.token_strings(), draft_tokenizer.token_strings()
+        return Models(target)
+    limit, rows = _match_vocabularies(weights, draft_weights, tokenizer)
+    if draft_weights.config.max_context < weights.config.max_context:
+        logging.getLogger(__name__).warning(
+            "the draft was made for %d tokens of context, the target for %d: drafts behind that may be poor",
+            draft_weights.config.max_context, weights.config.max_context,
+        )  # fmt: skip
+    target = dataclasses.replace(target, vocab_rows=rows)
+    # A draft decides the speed alone, so it need not follow the target to float32.
+    keeps = dtype in ("auto", "float32") and plan.kernels.native
+    draft = Placement(
+        draft_weights.config,
+        plan,
+        resolve_dtype(dtype, plan),
+        rows,
+        limit,
+        draft_weights.storage(plan) if keeps else None,
+        Lender(weights.config, target.weights) if draft_weights.config.shares_embedding else None,
+    )
+    return Models(target, draft)
+
+
+def _match_vocabularies(weights: Weights, draft_weights: Weights, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Ids that a draft may propose, from 0 up to a limit, and the vocabulary rows that both models need."""
+    tokens = tokenizer.token_strings()
+    if draft_weights.vocabulary is not None:
+        widths = (weights.config.embed_dim, draft_weights.config.embed_dim)
+        check_vocabulary(tokens, draft_weights.vocabulary, widths)
+        return weights.config.vocab_size, weights.config.vocab_size
+    draft_tokens = load_tokenizer(draft_weights.path).token_strings()
     shared = count_shared_tokens(tokens, draft_tokens)
     if unused := count_named(tokens[shared:], draft_tokens[shared:]):
         logging.getLogger(__name__).warning(
             "the draft proposes tokens 0 to %d only: its vocabulary and the target's part there, and %d tokens behind "
             "that both have are left to the target", shared - 1, unused,
         )  # fmt: skip
-    if draft_weights.config.max_context < weights.config.max_context:
-        logging.getLogger(__name__).warning(
-            "the draft was made for %d tokens of context, the target for %d: drafts behind that may be poor",
-            draft_weights.config.max_context, weights.config.max_context,
-        )  # fmt: skip
     sizes = (weights.config.vocab_size, draft_weights.config.vocab_size)
-    draft = place(draft_weights, vocab_rows=max(sizes), vocab_limit=min(shared, *sizes))
-    return Models(place(weights, vocab_rows=max(sizes)), draft)
+    return min(shared, *sizes), max(sizes)
 
 
 def _load_params(weights: Weights, draft_weights: Weights | None, models: Models) -> ModelParams:
+    target = weights.load(models.target)
     if draft_weights is None or models.draft is None:
-        return ModelParams(weights.load(models.target))
-    return ModelParams(weights.load(models.target), draft_weights.load(models.draft))
+        return ModelParams(target)
+    return ModelParams(target, draft_weights.load(models.draft) | borrow_params(models.draft, target))
 
 
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:

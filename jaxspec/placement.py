@@ -1,7 +1,8 @@
 """A model on its mesh: geometry, devices and dtype, and every shape and sharding that follows."""
 
+import bisect
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,18 @@ from jaxspec.mesh.padding import round_up
 from jaxspec.mesh.plan import TENSOR_AXIS, MeshPlan
 from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import Params, declare_params
+from jaxspec.models.params import Params, declare_params, declare_shared
 from jaxspec.models.storage import Storage, as_storage
 from jaxspec.sampling.processors import History, history_specs, init_history, processor_specs
 from jaxspec.sampling.request import Request, make_request
 from jaxspec.sampling.vocab import VocabShard
+
+
+class Lender(NamedTuple):
+    """The target whose embedding a draft shares: its geometry, and how its weights are kept."""
+
+    cfg: ModelConfig
+    storage: Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +40,7 @@ class Placement:
         the same tokens of both.
       vocab_limit: ids from here on are never proposed; None is the vocabulary's size.
       storage: how each weight is kept, fitted to the plan (see `fit_storage`).
+      lender: the target whose embedding this model shares.
     """
 
     cfg: ModelConfig
@@ -40,6 +49,7 @@ class Placement:
     vocab_rows: int = 0
     vocab_limit: int | None = None
     storage: Storage | None = None
+    lender: Lender | None = None
 
     @property
     def weights(self) -> Storage:
@@ -54,8 +64,14 @@ class Placement:
     @property
     def vocab(self) -> VocabShard:
         """This mesh's split of the vocabulary."""
-        axis = TENSOR_AXIS if self.plan.tensor > 1 else None
-        return VocabShard(self.vocab_limit or self.cfg.vocab_size, self.padded_vocab // self.plan.tensor, axis)
+        axis, head_ids = TENSOR_AXIS if self.plan.tensor > 1 else None, self.cfg.head_ids
+        columns = round_up(len(head_ids), self.plan.tensor) if head_ids else self.padded_vocab
+        return VocabShard(self._limit, columns // self.plan.tensor, axis, head_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that the model can propose."""
+        return bisect.bisect_left(self.cfg.head_ids, self._limit) if self.cfg.head_ids else self._limit
 
     @property
     def local_kv_heads(self) -> int:
@@ -63,8 +79,19 @@ class Placement:
         return round_up(self.cfg.num_kv_heads, self.plan.tensor) // self.plan.tensor
 
     def params(self) -> Params:
-        """Padded, sharded shapes of the parameters."""
+        """Padded, sharded shapes of the parameters, those that the model shares included."""
+        return self.own_params() | self.shared_params()
+
+    def own_params(self) -> Params:
+        """Shapes of what the model's checkpoint holds."""
         return placed_shapes(declare_params(self.cfg, self.weights), self.plan, {"vocab": self.vocab_rows})
+
+    def shared_params(self) -> Params:
+        """Shapes of what the model has of its target."""
+        if self.lender is None:
+            return {}
+        lent = declare_params(self.lender.cfg, self.lender.storage)
+        return placed_shapes(declare_shared(self.cfg, self.weights, lent), self.plan, {"vocab": self.vocab_rows})
 
     def replicated(self, tree: Any) -> Any:
         """Shapes of a pytree of arrays, a whole copy on every device."""
@@ -88,6 +115,10 @@ class Placement:
         layer = self.array((self.local_kv_heads * self.plan.tensor, slots, self.cfg.head_dim), self.dtype, TENSOR_AXIS)
         layers = (layer,) * self.cfg.num_layers
         return KVCache(layers, layers, self.array((), jnp.int32))
+
+    @property
+    def _limit(self) -> int:
+        return self.vocab_limit or self.cfg.vocab_size
 
     @property
     def _whole_vocab(self) -> VocabShard:

@@ -4,7 +4,7 @@ import dataclasses
 import glob
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from jaxspec.checkpoint.native import (
 from jaxspec.checkpoint.native_arrays import PendingLeaf, count_bytes
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params, is_info, leaf_name
+from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, is_info, leaf_name
 from jaxspec.models.storage import LeafType, Storage, collect_storage, restrict_storage, weight_leaves
 from jaxspec.suggest import suggest
 from pallas_kernels.linear.blocks import FORMATS
@@ -50,6 +50,16 @@ class ConvertProgress:
     num_arrays: int
     bytes: int
     num_bytes: int
+
+
+class _Source(NamedTuple):
+    """What a conversion needs of any checkpoint; `storage` is how its weights are kept, `read` makes one array."""
+
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+    storage: Storage
+    read: ReadLeaf
+    vocabulary: str | None = None
 
 
 def convert(
@@ -92,7 +102,46 @@ def convert(
     _check_places(src, dst)
     source = _open_source(src)
     cfg = source.config if layers is None else _keep_layers(source.config, layers)
-    stored = _choose_storage(source, cfg, dtype, quantize)
+    return _write_checkpoint(dst, source, cfg, _choose_storage(source, cfg, dtype, quantize), progress, tokenizer=src)
+
+
+def save_draft(
+    dst: str | Path,
+    params: Params,
+    cfg: ModelConfig,
+    vocabulary: str,
+    eos_ids: Sequence[int] = (),
+    quantize: str | None = None,
+) -> NativeCheckpoint:
+    """Write a draft that shares its target's embedding, all or nothing, as `convert` does.
+
+    Args:
+      dst: a folder that does not exist yet, in one that does.
+      params: its own parameters (`declare_params`), float32.
+      cfg: its geometry, with `shares_embedding`.
+      vocabulary: see `jaxspec.pairing.vocabulary_digest`.
+      eos_ids: token ids that end a text; the target's decide.
+      quantize: see `convert`.
+
+    Raises:
+      CheckpointError, ConfigError: as `convert`.
+    """
+    dst = Path(dst)
+    _check_destination(dst)
+    leaves = {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree.flatten_with_path(params)[0]}
+    source = _Source(cfg, tuple(eos_ids), Storage("float32"), lambda name, info: leaves[name], vocabulary)
+    return _write_checkpoint(dst, source, cfg, _choose_storage(source, cfg, "auto", quantize))
+
+
+def _write_checkpoint(
+    dst: Path,
+    source: _Source,
+    cfg: ModelConfig,
+    stored: Storage,
+    progress: Callable[[ConvertProgress], None] | None = None,
+    tokenizer: Path | None = None,
+) -> NativeCheckpoint:
+    """Write a source's first layers; see `convert`. `tokenizer` is the checkpoint whose tokenizer goes with it."""
     needed = sum(map(count_bytes, declare_leaves(cfg, stored).values())) + _SPARE_BYTES
     free = shutil.disk_usage(dst.absolute().parent).free
     if needed > free:
@@ -100,9 +149,10 @@ def convert(
     partial = _make_partial(dst)
     try:
         # First what is quick to fail.
-        _save_tokenizer(src, partial)
+        if tokenizer is not None and not cfg.shares_embedding:
+            _save_tokenizer(tokenizer, partial)
         write_arrays(partial, _plan_leaves(source, cfg, stored, progress or (lambda _: None)))
-        write_manifest(partial, cfg, stored, source.eos_ids)
+        write_manifest(partial, cfg, stored, source.eos_ids, source.vocabulary)
         _sync_tree(partial)
         # Onto a folder that appeared meanwhile, rename fails unless that is empty.
         partial.rename(dst)
@@ -137,10 +187,14 @@ def _check_places(src: Path, dst: Path) -> None:
     detect_format(src)
     if src.resolve() == dst.resolve():
         raise CheckpointError(f"{src} and {dst} are the same place; give another destination")
-    if os.path.lexists(dst):
-        raise CheckpointError(f"{dst} exists already; it is not overwritten with {src}. Remove it or give another name")
     if src.resolve() in dst.resolve().parents:
         raise CheckpointError(f"{dst} lies inside {src}; give a destination outside of it")
+    _check_destination(dst)
+
+
+def _check_destination(dst: Path) -> None:
+    if os.path.lexists(dst):
+        raise CheckpointError(f"{dst} exists already; it is not overwritten. Remove it or give another name")
     if PARTIAL.fullmatch(dst.absolute().name):
         raise CheckpointError(f"{dst}: the name is that of an unfinished conversion; give another")
     parent = dst.absolute().parent
@@ -150,20 +204,15 @@ def _check_places(src: Path, dst: Path) -> None:
         raise CheckpointError(f"{dst}: the folder {parent} is not writable")
 
 
-class _Source(NamedTuple):
-    """What a conversion needs of any checkpoint; `storage` is how its weights are kept, `read` makes one array."""
-
-    config: ModelConfig
-    eos_ids: tuple[int, ...]
-    storage: Storage
-    read: ReadLeaf
-
-
 def _open_source(src: Path) -> _Source:
     if detect_format(src) == "native":
         native = open_native(src)
         return _Source(
-            native.config, native.eos_ids, native.storage, lambda name, info: read_leaf_as(native, name, info)
+            native.config,
+            native.eos_ids,
+            native.storage,
+            lambda name, info: read_leaf_as(native, name, info),
+            native.vocabulary,
         )
     source = open_checkpoint(src)
     check_accounted(source)

@@ -4,7 +4,8 @@ A folder holds
 
 * `jaxspec.json`: format version, geometry, the type of most weights, end-of-sequence ids, and the shape and dtype of
   every array, with the block format of those that hold blocks; its presence is what makes the folder a checkpoint, so
-  it is written last;
+  it is written last; a draft that shares its target's embedding names the target's vocabulary too, as
+  `jaxspec.pairing.vocabulary_digest` does, and has no tokenizer of its own;
 * `arrays/`: an Orbax checkpoint of the unpadded parameters of `declare_params`, in Zarr 3 chunks with a CRC-32C each,
   so that a flipped bit is an error and not a wrong answer (checking costs nothing that can be measured); blocks are
   arrays of bytes under the name of their weight;
@@ -56,6 +57,7 @@ VERSION = 1
 PARTIAL = re.compile(r"\..*\.partial-\d+")
 
 _MANIFEST_KEYS = ("format", "version", "model", "dtype", "eos_ids", "num_bytes", "arrays")
+_DRAFT_KEYS = ("vocabulary",)  # where the embedding is the target's
 _MAX_LISTED = 5
 
 
@@ -68,12 +70,14 @@ class NativeCheckpoint:
       config: geometry.
       eos_ids: token ids that end a text.
       storage: how each weight is stored (norms and biases are float32).
+      vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
     """
 
     path: Path
     config: ModelConfig
     eos_ids: tuple[int, ...]
     storage: Storage
+    vocabulary: str | None = None
 
     @functools.cached_property
     def infos(self) -> dict[str, ArrayInfo]:
@@ -106,8 +110,11 @@ def open_native(path: str | Path) -> NativeCheckpoint:
         raise CheckpointError(
             f"{file}: format version {manifest.get('version')!r} is not supported, this jaxspec reads {VERSION}"
         )
-    missing = [key for key in _MANIFEST_KEYS if key not in manifest]
-    unknown = [key for key in manifest if key not in _MANIFEST_KEYS]
+    model = manifest.get("model")
+    shares = isinstance(model, dict) and model.get("shares_embedding") is True
+    keys = _MANIFEST_KEYS + _DRAFT_KEYS if shares else _MANIFEST_KEYS
+    missing = [key for key in keys if key not in manifest]
+    unknown = [key for key in manifest if key not in keys]
     if missing or unknown:
         raise CheckpointError(f"{file}: missing keys: {missing or 'none'}; unknown keys: {unknown or 'none'}")
     dtype, arrays = manifest["dtype"], manifest["arrays"]
@@ -124,7 +131,11 @@ def open_native(path: str | Path) -> NativeCheckpoint:
         raise CheckpointError(
             f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed"
         )
-    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), _read_storage(cfg, dtype, arrays))
+    vocabulary = manifest.get("vocabulary")
+    if cfg.shares_embedding and not isinstance(vocabulary, str):
+        raise CheckpointError(f"{file}: vocabulary must be the digest of the target's, got {vocabulary!r}")
+    storage = _read_storage(cfg, dtype, arrays)
+    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), storage, vocabulary)
     try:
         infos = checkpoint.infos
     except ValueError as error:
@@ -220,7 +231,9 @@ def write_arrays(folder: Path, leaves: Any) -> None:
         checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(_without_blocks(leaves)))
 
 
-def write_manifest(folder: Path, cfg: ModelConfig, storage: Storage, eos_ids: Sequence[int]) -> None:
+def write_manifest(
+    folder: Path, cfg: ModelConfig, storage: Storage, eos_ids: Sequence[int], vocabulary: str | None = None
+) -> None:
     """Write `jaxspec.json`, which makes `folder` a checkpoint: call it last."""
     storage = restrict_storage(storage, cfg)
     infos = declare_leaves(cfg, storage)
@@ -232,7 +245,7 @@ def write_manifest(folder: Path, cfg: ModelConfig, storage: Storage, eos_ids: Se
         "eos_ids": list(eos_ids),
         "num_bytes": sum(map(count_bytes, infos.values())),
         "arrays": {name: _describe_leaf(info) for name, info in infos.items()},
-    }
+    } | ({} if vocabulary is None else {"vocabulary": vocabulary})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 

@@ -24,7 +24,9 @@ class Weights:
       config: geometry.
       eos_ids: token ids that end a text.
       own_storage: the types of the weights as the checkpoint holds them.
-      load: reads every parameter as a placement has it: in blocks where its storage says so, else as numbers.
+      load: reads every parameter that the checkpoint holds as a placement has it: in blocks where its storage says so,
+        else as numbers.
+      vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
     """
 
     path: Path
@@ -32,6 +34,7 @@ class Weights:
     eos_ids: tuple[int, ...]
     own_storage: Storage
     load: Callable[[Placement], Params]
+    vocabulary: str | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
         """What a placement on `plan` keeps the weights in, where they are to stay as the checkpoint holds them."""
@@ -54,7 +57,7 @@ def open_weights(path: Path | None) -> Weights:
         native = open_native(path)
         return Weights(
             path, native.config, native.eos_ids, native.storage,
-            lambda p: restore_native(native, p.plan, p.weights, p.vocab_rows),
+            lambda p: restore_native(native, p.plan, p.weights, p.vocab_rows), native.vocabulary,
         )  # fmt: skip
     try:
         source = open_checkpoint(path)

@@ -16,6 +16,7 @@ UNCUT = "uncut"
 # Megatron's split: heads and MLP columns are local, so a layer needs two all-reduces; the vocabulary is split too.
 TENSOR_PARALLEL: Mapping[str, str | None] = {
     "vocab": TENSOR_AXIS,
+    "head_rows": TENSOR_AXIS,
     "kv_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
     "embed": None,

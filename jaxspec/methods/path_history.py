@@ -14,7 +14,7 @@ class PathHistory:
     """Histories of w rows, in the form from which they can be made.
 
     Attributes:
-      text: tokens of the verified text, the root included.
+      text: tokens of the verified text, the root included; over the whole vocabulary.
       token: int32 [M], tokens of the tree.
       on_path: bool [w, M], which of them lie below the root on each row's path, the row included.
     """
@@ -24,15 +24,14 @@ class PathHistory:
     on_path: jax.Array
 
     def build(self, processors: Processors, vocab: VocabShard) -> History:
-        """Histories with a leading axis w; zeros where no penalty will look at them."""
+        """Histories with a leading axis w; over the columns of `vocab`; zeros where no penalty looks."""
         rows = self.on_path.shape[0]
 
         def every() -> History:
-            return jax.vmap(lambda mask: update_history(self.text, self.token, mask, vocab, generated=True))(
-                self.on_path
-            )
+            text = jax.tree.map(vocab.narrow, self.text)
+            return jax.vmap(lambda mask: update_history(text, self.token, mask, vocab, generated=True))(self.on_path)
 
         def nothing() -> History:
-            return jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), self.text)
+            return jax.tree.map(lambda leaf: jnp.zeros((rows, vocab.local_size), leaf.dtype), self.text)
 
         return lax.cond(processors.penalised, every, nothing)

@@ -168,7 +168,7 @@ def draw_tree(
 ) -> tuple[SampledState, Drafted]:
     """Commit what the last batch shares with the verified path, catch up, and draw a new tree; for one shard."""
     cfg, vocab, width = placement.cfg, placement.vocab, shape.width
-    levels = len(shape.expansion)
+    levels, columns = len(shape.expansion), placement.padded_vocab // placement.plan.tensor
     starts, sizes, fans = (jnp.array(x, jnp.int32) for x in (shape.level_starts, shape.level_sizes, shape.expansion))
     parent, depth = jnp.array(shape.parents()), jnp.array(shape.depths())
     # Fillers of a pass that is wider than its level see themselves only.
@@ -205,7 +205,9 @@ def draw_tree(
             token=growth.token.at[child].set(token, mode="drop"),
             valid=growth.valid.at[child].set(valid & grown[:, None], mode="drop"),
             score=growth.score.at[child].set(score, mode="drop"),
-            draft_logprob=jax.lax.dynamic_update_slice(growth.draft_logprob, logprob, (starts[level], 0)),
+            draft_logprob=jax.lax.dynamic_update_slice(
+                growth.draft_logprob, vocab.widen(logprob, columns, -jnp.inf), (starts[level], 0)
+            ),
         )
 
     def go_on(carry: tuple) -> jax.Array:
@@ -229,7 +231,7 @@ def draw_tree(
         token=jnp.zeros(shape.rows, jnp.int32).at[0].set(root),
         valid=jnp.arange(shape.rows) == 0,
         score=jnp.zeros(shape.rows),
-        draft_logprob=jnp.full((window, vocab.local_size), -jnp.inf),
+        draft_logprob=jnp.full((window, columns), -jnp.inf),
     )
     growth = sample(empty, jnp.int32(0), logits, jnp.zeros((1, shape.rows), bool))
     with jax.named_scope("draft/levels"):

@@ -46,6 +46,6 @@ def check_branch(name: str, value: int, models: Models) -> None:
       ConfigError: it would have.
     """
     assert models.draft is not None
-    tokens = models.draft.vocab_limit or models.draft.cfg.vocab_size
+    tokens = models.draft.num_tokens
     if value > tokens:
-        raise ConfigError(f"{name} {value} exceeds the {tokens} tokens that draft and target share")
+        raise ConfigError(f"{name} {value} exceeds the {tokens} tokens that the draft can propose")

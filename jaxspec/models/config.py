@@ -1,6 +1,7 @@
 """Model geometry: what a network is, and nothing of meshes, dtypes or sampling."""
 
 import dataclasses
+import itertools
 from typing import Literal
 
 from jaxspec.errors import ConfigError
@@ -47,6 +48,9 @@ class ModelConfig:
 
     `sliding_window` counts the positions a query sees, itself included, in the layers that
     `sliding_layers` marks (all layers when it is empty).
+
+    A draft may be made for one target and share its vocabulary (`shares_embedding`): it has no embedding and no head of
+    its own. Such a draft may score some tokens only: `head_ids`, ascending; empty for all of them.
     """
 
     family: Family
@@ -65,6 +69,8 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
+    shares_embedding: bool = False
+    head_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -88,6 +94,14 @@ class ModelConfig:
             raise ConfigError(
                 f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.num_layers}"
             )
+        if self.head_ids:
+            if not self.shares_embedding:
+                raise ConfigError(
+                    "head_ids restricts the head of a draft with shares_embedding; this model has its own"
+                )
+            ids = self.head_ids
+            if not 0 <= ids[0] <= ids[-1] < self.vocab_size or any(a >= b for a, b in itertools.pairwise(ids)):
+                raise ConfigError(f"head_ids must be ascending token ids below {self.vocab_size}, each once")
 
     @property
     def group(self) -> int:

@@ -19,6 +19,7 @@ def config_to_data(cfg: ModelConfig) -> dict[str, Any]:
     """Plain data that `config_from_data` reads back; tuples become lists, as in JSON."""
     data = dataclasses.asdict(cfg)
     data["sliding_layers"] = list(cfg.sliding_layers)
+    data["head_ids"] = list(cfg.head_ids)
     return data
 
 

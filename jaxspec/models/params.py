@@ -106,13 +106,29 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         return layer
 
     params: Params = {
-        "embed": _declare_weight("embed", storage.type_of("embed"), (V, D), ("vocab", "embed")),
         "final_norm": norm,
         "layers": [declare_layer(f"layers.{index}") for index in range(cfg.num_layers)],
     }
-    if not cfg.tied:
-        params["head"] = _declare_weight("head", storage.type_of("head"), (V, D), ("vocab", "embed"))
+    for leaf in ("embed", "head"):
+        if not cfg.shares_embedding and not (leaf == "head" and cfg.tied):
+            params[leaf] = _declare_weight(leaf, storage.type_of(leaf), (V, D), ("vocab", "embed"))
     return params
+
+
+def declare_shared(cfg: ModelConfig, storage: Storage, lender: Params) -> Params:
+    """Declare what a draft with `shares_embedding` has of its target: `embed`, and `head` where it needs one.
+
+    A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type.
+
+    Args:
+      cfg: the draft's geometry.
+      storage: the draft's.
+      lender: the target's declaration.
+    """
+    if cfg.head_ids:
+        shape, axes = (len(cfg.head_ids), cfg.embed_dim), ("head_rows", "embed")
+        return {"embed": lender["embed"], "head": _declare_weight("head", storage.default, shape, axes)}
+    return {leaf: lender[leaf] for leaf in ("embed", "head") if leaf in lender}
 
 
 def declare_leaves(cfg: ModelConfig, storage: Storage | Any) -> dict[str, ArrayInfo]:

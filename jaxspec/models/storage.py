@@ -82,7 +82,7 @@ def restrict_storage(storage: Storage, cfg: ModelConfig) -> Storage:
 
 def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the weight leaves of a model: what a storage gives types to."""
-    top = ("embed",) if cfg.tied else ("embed", "head")
+    top = () if cfg.shares_embedding else ("embed",) if cfg.tied else ("embed", "head")
     layer = ("qkv", "out", "gate_up", "down")
     return top + tuple(f"layers.{index}.{name}" for index in range(cfg.num_layers) for name in layer)
 

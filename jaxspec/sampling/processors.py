@@ -178,7 +178,7 @@ def penalise(
     z = jnp.where(logits > 0, logits / processors.repetition, logits * processors.repetition)
     z = jnp.where(seen, z, logits)
     z = z - (processors.frequency * counts.astype(jnp.float32) + processors.presence * (counts > 0))
-    return clean(z + processors.bias, vocab)
+    return clean(z + vocab.narrow(jnp.asarray(processors.bias)), vocab)
 
 
 def process(

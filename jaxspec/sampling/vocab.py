@@ -1,17 +1,19 @@
 """VocabShard: reductions over a vocabulary whose columns are split across devices.
 
-Device i holds the ids [i * V_local, (i + 1) * V_local); ids at or above the real vocabulary size are padding. Only
-per-row results cross between devices, never the columns themselves.
+Device i holds the ids [i * V_local, (i + 1) * V_local), or as many of a draft's own subset of them; ids at or above the
+real vocabulary size are padding. Only per-row results cross between devices, never the columns themselves.
 
 Letters: T rows, V_local columns of this device.
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Slices that a row is reduced in side by side. XLA's CPU loop keeps one running value per operand and waits for it at
@@ -30,11 +32,14 @@ class VocabShard:
       vocab_size: ids of the real vocabulary.
       local_size: columns per device, padding included.
       axis_name: mesh axis over which the columns are split; None for a vocabulary in one piece.
+      subset: the ids that the columns stand for, ascending; empty where they are all ids in order. Columns behind the
+        last one are padding.
     """
 
     vocab_size: int
     local_size: int
     axis_name: str | None = None
+    subset: tuple[int, ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -44,19 +49,24 @@ class VocabShard:
     @property
     def is_padded(self) -> bool:
         """Whether any device holds ids that are not in the real vocabulary."""
-        return self.num_shards * self.local_size > self.vocab_size
-
-    def start(self) -> jax.Array | int:
-        """Global id of the first local column."""
-        return 0 if self.num_shards == 1 else lax.axis_index(self._axis) * self.local_size
+        real = bisect.bisect_left(self.subset, self.vocab_size) if self.subset else self.vocab_size
+        return self.num_shards * self.local_size > real
 
     def ids(self) -> jax.Array:
-        """Global ids of the local columns, int32 [V_local]."""
-        return self.start() + jnp.arange(self.local_size, dtype=jnp.int32)
+        """Global ids of the local columns, int32 [V_local], ascending."""
+        if not self.subset:
+            return self._first_column() + jnp.arange(self.local_size, dtype=jnp.int32)
+        ids = np.full(self.num_shards * self.local_size, np.iinfo(np.int32).max, np.int32)
+        ids[: len(self.subset)] = self.subset
+        return lax.dynamic_slice_in_dim(jnp.asarray(ids), self._first_column(), self.local_size)
 
     def local(self, token: jax.Array) -> jax.Array:
-        """Local columns of global ids, int32; `local_size` (for `mode="drop"`) where another device has the id."""
-        column = token - self.start()
+        """Local columns of global ids, int32; `local_size` (for `mode="drop"`) where no column here has the id."""
+        if self.subset:
+            ids = self.ids()
+            column = jnp.minimum(jnp.searchsorted(ids, token), self.local_size - 1)
+            return jnp.where(ids[column] == token, column, self.local_size).astype(jnp.int32)
+        column = token - self._first_column()
         return jnp.where((column >= 0) & (column < self.local_size), column, self.local_size).astype(jnp.int32)
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -115,7 +125,7 @@ class VocabShard:
         """
         values = jnp.where(values == 0, 0.0, values)  # `lax.top_k` puts 0 above -0; `argmax` has them tied
         best, column = _top_k(values, min(k, self.local_size))
-        ids = self.start() + column
+        ids = self.ids()[column] if self.subset else self._first_column() + column
         if self.num_shards > 1:
             # Shards come in order of their ids, so position still breaks ties.
             best = lax.all_gather(best, self._axis, axis=1, tiled=True)
@@ -123,6 +133,45 @@ class VocabShard:
             best, place = lax.top_k(best, k)
             ids = jnp.take_along_axis(ids, place, axis=1)
         return best, ids.astype(jnp.int32)
+
+    def narrow(self, columns: jax.Array) -> jax.Array:
+        """The local columns out of those of the whole vocabulary.
+
+        Args:
+          columns: [..., n], split over the devices as all ids in order.
+
+        Returns:
+          [..., V_local]; padded columns hold anything.
+        """
+        if not self.subset:
+            return columns
+        if self.num_shards > 1:
+            columns = lax.all_gather(columns, self._axis, axis=columns.ndim - 1, tiled=True)
+        return jnp.take(columns, self.ids(), axis=-1, mode="clip")
+
+    def widen(self, columns: jax.Array, local_size: int, fill: float) -> jax.Array:
+        """The reverse of `narrow`.
+
+        Args:
+          columns: [..., V_local]
+          local_size: n, columns of the whole vocabulary per device.
+          fill: value of the ids that have no column.
+
+        Returns:
+          [..., n]
+        """
+        if not self.subset:
+            return columns
+        if self.num_shards > 1:
+            columns = lax.all_gather(columns, self._axis, axis=columns.ndim - 1, tiled=True)
+        place = np.full(self.num_shards * local_size, columns.shape[-1], np.int32)
+        place[list(self.subset)] = np.arange(len(self.subset))
+        first = 0 if self.num_shards == 1 else lax.axis_index(self._axis) * local_size
+        place = lax.dynamic_slice_in_dim(jnp.asarray(place), first, local_size)
+        return jnp.take(columns, place, axis=-1, mode="fill", fill_value=fill)
+
+    def _first_column(self) -> jax.Array | int:
+        return 0 if self.num_shards == 1 else lax.axis_index(self._axis) * self.local_size
 
     @property
     def _axis(self) -> str:

@@ -125,7 +125,7 @@ def test_bad_requests_are_refused_before_any_work(tmp_path, source, monkeypatch)
     new = tmp_path / "new"
     for src, dst, message in [
         (tmp_path / "missing", new, "missing: no such file or folder"),
-        (source, taken, f"{taken} exists already; it is not overwritten with {source}"),
+        (source, taken, f"{taken} exists already; it is not overwritten"),
         (source, dangling, "exists already"),
         (source, source, "are the same place"),
         (source, source / ".." / "source", "are the same place"),

@@ -1,0 +1,1 @@
+"""Distilling a draft model: text sampled from the target, its logits, training, and what the draft reaches."""

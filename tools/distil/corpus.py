@@ -1,0 +1,118 @@
+"""What the target is asked for: the beginnings of the conversations that it then writes itself.
+
+Nothing here comes from a set that models are judged by. A conversation is a list of turns' parts, each of them either
+text that is given or text that the target samples.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import pydoc_data.topics
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+# First words of a user's turn; the target goes on from there. Half of its own conversations start with none.
+OPENERS = (
+    "Write", "Write a short", "Write a function that", "Write a Python function", "Write an email", "Write a letter",
+    "What", "What is", "What are", "How", "How do I", "How can I", "Why", "Which", "Who was", "When", "Where", "Is it",
+    "Explain", "Explain how", "Describe", "Compare", "List", "List five", "Name three", "Give me", "Give an example of",
+    "Can you", "Could you", "Please", "I need", "I want to", "I have", "My", "We are", "Tell me", "Translate",
+    "Rewrite", "Summarize", "Correct", "Create", "Make a table of", "Plan", "Suggest", "Solve", "Calculate", "If",
+    "There are",
+    "A shop", "In Python,", "Fix this code:", "Convert", "Imagine", "Do you", "Should I", "What does",
+)  # fmt: skip
+
+TEXT_TASKS = (
+    "Summarize this text:", "Summarize this in one sentence:", "What is this text about?", "Explain this simply:",
+    "List the main points of this text:", "Rewrite this text more briefly:", "Repeat this text word for word:",
+    "Correct the mistakes in this text:", "Continue this text:", "Write it in other words:",
+    "Write a title for this text:", "Ask a question about this text and answer it:",
+)  # fmt: skip
+
+CODE_TASKS = (
+    "Explain what this code does:", "Add comments to this code:", "Write a docstring for this function:",
+    "Continue this code:", "Copy this code and rename its variables:", "Write a test for this function:",
+    "What is wrong with this code?", "Repeat this code:", "Make this code simpler:",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """How one conversation begins.
+
+    Attributes:
+      kind: "own" (the target asks), "text" or "code" (a passage to work on).
+      question: what the user's turn begins with, or all of it.
+      asks_on: whether the target goes on with the user's turn.
+      question_temperature: of the user's turn.
+      answer_temperature: of the answer; 0 is greedy.
+    """
+
+    kind: str
+    question: str
+    asks_on: bool
+    question_temperature: float
+    answer_temperature: float
+
+
+class Documents:
+    """Passages of Python's own documentation and standard library (PSF licence).
+
+    Attributes:
+      texts: paragraphs of the language reference.
+      code: functions of the standard library's modules.
+    """
+
+    def __init__(self):
+        """Read what this Python has; `digest` says which that was."""
+        topics = pydoc_data.topics.topics
+        paragraphs = [" ".join(p.split()) for name in sorted(topics) for p in topics[name].split("\n\n")]
+        self.texts = [p for p in paragraphs if 120 <= len(p) <= 600]
+        self.code = _functions(Path(sysconfig.get_path("stdlib")))
+        if not self.texts or not self.code:
+            raise RuntimeError("this Python's own documentation and library sources are not installed")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over every passage."""
+        return hashlib.sha256("\0".join([*self.texts, *self.code]).encode()).hexdigest()
+
+
+def draw_opening(rng: np.random.Generator, documents: Documents) -> Opening:
+    """Draw how a conversation begins: three in four are the target's own, the others work on a passage."""
+    answer = float(rng.choice([0.0, 0.0, 0.3, 0.7, 1.0]))
+    kind = str(rng.choice(["own", "text", "code"], p=[0.76, 0.16, 0.08]))
+    if kind == "own":
+        opener = _pick(rng, OPENERS) if rng.random() < 0.5 else ""
+        return Opening(kind, opener, True, float(rng.choice([0.7, 0.9, 1.0])), answer)
+    task, passage = (
+        (_pick(rng, TEXT_TASKS), _pick(rng, documents.texts))
+        if kind == "text"
+        else (_pick(rng, CODE_TASKS), _pick(rng, documents.code))
+    )
+    question = f"{task}\n\n{passage}" if rng.random() < 0.7 else f"{passage}\n\n{task}"
+    return Opening(kind, question, False, 0.0, answer)
+
+
+def _pick(rng: np.random.Generator, choices: Sequence[str]) -> str:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _functions(library: Path) -> list[str]:
+    """Source of short module-level functions."""
+    found = []
+    for path in sorted(library.glob("*.py")):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            nodes = ast.parse(source).body
+        except SyntaxError:  # a module kept for tests of the parser
+            continue
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef):
+                text = ast.get_source_segment(source, node)
+                if text and 120 <= len(text) <= 600:
+                    found.append(text)
+    return found

@@ -1,0 +1,221 @@
+"""Sample conversations from the target: many at once, as branches of one tree window behind the template's beginning.
+
+Each branch holds a conversation of its own; where one ends, the next starts in the same branch. All of them attend to
+the same committed prefix, the chat template's text before the user's turn, so a pass of B rows moves B conversations on
+by a token. Tokens are drawn on the host from the teacher's top logits, which are what is kept of them anyway.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from distil.corpus import Documents, Opening, draw_opening
+from distil.shards import Conversation, shard_path, write_meta, write_shard
+from jaxspec import LLM
+from jaxspec.cache import KVCache, init_cache
+from jaxspec.methods.program import Program
+from jaxspec.models.transformer import forward, prefill, vocab_logits
+
+# Longest question that the target asks itself, in tokens.
+LONGEST_QUESTION = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSettings:
+    """How a shard is sampled.
+
+    Attributes:
+      branches: B, conversations side by side.
+      steps: passes of a shard.
+      top: K, teacher logits kept per token, and what is sampled from.
+      longest: most tokens of one conversation.
+      seed: of everything; a shard depends on it and on its number alone.
+    """
+
+    branches: int = 64
+    steps: int = 320
+    top: int = 32
+    longest: int = 256
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """A chat template around one user's turn, in token ids.
+
+    Attributes:
+      prefix: before the user's text.
+      suffix: between it and the answer; its first token ends a turn.
+    """
+
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+
+
+def find_turns(llm: LLM) -> Turns:
+    """What the template puts around a user's text: what two conversations have in common."""
+    one, other = (llm.encode([{"role": "user", "content": word}]) for word in ("X", "7"))
+    before = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    behind = next(i for i, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b)
+    return Turns(tuple(one[:before]), tuple(one[len(one) - behind :]))
+
+
+class Branch:
+    """One conversation in the making: says which token comes next."""
+
+    def __init__(self, opening: Opening, llm: LLM, turns: Turns, longest: int, started: int):
+        """`started` is the pass that takes its first token, the last of the prefix."""
+        self.opening = opening
+        self.started = started
+        self._turns = turns
+        self._ends = set(llm.eos_ids) | {turns.suffix[0]}
+        self._longest = longest
+        self._forced = [turns.prefix[-1], *(llm.tokenizer.encode(opening.question, False) if opening.question else [])]
+        self._asked = len(self._forced)
+        self._answering = False
+        if not opening.asks_on:
+            self._end_question()
+        self.answer = 0
+        self.token: list[int] = []
+        self.teacher_id: list[np.ndarray] = []
+        self.teacher_logprob: list[np.ndarray] = []
+
+    @property
+    def next_token(self) -> int:
+        """The token that the next pass takes."""
+        return self._forced[0]
+
+    def take(self, ids: np.ndarray, logprob: np.ndarray, rng: np.random.Generator) -> bool:
+        """Take the teacher's top logits [K] behind `next_token`; returns whether the conversation goes on."""
+        self.token.append(self._forced.pop(0))
+        self.teacher_id.append(ids)
+        self.teacher_logprob.append(logprob)
+        if len(self.token) >= self._longest:
+            return False
+        if self._forced:
+            return True
+        if self._answering and not self.answer:
+            self.answer = len(self.token)
+        temperature = self.opening.answer_temperature if self._answering else self.opening.question_temperature
+        token = int(ids[_draw(logprob, temperature, rng)])
+        if self._answering:
+            self._forced.append(token)
+            # The token that ends the answer is part of it; nothing is predicted behind it.
+            return len(self.token) == self.answer or self.token[-1] not in self._ends
+        if token in self._ends or len(self.token) >= self._asked + LONGEST_QUESTION:
+            self._end_question()
+        else:
+            self._forced.append(token)
+        return True
+
+    def conversation(self, shard: int) -> Conversation:
+        """What was said."""
+        return Conversation(
+            np.array(self.token, np.int32),
+            np.stack(self.teacher_id),
+            np.stack(self.teacher_logprob),
+            self.answer or len(self.token),
+            self.opening.kind,
+            self.opening.answer_temperature,
+            shard,
+        )
+
+    def _end_question(self) -> None:
+        self._forced.extend(self._turns.suffix)
+        self._answering = True
+
+
+def _draw(logprob: np.ndarray, temperature: float, rng: np.random.Generator) -> int:
+    noise = rng.gumbel(size=logprob.shape)  # drawn always, so that one branch's temperature moves no other's
+    return int(np.argmax(logprob / temperature + noise)) if temperature else 0
+
+
+class Sampler:
+    """Compiled passes of one target."""
+
+    def __init__(self, llm: LLM, settings: SampleSettings):
+        """Compile; nothing is sampled yet."""
+        self.llm = llm
+        self.settings = settings
+        self.turns = find_turns(llm)
+        self.documents = Documents()
+        target, cfg = llm.engine.target, llm.engine.target.cfg
+        B, K = settings.branches, settings.top
+        window = B * settings.steps
+        slots = len(self.turns.prefix) + window
+        self._id_type = np.uint16 if cfg.vocab_size <= 2**16 else np.int32
+
+        def create(params, prefix):
+            cache = init_cache(cfg, target.local_kv_heads, slots, target.dtype)
+            return prefill(params, cfg, prefix, jnp.int32(prefix.shape[0]), cache)
+
+        def step(params, cache: KVCache, token, index, started):
+            slot, branch = jnp.arange(window, dtype=jnp.int32), jnp.arange(B, dtype=jnp.int32)
+            taken_at = slot // B
+            mask = (slot[None] % B == branch[:, None]) & (taken_at[None] <= index)
+            mask &= taken_at[None] >= started[:, None]
+            position = cache.length + index - started
+            hidden, cache = forward(params, cfg, token, position, cache, mask, offset=index * B)
+            logits = jnp.where(target.vocab.ids() < cfg.vocab_size, vocab_logits(params, hidden), -jnp.inf)
+            top, ids = target.vocab.top_k(logits, K)
+            largest = target.vocab.row_max(logits)
+            total = target.vocab.sum(jnp.exp(logits - largest).sum(-1, keepdims=True))
+            return cache, ids, (top - largest - jnp.log(total)).astype(jnp.float16)
+
+        cache = target.cache(slots)
+        row, scalar = target.array((B,), jnp.int32), target.array((), jnp.int32)
+        prefix = target.array((len(self.turns.prefix) - 1,), jnp.int32)
+        tops = (target.array((B, K), jnp.int32), target.array((B, K), jnp.float16))
+        self._create = Program("sample start", create, target.plan, [target.params(), prefix], cache)
+        args = [target.params(), cache, row, scalar, row]
+        self._step = Program("sample step", step, target.plan, args, (cache, *tops), donate=[1])
+
+    def meta(self) -> dict[str, Any]:
+        """What determines the shards besides the target itself."""
+        turns = dataclasses.asdict(self.turns)
+        settings = dataclasses.asdict(self.settings)
+        return settings | {name: list(ids) for name, ids in turns.items()} | {"documents": self.documents.digest}
+
+    def shard(self, index: int, progress: Callable[[int], None] = lambda tokens: None) -> list[Conversation]:
+        """Sample one shard; `progress` is told of each pass's tokens."""
+        settings, llm = self.settings, self.llm
+        rng = np.random.default_rng([settings.seed, index])
+
+        def begin(step: int) -> Branch:
+            return Branch(draw_opening(rng, self.documents), llm, self.turns, settings.longest, step)
+
+        cache = self._create(llm.params, np.array(self.turns.prefix[:-1], np.int32))
+        branches, done = [begin(0) for _ in range(settings.branches)], []
+        for step in range(settings.steps):
+            token = np.array([b.next_token for b in branches], np.int32)
+            started = np.array([b.started for b in branches], np.int32)
+            cache, ids, logprob = self._step(llm.params, cache, token, np.int32(step), started)
+            # A copy of each: a row kept as a view would keep the whole pass.
+            ids, logprob = np.asarray(ids).astype(self._id_type), np.array(logprob)
+            for i, branch in enumerate(branches):
+                if not branch.take(ids[i], logprob[i], rng):
+                    done.append(branch.conversation(index))
+                    branches[i] = begin(step + 1)
+            progress(settings.branches)
+        # Those that the shard's end cut off are conversations too, as far as they came.
+        return done + [b.conversation(index) for b in branches if len(b.token) > 1]
+
+
+def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progress: Callable[[int], None]) -> None:
+    """Sample the shards that are not there yet; safe to kill and to run again.
+
+    Raises:
+      ValueError: the folder holds shards made with other settings.
+    """
+    write_meta(folder, sampler.meta())
+    per_shard = sampler.settings.branches * sampler.settings.steps
+    for index in shards:
+        path = shard_path(folder, index)
+        if path.is_file():
+            progress(per_shard)
+        else:
+            write_shard(path, sampler.shard(index, progress))

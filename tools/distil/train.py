@@ -1,0 +1,209 @@
+"""Training a student on the teacher's cached logits: KL divergence, AdamW, checkpoints that resume exactly."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from distil.batches import Packer, Rows, epoch
+from distil.shards import Conversation
+from distil.student import student_hidden
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """How a student is trained.
+
+    Attributes:
+      steps: updates.
+      rows: of a batch.
+      learning_rate: its peak; a linear warm-up over `warmup` steps, then a cosine down to a twentieth.
+      warmup: steps.
+      weight_decay: of AdamW, on matrices.
+      seed: of the order of the data.
+    """
+
+    steps: int = 2000
+    rows: int = 8
+    learning_rate: float = 1e-3
+    warmup: int = 100
+    weight_decay: float = 0.01
+    seed: int = 0
+
+
+def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's norm to 1."""
+    warmup = min(settings.warmup, max(1, settings.steps // 10))
+    peak = settings.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, settings.steps, peak / 20)
+
+    def matrices(params: Params) -> Any:
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+    adam = optax.adamw(schedule, b2=0.95, weight_decay=settings.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adam)
+
+
+def student_logprob(params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, rows: Rows) -> jax.Array:
+    """Log-probabilities over the student's head, [R, T, V_head]."""
+    hidden = student_hidden(params, cfg, embed, rows.token, rows.position, rows.segment)
+    return jax.nn.log_softmax(jnp.einsum("rtd,vd->rtv", hidden, head), axis=-1)
+
+
+def distil_loss(params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, rows: Rows) -> jax.Array:
+    """Mean KL divergence of the student from the teacher's top tokens, as far as the student's head has them."""
+    logprob = student_logprob(params, cfg, embed, head, rows)
+    has = rows.teacher_column < head.shape[0]
+    own = jnp.take_along_axis(logprob, jnp.minimum(rows.teacher_column, head.shape[0] - 1), axis=-1)
+    teacher = jnp.where(has, jnp.exp(rows.teacher_logprob), 0.0)
+    divergence = jnp.where(has, teacher * (rows.teacher_logprob - own), 0.0).sum(-1)
+    return (rows.weight * divergence).sum() / rows.weight.sum()
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "settings"), donate_argnums=(0, 1))
+def train_step(
+    params: Params, opt_state: Any, embed: jax.Array, head: jax.Array, rows: Rows, *, cfg: ModelConfig, settings: Any
+) -> tuple[Params, Any, jax.Array]:
+    """One update; returns the loss before it."""
+    loss, gradient = jax.value_and_grad(distil_loss)(params, cfg, embed, head, rows)
+    updates, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def batches(packer: Packer, conversations: Sequence[Conversation], settings: TrainSettings) -> Iterator[Rows]:
+    """Batches without end, epoch after epoch."""
+    number = 0
+    while True:
+        empty = True
+        for rows in epoch(packer, conversations, settings.rows, settings.seed, number):
+            empty = False
+            yield packer.pack(rows)
+        if empty:
+            raise ValueError(f"{len(conversations)} conversations do not fill one batch of {settings.rows} rows")
+        number += 1
+
+
+class Trainer:
+    """Trains one student; kill it at any time and run it again: the weights will be the same."""
+
+    def __init__(
+        self, params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, packer: Packer,
+        conversations: Sequence[Conversation], settings: TrainSettings, folder: Path | None, save_every: int = 200,
+    ):  # fmt: skip
+        """`folder` holds the checkpoints (none are kept without it); the last one there is where training goes on."""
+        self.cfg, self.settings = cfg, settings
+        self.params = jax.tree.map(jnp.array, params)
+        self.opt_state = make_optimizer(settings).init(self.params)
+        self.step = 0
+        self._tables = (embed, head)
+        self._packer, self._conversations = packer, conversations
+        self._save_every = save_every
+        self._manager = None
+        if folder is not None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+            self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+            if (latest := self._manager.latest_step()) is not None:
+                self._restore(latest)
+
+    def run(self, report: Callable[[int, float], None] = lambda step, loss: None) -> Params:
+        """Train to the end; `report` is told the step and its loss."""
+        stream = batches(self._packer, self._conversations, self.settings)
+        for _ in range(self.step):
+            next(stream)
+        while self.step < self.settings.steps:
+            self.params, self.opt_state, loss = train_step(
+                self.params, self.opt_state, *self._tables, next(stream), cfg=self.cfg, settings=self.settings
+            )
+            self.step += 1
+            report(self.step, float(loss))
+            if self._manager is not None and (
+                self.step % self._save_every == 0 or self.step == self.settings.steps
+            ):
+                self._manager.save(self.step, args=ocp.args.StandardSave(self._state()))
+        return self.params
+
+    def _state(self) -> dict[str, Any]:
+        return {"params": self.params, "optimizer": self.opt_state}
+
+    def _restore(self, step: int) -> None:
+        assert self._manager is not None
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._state())
+        state = self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
+        self.params, self.opt_state, self.step = state["params"], state["optimizer"], step
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """What a student reaches on held-out answers, teacher forced.
+
+    Attributes:
+      loss: mean KL divergence.
+      agreement: share of the answers' positions where student and teacher find the same token most probable.
+      by_depth: on greedy answers, the share of positions at which the d-th token of a chain is right among those whose
+        first d - 1 were; d = 1, 2, ...
+      accepted: on greedy answers, mean accepted length of a chain of d tokens (without the bonus token).
+      positions: how many positions that is.
+    """
+
+    loss: float
+    agreement: float
+    by_depth: tuple[float, ...]
+    accepted: tuple[float, ...]
+    positions: int
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def _examine(params: Params, embed: jax.Array, head: jax.Array, rows: Rows, *, cfg: ModelConfig) -> tuple:
+    best = jnp.argmax(student_logprob(params, cfg, embed, head, rows), axis=-1)
+    loss = distil_loss(params, cfg, embed, head, rows)
+    return best == rows.teacher_column[:, :, 0], loss
+
+
+def measure_quality(
+    params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, packer: Packer,
+    held_out: Sequence[Conversation], rows: int = 8, depth: int = 8,
+) -> Quality:  # fmt: skip
+    """Compare a student with its teacher on held-out conversations."""
+    answered = [c for c in held_out if c.answer < len(c.token) - 1]
+    packed = packer.fill(answered)
+    matches: list[np.ndarray] = []
+    greedy: list[np.ndarray] = []
+    losses = []
+    for start in range(0, len(packed), rows):
+        batch = packed[start : start + rows]
+        arrays = packer.pack(batch + [batch[-1]] * (rows - len(batch)))
+        hit, loss = _examine(params, embed, head, arrays, cfg=cfg)
+        losses.append((float(loss), len(batch)))
+        for r, row in enumerate(batch):
+            at = 0
+            for c in row:
+                at += packer.tokens(c)
+                hits = np.asarray(hit[r, at - len(c.token) + c.answer - 1 : at - 1])
+                matches.append(hits)
+                if c.temperature == 0:
+                    greedy.append(hits)
+    runs = np.concatenate([_run_lengths(hits, depth) for hits in greedy])
+    reached = [float((runs >= d).mean()) for d in range(depth + 1)]
+    return Quality(
+        loss=float(np.average([x for x, _ in losses], weights=[n for _, n in losses])),
+        agreement=float(np.concatenate(matches).mean()),
+        by_depth=tuple(reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, depth + 1)),
+        accepted=tuple(float(np.minimum(runs, d).mean()) for d in range(1, depth + 1)),
+        positions=int(sum(map(len, matches))),
+    )
+
+
+def _run_lengths(hits: np.ndarray, longest: int) -> np.ndarray:
+    """How many hits in a row begin at each position that has `longest` positions behind it."""
+    count = max(0, len(hits) - longest + 1)
+    windows = np.lib.stride_tricks.sliding_window_view(hits, longest) if count else np.zeros((0, longest), bool)
+    return np.cumprod(windows, axis=1).sum(axis=1)
