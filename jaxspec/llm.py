@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from jaxspec.checkpoint.borrow import borrow_params
+from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.checkpoint.weights import Weights, open_weights
 from jaxspec.compile_cache import enable_compile_cache
 from jaxspec.config import DType, EngineConfig, SamplingParams
@@ -25,7 +26,7 @@ from jaxspec.mesh.plan import MeshPlan, plan_mesh
 from jaxspec.methods.base import Method, ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.models.params import Params
-from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens
+from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
 from jaxspec.placement import Lender, Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
 from jaxspec.speculation import count_speculation
@@ -33,6 +34,9 @@ from jaxspec.text import TextStream, Tokenizer, load_tokenizer
 from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]
+
+# Instead of a draft's checkpoint: no draft model, not even the shipped one.
+NO_DRAFT = "none"
 Prompt = str | Sequence[int]
 
 
@@ -41,8 +45,9 @@ class LLM:
 
     Args:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model.
-      draft: a draft model's checkpoint, for methods that use one.
-      method: a name or a method object; "auto" is `chain` with a draft model and `ar` without; it measures nothing.
+      draft: a draft model's checkpoint, for methods that use one; None takes the draft that ships with jaxspec if one
+        fits the model, "none" does without.
+      method: a name or a method object; "auto" drafts as far as that pays (see `Auto`).
       dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
         checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
       target_devices: devices that share the model (tensor parallelism).
@@ -70,15 +75,17 @@ class LLM:
     ):
         """Load, place and compile; see the class."""
         config = EngineConfig(dtype, target_devices, max_context, compile_cache, kernels)
-        resolved = resolve_method(method, has_draft=draft is not None)
-        check_draft_given(resolved, draft is not None)
+        resolved = resolve_method(method)
+        if draft is not None:
+            check_draft_given(resolved, draft != NO_DRAFT)
         weights = _open_weights("model", model)
         if weights.config.shares_embedding:
             raise ConfigError(f"{weights.path}: is a draft without an embedding of its own; give it as the draft")
-        draft_weights = None if draft is None else _open_weights("draft", draft)
         plan = plan_mesh(config.target_devices, kernels=config.kernels)
         self.model_path = weights.path
         self.tokenizer = load_tokenizer(weights.path)
+        draft_weights = _choose_draft(draft, resolved, weights, self.tokenizer)
+        self.draft_path = None if draft_weights is None else draft_weights.path
         models = _place_models(weights, draft_weights, self.tokenizer, plan, config.dtype)
         self.engine = Engine(models, resolved, config.max_context)
         enable_compile_cache(config.compile_cache)
@@ -114,7 +121,7 @@ class LLM:
           ConfigError: an unknown method, or one that does not fit the models.
         """
         other = copy.copy(self)
-        resolved = resolve_method(method, has_draft=self.draft_params is not None)
+        resolved = resolve_method(method)
         other.engine = Engine(self.engine.models, resolved, self.engine.given_context)
         other._unreported_compile_s = other.engine.prepare()
         return other
@@ -320,6 +327,14 @@ def _open_weights(role: str, path: object) -> Weights:
     if not isinstance(path, str | PathLike | None) or path == "":
         raise ConfigError(f"{role} must be the path of a checkpoint, got {path!r}")
     return open_weights(None if path is None else Path(path).expanduser())
+
+
+def _choose_draft(draft: object, method: Method, weights: Weights, tokenizer: Tokenizer) -> Weights | None:
+    """The draft that was asked for, or the shipped one where the method takes one and nothing was said."""
+    if draft is None and method.drafts:
+        draft = find_shipped_draft(weights.config, vocabulary_digest(tokenizer.token_strings()))
+        check_draft_given(method, draft is not None)
+    return None if draft is None or draft == NO_DRAFT else _open_weights("draft", draft)
 
 
 def _place_models(

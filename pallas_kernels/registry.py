@@ -59,8 +59,8 @@ def choose(name: str, platform: str, devices: int = 1) -> Kernels:
     """Resolve a name for a mesh of `devices` devices of one platform, which share the machine's cores.
 
     Args:
-      name: "xla"; "cpu"; or "auto": the fastest that works here. A native library that is missing, or that fails its
-        check against the reference, is named once in a warning, and XLA takes its place.
+      name: "xla"; "cpu"; or "auto": the fastest that works here. Where the native library is missing, cannot be run, or
+        fails its check against the reference, XLA takes its place, and one warning per process says why.
 
     Raises:
       ValueError: an unknown name, or kernels that cannot run here, and why.
@@ -77,23 +77,32 @@ def choose(name: str, platform: str, devices: int = 1) -> Kernels:
         return Kernels("cpu", platform, max(1, _cores() // devices))
     if name == "cpu":
         raise ValueError(f"kernels 'cpu' cannot be used: {problem}")
+    _warn(problem)
     return xla
 
 
 @functools.cache
 def _find_problem() -> str | None:
-    """What is wrong with the native library, or None; found out, and told, once per process."""
+    """What is wrong with the native library, or None; found out once per process."""
     found = library.load()
-    problem = found.problem
-    if problem is None:
-        # The operations, which it runs, ask this module.
-        from pallas_kernels.self_check import find_difference
+    if found.problem is not None:
+        return found.problem
+    # The operations, which it runs, ask this module.
+    from pallas_kernels.self_check import find_difference
 
+    try:
         difference = find_difference()
-        problem = None if difference is None else f"the {found.level} library fails its check: {difference}"
-    if problem is not None:
-        logging.getLogger(__name__).warning("no native CPU kernels, decoding goes through XLA: %s", problem)
-    return problem
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # It was built from other sources: its operations take other operands or attributes.
+        reason = str(error).partition("\n")[0]
+        return f"the {found.level} library cannot be run ({reason}); {library.REINSTALL}"
+    return None if difference is None else f"the {found.level} library fails its check: {difference}"
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    """Tell once per process that XLA takes the place of the native library."""
+    logging.getLogger(__name__).warning("no native CPU kernels, decoding goes through XLA: %s", problem)
 
 
 def _cores() -> int:

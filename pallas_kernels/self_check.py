@@ -27,9 +27,24 @@ EPSILON = 1e-5
 
 
 def find_difference() -> str | None:
-    """Run every operation; the name of one whose result is off, and by how much, or None."""
+    """Run every operation; the name of one whose result is off, and by how much, or None.
+
+    As with programs, what the caller set for code of their own (64-bit types, guards, no jit) changes nothing.
+
+    Raises:
+      JaxRuntimeError: the library refuses a call.
+      ValueError: the same, found out where a result is read.
+    """
     operands = _make_operands()
-    with registry.using(registry.Kernels("cpu", "cpu", 2)), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with (
+        registry.using(registry.Kernels("cpu", "cpu", 2)),
+        jax.default_device(jax.local_devices(backend="cpu")[0]),
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),
+    ):
         results = jax.tree.map(np.asarray, jax.jit(_run)(operands))
     for name, expected in _expect(operands).items():
         error = float(np.max(np.abs(results[name] - expected)))

@@ -1,6 +1,7 @@
 """A stand-in for `LLM` with invented methods: what comes out of a benchmark of it can be worked out by hand."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import ClassVar
 
 from jaxspec.errors import ConfigError
@@ -16,6 +17,7 @@ class Tree:
 
     name: ClassVar[str] = "specexec"
     drafts: ClassVar[bool] = True
+    needs_draft: ClassVar[bool] = True
     exact: ClassVar[str] = "tokens"
     budget: int = 1
     width: int | None = None
@@ -40,6 +42,7 @@ class Lookup:
     batch_rows: ClassVar[int] = 2
     name: ClassVar[str] = "lookup"
     drafts: ClassVar[bool] = False
+    needs_draft: ClassVar[bool] = False
     exact: ClassVar[str] = "tokens"
 
 
@@ -54,7 +57,7 @@ class Sampled(Tree):
 METHODS = {method.name: method for method in (Autoregressive, Lookup, Tree, Sampled)}
 
 
-def make_method(name, has_draft, settings=None):
+def make_method(name, settings=None):
     """As the registry does."""
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}; {suggest(name, METHODS)}")
@@ -70,6 +73,7 @@ class PassTimes:
 
 class FakeEngine:
     max_context = 1000
+    target = SimpleNamespace(weights="float32")
 
     def __init__(self, method):
         self.method = method

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.native import write_arrays, write_manifest
+from jaxspec.checkpoint.manifest import write_manifest
+from jaxspec.checkpoint.native import write_arrays
 from jaxspec.checkpoint.native_arrays import PendingLeaf
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import declare_leaves, declare_params, is_info, leaf_name

@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.registry import check_draft_given, resolve_method
 
@@ -77,14 +78,14 @@ def test_bad_engine_settings(field, value, message):
 
 
 def test_methods_by_name():
-    assert resolve_method("auto", has_draft=False) == Autoregressive()
-    assert resolve_method(Autoregressive(), has_draft=False) == Autoregressive()
+    assert resolve_method("auto") == Auto()
+    assert resolve_method(Autoregressive()) == Autoregressive()
     with pytest.raises(ConfigError, match="unknown method 'specexe'; did you mean 'specexec'"):
-        resolve_method("specexe", has_draft=False)
+        resolve_method("specexe")
     with pytest.raises(ConfigError, match="'swift' is not available in this version"):
-        resolve_method("swift", has_draft=False)
+        resolve_method("swift")
     for wrong in (Autoregressive, 3, None):
         with pytest.raises(ConfigError, match="a name or a method object"):
-            resolve_method(wrong, has_draft=False)
+            resolve_method(wrong)
     with pytest.raises(ConfigError, match="'ar' uses no draft"):
-        check_draft_given(resolve_method("ar", has_draft=True), has_draft=True)
+        check_draft_given(resolve_method("ar"), has_draft=True)

@@ -47,5 +47,5 @@ def _take_rows(table: Any, draft: Placement, shape: Any) -> Any:
     if not (isinstance(rows, Blocks) and rows.format == shape.format):
         numbers = np.asarray(dequantise(rows) if isinstance(rows, Blocks) else rows, np.float32)
         data = encode_blocks(numbers, shape.format).reshape(len(ids), *shape.data.shape[1:])
-        rows = Blocks(data, shape.format)
+        rows = Blocks(data, shape.format)  # pyright: ignore[reportArgumentType]
     return jax.tree.map(place_leaf, rows, shape)

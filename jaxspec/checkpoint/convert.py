@@ -14,15 +14,9 @@ import numpy as np
 from jaxspec.checkpoint.block_codec import encode_blocks
 from jaxspec.checkpoint.keymaps import check_accounted, recipes, source_storage
 from jaxspec.checkpoint.load import detect_format, open_checkpoint
-from jaxspec.checkpoint.native import (
-    PARTIAL,
-    NativeCheckpoint,
-    open_native,
-    read_leaf_as,
-    write_arrays,
-    write_manifest,
-)
-from jaxspec.checkpoint.native_arrays import PendingLeaf, count_bytes
+from jaxspec.checkpoint.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
+from jaxspec.checkpoint.native import read_leaf_as, write_arrays
+from jaxspec.checkpoint.native_arrays import PendingLeaf
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, is_info, leaf_name

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from jaxspec.checkpoint.block_codec import decode_blocks, type_of
 from jaxspec.checkpoint.json_file import read_json
 from jaxspec.checkpoint.load import NATIVE_MARK as MANIFEST
 from jaxspec.checkpoint.load import place_leaf
+from jaxspec.checkpoint.manifest import count_bytes
 from jaxspec.errors import CheckpointError
 from jaxspec.mesh.rules import partition_spec
 from jaxspec.models.params import ArrayInfo
@@ -54,11 +54,6 @@ class Reading(NamedTuple):
     stored: ArrayInfo
     shape: tuple[int, ...]
     target: jax.ShapeDtypeStruct
-
-
-def count_bytes(info: ArrayInfo) -> int:
-    """Size of one declared array."""
-    return math.prod(info.shape) * np.dtype(info.dtype).itemsize
 
 
 @contextmanager

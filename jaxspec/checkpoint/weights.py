@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxspec.checkpoint.default import default_model_path, verify_default
 from jaxspec.checkpoint.keymaps import source_storage
 from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
+from jaxspec.checkpoint.manifest import open_native
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.mesh.plan import MeshPlan
 from jaxspec.models.config import ModelConfig
@@ -51,14 +52,15 @@ def open_weights(path: Path | None) -> Weights:
     if path is None:
         path = default_model_path()
     if detect_format(path) == "native":
-        # Orbax takes a second to import.
-        from jaxspec.checkpoint.native import open_native, restore_native
-
         native = open_native(path)
-        return Weights(
-            path, native.config, native.eos_ids, native.storage,
-            lambda p: restore_native(native, p.plan, p.weights, p.vocab_rows), native.vocabulary,
-        )  # fmt: skip
+
+        def restore(placement: Placement) -> Params:
+            # Orbax takes a second to import; by now that runs beside the compiler.
+            from jaxspec.checkpoint.native import restore_native
+
+            return restore_native(native, placement.plan, placement.weights, placement.vocab_rows)
+
+        return Weights(path, native.config, native.eos_ids, native.storage, restore, native.vocabulary)
     try:
         source = open_checkpoint(path)
     except ConfigError as error:

@@ -85,6 +85,7 @@ def check(
         options = {"max_tokens": max_tokens, "samples": samples, "seed": seed}
         report: dict[str, Any] = {
             "lossless": True, "model": str(llm.model_path), "draft": draft_model, "dtype": str(llm.engine.target.dtype),
+            "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
             "target_devices": target_devices, **options, "prompts": names, "methods": [], "skipped": skipped,
         }  # fmt: skip
 
@@ -108,7 +109,7 @@ def check(
             report["methods"].append(entry)
             _print_method(console, entry, names, plain)
         faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
-        if plain.kernels.native and not report["rows"]["bitwise"]:
+        if plain.kernels.native and report["rows"]["bitwise"] is False:
             faulty.append("passes of several rows")
         report["lossless"] = not faulty
         for name, reason in skipped.items():
@@ -156,7 +157,7 @@ def _make_methods(text: str, assignments: Sequence[str], *, has_draft: bool) -> 
     names = [name.strip() for name in text.split(",")]
     skipped: dict[str, str] = {}
     if names == [ALL]:
-        fits = {name: has_draft or not getattr(kind, "drafts", False) for name, kind in METHODS.items()}
+        fits = {name: has_draft or not kind.needs_draft for name, kind in METHODS.items()}
         skipped = {name: "needs a draft model (--draft-model)" for name, fit in fits.items() if not fit}
         names = [name for name, fit in fits.items() if fit and name != PLAIN]
         if not names:
@@ -165,12 +166,12 @@ def _make_methods(text: str, assignments: Sequence[str], *, has_draft: bool) -> 
             )
     elif ALL in names:
         raise ConfigError(f"--method {text!r}: {ALL} stands alone, or name the methods")
-    defaults: list[Any] = [make_method(name, has_draft) for name in names]
+    defaults: list[Any] = [make_method(name) for name in names]
     if has_draft and not any(method.drafts for method in defaults):
         raise ConfigError(f"none of the methods {', '.join(names)} uses a draft model: leave --draft-model out")
     settings = _parse_settings(defaults, assignments)
     # Made anew, not changed: what a method derives from its settings has to follow them.
-    methods = [make_method(method.name, has_draft, _own(method, settings)) for method in defaults]
+    methods = [make_method(method.name, _own(method, settings)) for method in defaults]
     for method in methods:
         check_draft_given(method, has_draft and method.drafts)
     return methods, skipped
@@ -203,6 +204,8 @@ def _check_rows(plain: "LLM", prompt: list[int], max_tokens: int) -> dict[str, A
 
 def _words_on_rows(rows: Mapping[str, Any], kernels: str) -> str:
     together = f"{rows['tokens']} tokens verified in chains and trees of up to {rows['rows']} rows ({kernels} kernels)"
+    if rows["bitwise"] is None:
+        return f"not checked: passes of several rows, for want of a longer text (tokens: {rows['tokens']})"
     if rows["bitwise"]:
         return f"logits of {together} are those of plain decoding, bit for bit"
     return (

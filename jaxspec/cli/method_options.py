@@ -14,6 +14,7 @@ METHOD_OPTIONS: dict[str, OptionTypes] = {
     "budget": (int,), "width": (int,), "branch": (int,), "depth": (int,), "score_temperature": (str,),
     "decay": (int, float), "min_probability": (int, float), "length": (int,), "rule": (str,), "batch": (int,),
     "ngram": (int,), "candidates": (int,), "adaptive": (bool,), "expansion": (list,), "replacement": (bool,),
+    "draft_cost": (int, float), "pass_cost": (list,), "round_cost": (int, float),
 }  # fmt: skip
 
 
@@ -26,4 +27,4 @@ def method_from(options: Mapping[str, Any]) -> "Method":
     from jaxspec.methods.registry import make_method
 
     settings = {name: options[name] for name in METHOD_OPTIONS if name in options}
-    return make_method(options.get("method", "auto"), "draft_model" in options, settings)
+    return make_method(options.get("method", "auto"), settings)

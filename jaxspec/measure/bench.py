@@ -136,6 +136,7 @@ class Measurement:
       context: tokens, the middle of a mean answer.
       roofline_s: seconds of one pass over all weights, a sample per prompt and repeat.
       weight_bytes: what such a pass reads.
+      weights: the target's weight types, in words.
       kernels: what multiplied and attended.
     """
 
@@ -149,6 +150,7 @@ class Measurement:
     context: int
     roofline_s: tuple[float, ...]
     weight_bytes: int
+    weights: str
     kernels: Kernels
 
 
@@ -187,7 +189,7 @@ def is_token_exact(method: Any, sampling: SamplingParams) -> bool:
 
 def default_methods(has_draft: bool) -> list[str]:
     """Names of all methods that need no draft, and with a draft of those that use one."""
-    return [name for name, method in METHODS.items() if has_draft or not method.drafts]
+    return [name for name, method in METHODS.items() if has_draft or not method.needs_draft]
 
 
 def make_columns(
@@ -233,7 +235,7 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Any:
     """A method by name with some settings; see `make_columns` for the errors."""
     if name in ("auto", "all"):
         raise ConfigError(f"{name!r} is no method to compare with others; known: {', '.join(METHODS)}")
-    return registry.make_method(name, False, settings)
+    return registry.make_method(name, settings)
 
 
 def loading_method(columns: Sequence[Column], has_draft: bool) -> Any:
@@ -245,8 +247,9 @@ def loading_method(columns: Sequence[Column], has_draft: bool) -> Any:
     drafting = [column for column in columns if column.method.drafts]
     if has_draft and not drafting:
         raise ConfigError(f"none of the methods {', '.join(c.label for c in columns)} uses a draft model: leave it out")
-    if drafting and not has_draft:
-        raise ConfigError(f"{drafting[0].label} needs a draft model: name one, or leave the method out")
+    needing = [column for column in columns if column.method.needs_draft]
+    if needing and not has_draft:
+        raise ConfigError(f"{needing[0].label} needs a draft model: name one, or leave the method out")
     return (drafting or columns)[0].method
 
 
@@ -306,7 +309,8 @@ def measure(
         pass_times[label] = _time_passes(model, context, sorted(rows))
     return Measurement(
         tuple(columns), tuple(prompts), sampling, repeats, tuple(answers),
-        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(llm.params), llm.kernels,
+        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(llm.params),
+        str(llm.engine.target.weights), llm.kernels,
     )  # fmt: skip
 
 

@@ -21,6 +21,9 @@ from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.placement import Placement
 
+# Passes over fewer tokens hold too few of them beside each other for equal bits to mean anything.
+FEW_TOKENS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Invariance:
@@ -41,9 +44,11 @@ class Invariance:
     largest: float
 
     @property
-    def bitwise(self) -> bool:
-        """Whether every bit is the same."""
-        return self.differing_chain + self.differing_tree == 0
+    def bitwise(self) -> bool | None:
+        """Whether every bit is the same; None where it is, of a text too short to tell."""
+        if self.differing_chain + self.differing_tree:
+            return False
+        return None if self.tokens < FEW_TOKENS else True
 
 
 def measure_invariance(
@@ -56,12 +61,14 @@ def measure_invariance(
       params: its placed parameters.
       prompt: token ids, at least one; its last is scored too.
       tokens: the text; all but its last are scored.
-      rows: most rows of a pass; passes of fewer occur.
+      rows: most rows of a pass, at least 2; passes of fewer occur.
       seed: of the trees' shapes and of the tokens beside the text.
 
     Raises:
-      ConfigError: the text does not fit into the model's context.
+      ConfigError: the text does not fit into the model's context, or passes of one row are all there is to compare.
     """
+    if rows < 2:
+        raise ConfigError(f"rows must be at least 2, got {rows}")
     if len(prompt) + len(tokens) > target.cfg.max_context:
         raise ConfigError(
             f"{len(prompt)} + {len(tokens)} tokens exceed the model's context of {target.cfg.max_context}"

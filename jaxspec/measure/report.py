@@ -83,6 +83,7 @@ def make_report(
         ],
         "pass_context": measured.context,
         "weight_bytes": measured.weight_bytes,
+        "weights": measured.weights,
         "kernels": measured.kernels.name,
         "roofline": {
             "gb_per_s": _roofline(measured),

@@ -23,6 +23,7 @@ class Autoregressive:
 
     name: ClassVar[str] = "ar"
     drafts: ClassVar[bool] = False
+    needs_draft: ClassVar[bool] = False
 
     @property
     def exact(self) -> Exactness:

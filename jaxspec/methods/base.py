@@ -96,7 +96,8 @@ class Method(Protocol):
     """Settings of a decoding method."""
 
     name: ClassVar[str]
-    drafts: ClassVar[bool]
+    drafts: ClassVar[bool]  # may use a draft model
+    needs_draft: ClassVar[bool]  # cannot do without one
 
     @property
     def exact(self) -> Exactness:

@@ -1,7 +1,6 @@
 """Drafting by best-first search: deterministic trees, whose output `match` keeps equal to plain decoding."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jaxspec.methods.draft import DraftSide, catch_up
 from jaxspec.methods.pair import outcome_shapes
 from jaxspec.methods.path_history import PathHistory
 from jaxspec.methods.program import Program
+from jaxspec.methods.propose import Propose
 from jaxspec.methods.verification import Drafted, Outcome
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
@@ -31,11 +31,6 @@ class BestFirstState:
 
     cache: KVCache
     tree: Tree
-
-
-# (logits [w, V_local], path histories, request, position int32 [w] of the proposed tokens) -> tokens int32 [w, k],
-# log-probabilities float32 [w, k], at most 0.
-Propose = Callable[[jax.Array, PathHistory, Request, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class BestFirstDrafter:

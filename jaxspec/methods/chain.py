@@ -4,21 +4,15 @@ import dataclasses
 import math
 from typing import ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.best_first import BestFirstDrafter, Propose, tree_rows
+from jaxspec.methods.best_first import BestFirstDrafter, tree_rows
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.path_history import PathHistory
+from jaxspec.methods.propose import same_draw
 from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.settings import check_draft, check_range, log_threshold
 from jaxspec.methods.verification import match
-from jaxspec.sampling.choose import choose
-from jaxspec.sampling.request import Request
-from jaxspec.sampling.vocab import VocabShard
 
 LONGEST = 64
 
@@ -43,6 +37,7 @@ class Chain:
 
     name: ClassVar[str] = "chain"
     drafts: ClassVar[bool] = True
+    needs_draft: ClassVar[bool] = True
 
     def __post_init__(self):
         """Check ranges."""
@@ -99,22 +94,3 @@ class Chain:
             steps=steps,
         )
         return PairRunner(models.target, tokens, drafter, steps=steps, rule=match, varies=varies)
-
-
-def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
-    """The one child is what plain decoding would draw if the draft were the target: same processors, same noise.
-
-    Under R4 a tree may depend on anything (ALGORITHMS 2.3, C1), the noise of its own positions included.
-    """
-
-    def propose(
-        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        processors = request.processors
-        if scored:
-            processors = dataclasses.replace(processors, want_logprob=jnp.bool_(True))
-        history = paths.build(processors, vocab)
-        token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
-        return token[:, None], logprob[:, None]
-
-    return propose

@@ -3,36 +3,17 @@
 import dataclasses
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import struct
-
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.chunks import CHUNKS, cache_slots, split_chunks, usable_chunks
-from jaxspec.methods.pair import PairRunner, outcome_shapes
-from jaxspec.methods.program import Program
+from jaxspec.methods.chunks import cache_slots
+from jaxspec.methods.matching import LookupDrafter, LookupSettings
+from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.settings import check_range
-from jaxspec.methods.verification import Drafted, Outcome, match
-from jaxspec.placement import Placement
-from jaxspec.sampling.processors import History
-from jaxspec.sampling.request import Request
-from jaxspec.tree.select import Candidates, pack_best
-from jaxspec.tree.topology import Batch
-from pallas_kernels.linear.blocks import FORMATS
-from pallas_kernels.live import relative_pass_cost
-
-# How often the token that followed a match of n tokens follows again, before anything is known about this text, and
-# how many observations that guess is worth. Longer matches count as the longest one here.
-PRIOR_ACCEPTANCE = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
-PRIOR_WEIGHT = 4.0
-# What was observed loses weight each round, so that a copied passage behind a free one is found worth trying again.
-FORGETTING = 0.99
+from jaxspec.methods.verification import match
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(LookupSettings):
     """Propose what followed earlier occurrences of the text's last tokens, in prompt and output.
 
     The longest matches count most, the most recent first among equals; several are merged into one tree. Tokens are
@@ -55,6 +36,7 @@ class PromptLookup:
 
     name: ClassVar[str] = "lookup"
     drafts: ClassVar[bool] = False
+    needs_draft: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check ranges."""
@@ -76,11 +58,6 @@ class PromptLookup:
         return self.batch
 
     @property
-    def longest_path(self) -> int:
-        """P: a copied passage, as far as the batch holds it, and the bonus token."""
-        return min(self.length, self.batch - 1) + 1
-
-    @property
     def draft_rows(self) -> int:
         """There is no draft model."""
         return 0
@@ -92,184 +69,3 @@ class PromptLookup:
         """See `Method.bind`."""
         drafter = LookupDrafter(models.target, cache_slots(tokens, self.batch), self)
         return PairRunner(models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=True)
-
-
-@struct.dataclass
-class LookupState:
-    """The text so far, and what became of earlier drafts.
-
-    Attributes:
-      token: int32 [S], verified tokens in order.
-      length: int32 [], how many.
-      matched: int32 [bs], for each row of the last batch, the length of the match that proposed it.
-      parent: int32 [bs], of the last batch.
-      tried: float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting.
-      accepted: float32 [ngram + 1], those that the target confirmed.
-    """
-
-    token: jax.Array
-    length: jax.Array
-    matched: jax.Array
-    parent: jax.Array
-    tried: jax.Array
-    accepted: jax.Array
-
-
-class LookupDrafter:
-    """See `pair.Drafter`; it has no model."""
-
-    def __init__(self, placement: Placement, slots: int, method: PromptLookup):
-        """Declare the programs."""
-        self._slots = slots
-        # Room for a padded chunk or path behind the last token.
-        capacity = slots + max(CHUNKS) + method.longest_path
-        plan = placement.plan
-        scalar, row = placement.array((), jnp.int32), placement.array((method.batch,), jnp.int32)
-
-        def create():
-            zeros = jnp.zeros(method.ngram + 1)
-            text = jnp.zeros(capacity, jnp.int32)
-            rows = jnp.arange(method.batch, dtype=jnp.int32)
-            return LookupState(text, jnp.int32(0), jnp.zeros_like(rows), rows, zeros, zeros)
-
-        state = placement.replicated(jax.eval_shape(create))
-        self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
-
-        def draft(state, outcome):
-            return look_up(state, outcome, method, placement.weights.default in FORMATS)
-
-        self._create = Program("lookup create", create, plan, [], state)
-        self._fill = {}
-        for size in usable_chunks(slots):
-            chunk = placement.array((size,), jnp.int32)
-            self._fill[size] = Program(
-                f"lookup prefill {size}", append, plan, [state, chunk, scalar], state, donate=[0]
-            )
-        args = [state, outcome_shapes(placement, method.longest_path)]
-        self._draft = Program("lookup", draft, plan, args, (state, self.drafted), donate=[0])
-        self.programs = (self._create, *self._fill.values(), self._draft)
-
-    def start(self, state: LookupState | None) -> LookupState:
-        """See `Drafter.start`."""
-        return self._create()
-
-    def prefill(self, params: None, state: LookupState, tokens: np.ndarray) -> LookupState:
-        """See `Drafter.prefill`."""
-        for chunk, count in split_chunks(tokens, self._slots):
-            state = self._fill[len(chunk)](state, chunk, np.int32(count))
-        return state
-
-    def draft(
-        self, params: None, state: LookupState, outcome: Outcome, history: History, request: Request
-    ) -> tuple[LookupState, Drafted]:
-        """See `Drafter.draft`."""
-        return self._draft(state, outcome)
-
-
-def append(state: LookupState, token: jax.Array, count: jax.Array) -> LookupState:
-    """Add the first `count` of `token` to the text."""
-    text = jax.lax.dynamic_update_slice(state.token, token, (state.length,))
-    return dataclasses.replace(state, token=text, length=state.length + count)
-
-
-def look_up(
-    state: LookupState, outcome: Outcome, method: PromptLookup, blocks: bool = False
-) -> tuple[LookupState, Drafted]:
-    """Learn from the last round, add its tokens to the text, and draft for a target with weights in `blocks` or not."""
-    state = learn(state, outcome)
-    state = append(state, outcome.tokens, outcome.count)
-    chance = acceptance(state)
-    candidates, matched = merge_matches(state, chance, method)
-    if method.adaptive:
-        candidates = keep_worthwhile(candidates, method.batch, blocks)
-    batch = pack_best(state.token[state.length - 1], candidates, method.batch)
-    # Which candidate became which row is known by path alone: ask the same selection for the match lengths.
-    lengths = pack_best(jnp.int32(0), dataclasses.replace(candidates, token=matched), method.batch).token
-    state = dataclasses.replace(state, matched=lengths, parent=batch.parent)
-    return state, Drafted(batch, jnp.int32(0))
-
-
-def learn(state: LookupState, outcome: Outcome) -> LookupState:
-    """Count, by length of match, the drafted tokens that the last walk reached and those that it accepted."""
-    ngram = state.tried.shape[0] - 1
-    rows = jnp.arange(state.parent.shape[0], dtype=jnp.int32)
-    steps = jnp.arange(outcome.path.shape[0])
-    on_path = (steps >= 1) & (steps < outcome.count)
-    accepted = jnp.where(on_path, state.matched[outcome.path], ngram + 1)
-    # Where the walk left the tree, its best child was tried and refused.
-    last = outcome.path[outcome.count - 1]
-    refused = (state.parent == last) & (rows != state.parent)
-    refused_length = jnp.where(refused.any(), jnp.max(jnp.where(refused, state.matched, 0)), ngram + 1)
-    success = (state.accepted * FORGETTING).at[accepted].add(1.0, mode="drop")
-    tried = (state.tried * FORGETTING).at[accepted].add(1.0, mode="drop").at[refused_length].add(1.0, mode="drop")
-    return dataclasses.replace(state, tried=tried, accepted=success)
-
-
-def acceptance(state: LookupState) -> jax.Array:
-    """Estimated chance that a token behind a match of n tokens is right, float32 [ngram + 1]; never decreasing in n."""
-    longest = len(PRIOR_ACCEPTANCE) - 1
-    prior = jnp.array(PRIOR_ACCEPTANCE)[jnp.minimum(jnp.arange(state.tried.shape[0]), longest)]
-    chance = (state.accepted + PRIOR_WEIGHT * prior) / (state.tried + PRIOR_WEIGHT)
-    return jax.lax.cummax(chance)
-
-
-def merge_matches(state: LookupState, chance: jax.Array, method: PromptLookup) -> tuple[Candidates, jax.Array]:
-    """Continuations of earlier occurrences of the text's suffix, merged into one tree.
-
-    Returns:
-      candidates: C * L of them, by occurrence and depth; a token shared by several occurrences is the first one's.
-      matched: int32 [C * L], length of the match behind each.
-    """
-    C, L = min(method.candidates, state.token.shape[0]), method.longest_path - 1
-    place = jnp.arange(state.token.shape[0], dtype=jnp.int32)
-    last = state.length - 1
-    # An occurrence is known by its last position; it is compared backwards with the end of the text.
-    matched, going = jnp.zeros_like(place), place < last
-    for back in range(method.ngram):
-        shifted = jnp.roll(state.token, back)
-        going &= (shifted == state.token[jnp.maximum(last - back, 0)]) & (place >= back)
-        matched += going
-    # Longest first, then most recent.
-    _, end = jax.lax.top_k(jnp.where(matched > 0, matched * place.size + place, -1), C)
-    end = end.astype(jnp.int32)
-    length = matched[end]  # [C], 0 where there is no further occurrence
-    # A passage that runs into the end of the text goes on with itself: the text repeats.
-    period = jnp.maximum(last - end, 1)
-    step = jnp.arange(L, dtype=jnp.int32)
-    copied = state.token[end[:, None] + 1 + step[None, :] % period[:, None]]  # [C, L]
-
-    # agree[c, e, d]: the first d + 1 tokens of c and e are the same.
-    agree = jnp.cumprod(copied[:, None] == copied[None, :], axis=-1).astype(bool)
-    agree &= ((length > 0)[:, None] & (length > 0)[None, :])[:, :, None]
-    first = jnp.argmax(agree, axis=1)  # [C, L], the occurrence that stands for the token
-    weight = 2.0 ** (length - length.max()).astype(jnp.float32) * 0.9 ** jnp.arange(C)
-    votes = jnp.einsum("ced,e->cd", agree.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
-    everyone = jnp.full((C, 1), jnp.sum(jnp.where(length > 0, weight, 0.0)))
-    share = votes / jnp.maximum(jnp.concatenate([everyone, votes[:, :-1]], axis=1), 1e-30)
-    depth_matched = jnp.minimum(length[first] + step[None, :], method.ngram)
-    score = jnp.cumsum(jnp.log(chance[depth_matched]) + jnp.log(jnp.minimum(share, 1.0)), axis=1)
-    own = (first == jnp.arange(C)[:, None]) & (length > 0)[:, None]
-
-    flat = jnp.arange(C * L, dtype=jnp.int32).reshape(C, L)
-    above = jnp.concatenate([jnp.full((C, 1), -1), first[:, :-1] * L + step[None, :-1]], axis=1)
-    candidates = Candidates(
-        token=copied.reshape(-1),
-        parent=above.reshape(-1).astype(jnp.int32),
-        depth=(flat % L + 1).reshape(-1),
-        score=jnp.where(own, score, -jnp.inf).reshape(-1),
-    )
-    return candidates, depth_matched.reshape(-1).astype(jnp.int32)
-
-
-def keep_worthwhile(candidates: Candidates, rows: int, blocks: bool = False) -> Candidates:
-    """Drop what does not pay: keep the number of tokens with the most expected output per time.
-
-    The expected output of a batch is 1 + the sum of its tokens' probabilities (ALGORITHMS 10).
-    """
-    wanted = min(rows - 1, candidates.score.shape[0])
-    best, _ = jax.lax.top_k(candidates.score, wanted)
-    gain = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.exp(best))])
-    cost = jnp.array([relative_pass_cost(1 + n, rows, blocks) for n in range(wanted + 1)])
-    kept = jnp.argmax(gain / cost)
-    least = jnp.where(kept > 0, best[jnp.maximum(kept - 1, 0)], jnp.inf)
-    return dataclasses.replace(candidates, score=jnp.where(candidates.score >= least, candidates.score, -jnp.inf))

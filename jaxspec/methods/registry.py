@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import ConfigError
+from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
 from jaxspec.methods.chain import Chain
@@ -14,24 +15,22 @@ from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.suggest import suggest
 
-METHODS: dict[str, type] = {m.name: m for m in (Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer)}
+METHODS: dict[str, type] = {m.name: m for m in (Auto, Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer)}
 
 # Names that DESIGN promises and this version does not have: refused by name, never taken for a typing error.
 PLANNED = ("swiftspec", "swift")
 
 
-def make_method(name: str, has_draft: bool, settings: Mapping[str, Any] | None = None) -> Method:
-    """A method from its name and settings; "auto" picks what fits.
+def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:
+    """A method from its name and settings.
 
     Raises:
       ConfigError: an unknown or not yet available name, or a setting that the method does not have.
     """
-    if name == "auto":
-        name = Chain.name if has_draft else Autoregressive.name
     if name in PLANNED:
-        raise ConfigError(f"method {name!r} is not available in this version; available: auto, {', '.join(METHODS)}")
+        raise ConfigError(f"method {name!r} is not available in this version; available: {', '.join(METHODS)}")
     if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; {suggest(name, ['auto', *METHODS, *PLANNED])}")
+        raise ConfigError(f"unknown method {name!r}; {suggest(name, [*METHODS, *PLANNED])}")
     settings = dict(settings or {})
     known = [field.name for field in dataclasses.fields(METHODS[name])]
     for setting in settings:
@@ -42,14 +41,14 @@ def make_method(name: str, has_draft: bool, settings: Mapping[str, Any] | None =
     return METHODS[name](**settings)
 
 
-def resolve_method(method: str | Method, has_draft: bool) -> Method:
+def resolve_method(method: str | Method) -> Method:
     """A method object from a name or an object.
 
     Raises:
       ConfigError: as `make_method`; or neither a name nor an object.
     """
     if isinstance(method, str):
-        method = make_method(method, has_draft)
+        method = make_method(method)
     if isinstance(method, type) or not isinstance(method, Method):
         raise ConfigError(f"method must be a name or a method object such as Autoregressive(), got {method!r:.80}")
     return method
@@ -61,7 +60,7 @@ def check_draft_given(method: Method, has_draft: bool) -> None:
     Raises:
       ConfigError: otherwise.
     """
-    if method.drafts:
+    if method.needs_draft:
         check_draft(method.name, has_draft)
     if has_draft and not method.drafts:
         raise ConfigError(f"method {method.name!r} uses no draft model: leave the draft out")

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.best_first import BestFirstDrafter, Propose, tree_rows
+from jaxspec.methods.best_first import BestFirstDrafter, tree_rows
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.path_history import PathHistory
+from jaxspec.methods.propose import Propose
 from jaxspec.methods.settings import check_branch, check_draft, check_range, log_threshold
 from jaxspec.methods.verification import match
 from jaxspec.sampling.processors import clean, log_mass, penalise, shift
@@ -56,6 +57,7 @@ class SpecExec:
 
     name: ClassVar[str] = "specexec"
     drafts: ClassVar[bool] = True
+    needs_draft: ClassVar[bool] = True
 
     def __post_init__(self):
         """Check ranges, and fill in what depends on the budget."""

@@ -31,6 +31,7 @@ class SpecInfer:
 
     name: ClassVar[str] = "specinfer"
     drafts: ClassVar[bool] = True
+    needs_draft: ClassVar[bool] = True
 
     def __post_init__(self):
         """Check the shape."""

@@ -1,7 +1,8 @@
 // Sixteen float lanes, for AVX-512, AVX2 and anything else.
 //
 // Every sum over an input dimension in these kernels is sixteen partial sums, one per lane, which `sum` adds in one fixed
-// order: what a result is does not depend on the instruction set's width, nor on which rows are computed beside it.
+// order: what a result is does not depend on which rows are computed beside it, and AVX2 and AVX-512 agree in every bit.
+// The portable lanes add in the same order, but without a fused product (x86's baseline has none) they round differently.
 #pragma once
 
 #include <cmath>

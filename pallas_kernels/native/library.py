@@ -18,7 +18,8 @@ TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_att
 # From the best to what every machine can run.
 LEVELS = ("avx512", "avx2", "portable")
 
-REINSTALL = "install a C++17 compiler (such as g++) and reinstall jaxspec"
+REINSTALL = "reinstall jaxspec"
+BUILD = f"install a C++17 compiler (such as g++) and {REINSTALL}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ def load() -> Library:
     """Load the best library that this machine can run and register its operations with XLA; once per process."""
     paths = find()
     if not paths:
-        return Library(None, f"they were not built when jaxspec was installed; {REINSTALL}")
+        return Library(None, f"they were not built when jaxspec was installed; {BUILD}")
     try:
         supported = _supported_level(paths)
         for level in LEVELS[LEVELS.index(supported) :]:
@@ -47,7 +48,7 @@ def load() -> Library:
                 return _register(level, paths[level])
     except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
         return Library(None, f"the library cannot be loaded ({error}); {REINSTALL}")
-    return Library(None, f"none was built for this machine; {REINSTALL}")
+    return Library(None, f"none was built for this machine; {BUILD}")
 
 
 def find() -> dict[str, Path]:

@@ -81,6 +81,8 @@ def _check(qkv, cos, sin, key, value, window_mask, position) -> None:
     if qkv.ndim != 4 or qkv.shape[2] < 3 or qkv.dtype != jnp.float32:
         raise ValueError(f"qkv must be float32 [T, K, G + 2, H], got {qkv.dtype} {qkv.shape}")
     T, K, _, H = qkv.shape
+    if H % 2:
+        raise ValueError(f"the head width must be even, because rotary embedding turns pairs; got {H}")
     if key.shape != value.shape or key.dtype != value.dtype or key.ndim != 3 or (key.shape[0], key.shape[2]) != (K, H):
         raise ValueError(
             f"qkv {qkv.shape}, key {key.dtype} {key.shape} and value {value.dtype} {value.shape} do not fit together"

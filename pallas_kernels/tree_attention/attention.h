@@ -29,6 +29,8 @@ struct AttentionShape {
 namespace detail {
 
 constexpr int kChunk = 128;
+// Most numbers that a thread keeps of parts that wait to be merged: 8 MB.
+constexpr int64_t kMostParts = int64_t{1} << 21;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct RowsScratch;
@@ -322,7 +324,7 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
 
   constexpr int64_t kRows = 8;
   const int64_t tiles = (s.rows + kRows - 1) / kRows, part_size = 2 + H;
-  int64_t chunks = 0;
+  int64_t chunks = 1;  // of which none is seen where no row sees anything
   for (int64_t t = 0; t < s.rows; t++) chunks = std::max(chunks, visible.chunks(t));
 
   // Attention of a tile's rows to one chunk: `part_size` numbers for each of its queries.
@@ -360,7 +362,8 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
     }
   };
 
-  // A few rows: the chunks are shared out among threads; many: the rows are, and a chunk is merged as it comes.
+  // A few rows: the chunks are shared out among threads; many, or more chunks than memory should hold the parts of: the
+  // rows are, and a chunk is merged as it comes. Either way a row's chunks are merged from the first to the last.
   const int64_t heads = tiles * s.kv_heads, tile_size = std::min(kRows, s.rows) * G * part_size;
   auto merge_tile = [&](int64_t unit, auto chunk_part) {
     const int64_t tile = unit / s.kv_heads, k = unit % s.kv_heads, count = std::min(kRows, s.rows - tile * kRows) * G;
@@ -371,8 +374,9 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
     }
     finish(tile, k, state);
   };
-  if (heads < 4 * threads) {
-    float* parts = scratch<PartScratch>(heads * chunks * tile_size);
+  const int64_t all_parts = heads * chunks * tile_size;
+  if (heads < 4 * threads && all_parts <= kMostParts) {
+    float* parts = scratch<PartScratch>(all_parts);
     parallel(pool, threads, heads * chunks, [&, parts](int64_t i) {
       const int64_t unit = i % heads, chunk = i / heads;
       attend_chunk(unit / s.kv_heads, unit % s.kv_heads, chunk, parts + (unit * chunks + chunk) * tile_size);

@@ -20,7 +20,8 @@ from jaxspec.checkpoint import native_arrays
 from jaxspec.checkpoint.block_codec import decode_blocks, type_of
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint
-from jaxspec.checkpoint.native import open_native, read_leaf
+from jaxspec.checkpoint.manifest import open_native
+from jaxspec.checkpoint.native import read_leaf
 from jaxspec.checkpoint.weights import open_weights
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.measure.roofline import weight_bytes

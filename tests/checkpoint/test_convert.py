@@ -16,7 +16,8 @@ from native_models import write_tokenizer
 from jaxspec.checkpoint import convert as module
 from jaxspec.checkpoint.convert import convert, find_leftovers
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint
-from jaxspec.checkpoint.native import open_native, read_leaf, restore_native
+from jaxspec.checkpoint.manifest import open_native
+from jaxspec.checkpoint.native import read_leaf, restore_native
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.mesh.plan import plan_mesh
 from jaxspec.models.storage import Storage

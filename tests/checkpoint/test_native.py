@@ -9,7 +9,8 @@ import pytest
 from native_models import EOS_IDS, LLAMA, MISTRAL, QWEN2, QWEN3, write_native
 
 from jaxspec.checkpoint import native_arrays
-from jaxspec.checkpoint.native import open_native, read_leaf, restore_native
+from jaxspec.checkpoint.manifest import open_native
+from jaxspec.checkpoint.native import read_leaf, restore_native
 from jaxspec.errors import CheckpointError
 from jaxspec.mesh.plan import plan_mesh
 from jaxspec.mesh.rules import placed_shapes

@@ -13,9 +13,14 @@ from native_models import without_kernel_note
 from tiny_models import quick_compilation
 
 from jaxspec.cli import check as command
+from jaxspec.measure import invariance
+from jaxspec.measure.invariance import Invariance
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ROUND_HEADER
 from jaxspec.methods.registry import METHODS
+from pallas_kernels.registry import choose
+
+needs_native = pytest.mark.skipif(not choose("auto", "cpu").native, reason="the native kernels were not built")
 
 START = "from jaxspec.cli.check import main; main()"
 
@@ -104,6 +109,7 @@ def test_lossless_methods_are_status_0(call, tmp_path):
     assert "2/2" in out
     report = json.loads(out_file.read_text())
     assert report["lossless"] is True and report["dtype"] == "float32" and report["prompts"] == ["1", "2"]
+    assert report["weights"] == "float32" and report["kernels"] == choose("auto", "cpu").name
     twin, lawful = report["methods"]
     assert (twin["method"], twin["exact"], twin["settings"], twin["law"]) == ("twin", "tokens", {"width": 5}, [])
     assert [row["sampling"].split()[0] for row in twin["tokens"]] == [
@@ -134,6 +140,23 @@ def test_a_wrong_law_is_status_1(call):
     status, out, err = call("--method", "hot", "w1 w2")
     assert status == 1 and err == "jaxspec-check: error: not lossless here: hot\n"
     assert "hot: NOT LOSSLESS: 2 of 2 texts equal" in out and "0 of 2 distributions equal" in out
+
+
+@pytest.mark.parametrize("kernels", ["xla", pytest.param("cpu", marks=needs_native)])
+def test_rows_that_differ_are_a_fault_of_native_kernels_alone(call, monkeypatch, kernels):
+    monkeypatch.setattr(invariance, "measure_invariance", lambda *_: Invariance(6, 16, 0, 2, 1e-6))
+    status, out, err = call("--method", "ar", "--kernels", kernels, "w1 w2")
+    assert f"({kernels} kernels) differ from plain decoding's by up to 1e-06" in out
+    fault = "jaxspec-check: error: not lossless here: passes of several rows\n"
+    assert (status, err) == ((1, fault) if kernels == "cpu" else (0, ""))
+
+
+def test_a_text_too_short_to_compare_rows_is_no_pass(call, monkeypatch):
+    monkeypatch.setattr(invariance, "measure_invariance", lambda *_: Invariance(1, 16, 0, 0, 0.0))
+    status, out, err = call("--method", "ar", "-n", "1", "--json", "-", "w1 w2")
+    assert status == 0 and json.loads(out)["rows"]["bitwise"] is None
+    assert "not checked: passes of several rows, for want of a longer text (tokens: 1)" in err
+    assert "bit for bit" not in err
 
 
 def test_all_leaves_out_what_does_not_fit(call, monkeypatch):

@@ -607,6 +607,10 @@ def test_a_mask_beyond_the_cache_is_refused(column):
 REFUSED = {
     "qkv of three dimensions": ({"qkv": (7, 5, 8)}, r"float32 \(7, 5, 8\)"),
     "no query": ({"qkv": (7, 2, 2, 8)}, r"\(7, 2, 2, 8\)"),
+    "an odd width": (
+        {"qkv": (7, 2, 5, 7), "cos": (7, 3), "sin": (7, 3), "key": (2, 64, 7), "value": (2, 64, 7)},
+        "head width must be even.*got 7",
+    ),
     "qkv in bfloat16": ({"qkv": ((7, 2, 5, 8), jnp.bfloat16)}, "got bfloat16"),
     "other heads": ({"key": (3, 64, 8), "value": (3, 64, 8)}, r"\(7, 2, 5, 8\).*\(3, 64, 8\)"),
     "another width": ({"key": (2, 64, 16), "value": (2, 64, 16)}, r"\(2, 64, 16\)"),

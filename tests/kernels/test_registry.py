@@ -26,7 +26,7 @@ from kernel_cases import (
     run_native,
 )
 
-from pallas_kernels import KERNEL_NAMES, registry, self_check
+from pallas_kernels import KERNEL_NAMES, native, registry, self_check
 from pallas_kernels.linear import linear
 from pallas_kernels.native import library
 from pallas_kernels.registry import Kernels, choose, current, using
@@ -49,7 +49,8 @@ def test_the_library_is_there_where_it_can_be_built():
 def anew(monkeypatch):
     """As in a new process: nothing is loaded or checked yet. The library stays registered with XLA."""
     monkeypatch.setattr(library, "load", functools.cache(library.load.__wrapped__))
-    monkeypatch.setattr(registry, "_find_problem", functools.cache(registry._find_problem.__wrapped__))
+    for told_once in ("_find_problem", "_warn"):
+        monkeypatch.setattr(registry, told_once, functools.cache(getattr(registry, told_once).__wrapped__))
     run_once = self_check._run
     # JAX knows traced functions by identity: another function is traced again.
     monkeypatch.setattr(self_check, "_run", lambda operands: run_once(operands))
@@ -93,13 +94,14 @@ def test_threads_are_the_cores_that_this_process_may_use():
 
 
 def assert_falls_back(reason, warnings):
-    """One warning however often it is asked for, XLA in its place, and a refusal where it was asked for by name."""
-    for devices in (1, 2):
-        assert choose("auto", "cpu", devices) == Kernels("xla", "cpu")
+    """One warning however often XLA takes its place, and a refusal without any where it was asked for by name."""
     with pytest.raises(ValueError, match=f"^kernels 'cpu' cannot be used: .*{reason}"):
         choose("cpu", "cpu")
+    assert warnings() == []
+    for devices in (1, 2):
+        assert choose("auto", "cpu", devices) == Kernels("xla", "cpu")
     (message,) = warnings()
-    assert message.startswith(WARNING) and reason in message
+    assert message.startswith(WARNING) and re.search(reason, message)
 
 
 def test_without_a_library(monkeypatch, anew, warnings):
@@ -115,6 +117,8 @@ def test_a_file_that_is_no_library(monkeypatch, anew, warnings, tmp_path):
     path.write_bytes(b"not a library")
     monkeypatch.setattr(library, "find", lambda: {"portable": path})
     assert_falls_back("cannot be loaded", warnings)
+    # A compiler is not what is missing.
+    assert library.load().problem.endswith("); reinstall jaxspec")
 
 
 @needs_native
@@ -122,6 +126,31 @@ def test_a_library_without_an_operation(monkeypatch, anew, warnings):
     """One that was built from older sources."""
     monkeypatch.setattr(library, "TARGETS", (*library.TARGETS, "newest"))
     assert_falls_back("cannot be loaded", warnings)
+
+
+@needs_native
+@pytest.mark.parametrize("changed", [{"newest": np.int64(1)}, {"threads": np.float32(1)}])
+def test_a_library_whose_operations_take_other_attributes(monkeypatch, anew, warnings, changed):
+    """Operations of the right names, built from older sources."""
+
+    def call(target, out, *operands, aliases=None, **attributes):
+        return library.call(target, out, *operands, aliases=aliases, **attributes | changed)
+
+    monkeypatch.setattr(native, "call", call)
+    assert_falls_back("library cannot be run .*; reinstall jaxspec", warnings)
+    assert "\n" not in registry._find_problem()
+
+
+@needs_native
+def test_the_check_does_not_depend_on_what_the_caller_set(anew):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+        jax.disable_jit(True),
+        jax.transfer_guard("disallow"),
+    ):
+        assert registry._find_problem() is None
 
 
 @needs_native

@@ -203,6 +203,7 @@ def test_answers_of_one_round_have_no_rate():
 def test_report_is_json_and_tables_say_the_same():
     report = report_of(run(["lookup", "specexec"], budgets=[2, 4], llm=FakeLLM(wrong=["lookup"])))
     again = json.loads(json.dumps(report, allow_nan=False))
+    assert (again["weights"], again["kernels"]) == ("float32", "xla")
     assert again["columns"][2]["settings"]["budget"] == 2
     assert len(again["samples"]) == 2 * 3 * 4
     assert again["samples"][0]["stats"][0]["completion_tokens"] == len(again["samples"][0]["token_ids"][0]) == 40

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from tiny_models import FAMILIES, RandomSource, quick_compilation
 
+from jaxspec.checkpoint.borrow import borrow_params
 from jaxspec.checkpoint.keymaps import EMBED, HEAD
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
 from jaxspec.methods.chain import Chain
@@ -23,10 +25,13 @@ from jaxspec.methods.chunks import CHUNKS
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
-from jaxspec.placement import Placement
+from jaxspec.models.storage import Storage
+from jaxspec.placement import Lender, Placement
 from jaxspec.sampling.request import make_request
 
 VOCAB = 101
+# What a draft with the target's embedding proposes: a number of tokens that four devices do not divide.
+HEAD_IDS = tuple(token for token in range(VOCAB) if token % 3)
 SMALL, LARGE = 60, 128  # vocabularies of drafts that have fewer tokens than the target, or more rows
 FLOAT32 = np.dtype("float32")
 
@@ -71,8 +76,10 @@ LLAMA_CHAIN = Case("llama", 1, "same", Chain(4))
 LARGE_REJECTION = Case("llama-tied", 1, "large", Chain(3, "rejection"))
 LLAMA_SPECINFER = Case("llama", 1, "same", SpecInfer((2, 2, 1, 1)))
 LLAMA_LOOKUP = Case("llama", 1, "none", PromptLookup())
+# The draft costs nothing: it is asked whenever the text does not repeat itself.
+LLAMA_AUTO = Case("llama", 1, "shared", Auto(draft_cost=1e-3))
 # One of each kind of runner.
-BASIC = [LLAMA_SPECEXEC, LLAMA_CHAIN, LARGE_REJECTION, LLAMA_SPECINFER, LLAMA_LOOKUP]
+BASIC = [LLAMA_SPECEXEC, LLAMA_CHAIN, LARGE_REJECTION, LLAMA_SPECINFER, LLAMA_LOOKUP, LLAMA_AUTO]
 # SpecExec with ever larger budgets. Passes suffice for the search to end by its exact test.
 LADDER = [
     Case("llama", 1, "same", SpecExec(1)),  # bs 2, depth 1, branch 1
@@ -101,6 +108,11 @@ CASES = [
     Case("qwen3", 1, "foreign", SpecExec(1023, width=128, depth=9, score_temperature="sampling", decay=0.95)),
     Case("mistral", 4, "none", PromptLookup(batch=64, length=40, ngram=2, candidates=3)),
     Case("qwen2", 1, "none", PromptLookup(batch=2, adaptive=False)),
+    Case("mistral", 4, "shared", Auto(batch=5, length=2, ngram=2)),
+    Case("qwen3", 1, "none", Auto(batch=8, length=3)),
+    Case("llama-tied", 4, "shared", SpecExec(12, width=2)),
+    Case("qwen2", 1, "shared", SpecInfer((2, 2))),
+    Case("llama", 4, "shared", Chain(3, "rejection")),
 ]
 
 # Engines whose draft's cache ends with the last slot that it can need; in the others the target's does.
@@ -116,13 +128,16 @@ def case_id(case):
 
 def draft_config(family, geometry):
     """Geometry of a draft: "same" as the target's, "layer" with one layer, "foreign" with other heads and widths,
-    "small" and "large" with another vocabulary, or "none"."""
+    "small" and "large" with another vocabulary, "shared" with one layer and the target's embedding, or "none"."""
     cfg = FAMILIES[family]
     match geometry:
         case "same":
             return cfg
         case "layer":
             return dataclasses.replace(cfg, num_layers=1, sliding_layers=cfg.sliding_layers[:1])
+        case "shared":
+            layer = draft_config(family, "layer")
+            return dataclasses.replace(layer, shares_embedding=True, head_ids=HEAD_IDS)
         case "foreign":
             return dataclasses.replace(
                 FAMILIES["llama"], num_layers=1, embed_dim=32, mlp_dim=20, num_heads=4, num_kv_heads=2, head_dim=16
@@ -196,6 +211,10 @@ def flat_params(family, vocab_rows=0):
 @functools.cache
 def draft_params(family, degree, geometry, kind):
     """A draft of a geometry and a kind of `DRAFTS`."""
+    if geometry == "shared":
+        layer = draft_params(family, degree, "layer", kind)
+        own = {name: layer[name] for name in ("final_norm", "layers")}
+        return own | borrow_params(draft_placement(family, degree, geometry), target_params(family, degree))
     config = draft_config(family, geometry)
     resized = geometry in ("small", "large")
 
@@ -230,8 +249,15 @@ def models_of(case):
     target = Placement(FAMILIES[case.family], plan, FLOAT32, rows)
     if case.geometry == "none":
         return Models(target)
-    limit = min(VOCAB, draft_config(case.family, case.geometry).vocab_size) if rows else None
-    return Models(target, Placement(draft_config(case.family, case.geometry), plan, FLOAT32, rows, limit))
+    return Models(target, draft_placement(case.family, case.degree, case.geometry))
+
+
+def draft_placement(family, degree, geometry):
+    """Placement of a draft."""
+    config, rows = draft_config(family, geometry), vocab_rows_of(geometry)
+    limit = min(VOCAB, config.vocab_size) if rows else None
+    lender = Lender(FAMILIES[family], Storage("float32")) if config.shares_embedding else None
+    return Placement(config, plan_mesh(degree), FLOAT32, rows, limit, lender=lender)
 
 
 @functools.cache
@@ -300,6 +326,8 @@ def check_counts(case, rounds):
         assert emitted.depth < method.longest_path
         if not method.drafts:
             assert emitted.draft_passes == 0
+        elif isinstance(method, Auto):
+            assert emitted.draft_passes <= method.length + 1
         else:
             assert 1 <= emitted.draft_passes < method.longest_path
 
@@ -332,7 +360,7 @@ class Steps:
     def caches(self):
         """Of the target and, if there is one, of the draft."""
         found = {"target": self.state.target.cache}
-        if self.case.method.drafts:
+        if self.case.method.drafts and self.case.geometry != "none":
             found["draft"] = self.state.draft.cache
         return found
 

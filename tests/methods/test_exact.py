@@ -22,6 +22,7 @@ from method_cases import (
     LARGE_REJECTION,
     LARGE_SPECEXEC,
     LLAMA_CHAIN,
+    LLAMA_LOOKUP,
     LLAMA_SPECEXEC,
     LLAMA_SPECINFER,
     LONG_PROMPT,
@@ -129,7 +130,7 @@ def test_the_last_token_of_the_context_can_be_decoded(case):
 
 
 def test_the_last_token_of_the_context_can_be_looked_up():
-    case = BASIC[-1]
+    case = LLAMA_LOOKUP
     room = engine_of(case).max_context - 30
     prompt = count_on(80, 30)
     params = ModelParams(counting())

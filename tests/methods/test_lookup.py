@@ -10,10 +10,11 @@ import pytest
 from method_cases import Case, count_on, counting, engine_of, run
 
 from jaxspec.methods.base import ModelParams
-from jaxspec.methods.lookup import (
+from jaxspec.methods.costs import pass_costs
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.matching import (
     PRIOR_ACCEPTANCE,
     LookupState,
-    PromptLookup,
     acceptance,
     keep_worthwhile,
     learn,
@@ -107,7 +108,7 @@ def test_the_longest_and_then_the_most_recent_match_comes_first():
 
 @functools.partial(jax.jit, static_argnames="method")
 def _look_up(state, outcome, method):
-    return look_up(state, outcome, method)
+    return look_up(state, outcome, method, pass_costs(method.batch))
 
 
 def draft(text, method, state=None):
@@ -181,7 +182,7 @@ def test_what_does_not_pay_is_not_drafted():
     for chance, worth in ((0.95, True), (0.05, False)):
         score = np.cumsum(np.full(15, np.log(chance), np.float32))
         candidates = Candidates(chain, chain - 1, chain + 1, score)
-        kept = np.asarray(keep_worthwhile(candidates, rows).score) > -np.inf
+        kept = np.asarray(keep_worthwhile(candidates, pass_costs(rows))[0].score) > -np.inf
         assert kept.any() == worth
         assert (np.diff(kept.astype(int)) <= 0).all()  # what is kept comes first
 

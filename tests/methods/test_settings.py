@@ -11,6 +11,7 @@ from jaxspec.cli.options import setting_types
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Models
 from jaxspec.methods.chain import Chain
@@ -76,7 +77,7 @@ def test_out_of_range(method, settings, word):
 )
 def test_unknown_words(name, settings, word):
     with pytest.raises(ConfigError, match=word):
-        make_method(name, True, settings)
+        make_method(name, settings)
 
 
 def test_numbers_of_numpy():
@@ -85,8 +86,7 @@ def test_numbers_of_numpy():
 
 
 def test_auto():
-    assert make_method("auto", True) == Chain()
-    assert make_method("auto", False) == Autoregressive()
+    assert make_method("auto") == Auto()
 
 
 def test_settings_reach_the_method():
@@ -96,7 +96,7 @@ def test_settings_reach_the_method():
                 "rule": "rejection", "score_temperature": "sampling", "expansion": (1, 2), "decay": 0.5,
                 "min_probability": 0.25, "replacement": False, "adaptive": False,
             }.get(field.name, 3)  # fmt: skip
-            assert getattr(make_method(name, True, {field.name: changed}), field.name) == changed
+            assert getattr(make_method(name, {field.name: changed}), field.name) == changed
 
 
 def test_the_command_line_knows_all_settings_with_their_types():
@@ -110,7 +110,7 @@ def test_the_command_line_knows_all_settings_with_their_types():
 @pytest.mark.parametrize("method", [Chain, 5, None, object()])
 def test_what_is_no_method(method):
     with pytest.raises(ConfigError, match="method must be a name or a method object"):
-        resolve_method(method, True)
+        resolve_method(method)
 
 
 def test_drafts_given_and_missing():

@@ -12,7 +12,8 @@ from tiny_models import FAMILIES, RandomSource, place, quick_compilation, relati
 import jaxspec
 from jaxspec.cache import init_cache
 from jaxspec.checkpoint.load import load_foreign
-from jaxspec.measure.invariance import measure_invariance
+from jaxspec.errors import ConfigError
+from jaxspec.measure.invariance import Invariance, measure_invariance
 from jaxspec.mesh.plan import TENSOR_AXIS, plan_mesh
 from jaxspec.methods.program import Program
 from jaxspec.models.transformer import forward, prefill, vocab_logits
@@ -52,6 +53,17 @@ def test_what_differs_is_counted():
     # XLA's products of one row and of several add in other orders.
     assert not result.bitwise and 0 < result.largest < 1e-4
     assert 0 < result.differing_chain <= 12 and 0 < result.differing_tree <= 12
+
+
+def test_passes_of_one_row_alone_are_nothing_to_compare():
+    target, params = placed("llama", kernels="xla")
+    with pytest.raises(ConfigError, match="rows must be at least 2, got 1"):
+        measure_invariance(target, params, text(20), text(12, seed=1), rows=1)
+
+
+def test_a_short_text_tells_differences_only():
+    assert [Invariance(tokens, 16, 0, 0, 0.0).bitwise for tokens in (1, 3, 4)] == [None, None, True]
+    assert Invariance(1, 16, 0, 1, 1e-6).bitwise is False
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """The cores of the native kernels on random shapes and lengths, under AddressSanitizer and UBSan.
 
-One instruction set, and the formats that between them take every path; `tools/fuzz_native.py` runs all of both, longer.
+The best instruction set that runs here: products of float32 and Q4_1, which between them take every loop over weights,
+rows of a weight in every format, RMS norm, attention, lanes and threads. `tools/fuzz_native.py` runs every instruction
+set that the machine has and products of every format, longer.
 """
 
 import sys

@@ -18,8 +18,8 @@ import numpy as np
 from scipy import stats
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.chain import same_draw
 from jaxspec.methods.path_history import PathHistory
+from jaxspec.methods.propose import same_draw
 from jaxspec.methods.sampled import SampledShape
 from jaxspec.methods.specexec import SpecExec, most_probable
 from jaxspec.sampling.accept import Decide, RowLogits, draw_children, match_rule, rejection_rule, walk

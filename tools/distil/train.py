@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import orbax.checkpoint as ocp
 
 from distil.batches import Packer, Rows, epoch
 from distil.shards import Conversation
 from distil.student import student_hidden
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import Params
+from jaxspec.models.params import Params, leaf_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class TrainSettings:
       rows: of a batch.
       learning_rate: its peak; a linear warm-up over `warmup` steps, then a cosine down to a twentieth.
       warmup: steps.
-      weight_decay: of AdamW, on matrices.
+      weight_decay: of the matrices.
       seed: of the order of the data.
     """
 
@@ -41,16 +43,31 @@ class TrainSettings:
 
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm to 1."""
+    """Muon for the matrices (arXiv 2502.16982), Adam for the norms, behind a clip of the gradient's norm to 1."""
     warmup = min(settings.warmup, max(1, settings.steps // 10))
     peak = settings.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, settings.steps, peak / 20)
+    muon = optax.contrib.muon(
+        schedule,
+        weight_decay=settings.weight_decay,
+        muon_weight_dimension_numbers=_matrices,
+        # Updates of the size that Adam's have, so that one rate serves both.
+        consistent_rms=0.2,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
-    def matrices(params: Params) -> Any:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
-    adam = optax.adamw(schedule, b2=0.95, weight_decay=settings.weight_decay, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(1.0), adam)
+# Inputs and outputs of the matrices that a leaf holds; gate and up are two.
+_MATRICES = {
+    "qkv": optax.contrib.MuonDimensionNumbers((3,), (0, 1, 2)),
+    "out": optax.contrib.MuonDimensionNumbers((1, 2, 3), (0,)),
+    "gate_up": optax.contrib.MuonDimensionNumbers((2,), (1,)),
+    "down": optax.contrib.MuonDimensionNumbers((1,), (0,)),
+}
+
+
+def _matrices(params: Params) -> Any:
+    return jax.tree.map_with_path(lambda path, _: _MATRICES.get(leaf_name(path).rsplit(".", 1)[-1]), params)
 
 
 def student_logprob(params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, rows: Rows) -> jax.Array:
@@ -97,48 +114,66 @@ class Trainer:
 
     def __init__(
         self, params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, packer: Packer,
-        conversations: Sequence[Conversation], settings: TrainSettings, folder: Path | None, save_every: int = 200,
+        conversations: Sequence[Conversation], settings: TrainSettings, folder: Path | None = None,
+        save_every: int = 200,
     ):  # fmt: skip
         """`folder` holds the checkpoints (none are kept without it); the last one there is where training goes on."""
         self.cfg, self.settings = cfg, settings
-        self.params = jax.tree.map(jnp.array, params)
-        self.opt_state = make_optimizer(settings).init(self.params)
-        self.step = 0
+        self.step, self._state = 0, _begin(params, settings)
         self._tables = (embed, head)
         self._packer, self._conversations = packer, conversations
         self._save_every = save_every
         self._manager = None
         if folder is not None:
-            options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-            self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+            self._manager = _open_checkpoints(folder)
             if (latest := self._manager.latest_step()) is not None:
-                self._restore(latest)
+                self.step, self._state = latest, _restore(self._manager, latest, self._state)
+
+    @property
+    def params(self) -> Params:
+        """The student's own parameters after `step` updates."""
+        return self._state["params"]
 
     def run(self, report: Callable[[int, float], None] = lambda step, loss: None) -> Params:
-        """Train to the end; `report` is told the step and its loss."""
-        stream = batches(self._packer, self._conversations, self.settings)
-        for _ in range(self.step):
-            next(stream)
+        """Train to the end; `report` is told the step and its loss, before the step is saved."""
+        stream = itertools.islice(batches(self._packer, self._conversations, self.settings), self.step, None)
         while self.step < self.settings.steps:
-            self.params, self.opt_state, loss = train_step(
-                self.params, self.opt_state, *self._tables, next(stream), cfg=self.cfg, settings=self.settings
-            )
-            self.step += 1
+            params, optimizer, loss = train_step(
+                self._state["params"], self._state["optimizer"], *self._tables, next(stream),
+                cfg=self.cfg, settings=self.settings,
+            )  # fmt: skip
+            self.step, self._state = self.step + 1, {"params": params, "optimizer": optimizer}
             report(self.step, float(loss))
-            if self._manager is not None and (
-                self.step % self._save_every == 0 or self.step == self.settings.steps
-            ):
-                self._manager.save(self.step, args=ocp.args.StandardSave(self._state()))
+            if self._manager is not None and (self.step % self._save_every == 0 or self.step == self.settings.steps):
+                self._manager.save(self.step, args=ocp.args.StandardSave(self._state))
         return self.params
 
-    def _state(self) -> dict[str, Any]:
-        return {"params": self.params, "optimizer": self.opt_state}
 
-    def _restore(self, step: int) -> None:
-        assert self._manager is not None
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._state())
-        state = self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
-        self.params, self.opt_state, self.step = state["params"], state["optimizer"], step
+def restore_params(params: Params, settings: TrainSettings, folder: Path) -> Params:
+    """The student's parameters in the newest checkpoint of a run that began with `params`.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    manager = _open_checkpoints(folder)
+    if (latest := manager.latest_step()) is None:
+        raise FileNotFoundError(f"{folder}: holds no checkpoint")
+    return _restore(manager, latest, _begin(params, settings))["params"]
+
+
+def _begin(params: Params, settings: TrainSettings) -> dict[str, Any]:
+    params = jax.tree.map(jnp.array, params)
+    return {"params": params, "optimizer": make_optimizer(settings).init(params)}
+
+
+def _open_checkpoints(folder: Path) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> dict[str, Any]:
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    return manager.restore(step, args=ocp.args.StandardRestore(shapes))
 
 
 @dataclasses.dataclass(frozen=True)

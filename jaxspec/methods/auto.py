@@ -1,0 +1,103 @@
+"""The default: a draft model's chains and copies of earlier text, as far as they pay, else plain decoding."""
+
+import dataclasses
+import numbers
+from typing import ClassVar
+
+from jaxspec.errors import ConfigError
+from jaxspec.methods.adaptive import SYNC_ROWS, AdaptiveDrafter, RoundCosts
+from jaxspec.methods.base import Exactness, Models
+from jaxspec.methods.chunks import cache_slots
+from jaxspec.methods.costs import pass_costs, relative_draft_cost
+from jaxspec.methods.matching import LookupDrafter, LookupSettings
+from jaxspec.methods.pair import PairRunner
+from jaxspec.methods.settings import check_range
+from jaxspec.methods.verification import match
+from pallas_kernels import registry
+from pallas_kernels.linear.blocks import FORMATS
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """Weigh each round what drafting would gain against what it costs, and draft as far as it pays.
+
+    Where the text repeats itself, what followed before is copied (`PromptLookup`); elsewhere a draft model, if there is
+    one, drafts a chain that ends where the next token is no longer worth its passes. How often tokens of a given
+    probability are accepted is learned while decoding. While nothing pays, rounds are plain decoding, and the draft
+    model is tried again now and then. The output is plain decoding's, token for token (rule R4).
+
+    Attributes:
+      batch: bs, most rows of a target pass, the root included.
+      length: most tokens drafted by the model in a row, below `batch`.
+      ngram: see `PromptLookup`.
+      candidates: see `PromptLookup`.
+      draft_cost: time of a draft pass over that of a target pass of one row; 0 estimates it from the weights.
+      pass_cost: times of target passes of 1, 2, ... rows over that of one row; empty takes built-in figures.
+      round_cost: what a round costs besides its passes, in target passes of one row.
+    """
+
+    batch: int = 16
+    length: int = 8
+    ngram: int = 8
+    candidates: int = 8
+    draft_cost: float = 0.0
+    pass_cost: tuple[float, ...] = ()
+    round_cost: float = 0.05
+
+    name: ClassVar[str] = "auto"
+    drafts: ClassVar[bool] = True
+    needs_draft: ClassVar[bool] = False
+
+    def __post_init__(self):
+        """Check ranges."""
+        check_range("batch", self.batch, 2, 1024)
+        check_range("length", self.length, 1, self.batch - 1)
+        check_range("ngram", self.ngram, 1, 64)
+        check_range("candidates", self.candidates, 1, 64)
+        object.__setattr__(self, "pass_cost", tuple(self.pass_cost))
+        for name, value in (
+            ("round_cost", self.round_cost),
+            ("draft_cost", self.draft_cost),
+            *(("pass_cost", cost) for cost in self.pass_cost),
+        ):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < 1e6:
+                raise ConfigError(f"{name} must be a time relative to a one-row pass, at least 0, got {value!r}")
+
+    @property
+    def exact(self) -> Exactness:
+        """See `Method.exact`."""
+        return "tokens"
+
+    @property
+    def batch_rows(self) -> int:
+        """bs."""
+        return self.batch
+
+    @property
+    def longest_path(self) -> int:
+        """P: a whole batch in a row, and the bonus token."""
+        return self.batch
+
+    @property
+    def draft_rows(self) -> int:
+        """One token at a time."""
+        return 1
+
+    def check(self, models: Models) -> None:
+        """Every model fits."""
+
+    def bind(self, models: Models, tokens: int) -> PairRunner:
+        """See `Method.bind`."""
+        target, draft = models
+        lookup = LookupSettings(self.batch, self.ngram, self.candidates, self.batch - 1)
+        steps = self.longest_path
+        slots = cache_slots(tokens, max(SYNC_ROWS, self.batch))
+        if draft is None:
+            drafter = LookupDrafter(target, slots, lookup)
+        else:
+            with registry.using(target.plan.kernels):
+                passes = pass_costs(self.batch, target.weights.default in FORMATS, self.pass_cost)
+            cost = relative_draft_cost(target.cfg, draft.cfg) if self.draft_cost == 0 else self.draft_cost
+            costs = RoundCosts(passes + self.round_cost, cost)
+            drafter = AdaptiveDrafter(draft, slots, lookup, self.length, steps, costs)
+        return PairRunner(target, tokens, drafter, steps=steps, rule=match, varies=True)

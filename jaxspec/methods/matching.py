@@ -1,0 +1,269 @@
+"""What followed where the text's last tokens occurred before: matches, what became of them, and drafts of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.methods.chunks import CHUNKS, split_chunks, usable_chunks
+from jaxspec.methods.costs import pass_costs
+from jaxspec.methods.pair import outcome_shapes
+from jaxspec.methods.program import Program
+from jaxspec.methods.verification import Drafted, Outcome
+from jaxspec.placement import Placement
+from jaxspec.sampling.processors import History
+from jaxspec.sampling.request import Request
+from jaxspec.tree.select import Candidates, pack_best
+from jaxspec.tree.topology import Batch
+from pallas_kernels.linear.blocks import FORMATS
+
+# How often the token that followed a match of n tokens follows again, before anything is known about this text, and
+# how many observations that guess is worth. Longer matches count as the longest one here.
+PRIOR_ACCEPTANCE = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
+PRIOR_WEIGHT = 4.0
+# What was observed loses weight each round, so that a copied passage behind a free one is found worth trying again.
+FORGETTING = 0.99
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupSettings:
+    """What is compared and copied; see `PromptLookup`.
+
+    Attributes:
+      batch: bs.
+      ngram: longest suffix that is compared.
+      candidates: earlier occurrences that are merged.
+      length: most tokens copied from each.
+      adaptive: False always drafts as much as the batch holds.
+    """
+
+    batch: int
+    ngram: int
+    candidates: int
+    length: int
+    adaptive: bool = True
+
+    @property
+    def longest_path(self) -> int:
+        """P: a copied passage, as far as the batch holds it, and the bonus token."""
+        return min(self.length, self.batch - 1) + 1
+
+
+@struct.dataclass
+class LookupState:
+    """The text so far, and what became of earlier drafts.
+
+    Attributes:
+      token: int32 [S], verified tokens in order.
+      length: int32 [], how many.
+      matched: int32 [bs], for each row of the last batch, the length of the match that proposed it.
+      parent: int32 [bs], of the last batch.
+      tried: float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting.
+      accepted: float32 [ngram + 1], those that the target confirmed.
+    """
+
+    token: jax.Array
+    length: jax.Array
+    matched: jax.Array
+    parent: jax.Array
+    tried: jax.Array
+    accepted: jax.Array
+
+
+class TextSide:
+    """Compiled functions that start a text and add a prompt to it; `state` holds the shapes of a `LookupState`."""
+
+    def __init__(self, placement: Placement, slots: int, settings: LookupSettings):
+        """Declare the programs; `slots` is the longest text, padding included."""
+        self._slots = slots
+        # Room for a padded chunk or path behind the last token.
+        capacity = slots + max(CHUNKS) + settings.longest_path
+        plan, scalar = placement.plan, placement.array((), jnp.int32)
+
+        def create():
+            zeros = jnp.zeros(settings.ngram + 1)
+            text = jnp.zeros(capacity, jnp.int32)
+            rows = jnp.arange(settings.batch, dtype=jnp.int32)
+            return LookupState(text, jnp.int32(0), jnp.zeros_like(rows), rows, zeros, zeros)
+
+        self.state = placement.replicated(jax.eval_shape(create))
+        self._create = Program("lookup create", create, plan, [], self.state)
+        self._fill = {}
+        for size in usable_chunks(slots):
+            args = [self.state, placement.array((size,), jnp.int32), scalar]
+            self._fill[size] = Program(f"lookup prefill {size}", append, plan, args, self.state, donate=[0])
+        self.programs = (self._create, *self._fill.values())
+
+    def start(self) -> LookupState:
+        """An empty text."""
+        return self._create()
+
+    def prefill(self, state: LookupState, tokens: np.ndarray) -> LookupState:
+        """Add int32 `tokens` `[n]`."""
+        for chunk, count in split_chunks(tokens, self._slots):
+            state = self._fill[len(chunk)](state, chunk, np.int32(count))
+        return state
+
+
+class LookupDrafter:
+    """See `pair.Drafter`; it has no model."""
+
+    def __init__(self, placement: Placement, slots: int, settings: LookupSettings):
+        """Declare the programs."""
+        self._side = TextSide(placement, slots, settings)
+        scalar, row = placement.array((), jnp.int32), placement.array((settings.batch,), jnp.int32)
+        self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
+        blocks = placement.weights.default in FORMATS
+
+        def draft(state, outcome):
+            return look_up(state, outcome, settings, pass_costs(settings.batch, blocks))
+
+        args = [self._side.state, outcome_shapes(placement, settings.longest_path)]
+        out = (self._side.state, self.drafted)
+        self._draft = Program("lookup", draft, placement.plan, args, out, donate=[0])
+        self.programs = (*self._side.programs, self._draft)
+
+    def start(self, state: LookupState | None) -> LookupState:
+        """See `Drafter.start`."""
+        return self._side.start()
+
+    def prefill(self, params: None, state: LookupState, tokens: np.ndarray) -> LookupState:
+        """See `Drafter.prefill`."""
+        return self._side.prefill(state, tokens)
+
+    def draft(
+        self, params: None, state: LookupState, outcome: Outcome, history: History, request: Request
+    ) -> tuple[LookupState, Drafted]:
+        """See `Drafter.draft`."""
+        return self._draft(state, outcome)
+
+
+def append(state: LookupState, token: jax.Array, count: jax.Array) -> LookupState:
+    """Add the first `count` of `token` to the text."""
+    text = jax.lax.dynamic_update_slice(state.token, token, (state.length,))
+    return dataclasses.replace(state, token=text, length=state.length + count)
+
+
+def look_up(
+    state: LookupState, outcome: Outcome, settings: LookupSettings, costs: np.ndarray
+) -> tuple[LookupState, Drafted]:
+    """Learn from the last round, add its tokens to the text, and draft; `costs` are those of `pass_costs`."""
+    state, candidates, matched = find_candidates(state, outcome, settings)
+    if settings.adaptive:
+        candidates, _ = keep_worthwhile(candidates, costs)
+    return draft_candidates(state, candidates, matched, settings.batch)
+
+
+def find_candidates(
+    state: LookupState, outcome: Outcome, settings: LookupSettings
+) -> tuple[LookupState, Candidates, jax.Array]:
+    """Learn from the last round, add its tokens to the text, and merge what followed earlier occurrences of its end."""
+    state = append(learn(state, outcome), outcome.tokens, outcome.count)
+    return state, *merge_matches(state, acceptance(state), settings)
+
+
+def draft_candidates(
+    state: LookupState, candidates: Candidates, matched: jax.Array, rows: int
+) -> tuple[LookupState, Drafted]:
+    """The best candidates as a batch, and a note of which match proposed which row."""
+    batch = pack_best(state.token[state.length - 1], candidates, rows)
+    # Which candidate became which row is known by path alone: ask the same selection for the match lengths.
+    lengths = pack_best(jnp.int32(0), dataclasses.replace(candidates, token=matched), rows).token
+    state = dataclasses.replace(state, matched=lengths, parent=batch.parent)
+    return state, Drafted(batch, jnp.int32(0))
+
+
+def learn(state: LookupState, outcome: Outcome) -> LookupState:
+    """Count, by length of match, the drafted tokens that the last walk reached and those that it accepted."""
+    ngram = state.tried.shape[0] - 1
+    rows = jnp.arange(state.parent.shape[0], dtype=jnp.int32)
+    steps = jnp.arange(outcome.path.shape[0])
+    on_path = (steps >= 1) & (steps < outcome.count)
+    accepted = jnp.where(on_path, state.matched[outcome.path], ngram + 1)
+    # Where the walk left the tree, its best child was tried and refused.
+    last = outcome.path[outcome.count - 1]
+    refused = (state.parent == last) & (rows != state.parent)
+    refused_length = jnp.where(refused.any(), jnp.max(jnp.where(refused, state.matched, 0)), ngram + 1)
+    success = (state.accepted * FORGETTING).at[accepted].add(1.0, mode="drop")
+    tried = (state.tried * FORGETTING).at[accepted].add(1.0, mode="drop").at[refused_length].add(1.0, mode="drop")
+    return dataclasses.replace(state, tried=tried, accepted=success)
+
+
+def acceptance(state: LookupState) -> jax.Array:
+    """Estimated chance that a token behind a match of n tokens is right, float32 [ngram + 1]; never decreasing in n."""
+    longest = len(PRIOR_ACCEPTANCE) - 1
+    prior = jnp.array(PRIOR_ACCEPTANCE)[jnp.minimum(jnp.arange(state.tried.shape[0]), longest)]
+    chance = (state.accepted + PRIOR_WEIGHT * prior) / (state.tried + PRIOR_WEIGHT)
+    return jax.lax.cummax(chance)
+
+
+def merge_matches(state: LookupState, chance: jax.Array, settings: LookupSettings) -> tuple[Candidates, jax.Array]:
+    """Continuations of earlier occurrences of the text's suffix, merged into one tree.
+
+    Returns:
+      candidates: C * L of them, by occurrence and depth; a token shared by several occurrences is the first one's.
+      matched: int32 [C * L], length of the match behind each.
+    """
+    C, L = min(settings.candidates, state.token.shape[0]), settings.longest_path - 1
+    place = jnp.arange(state.token.shape[0], dtype=jnp.int32)
+    last = state.length - 1
+    # An occurrence is known by its last position; it is compared backwards with the end of the text.
+    matched, going = jnp.zeros_like(place), place < last
+    for back in range(settings.ngram):
+        shifted = jnp.roll(state.token, back)
+        going &= (shifted == state.token[jnp.maximum(last - back, 0)]) & (place >= back)
+        matched += going
+    # Longest first, then most recent.
+    _, end = jax.lax.top_k(jnp.where(matched > 0, matched * place.size + place, -1), C)
+    end = end.astype(jnp.int32)
+    length = matched[end]  # [C], 0 where there is no further occurrence
+    # A passage that runs into the end of the text goes on with itself: the text repeats.
+    period = jnp.maximum(last - end, 1)
+    step = jnp.arange(L, dtype=jnp.int32)
+    copied = state.token[end[:, None] + 1 + step[None, :] % period[:, None]]  # [C, L]
+
+    # agree[c, e, d]: the first d + 1 tokens of c and e are the same.
+    agree = jnp.cumprod(copied[:, None] == copied[None, :], axis=-1).astype(bool)
+    agree &= ((length > 0)[:, None] & (length > 0)[None, :])[:, :, None]
+    first = jnp.argmax(agree, axis=1)  # [C, L], the occurrence that stands for the token
+    weight = 2.0 ** (length - length.max()).astype(jnp.float32) * 0.9 ** jnp.arange(C)
+    votes = jnp.einsum("ced,e->cd", agree.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+    everyone = jnp.full((C, 1), jnp.sum(jnp.where(length > 0, weight, 0.0)))
+    share = votes / jnp.maximum(jnp.concatenate([everyone, votes[:, :-1]], axis=1), 1e-30)
+    depth_matched = jnp.minimum(length[first] + step[None, :], settings.ngram)
+    score = jnp.cumsum(jnp.log(chance[depth_matched]) + jnp.log(jnp.minimum(share, 1.0)), axis=1)
+    own = (first == jnp.arange(C)[:, None]) & (length > 0)[:, None]
+
+    flat = jnp.arange(C * L, dtype=jnp.int32).reshape(C, L)
+    above = jnp.concatenate([jnp.full((C, 1), -1), first[:, :-1] * L + step[None, :-1]], axis=1)
+    candidates = Candidates(
+        token=copied.reshape(-1),
+        parent=above.reshape(-1).astype(jnp.int32),
+        depth=(flat % L + 1).reshape(-1),
+        score=jnp.where(own, score, -jnp.inf).reshape(-1),
+    )
+    return candidates, depth_matched.reshape(-1).astype(jnp.int32)
+
+
+def keep_worthwhile(candidates: Candidates, costs: np.ndarray) -> tuple[Candidates, jax.Array]:
+    """Drop what does not pay: keep the number of tokens with the most expected output per time.
+
+    The expected output of a batch is 1 + the sum of its tokens' probabilities (ALGORITHMS 10).
+
+    Args:
+      candidates: what there is to choose from.
+      costs: float32 [bs], of a batch of 1, 2, ... rows, each with its share of what a round costs besides.
+
+    Returns:
+      The candidates that stay, and the expected output per time, float32 [].
+    """
+    wanted = min(len(costs) - 1, candidates.score.shape[0])
+    best, _ = jax.lax.top_k(candidates.score, wanted)
+    gain = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.exp(best))])
+    rate = gain / jnp.asarray(costs[: wanted + 1])
+    kept = jnp.argmax(rate)
+    least = jnp.where(kept > 0, best[jnp.maximum(kept - 1, 0)], jnp.inf)
+    score = jnp.where(candidates.score >= least, candidates.score, -jnp.inf)
+    return dataclasses.replace(candidates, score=score), rate[kept]

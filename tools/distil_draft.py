@@ -1,0 +1,201 @@
+"""Make a draft model for any target: sample text from the target, train on its logits, write a draft that loads.
+
+    python tools/distil_draft.py sample DATA --tokens 1000000
+    python tools/distil_draft.py train DATA RUN --layers 0,29 --head 8192 --steps 2000
+    python tools/distil_draft.py export RUN DRAFT --quantize q8_0
+    jaxspec-decode --draft-model DRAFT ...
+
+Each command can be killed and run again: it goes on where it was, and ends with the same bytes. `--model` names the
+target; without it, it is the default model. Needs the extra `train` (optax).
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import numpy as np
+import typer
+from distil.batches import Packer, choose_head, split_held_out
+from distil.sample import Sampler, SampleSettings, sample_shards
+from distil.shards import Conversation, read_meta, read_shard
+from distil.student import init_student, student_config
+from distil.train import Quality, Trainer, TrainSettings, measure_quality, restore_params
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jaxspec import LLM
+from jaxspec.checkpoint.convert import save_draft
+from jaxspec.errors import JaxspecError
+from jaxspec.pairing import vocabulary_digest
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
+
+Model = Annotated[str | None, typer.Option(help="The target's checkpoint [the default model].")]
+SETTINGS = "settings.json"
+CURVE = "curve.jsonl"
+
+
+@app.command()
+def sample(
+    data: Annotated[Path, typer.Argument(help="Folder of the sampled conversations.")],
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens to sample, at least.")] = 1_000_000,
+    branches: Annotated[int, typer.Option(help="Conversations side by side.")] = SampleSettings.branches,
+    steps: Annotated[int, typer.Option(help="Passes of a shard.")] = SampleSettings.steps,
+    top: Annotated[int, typer.Option(help="Teacher logits kept per token.")] = SampleSettings.top,
+    longest: Annotated[int, typer.Option(help="Most tokens of a conversation.")] = SampleSettings.longest,
+    seed: Annotated[int, typer.Option(help="Of everything.")] = SampleSettings.seed,
+) -> None:
+    """Let the target write conversations, and keep its top logits."""
+    settings = SampleSettings(branches, steps, top, longest, seed)
+    llm = LLM(model, method="ar", dtype="float32")
+    sampler = Sampler(llm, settings)
+    shards = range(math.ceil(tokens / (branches * steps)))
+    with _progress() as progress:
+        task = progress.add_task("tokens", total=len(shards) * branches * steps)
+        sample_shards(sampler, data, shards, lambda n: progress.advance(task, n))
+
+
+@app.command()
+def train(
+    data: Annotated[Path, typer.Argument(help="Folder of the sampled conversations.")],
+    run: Annotated[Path, typer.Argument(help="Folder of the checkpoints; an existing run goes on.")],
+    model: Model = None,
+    layers: Annotated[str, typer.Option(help="Layers of the target that the draft starts from.")] = "0,29",
+    head: Annotated[int, typer.Option(help="Tokens that the draft can propose, the most frequent; 0 for all.")] = 8192,
+    steps: Annotated[int, typer.Option(help="Updates.")] = TrainSettings.steps,
+    rows: Annotated[int, typer.Option(help="Rows of a batch.")] = TrainSettings.rows,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 288,
+    learning_rate: Annotated[float, typer.Option(help="Its peak.")] = TrainSettings.learning_rate,
+    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = TrainSettings.seed,
+    tokens: Annotated[int, typer.Option(help="Learn from the first shards of so many tokens; 0 for all.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    measure_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 200,
+) -> None:
+    """Train a draft on the teacher's logits."""
+    settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed)
+    chosen = [int(layer) for layer in layers.split(",")]
+    conversations, prefix = _read_data(data, tokens)
+    learned, held_out = split_held_out(conversations)
+    llm = LLM(model, method="ar", dtype="float32")
+    vocab_size = llm.engine.target.cfg.vocab_size
+    head_ids = choose_head(learned, vocab_size, head) if head else np.arange(vocab_size, dtype=np.int32)
+    cfg = student_config(llm.engine.target.cfg, chosen, head_ids.tolist() if head else ())
+    _keep_settings(
+        run, {**dataclasses.asdict(settings), "layers": chosen, "head_ids": head_ids.tolist() if head else [],
+              "length": length, "conversations": len(conversations), "held_out": len(held_out),
+              "tokens": sum(len(c.token) for c in learned)},
+    )  # fmt: skip
+    embed = llm.params["embed"]
+    table = llm.params.get("head", embed)[:vocab_size]
+    head_rows = jnp.asarray(np.asarray(table)[head_ids])
+    packer = Packer(prefix, length, head_ids, vocab_size)
+    params = init_student(llm.params, chosen)
+    trainer = Trainer(params, cfg, embed, head_rows, packer, learned, settings, run / "checkpoints", save_every)
+    curve = _Curve(run / CURVE, trainer.step)
+
+    def look(step: int) -> None:
+        quality = measure_quality(trainer.params, cfg, embed, head_rows, packer, held_out, rows)
+        curve.add(step, rows * length, quality)
+
+    with _progress() as progress:
+        task = progress.add_task("steps", total=steps, completed=trainer.step)
+        if trainer.step == 0:
+            look(0)
+
+        def report(step: int, loss: float) -> None:
+            curve.loss(loss)
+            progress.update(task, completed=step, description=f"loss {loss:.3f}")
+            if step % measure_every == 0 or step == steps:
+                look(step)
+
+        trainer.run(report)
+    typer.echo(curve.last)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of a run's checkpoints.")],
+    draft: Annotated[Path, typer.Argument(help="The draft to write; a folder that does not exist yet.")],
+    model: Model = None,
+    quantize: Annotated[str | None, typer.Option(help="q8_0, q4_0, or leave out for float32.")] = None,
+) -> None:
+    """Write the newest checkpoint of a run as a draft that `--draft-model` takes."""
+    settings = json.loads((run / SETTINGS).read_text())
+    llm = LLM(model, method="ar", dtype="float32")
+    cfg = student_config(llm.engine.target.cfg, settings["layers"], settings["head_ids"])
+    params = init_student(llm.params, settings["layers"])
+    names = {field.name for field in dataclasses.fields(TrainSettings)}
+    made_with = TrainSettings(**{name: settings[name] for name in names})
+    trained = restore_params(params, made_with, run / "checkpoints")
+    digest = vocabulary_digest(llm.tokenizer.token_strings())
+    try:
+        saved = save_draft(draft, trained, cfg, digest, llm.eos_ids, quantize)
+    except JaxspecError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{draft}: {saved.num_bytes / 1e6:.1f} MB")
+
+
+class _Curve:
+    """Quality on held-out text against tokens seen, one JSON object a line; a run that goes on cuts what it redoes."""
+
+    def __init__(self, path: Path, step: int):
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._losses: list[float] = []
+        self._start = time.monotonic()
+        self.last = kept[-1] if kept else ""
+
+    def loss(self, loss: float) -> None:
+        self._losses.append(loss)
+
+    def add(self, step: int, places: int, quality: Quality) -> None:
+        seconds = round(time.monotonic() - self._start, 1)
+        entry: dict[str, Any] = {"step": step, "places": step * places, "seconds": seconds}
+        if self._losses:
+            entry["training_loss"] = float(np.mean(self._losses))
+        self._losses.clear()
+        self.last = json.dumps(entry | dataclasses.asdict(quality))
+        with open(self._path, "a") as file:
+            file.write(self.last + "\n")
+
+
+def _read_data(data: Path, tokens: int) -> tuple[list[Conversation], Sequence[int]]:
+    meta = read_meta(data)
+    if not meta:
+        raise typer.BadParameter(f"{data}: holds no sampled conversations; run `sample` first")
+    conversations: list[Conversation] = []
+    count = 0
+    for path in sorted(data.glob("shard-*.npz")):
+        if tokens and count >= tokens:
+            break
+        conversations += read_shard(path)
+        count = sum(len(c.token) for c in conversations)
+    return conversations, meta["prefix"]
+
+
+def _keep_settings(run: Path, settings: dict[str, Any]) -> None:
+    """Note what a run is made with; a run that is to go on with other settings is refused."""
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / SETTINGS
+    if path.exists():
+        old = json.loads(path.read_text())
+        if differing := sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key)):
+            raise typer.BadParameter(f"{run}: was begun with other settings ({', '.join(differing)}); name another run")
+    path.write_text(json.dumps(settings) + "\n")
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    )
+
+
+if __name__ == "__main__":
+    app()
