@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from jaxspec.config import SamplingParams
     from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
     from jaxspec.llm import LLM, generate
+    from jaxspec.methods.auto import Auto
     from jaxspec.methods.autoregressive import Autoregressive
     from jaxspec.methods.chain import Chain
     from jaxspec.methods.lookup import PromptLookup
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "Auto",
     "Autoregressive",
     "Chain",
     "CheckpointError",
@@ -34,6 +36,7 @@ __all__ = [
 # Imported when first used, so that `jaxspec-decode --help` and usage errors do not wait a second for JAX.
 _HOMES = {
     "LLM": "llm",
+    "Auto": "methods.auto",
     "Autoregressive": "methods.autoregressive",
     "Chain": "methods.chain",
     "CheckpointError": "errors",

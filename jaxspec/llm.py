@@ -23,14 +23,17 @@ from jaxspec.config import DType, EngineConfig, SamplingParams
 from jaxspec.engine import Emitted, Engine, fresh_seed
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.plan import MeshPlan, plan_mesh
+from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Method, ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
+from jaxspec.methods.tuned import tuned_settings
 from jaxspec.models.params import Params
 from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
 from jaxspec.placement import Lender, Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
 from jaxspec.speculation import count_speculation
 from jaxspec.text import TextStream, Tokenizer, load_tokenizer
+from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]
@@ -86,7 +89,10 @@ class LLM:
         self.tokenizer = load_tokenizer(weights.path)
         draft_weights = _choose_draft(draft, resolved, weights, self.tokenizer)
         self.draft_path = None if draft_weights is None else draft_weights.path
+        self._figures = "built in"
         models = _place_models(weights, draft_weights, self.tokenizer, plan, config.dtype)
+        if isinstance(resolved, Auto):
+            resolved, self._figures = _tune(resolved, self.draft_path, models)
         self.engine = Engine(models, resolved, config.max_context)
         enable_compile_cache(config.compile_cache)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
@@ -122,6 +128,8 @@ class LLM:
         """
         other = copy.copy(self)
         resolved = resolve_method(method)
+        if isinstance(resolved, Auto):
+            resolved, other._figures = _tune(resolved, self.draft_path, self.engine.models)
         other.engine = Engine(self.engine.models, resolved, self.engine.given_context)
         other._unreported_compile_s = other.engine.prepare()
         return other
@@ -223,6 +231,10 @@ class LLM:
         if method.batch_rows > 1 and num_tokens:
             counters = count_speculation(received, num_tokens, method.batch_rows - 1)
             stats = dataclasses.replace(stats, speculative_decoding=counters)
+            if isinstance(method, Auto):
+                draft = None if self.draft_path is None else str(self.draft_path.name)
+                why = {"draft": draft, "figures": self._figures, **method.explain(self.engine.models)}
+                stats = dataclasses.replace(stats, choice=why | {"rounds": counters["rounds_by_kind"]})
         completion = Completion(
             text=text.text,
             token_ids=text.token_ids,
@@ -329,12 +341,33 @@ def _open_weights(role: str, path: object) -> Weights:
     return open_weights(None if path is None else Path(path).expanduser())
 
 
+def has_draft(model: str | PathLike[str] | None, draft: str | PathLike[str] | None) -> bool:
+    """Whether a method that uses a draft model would get one from these arguments of `LLM`."""
+    if draft is not None:
+        return draft != NO_DRAFT
+    weights = _open_weights("model", model)
+    tokens = load_tokenizer(weights.path).token_strings()
+    return find_shipped_draft(weights.config, vocabulary_digest(tokens)) is not None
+
+
 def _choose_draft(draft: object, method: Method, weights: Weights, tokenizer: Tokenizer) -> Weights | None:
     """The draft that was asked for, or the shipped one where the method takes one and nothing was said."""
     if draft is None and method.drafts:
         draft = find_shipped_draft(weights.config, vocabulary_digest(tokenizer.token_strings()))
         check_draft_given(method, draft is not None)
     return None if draft is None or draft == NO_DRAFT else _open_weights("draft", draft)
+
+
+def _tune(method: Auto, draft: Path | None, models: Models) -> tuple[Auto, str]:
+    """Fill in the figures that ship with jaxspec where the caller gave none, and say where they come from."""
+    blank = Auto()
+    given = any(getattr(method, name) != getattr(blank, name) for name in ("draft_cost", "pass_cost", "round_cost"))
+    if given or draft is None:
+        return method, "given" if given else "built in"
+    target = models.target
+    tuned = tuned_settings(draft.name, target.plan.kernels, target.weights.default in FORMATS)
+    settings = {name: value for name, value in tuned.items() if getattr(method, name) == getattr(blank, name)}
+    return dataclasses.replace(method, **settings), "shipped" if tuned else "built in"
 
 
 def _place_models(

@@ -44,6 +44,8 @@ class DecodeStats:
       compile_s: tracing, compiling or loading compiled programs.
       seed: the seed that reproduces this text at temperature > 0; None for greedy decoding.
       speculative_decoding: counters in vLLM's vocabulary; None for plain decoding.
+      choice: of method `auto`, what it did and why: the draft model (None without one), where its figures of costs come
+        from and what they are, and the number of rounds of each kind; None for other methods.
     """
 
     prompt_tokens: int
@@ -54,6 +56,7 @@ class DecodeStats:
     compile_s: float
     seed: int | None = None
     speculative_decoding: dict[str, Any] | None = None
+    choice: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,8 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
       `acceptance_histogram`, steps by number of accepted tokens; `per_step_accepted` and `per_step_drafted`.
       For trees besides: `acceptance_by_depth`, the share of steps that accept depth d among those that accepted depth
       d - 1 and drafted one deeper; `mean_tree_depth` and `mean_tree_size` (tokens, root not counted); `budget_used`,
-      the mean size over the budget; `num_draft_passes`.
+      the mean size over the budget; `num_draft_passes`. `rounds_by_kind` counts rounds that verified tokens of a draft
+      model ("drafted"), copies of earlier text or other drafts without a model ("copied"), and nothing ("plain").
     """
     kept = []
     for emitted in rounds:
@@ -33,7 +34,7 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
     steps = len(kept)
     accepted = [r.accepted for r in kept]
     drafted = [r.drafted for r in kept]
-    histogram = Counter(accepted)
+    histogram, kinds = Counter(accepted), Counter(map(_kind, kept))
     return {
         "num_spec_steps": steps,
         "num_spec_tokens": budget,
@@ -47,9 +48,16 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
         "mean_tree_size": sum(drafted) / steps,
         "budget_used": sum(drafted) / (steps * budget),
         "num_draft_passes": sum(r.draft_passes for r in kept),
+        "rounds_by_kind": {kind: kinds[kind] for kind in ("plain", "copied", "drafted")},
         "per_step_accepted": accepted,
         "per_step_drafted": drafted,
     }
+
+
+def _kind(emitted: Emitted) -> str:
+    if emitted.drafted == 0:
+        return "plain"
+    return "drafted" if emitted.draft_passes else "copied"
 
 
 def _by_depth(rounds: Sequence[Emitted]) -> list[float]:

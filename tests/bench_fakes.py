@@ -105,6 +105,7 @@ class FakeLLM:
     def __init__(self, model=None, *, draft=None, method=None, calls=None, wrong=(), **options):
         self.engine = FakeEngine(method or Autoregressive())
         self.tokenizer = FakeTokenizer()
+        self.draft_path = draft
         self.calls = [] if calls is None else calls
         self.wrong = wrong  # names of methods that get a token wrong
 

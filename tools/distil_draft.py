@@ -1,7 +1,7 @@
 """Make a draft model for any target: sample text from the target, train on its logits, write a draft that loads.
 
     python tools/distil_draft.py sample DATA --tokens 1000000
-    python tools/distil_draft.py train DATA RUN --layers 0,29 --head 8192 --steps 2000
+    python tools/distil_draft.py train DATA RUN --layers 0,1,29 --head 8192 --steps 1000
     python tools/distil_draft.py export RUN DRAFT --quantize q8_0
     jaxspec-decode --draft-model DRAFT ...
 
@@ -65,7 +65,7 @@ def train(
     data: Annotated[Path, typer.Argument(help="Folder of the sampled conversations.")],
     run: Annotated[Path, typer.Argument(help="Folder of the checkpoints; an existing run goes on.")],
     model: Model = None,
-    layers: Annotated[str, typer.Option(help="Layers of the target that the draft starts from.")] = "0,29",
+    layers: Annotated[str, typer.Option(help="Layers of the target that the draft starts from.")] = "0,1,29",
     head: Annotated[int, typer.Option(help="Tokens that the draft can propose, the most frequent; 0 for all.")] = 8192,
     steps: Annotated[int, typer.Option(help="Updates.")] = TrainSettings.steps,
     rows: Annotated[int, typer.Option(help="Rows of a batch.")] = TrainSettings.rows,

@@ -63,6 +63,7 @@ def bench(
         from rich.console import Console
 
         from jaxspec.config import SamplingParams
+        from jaxspec.llm import LLM, has_draft
         from jaxspec.measure.bench import default_methods, loading_method, make_columns, measure
         from jaxspec.measure.prompts import load_prompts, select_prompts
         from jaxspec.measure.report import make_report, print_report
@@ -72,18 +73,17 @@ def bench(
         sampling = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
         )
-        has_draft = draft_model is not None
-        names = default_methods(has_draft) if methods is None else _split_list(methods, "--methods")
+        drafting = has_draft(model, draft_model)
+        names = default_methods(drafting) if methods is None else _split_list(methods, "--methods")
         columns = make_columns(names, _parse_settings(set_ or []), _parse_budgets(budgets))
-        method = loading_method(columns, has_draft)
-
-        from jaxspec.llm import LLM
+        method = loading_method(columns, drafting, draft_model is not None)
 
         llm = LLM(model, draft=draft_model, method=method, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
         with _Bar() as bar:
             measured = measure(llm, columns, chosen, sampling, repeats, bar.show)
+        draft = None if llm.draft_path is None else str(llm.draft_path)
         command = shlex.join([NAME, *sys.argv[1:]])
-        report = make_report(measured, command, str(llm.model_path), draft_model, target_devices)
+        report = make_report(measured, command, str(llm.model_path), draft, target_devices)
         to_stdout = out is not None and str(out) == "-"
         console = Console(stderr=to_stdout)
         if not console.is_terminal:

@@ -73,18 +73,19 @@ def check(
         check_output(json_)
         # Heavy imports only now: --help and usage errors answer at once.
         texts = _read_prompts(prompt or [], prompts, max_prompts)
-        methods, skipped = _make_methods(method, set_ or [], has_draft=draft_model is not None)
+        from jaxspec.llm import LLM, has_draft
 
-        from jaxspec.llm import LLM
-
-        first = next((m for m in methods if draft_model is not None and m.drafts), PLAIN)
+        drafting = has_draft(model, draft_model)
+        methods, skipped = _make_methods(method, set_ or [], drafting, draft_model is not None)
+        first = next((m for m in methods if drafting and m.drafts), PLAIN)
         llm = LLM(model, draft=draft_model, method=first, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
         plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
         encoded = [_encode(plain, text, chat) for _, text in texts]
         names = [name for name, _ in texts]
+        draft_path = None if llm.draft_path is None else str(llm.draft_path)
         options = {"max_tokens": max_tokens, "samples": samples, "seed": seed}
         report: dict[str, Any] = {
-            "lossless": True, "model": str(llm.model_path), "draft": draft_model, "dtype": str(llm.engine.target.dtype),
+            "lossless": True, "model": str(llm.model_path), "draft": draft_path, "dtype": str(llm.engine.target.dtype),
             "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
             "target_devices": target_devices, **options, "prompts": names, "methods": [], "skipped": skipped,
         }  # fmt: skip
@@ -150,8 +151,13 @@ def _encode(llm: "LLM", text: str, chat: bool | None) -> list[int]:
     return llm.encode([{"role": "user", "content": text}] if template and chat is not False else text)
 
 
-def _make_methods(text: str, assignments: Sequence[str], *, has_draft: bool) -> tuple[list[Any], dict[str, str]]:
-    """The methods to check with their settings, and those left out of `ALL`, with the reason."""
+def _make_methods(
+    text: str, assignments: Sequence[str], has_draft: bool, given: bool
+) -> tuple[list[Any], dict[str, str]]:
+    """The methods to check with their settings, and those left out of `ALL`, with the reason.
+
+    `given` says that somebody named a draft, which one of the methods should use.
+    """
     from jaxspec.methods.registry import METHODS, check_draft_given, make_method
 
     names = [name.strip() for name in text.split(",")]
@@ -167,7 +173,7 @@ def _make_methods(text: str, assignments: Sequence[str], *, has_draft: bool) -> 
     elif ALL in names:
         raise ConfigError(f"--method {text!r}: {ALL} stands alone, or name the methods")
     defaults: list[Any] = [make_method(name) for name in names]
-    if has_draft and not any(method.drafts for method in defaults):
+    if has_draft and given and not any(method.drafts for method in defaults):
         raise ConfigError(f"none of the methods {', '.join(names)} uses a draft model: leave --draft-model out")
     settings = _parse_settings(defaults, assignments)
     # Made anew, not changed: what a method derives from its settings has to follow them.

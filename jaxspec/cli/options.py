@@ -53,14 +53,14 @@ def setting_types(method: Any) -> dict[str, OptionTypes]:
     return {field.name: types(field.default) for field in dataclasses.fields(method)}
 
 
-def check_output(path: Path | None) -> Path | None:
+def check_output(path: Path | None, what: str = "--json") -> Path | None:
     """Minutes of work must not end at a folder that does not exist.
 
     Raises:
       ConfigError: `path` cannot be written; None and "-", standard output, can.
     """
     if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {path} cannot be written: it must be a file in a folder that exists")
+        raise ConfigError(f"{what} {path} cannot be written: it must be a file in a folder that exists")
     return path
 
 

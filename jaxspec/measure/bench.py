@@ -233,19 +233,24 @@ def make_columns(
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Any:
     """A method by name with some settings; see `make_columns` for the errors."""
-    if name in ("auto", "all"):
+    if name == "all":
         raise ConfigError(f"{name!r} is no method to compare with others; known: {', '.join(METHODS)}")
     return registry.make_method(name, settings)
 
 
-def loading_method(columns: Sequence[Column], has_draft: bool) -> Any:
+def loading_method(columns: Sequence[Column], has_draft: bool, given: bool = True) -> Any:
     """The method to load models with: one of the columns', and with a draft one that uses it.
+
+    Args:
+      columns: from `make_columns`.
+      has_draft: whether there is a draft model.
+      given: whether that is because somebody named one.
 
     Raises:
       ConfigError: a column needs a draft and there is none, or there is one and no column uses it.
     """
     drafting = [column for column in columns if column.method.drafts]
-    if has_draft and not drafting:
+    if has_draft and given and not drafting:
         raise ConfigError(f"none of the methods {', '.join(c.label for c in columns)} uses a draft model: leave it out")
     needing = [column for column in columns if column.method.needs_draft]
     if needing and not has_draft:

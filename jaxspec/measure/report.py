@@ -265,7 +265,8 @@ def _mean_with_interval(values: list[float]) -> dict[str, float | None] | None:
     if not values:
         return None
     low, high = bootstrap_interval(values) or (None, None)
-    return {"mean": statistics.fmean(values), "low": low, "high": high}
+    geometric = statistics.geometric_mean(values)
+    return {"mean": statistics.fmean(values), "geometric_mean": geometric, "low": low, "high": high}
 
 
 def _speed_table(report: dict[str, Any]) -> Table:

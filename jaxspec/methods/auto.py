@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.adaptive import SYNC_ROWS, AdaptiveDrafter, RoundCosts
@@ -17,6 +17,9 @@ from pallas_kernels import registry
 from pallas_kernels.linear.blocks import FORMATS
 
 
+LONGEST_CHAIN = 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Auto:
     """Weigh each round what drafting would gain against what it costs, and draft as far as it pays.
@@ -28,7 +31,7 @@ class Auto:
 
     Attributes:
       batch: bs, most rows of a target pass, the root included.
-      length: most tokens drafted by the model in a row, below `batch`.
+      length: most tokens drafted by the model in a row, below `batch`; None is 8, or what `batch` holds.
       ngram: see `PromptLookup`.
       candidates: see `PromptLookup`.
       draft_cost: time of a draft pass over that of a target pass of one row; 0 estimates it from the weights.
@@ -37,7 +40,7 @@ class Auto:
     """
 
     batch: int = 16
-    length: int = 8
+    length: int | None = None
     ngram: int = 8
     candidates: int = 8
     draft_cost: float = 0.0
@@ -51,6 +54,8 @@ class Auto:
     def __post_init__(self):
         """Check ranges."""
         check_range("batch", self.batch, 2, 1024)
+        if self.length is None:
+            object.__setattr__(self, "length", min(LONGEST_CHAIN, self.batch - 1))
         check_range("length", self.length, 1, self.batch - 1)
         check_range("ngram", self.ngram, 1, 64)
         check_range("candidates", self.candidates, 1, 64)
@@ -86,18 +91,30 @@ class Auto:
     def check(self, models: Models) -> None:
         """Every model fits."""
 
+    def costs(self, models: Models) -> RoundCosts:
+        """What rounds are taken to cost: as given, else built-in figures and an estimate from the weights' sizes."""
+        target, draft = models
+        with registry.using(target.plan.kernels):
+            passes = pass_costs(self.batch, target.weights.default in FORMATS, self.pass_cost)
+        cost = self.draft_cost
+        if cost == 0 and draft is not None:
+            cost = relative_draft_cost(target, draft)
+        return RoundCosts(passes + self.round_cost, cost)
+
     def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""
+        assert self.length is not None
         target, draft = models
         lookup = LookupSettings(self.batch, self.ngram, self.candidates, self.batch - 1)
-        steps = self.longest_path
-        slots = cache_slots(tokens, max(SYNC_ROWS, self.batch))
+        slots, steps = cache_slots(tokens, max(SYNC_ROWS, self.batch)), self.longest_path
         if draft is None:
             drafter = LookupDrafter(target, slots, lookup)
         else:
-            with registry.using(target.plan.kernels):
-                passes = pass_costs(self.batch, target.weights.default in FORMATS, self.pass_cost)
-            cost = relative_draft_cost(target.cfg, draft.cfg) if self.draft_cost == 0 else self.draft_cost
-            costs = RoundCosts(passes + self.round_cost, cost)
-            drafter = AdaptiveDrafter(draft, slots, lookup, self.length, steps, costs)
+            drafter = AdaptiveDrafter(draft, slots, lookup, self.length, steps, self.costs(models))
         return PairRunner(target, tokens, drafter, steps=steps, rule=match, varies=True)
+
+    def explain(self, models: Models) -> dict[str, Any]:
+        """What its choices rest on, for the statistics of a generation: the costs, in target passes of one row."""
+        costs = self.costs(models)
+        known = {"pass_cost": (costs.batch - self.round_cost).round(3).tolist(), "round_cost": self.round_cost}
+        return known if models.draft is None else known | {"draft_cost": round(costs.draft, 4)}

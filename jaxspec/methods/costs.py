@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import count_params
+from jaxspec.placement import Placement
 from pallas_kernels.live import relative_pass_cost
+
+# What a draft pass costs besides reading its weights.
+FIXED_DRAFT_COST = 0.01
 
 
 def pass_costs(rows: int, blocks: bool = False, measured: Sequence[float] = ()) -> np.ndarray:
@@ -25,7 +28,14 @@ def pass_costs(rows: int, blocks: bool = False, measured: Sequence[float] = ()) 
     return built_in
 
 
-def relative_draft_cost(target: ModelConfig, draft: ModelConfig) -> float:
-    """A draft pass of one row over a target pass: their weights, and a little for what does not depend on them."""
-    read = count_params(draft) + (len(draft.head_ids) or draft.vocab_size) * draft.embed_dim * draft.shares_embedding
-    return read / count_params(target) + 0.01
+def relative_draft_cost(target: Placement, draft: Placement) -> float:
+    """A draft pass of one row over a target pass, by the bytes of weights that each reads."""
+    return _bytes_read(draft) / _bytes_read(target) + FIXED_DRAFT_COST
+
+
+def _bytes_read(placement: Placement) -> int:
+    params = placement.params()
+    if "head" in params:
+        # Of the embedding a pass reads a row.
+        params = {name: leaf for name, leaf in params.items() if name != "embed"}
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))

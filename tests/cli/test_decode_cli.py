@@ -21,7 +21,7 @@ def test_text_streams_to_stdout_and_statistics_to_stderr():
     done = run("--stats", "-n", "8", "Say hello.")
     assert done.returncode == 0
     assert done.stdout.strip() and "tokens/s" not in done.stdout
-    for word in ("prompt", "first token", "tokens/s", "compile", "method ar", "ended by"):
+    for word in ("prompt", "first token", "tokens/s", "compile", "method auto", "ended by"):
         assert word in done.stderr
 
 
@@ -48,10 +48,10 @@ def test_json_is_one_object(tmp_path):
         (["--temperature", "-1", "hi"], "temperature must lie between"),
         (["--method", "swfit", "hi"], "did you mean 'swift'"),
         (["--method", "swiftspec", "hi"], "'swiftspec' is not available in this version"),
-        (["--method", "specexec", "hi"], "method 'specexec' needs a draft model"),
+        (["--method", "specexec", "--draft-model", "none", "hi"], "method 'specexec' needs a draft model"),
         (["--method", "lookup", "--set", "batch=1", "hi"], "batch must be at least 2, got 1"),
         (["--method", "lookup", "--set", "budget=4", "hi"], "method 'lookup' has no setting 'budget'"),
-        (["--set", "batch=4", "hi"], "method 'ar' has no settings, got 'batch'"),
+        (["--method", "ar", "--set", "batch=4", "hi"], "method 'ar' has no settings, got 'batch'"),
         (["--method", "lookup", "--draft-model", "d", "hi"], "uses no draft"),
         (["--draft-devices", "2", "hi"], "--draft-devices needs a method whose draft has its own"),
         (["--offload", "disk", "hi"], "offload 'disk' is not available"),

@@ -94,7 +94,7 @@ def test_settings_reach_the_method():
         for field in dataclasses.fields(method):
             changed = {
                 "rule": "rejection", "score_temperature": "sampling", "expansion": (1, 2), "decay": 0.5,
-                "min_probability": 0.25, "replacement": False, "adaptive": False,
+                "min_probability": 0.25, "replacement": False, "adaptive": False, "pass_cost": (1.0, 2.0),
             }.get(field.name, 3)  # fmt: skip
             assert getattr(make_method(name, {field.name: changed}), field.name) == changed
 
@@ -115,9 +115,12 @@ def test_what_is_no_method(method):
 
 def test_drafts_given_and_missing():
     for method in METHODS.values():
-        with pytest.raises(ConfigError, match=method.name):
-            check_draft_given(method(), not method.drafts)
-        check_draft_given(method(), method.drafts)
+        for given in (False, True):
+            if method.needs_draft <= given <= method.drafts:
+                check_draft_given(method(), given)
+            else:
+                with pytest.raises(ConfigError, match=method.name):
+                    check_draft_given(method(), given)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,10 @@ class TrainSettings:
       seed: of the order of the data.
     """
 
-    steps: int = 2000
-    rows: int = 8
-    learning_rate: float = 1e-3
-    warmup: int = 100
+    steps: int = 1000
+    rows: int = 16
+    learning_rate: float = 1.5e-2
+    warmup: int = 60
     weight_decay: float = 0.01
     seed: int = 0
 
@@ -50,7 +50,7 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     muon = optax.contrib.muon(
         schedule,
         weight_decay=settings.weight_decay,
-        muon_weight_dimension_numbers=_matrices,
+        muon_weight_dimension_numbers=_matrices,  # pyright: ignore[reportArgumentType]
         # Updates of the size that Adam's have, so that one rate serves both.
         consistent_rms=0.2,
     )
@@ -72,7 +72,8 @@ def _matrices(params: Params) -> Any:
 
 def student_logprob(params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, rows: Rows) -> jax.Array:
     """Log-probabilities over the student's head, [R, T, V_head]."""
-    hidden = student_hidden(params, cfg, embed, rows.token, rows.position, rows.segment)
+    token, position, segment = (jnp.asarray(x) for x in (rows.token, rows.position, rows.segment))
+    hidden = student_hidden(params, cfg, embed, token, position, segment)
     return jax.nn.log_softmax(jnp.einsum("rtd,vd->rtv", hidden, head), axis=-1)
 
 
@@ -93,7 +94,7 @@ def train_step(
     """One update; returns the loss before it."""
     loss, gradient = jax.value_and_grad(distil_loss)(params, cfg, embed, head, rows)
     updates, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
+    return cast(Params, optax.apply_updates(params, updates)), opt_state, loss
 
 
 def batches(packer: Packer, conversations: Sequence[Conversation], settings: TrainSettings) -> Iterator[Rows]:
@@ -173,7 +174,7 @@ def _open_checkpoints(folder: Path) -> ocp.CheckpointManager:
 
 def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -> dict[str, Any]:
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    return manager.restore(step, args=ocp.args.StandardRestore(shapes))
+    return dict(manager.restore(step, args=ocp.args.StandardRestore(shapes)))
 
 
 @dataclasses.dataclass(frozen=True)

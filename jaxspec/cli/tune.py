@@ -1,0 +1,139 @@
+"""`jaxspec-tune`: what decodes fastest on this machine, written as a preset for `jaxspec-decode --config`."""
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxspec.cli.options import check_output
+from jaxspec.cli.run import run_command
+
+if TYPE_CHECKING:
+    from jaxspec.measure.tune import Candidate, Tuning
+
+NAME = "jaxspec-tune"
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def tune(
+    preset: Annotated[Path | None, typer.Argument(help="TOML preset to write; without it nothing is written.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Checkpoint [the default model].")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="Draft's checkpoint, or none [the shipped one if it fits].")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench's form [the mini suite].")] = None,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Prompts taken, evenly over the categories.")] = 12,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=8, help="Tokens of an answer.")] = 96,
+    temperature: Annotated[float, typer.Option("--temperature", "--temp", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens of this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random stream at temperature > 0.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Of the confirming run.")] = 2,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
+    target_devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write every number here; - is standard output.")] = None,
+) -> None:
+    """Measure step costs and acceptance, predict, confirm the best against plain decoding, write a preset."""
+
+    def run() -> None:
+        out = check_output(json_)
+        if preset is not None:
+            check_output(preset, "the preset")
+        # Heavy imports only now: --help and usage errors answer at once.
+        from rich.console import Console
+
+        from jaxspec.config import SamplingParams
+        from jaxspec.llm import LLM
+        from jaxspec.measure.prompts import load_prompts, select_prompts
+        from jaxspec.measure.tune import tune as find_fastest
+
+        chosen = select_prompts(load_prompts(prompts), None, max_prompts)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        llm = LLM(model, draft=draft_model, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
+        command = shlex.join([NAME, *sys.argv[1:]])
+        console = Console(stderr=True)
+        with console.status("loading") as status:
+            tuning = find_fastest(llm, chosen, sampling, repeats, command, lambda what: status.update(what))
+        _print(tuning, Console(stderr=str(out) == "-"))
+        if preset is not None:
+            preset.write_text(_preset(tuning, model, draft_model, command), encoding="utf-8")
+            console.print(f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False)
+        if out is not None:
+            text = json.dumps(_report(tuning), allow_nan=False, default=str)
+            print(text) if str(out) == "-" else out.write_text(text + "\n", encoding="utf-8")
+
+    run_command(NAME, run)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name=NAME)
+
+
+def _print(tuning: "Tuning", console: Any) -> None:
+    from rich.table import Table
+
+    costs = tuning.costs
+    passes = ", ".join(f"{rows}: {1e3 * seconds:.1f}" for rows, seconds in costs.target_s.items())
+    console.print(f"target pass in ms by rows: {passes}", highlight=False)
+    if costs.draft_s:
+        console.print(f"draft pass: {1e3 * costs.draft_s:.2f} ms", highlight=False)
+        depth = ", ".join(f"{share:.2f}" for share in tuning.acceptance)
+        console.print(f"accepted by depth of a chain: {depth}", highlight=False)
+    table = Table("method", "predicted", "measured", title="speed-up over plain decoding")
+    for candidate in tuning.candidates:
+        table.add_row(candidate.label, _figure(candidate.predicted), _figure(candidate.measured))
+    console.print(table)
+    console.print(_verdict(tuning), highlight=False)
+
+
+def _verdict(tuning: "Tuning") -> str:
+    if tuning.best.method.name == "ar":
+        return "plain decoding is the fastest here: nothing that was tried gains on it"
+    return f"the fastest here is {tuning.best.label}, {tuning.best.measured:.2f} times plain decoding"
+
+
+def _figure(speedup: float | None) -> str:
+    return "" if speedup is None else f"{speedup:.2f}"
+
+
+def _preset(tuning: "Tuning", model: str | None, draft_model: str | None, command: str) -> str:
+    """TOML; JSON's strings, numbers and lists of numbers are TOML's too."""
+    options: dict[str, Any] = {"method": tuning.best.method.name, **_settings(tuning.best)}
+    for name, value in (("model", model), ("draft_model", draft_model)):
+        if value is not None:
+            options[name] = value
+    lines = [f"# {command}", f"# {_verdict(tuning)}"]
+    return "\n".join([*lines, *(f"{name} = {json.dumps(value)}" for name, value in options.items())]) + "\n"
+
+
+def _settings(candidate: "Candidate") -> dict[str, Any]:
+    """The settings of a method that are not its defaults."""
+    method: Any = candidate.method
+    blank = {field.name: field.default for field in dataclasses.fields(method)}
+    return {name: value for name, value in dataclasses.asdict(method).items() if value != blank[name]}
+
+
+def _report(tuning: "Tuning") -> dict[str, Any]:
+    def describe(candidate: "Candidate") -> dict[str, Any]:
+        return {
+            "label": candidate.label,
+            "method": candidate.method.name,
+            "settings": _settings(candidate),
+            "predicted": candidate.predicted,
+            "measured": candidate.measured,
+        }
+
+    return {
+        "costs": dataclasses.asdict(tuning.costs),
+        "acceptance": tuning.acceptance,
+        "candidates": [describe(candidate) for candidate in tuning.candidates],
+        "best": describe(tuning.best),
+        "confirmation": tuning.report,
+    }
