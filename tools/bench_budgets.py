@@ -109,10 +109,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The same as curves."""
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     figure, axes = pyplot.subplots(1, len(TEMPERATURES), figsize=(9, 3.6), sharey=True)
     for axis, temperature in zip(axes, TEMPERATURES, strict=True):

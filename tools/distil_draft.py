@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from distil.batches import Packer, choose_head, split_held_out
-from distil.sample import Sampler, SampleSettings, sample_shards
+from distil.sample import Sampler, SampleSettings, answers_of, sample_shards
 from distil.shards import Conversation, read_meta, read_shard
 from distil.student import init_student, student_config
 from distil.train import Quality, Trainer, TrainSettings, measure_quality, restore_params
@@ -49,11 +49,14 @@ def sample(
     top: Annotated[int, typer.Option(help="Teacher logits kept per token.")] = SampleSettings.top,
     longest: Annotated[int, typer.Option(help="Most tokens of a conversation.")] = SampleSettings.longest,
     seed: Annotated[int, typer.Option(help="Of everything.")] = SampleSettings.seed,
+    passages: Annotated[
+        Path | None, typer.Option(help="Sampled conversations whose answers are texts to work on in these.")
+    ] = None,
 ) -> None:
     """Let the target write conversations, and keep its top logits."""
     settings = SampleSettings(branches, steps, top, longest, seed)
     llm = LLM(model, method="ar", dtype="float32")
-    sampler = Sampler(llm, settings)
+    sampler = Sampler(llm, settings, answers_of(llm, passages) if passages else ())
     shards = range(math.ceil(tokens / (branches * steps)))
     with _progress() as progress:
         task = progress.add_task("tokens", total=len(shards) * branches * steps)
@@ -71,7 +74,11 @@ def train(
     rows: Annotated[int, typer.Option(help="Rows of a batch.")] = TrainSettings.rows,
     length: Annotated[int, typer.Option(help="Tokens of a row.")] = 288,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = TrainSettings.learning_rate,
+    begin_with: Annotated[
+        Path | None, typer.Option(help="Another run, whose newest weights this one starts from.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of the data.")] = TrainSettings.seed,
+    more_data: Annotated[list[Path] | None, typer.Option(help="Another folder of conversations; repeatable.")] = None,
     tokens: Annotated[int, typer.Option(help="Learn from the first shards of so many tokens; 0 for all.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     measure_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 200,
@@ -79,7 +86,7 @@ def train(
     """Train a draft on the teacher's logits."""
     settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed)
     chosen = [int(layer) for layer in layers.split(",")]
-    conversations, prefix = _read_data(data, tokens)
+    conversations, prefix = _read_data([data, *(more_data or [])], tokens)
     learned, held_out = split_held_out(conversations)
     llm = LLM(model, method="ar", dtype="float32")
     vocab_size = llm.engine.target.cfg.vocab_size
@@ -87,7 +94,8 @@ def train(
     cfg = student_config(llm.engine.target.cfg, chosen, head_ids.tolist() if head else ())
     _keep_settings(
         run, {**dataclasses.asdict(settings), "layers": chosen, "head_ids": head_ids.tolist() if head else [],
-              "length": length, "conversations": len(conversations), "held_out": len(held_out),
+              "length": length, "begin_with": str(begin_with or ""),
+              "conversations": len(conversations), "held_out": len(held_out),
               "tokens": sum(len(c.token) for c in learned)},
     )  # fmt: skip
     embed = llm.params["embed"]
@@ -95,6 +103,8 @@ def train(
     head_rows = jnp.asarray(np.asarray(table)[head_ids])
     packer = Packer(prefix, length, head_ids, vocab_size)
     params = init_student(llm.params, chosen)
+    if begin_with is not None:
+        params = restore_params(params, _settings_of(begin_with), begin_with / "checkpoints")
     trainer = Trainer(params, cfg, embed, head_rows, packer, learned, settings, run / "checkpoints", save_every)
     curve = _Curve(run / CURVE, trainer.step)
 
@@ -129,15 +139,18 @@ def export(
     llm = LLM(model, method="ar", dtype="float32")
     cfg = student_config(llm.engine.target.cfg, settings["layers"], settings["head_ids"])
     params = init_student(llm.params, settings["layers"])
-    names = {field.name for field in dataclasses.fields(TrainSettings)}
-    made_with = TrainSettings(**{name: settings[name] for name in names})
-    trained = restore_params(params, made_with, run / "checkpoints")
+    trained = restore_params(params, _settings_of(run), run / "checkpoints")
     digest = vocabulary_digest(llm.tokenizer.token_strings())
     try:
         saved = save_draft(draft, trained, cfg, digest, llm.eos_ids, quantize)
     except JaxspecError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(f"{draft}: {saved.num_bytes / 1e6:.1f} MB")
+
+
+def _settings_of(run: Path) -> TrainSettings:
+    settings = json.loads((run / SETTINGS).read_text())
+    return TrainSettings(**{field.name: settings[field.name] for field in dataclasses.fields(TrainSettings)})
 
 
 class _Curve:
@@ -166,18 +179,22 @@ class _Curve:
             file.write(self.last + "\n")
 
 
-def _read_data(data: Path, tokens: int) -> tuple[list[Conversation], Sequence[int]]:
-    meta = read_meta(data)
-    if not meta:
-        raise typer.BadParameter(f"{data}: holds no sampled conversations; run `sample` first")
+def _read_data(folders: Sequence[Path], tokens: int) -> tuple[list[Conversation], Sequence[int]]:
+    """The conversations of all folders, in order, and what the chat template begins with."""
     conversations: list[Conversation] = []
-    count = 0
-    for path in sorted(data.glob("shard-*.npz")):
-        if tokens and count >= tokens:
-            break
-        conversations += read_shard(path)
-        count = sum(len(c.token) for c in conversations)
-    return conversations, meta["prefix"]
+    prefixes = []
+    for folder in folders:
+        meta = read_meta(folder)
+        if not meta:
+            raise typer.BadParameter(f"{folder}: holds no sampled conversations; run `sample` first")
+        prefixes.append(meta["prefix"])
+        for path in sorted(folder.glob("shard-*.npz")):
+            if tokens and sum(len(c.token) for c in conversations) >= tokens:
+                break
+            conversations += read_shard(path)
+    if any(prefix != prefixes[0] for prefix in prefixes):
+        raise typer.BadParameter("the folders were sampled with different chat templates")
+    return conversations, prefixes[0]
 
 
 def _keep_settings(run: Path, settings: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def tune(
     draft_model: Annotated[
         str | None, typer.Option(help="Draft's checkpoint, or none [the shipped one if it fits].")
     ] = None,
-    prompts: Annotated[str | None, typer.Option(help="JSON lines in Spec-Bench's form [the mini suite].")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines in Spec-Bench's form [the mini suite].")] = None,
     max_prompts: Annotated[int, typer.Option(min=1, help="Prompts taken, evenly over the categories.")] = 12,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=8, help="Tokens of an answer.")] = 96,
     temperature: Annotated[float, typer.Option("--temperature", "--temp", help="0 is greedy.")] = 0.0,

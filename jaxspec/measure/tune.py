@@ -166,10 +166,12 @@ def measure_acceptance(llm: LLM, prompts: Sequence[BenchPrompt], sampling: Sampl
     """Share of rounds in which a chain's d-th token was accepted, among those that accepted the one before."""
     tried, accepted = [0] * LONGEST_CHAIN, [0] * LONGEST_CHAIN
     for prompt in prompts:
-        message = [{"role": "user", "content": prompt.turns[0]}]
-        text: Any = message if llm.tokenizer.has_chat_template else prompt.turns[0]
-        completion = llm.chat(text, sampling) if text is message else llm.generate(text, sampling)
-        counters = completion.stats.speculative_decoding  # pyright: ignore[reportAttributeAccessIssue]
+        message: Any = [{"role": "user", "content": prompt.turns[0]}]
+        ids = llm.encode(message if llm.tokenizer.has_chat_template else prompt.turns[0])
+        *_, event = llm.stream(ids, sampling)
+        assert event.completion is not None
+        counters = event.completion.stats.speculative_decoding
+        assert counters is not None
         for drafted, count in zip(counters["per_step_drafted"], counters["per_step_accepted"], strict=True):
             for depth in range(min(drafted, count + 1)):
                 tried[depth] += 1

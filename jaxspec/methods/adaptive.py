@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxspec.cache import KVCache, commit_rows
 from jaxspec.methods.draft import DraftSide
-from jaxspec.methods.gauge import Gauge, chance_of, class_of, init_gauge, mean_chance, observe_chain
+from jaxspec.methods.gauge import CLASSES, Gauge, chance_of, class_of, init_gauge, mean_chance, observe
 from jaxspec.methods.matching import (
     LookupSettings,
     LookupState,
@@ -26,19 +26,22 @@ from jaxspec.methods.matching import (
 from jaxspec.methods.pair import outcome_shapes
 from jaxspec.methods.path_history import PathHistory
 from jaxspec.methods.program import Program
-from jaxspec.methods.propose import same_draw
+from jaxspec.methods.propose import same_two_draws
 from jaxspec.methods.verification import Drafted, Outcome
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.placement import Placement
 from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
+from jaxspec.tree.select import Candidates, pack_best
 from jaxspec.tree.topology import Batch
 
 # Verified tokens that the draft takes in one pass when it catches up.
 SYNC_ROWS = 16
 # Rounds without the draft model before it is tried again, though it seemed not to pay: the first time, and at most.
 FIRST_PATIENCE, LONGEST_PATIENCE = 8, 64
+# Of rows that are none of the draft's.
+NO_CLASS = 2 * CLASSES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +65,9 @@ class AdaptiveState:
       text: the verified tokens, and what became of copies.
       cache: the draft's; may lack the last verified tokens.
       gauge: what became of the draft's tokens.
-      kind: int32 [n], classes of the tokens of the last chain.
-      drafted: int32 [], how many of them the last batch held; 0 where it held none of the draft's.
-      evaluated: int32 [], how many of them lie in the cache's window.
+      parent: int32 [bs], of the last batch.
+      kind: int32 [bs], class of each of its rows; `NO_CLASS` for those that are none of the draft's.
+      evaluated: int32 [], how many tokens of the last chain lie in the cache's window.
       idle: int32 [], rounds since the draft ran.
       patience: int32 [], after how many it is tried again.
     """
@@ -72,8 +75,8 @@ class AdaptiveState:
     text: LookupState
     cache: KVCache
     gauge: Gauge
+    parent: jax.Array
     kind: jax.Array
-    drafted: jax.Array
     evaluated: jax.Array
     idle: jax.Array
     patience: jax.Array
@@ -102,9 +105,9 @@ class AdaptiveDrafter:
         self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
 
         def begin(text: LookupState, cache: KVCache) -> AdaptiveState:
-            zero = jnp.int32(0)
-            kind = jnp.zeros(length, jnp.int32)
-            return AdaptiveState(text, cache, init_gauge(), kind, zero, zero, zero, jnp.int32(FIRST_PATIENCE))
+            zero, row = jnp.int32(0), jnp.arange(rows, dtype=jnp.int32)
+            kind = jnp.full(rows, NO_CLASS)
+            return AdaptiveState(text, cache, init_gauge(), row, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
 
         def draft(params, state, outcome, history, request):
             return draft_round(params, placement, state, outcome, history, request, lookup, length, costs)
@@ -145,8 +148,8 @@ def draft_round(
     costs: RoundCosts,
 ) -> tuple[AdaptiveState, Drafted]:
     """Learn from the last round, decide what is worth drafting, and draft it; for one shard."""
-    accepted = jnp.minimum(outcome.count - 1, state.drafted)
-    gauge = observe_chain(state.gauge, state.kind, state.drafted, accepted)
+    gauge, accepted = learn(state, outcome)
+    # What the chain evaluated and the target accepted lies behind the prefix, in order.
     cache = commit_rows(state.cache, jnp.minimum(accepted, state.evaluated))
     text, candidates, matched = find_candidates(state.text, outcome, lookup)
     candidates, copy_rate = keep_worthwhile(candidates, costs.batch)
@@ -160,18 +163,17 @@ def draft_round(
     wanted = worth | probe
 
     chain = grow_chain(params, placement, cache, text, gauge, history, request, wanted, length, costs)
+    proposed = chain.candidates()
+    kept, _ = keep_worthwhile(proposed, costs.batch + costs.draft * chain.passes)
     # A draft that is tried again has its first token verified, or nothing would be learned.
-    count = jnp.where(wanted, jnp.maximum(chain.worth, probe.astype(jnp.int32)), 0)
+    first = jnp.where(probe, proposed.score[0], kept.score[0])
+    kept = dataclasses.replace(kept, score=kept.score.at[0].set(first))
     copied_text, copied = draft_candidates(text, candidates, matched, lookup.batch)
-    use_chain = count > 0
-    rows = jnp.arange(lookup.batch, dtype=jnp.int32)
-    own = Batch(
-        token=jnp.zeros(lookup.batch, jnp.int32).at[0].set(copied.batch.token[0]).at[1 : length + 1].set(chain.token),
-        parent=jnp.where(rows <= count, jnp.maximum(rows - 1, 0), rows),
-        depth=jnp.where(rows <= count, rows, 0),
-        count=count + 1,
-    )
+    own = pack_best(copied.batch.token[0], kept, lookup.batch)
+    kind = pack_best(jnp.int32(0), dataclasses.replace(kept, token=chain.kinds()), lookup.batch).token
+    use_chain = own.count > 1
     batch = jax.tree.map(lambda a, b: jnp.where(use_chain, a, b), own, copied.batch)
+    rows = jnp.arange(lookup.batch, dtype=jnp.int32)
     # No match proposed a row of a chain: what becomes of it says nothing about matches.
     text = dataclasses.replace(
         text,
@@ -183,8 +185,8 @@ def draft_round(
         text=text,
         cache=chain.cache,
         gauge=gauge,
-        kind=chain.kind,
-        drafted=count,
+        parent=batch.parent,
+        kind=jnp.where(use_chain & (rows > 0) & (rows < own.count), kind, NO_CLASS),
         evaluated=jnp.maximum(chain.count - 1, 0),
         idle=jnp.where(wanted, 0, state.idle + 1),
         patience=jnp.where(worth, FIRST_PATIENCE, patience),
@@ -192,30 +194,63 @@ def draft_round(
     return state, Drafted(batch, chain.passes)
 
 
+def learn(state: AdaptiveState, outcome: Outcome) -> tuple[Gauge, jax.Array]:
+    """What became of the last batch's rows.
+
+    Returns:
+      The gauge, and how many first choices were accepted, int32 [].
+    """
+    rows, steps = state.kind.shape[0], jnp.arange(outcome.path.shape[0])
+    walked = jnp.zeros(rows, bool).at[jnp.where(steps < outcome.count, outcome.path, rows)].set(True, mode="drop")
+    drafted, first_choice = state.kind < NO_CLASS, state.kind < CLASSES
+    accepted = drafted & walked
+    # A second choice is looked at where the first one was refused.
+    last = outcome.path[outcome.count - 1]
+    tried = drafted & walked[state.parent] & (first_choice | accepted | (state.parent == last))
+    return observe(state.gauge, state.kind, tried, accepted), (accepted & first_choice).sum(dtype=jnp.int32)
+
+
 @struct.dataclass
 class Chain:
-    """A chain in the making.
+    """A chain in the making: first choices, each behind the one before, and beside each the second choice.
 
     Attributes:
-      cache: the draft's; every verified token is part of its prefix, all tokens of the chain but the last are rows of
-        its window.
-      token: int32 [n].
-      kind: int32 [n], class of each.
-      gain: float32 [n + 1], expected output of a batch that holds the first 0, 1, ... of them.
-      chance: float32 [], that the target accepts all of them.
-      count: int32 [], tokens so far.
-      worth: int32 [], how many of them are worth their rows.
+      cache: the draft's; every verified token is part of its prefix, all first choices but the last are rows of its
+        window.
+      token: int32 [n, 2].
+      kind: int32 [n, 2], class of each.
+      score: float32 [n, 2], log of the chance that the target accepts each and all before it; -inf where there is none.
+      gain: float32 [], expected output of a batch that holds the first choices.
+      count: int32 [], first choices so far.
       passes: int32 [], of the draft.
     """
 
     cache: KVCache
     token: jax.Array
     kind: jax.Array
+    score: jax.Array
     gain: jax.Array
-    chance: jax.Array
     count: jax.Array
-    worth: jax.Array
     passes: jax.Array
+
+    @property
+    def chance(self) -> jax.Array:
+        """That the target accepts all first choices, float32 []."""
+        return jnp.where(self.count > 0, jnp.exp(self.score[jnp.maximum(self.count - 1, 0), 0]), 1.0)
+
+    def candidates(self) -> Candidates:
+        """First choices, then second ones."""
+        above = jnp.arange(-1, self.token.shape[0] - 1, dtype=jnp.int32)
+        return Candidates(
+            token=self.token.T.reshape(-1),
+            parent=jnp.concatenate([above, above]),
+            depth=jnp.concatenate([above, above]) + 2,
+            score=self.score.T.reshape(-1),
+        )
+
+    def kinds(self) -> jax.Array:
+        """Classes of the candidates."""
+        return self.kind.T.reshape(-1)
 
 
 def grow_chain(
@@ -231,32 +266,32 @@ def grow_chain(
     costs: RoundCosts,
 ) -> Chain:
     """Catch up with the text and draft token by token while a further pass pays; nothing runs unless `wanted`."""
-    cfg, vocab = placement.cfg, placement.vocab
-    propose = same_draw(vocab, scored=True)
+    cfg = placement.cfg
+    propose = same_two_draws(placement.vocab)
     mean, batch_cost = mean_chance(gauge), jnp.asarray(costs.batch)
 
-    def rate(gain: jax.Array, rows: jax.Array, passes: jax.Array) -> jax.Array:
-        return gain / (batch_cost[rows] + costs.draft * passes)
-
     def add(chain: Chain, cache: KVCache, hidden: jax.Array) -> Chain:
-        """Add the token behind a hidden state `[1, D]`."""
-        on_path = (jnp.arange(length) < chain.count)[None]
-        paths = PathHistory(history, chain.token, on_path)
-        position = (text.length + chain.count)[None]
-        token, logprob = propose(vocab_logits(params, hidden), paths, request, position)
-        kind = class_of(logprob[0, 0])
-        chance = chain.chance * chance_of(gauge, kind)
-        count = chain.count + 1
+        """Add the two tokens behind a hidden state `[1, D]`."""
+        at = chain.count
+        paths = PathHistory(history, chain.token[:, 0], (jnp.arange(length) < at)[None])
+        token, logprob = propose(vocab_logits(params, hidden), paths, request, (text.length + at)[None])
+        kind = jnp.stack([class_of(logprob[0, 0]), class_of(logprob[0, 1], second=True)])
+        first, second = chance_of(gauge, kind)
+        chance = chain.chance * jnp.stack([first, jnp.where(logprob[0, 1] > -jnp.inf, (1 - first) * second, 0.0)])
         return dataclasses.replace(
             chain,
             cache=cache,
-            token=chain.token.at[chain.count].set(token[0, 0]),
-            kind=chain.kind.at[chain.count].set(kind),
-            gain=chain.gain.at[count].set(chain.gain[chain.count] + chance),
-            chance=chance,
-            count=count,
+            token=chain.token.at[at].set(token[0]),
+            kind=chain.kind.at[at].set(kind),
+            score=chain.score.at[at].set(jnp.log(chance)),
+            gain=chain.gain + chance[0],
+            count=at + 1,
             passes=chain.passes + 1,
         )
+
+    zero = jnp.int32(0)
+    pairs = jnp.zeros((length, 2), jnp.int32)
+    start = Chain(cache, pairs, pairs, jnp.full((length, 2), -jnp.inf), jnp.float32(1), zero, zero)
 
     def is_behind(chain: Chain) -> jax.Array:
         return wanted & (chain.cache.length < text.length)
@@ -270,30 +305,26 @@ def grow_chain(
         hidden, cache = forward(params, cfg, token, position, cache, mask, live=count)
         last = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1)
         # What an earlier chunk proposed is behind the times.
-        chain = dataclasses.replace(chain, count=jnp.int32(0), chance=jnp.float32(1))
-        return add(chain, commit_rows(cache, count), last)
+        return add(dataclasses.replace(start, passes=chain.passes), commit_rows(cache, count), last)
 
     def go_on(chain: Chain) -> jax.Array:
-        gain, count = chain.gain[chain.count], chain.count
-        further = rate(gain + chain.chance * mean, jnp.minimum(count + 1, length), count + 1)
-        return wanted & (count < length) & (further > rate(gain, count, count))
+        def rate(gain: jax.Array, tokens: jax.Array) -> jax.Array:
+            return gain / (batch_cost[tokens] + costs.draft * tokens)
+
+        count = chain.count
+        further = rate(chain.gain + chain.chance * mean, jnp.minimum(count + 1, length))
+        return wanted & (count < length) & (further > rate(chain.gain, count))
 
     def extend(chain: Chain) -> Chain:
         slot = chain.count - 1
-        token = jax.lax.dynamic_slice_in_dim(chain.token, slot, 1)
+        token = jax.lax.dynamic_slice_in_dim(chain.token[:, 0], slot, 1)
         position = (chain.cache.length + slot)[None]
         mask = (jnp.arange(length) <= slot)[None]
         window = chain.cache.length + jnp.arange(length, dtype=jnp.int32)
         hidden, cache = forward(params, cfg, token, position, chain.cache, mask, window_position=window, offset=slot)
         return add(chain, cache, hidden)
 
-    zero = jnp.int32(0)
-    row = jnp.zeros(length, jnp.int32)
-    chain = Chain(cache, row, row, jnp.ones(length + 1), jnp.float32(1), zero, zero, zero)
     with jax.named_scope("draft/catch_up"):
-        chain = jax.lax.while_loop(is_behind, catch_up, chain)
+        chain = jax.lax.while_loop(is_behind, catch_up, start)
     with jax.named_scope("draft/grow"):
-        chain = jax.lax.while_loop(go_on, extend, chain)
-    counts = jnp.arange(length + 1)
-    rates = jnp.where(counts <= chain.count, rate(chain.gain, counts, chain.passes), -jnp.inf)
-    return dataclasses.replace(chain, worth=jnp.argmax(rates).astype(jnp.int32))
+        return jax.lax.while_loop(go_on, extend, chain)

@@ -16,7 +16,6 @@ from jaxspec.methods.verification import match
 from pallas_kernels import registry
 from pallas_kernels.linear.blocks import FORMATS
 
-
 LONGEST_CHAIN = 8
 
 

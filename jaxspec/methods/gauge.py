@@ -10,20 +10,23 @@ from flax import struct
 # many observations. Drafts are a little too sure of themselves.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 PRIOR_CHANCE = (0.05, 0.14, 0.23, 0.32, 0.41, 0.5, 0.59, 0.69, 0.79, 0.88, 0.95)
+# Likewise of a second choice, where the first was refused.
+PRIOR_SECOND = (0.08, 0.2, 0.3, 0.38, 0.44, 0.48, 0.5, 0.5, 0.5, 0.5, 0.5)
 PRIOR_WEIGHT = 4.0
-# Of any token, before its probability is known.
+CLASSES = len(PRIOR_CHANCE)
+# Of any first choice, before its probability is known.
 PRIOR_MEAN = 0.5
-# What was observed loses weight with each token tried, so that a change of subject is noticed.
+# What was observed loses weight with each first choice tried, so that a change of subject is noticed.
 FORGETTING = 0.98
 
 
 @struct.dataclass
 class Gauge:
-    """Observations.
+    """Observations; first choices are of the first `CLASSES` classes, second ones of those behind.
 
     Attributes:
-      tried: float32 [C], drafted tokens of each class that the target looked at, with forgetting.
-      accepted: float32 [C], those that it accepted.
+      tried: float32 [2 * CLASSES], drafted tokens that the target looked at, with forgetting.
+      accepted: float32 [2 * CLASSES], those that it accepted.
     """
 
     tried: jax.Array
@@ -32,40 +35,39 @@ class Gauge:
 
 def init_gauge() -> Gauge:
     """Nothing observed."""
-    return Gauge(jnp.zeros(len(PRIOR_CHANCE)), jnp.zeros(len(PRIOR_CHANCE)))
+    return Gauge(jnp.zeros(2 * CLASSES), jnp.zeros(2 * CLASSES))
 
 
-def class_of(logprob: jax.Array) -> jax.Array:
+def class_of(logprob: jax.Array, second: bool = False) -> jax.Array:
     """Class of a draft's log-probability, int32, of any shape."""
-    return jnp.searchsorted(jnp.array(EDGES), jnp.exp(logprob), side="right").astype(jnp.int32)
+    place = jnp.searchsorted(jnp.array(EDGES), jnp.exp(logprob), side="right")
+    return (place + CLASSES * second).astype(jnp.int32)
 
 
 def chance_of(gauge: Gauge, kind: jax.Array) -> jax.Array:
-    """Estimated chance that a token of a class is accepted."""
-    prior = jnp.array(PRIOR_CHANCE)
+    """Estimated chance that a token of a class is accepted, once the walk comes to it."""
+    prior = jnp.array(PRIOR_CHANCE + PRIOR_SECOND)
     return ((gauge.accepted + PRIOR_WEIGHT * prior) / (gauge.tried + PRIOR_WEIGHT))[kind]
 
 
 def mean_chance(gauge: Gauge) -> jax.Array:
-    """Estimated chance that a token is accepted whose probability is not known yet, float32 []."""
-    return (gauge.accepted.sum() + PRIOR_WEIGHT * PRIOR_MEAN) / (gauge.tried.sum() + PRIOR_WEIGHT)
+    """Estimated chance that a first choice is accepted whose probability is not known yet, float32 []."""
+    tried, accepted = gauge.tried[:CLASSES].sum(), gauge.accepted[:CLASSES].sum()
+    return (accepted + PRIOR_WEIGHT * PRIOR_MEAN) / (tried + PRIOR_WEIGHT)
 
 
-def observe_chain(gauge: Gauge, kind: jax.Array, drafted: jax.Array, accepted: jax.Array) -> Gauge:
-    """Learn what became of a chain.
+def observe(gauge: Gauge, kind: jax.Array, tried: jax.Array, accepted: jax.Array) -> Gauge:
+    """Learn what became of a batch.
 
     Args:
       gauge: so far.
-      kind: int32 [n], classes of its tokens.
-      drafted: int32 [], how many of them the target had; 0 for no chain.
-      accepted: int32 [], how many of these it accepted.
+      kind: int32 [bs], class of each row; `2 * CLASSES` for rows that are none of the draft's.
+      tried: bool [bs], rows that the target looked at.
+      accepted: bool [bs], those that it accepted.
     """
-    place = jnp.arange(kind.shape[0])
-    good, looked_at = place < accepted, place < jnp.minimum(accepted + 1, drafted)
-    classes = gauge.tried.shape[0]
-    kept = FORGETTING ** looked_at.sum()
+    kept = FORGETTING ** (tried & (kind < CLASSES)).sum()
     return dataclasses.replace(
         gauge,
-        tried=(gauge.tried * kept).at[jnp.where(looked_at, kind, classes)].add(1.0, mode="drop"),
-        accepted=(gauge.accepted * kept).at[jnp.where(good, kind, classes)].add(1.0, mode="drop"),
+        tried=(gauge.tried * kept).at[jnp.where(tried, kind, 2 * CLASSES)].add(1.0, mode="drop"),
+        accepted=(gauge.accepted * kept).at[jnp.where(accepted, kind, 2 * CLASSES)].add(1.0, mode="drop"),
     )

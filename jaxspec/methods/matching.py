@@ -247,7 +247,7 @@ def merge_matches(state: LookupState, chance: jax.Array, settings: LookupSetting
     return candidates, depth_matched.reshape(-1).astype(jnp.int32)
 
 
-def keep_worthwhile(candidates: Candidates, costs: np.ndarray) -> tuple[Candidates, jax.Array]:
+def keep_worthwhile(candidates: Candidates, costs: np.ndarray | jax.Array) -> tuple[Candidates, jax.Array]:
     """Drop what does not pay: keep the number of tokens with the most expected output per time.
 
     The expected output of a batch is 1 + the sum of its tokens' probabilities (ALGORITHMS 10).
@@ -259,7 +259,7 @@ def keep_worthwhile(candidates: Candidates, costs: np.ndarray) -> tuple[Candidat
     Returns:
       The candidates that stay, and the expected output per time, float32 [].
     """
-    wanted = min(len(costs) - 1, candidates.score.shape[0])
+    wanted = min(costs.shape[0] - 1, candidates.score.shape[0])
     best, _ = jax.lax.top_k(candidates.score, wanted)
     gain = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.exp(best))])
     rate = gain / jnp.asarray(costs[: wanted + 1])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.methods.path_history import PathHistory
-from jaxspec.sampling.choose import choose
+from jaxspec.sampling.choose import choose, choose_two
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
 
@@ -31,5 +31,17 @@ def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
         history = paths.build(processors, vocab)
         token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
         return token[:, None], logprob[:, None]
+
+    return propose
+
+
+def same_two_draws(vocab: VocabShard) -> Propose:
+    """The child of `same_draw`, and the one that plain decoding would draw if the first were ruled out."""
+
+    def propose(
+        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        history = paths.build(request.processors, vocab)
+        return choose_two(logits, request.processors, history.seen, history.counts, request.key, position, vocab)
 
     return propose

@@ -1,5 +1,7 @@
 """Rule R4: each token is a function of its distribution and of the noise at its position (ALGORITHMS 2.4)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ from jax import lax
 from jaxspec.sampling.noise import gumbel_rows
 from jaxspec.sampling.processors import Processors, clean, log_mass, penalise, score
 from jaxspec.sampling.vocab import VocabShard
+
+Case = Callable[[], tuple[jax.Array, jax.Array]]
 
 
 def choose(
@@ -47,16 +51,63 @@ def choose(
         return token, _logprob(scores, token, processors, vocab)
 
     with jax.named_scope("sampling/choose"):
-        # The cheap case first and alone: its branch reads the logits and nothing else.
-        branch = jnp.where(jnp.asarray(processors.temperature) > 0, 2, jnp.asarray(processors.penalised, jnp.int32))
-        return lax.switch(
-            branch,
-            [
-                lambda: greedy(clean(logits, vocab)),
-                lambda: greedy(penalise(logits, processors, seen, counts, vocab)),
-                draw,
-            ],
+        return _by_case(
+            processors,
+            lambda: greedy(clean(logits, vocab)),
+            lambda: greedy(penalise(logits, processors, seen, counts, vocab)),
+            draw,
         )
+
+
+def choose_two(
+    logits: jax.Array,
+    processors: Processors,
+    seen: jax.Array,
+    counts: jax.Array,
+    key: jax.Array | np.ndarray,
+    positions: jax.Array,
+    vocab: VocabShard,
+) -> tuple[jax.Array, jax.Array]:
+    """The token that `choose` takes, and the one that it would take if the first were ruled out.
+
+    Args:
+      As for `choose`.
+
+    Returns:
+      token: int32 [T, 2], global ids; the second is of no use where its log-probability is -inf.
+      logprob: float32 [T, 2], under the processed distribution; at temperature 0 under the softmax of the penalised
+        logits.
+    """
+
+    def best(scores: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        first = vocab.argmax(ranks)
+        second = vocab.argmax(jnp.where(vocab.ids()[None] == first[:, None], -jnp.inf, ranks))
+        top = jnp.maximum(vocab.row_max(scores), jnp.finfo(jnp.float32).min)
+        mass = (top + log_mass(scores - top, vocab))[:, 0]
+        logprob = jnp.stack([vocab.take(scores, first), vocab.take(scores, second)], axis=1) - mass[:, None]
+        return jnp.stack([first, second], axis=1), logprob
+
+    def greedy(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return best(z, z)
+
+    def draw() -> tuple[jax.Array, jax.Array]:
+        scores = score(logits, processors, seen, counts, vocab)
+        return best(scores, lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
+
+    with jax.named_scope("sampling/choose_two"):
+        return _by_case(
+            processors,
+            lambda: greedy(clean(logits, vocab)),
+            lambda: greedy(penalise(logits, processors, seen, counts, vocab)),
+            draw,
+        )
+
+
+def _by_case(processors: Processors, plain: Case, penalised: Case, draw: Case) -> tuple[jax.Array, jax.Array]:
+    """Run one of three: greedy as the logits are, greedy behind penalties, or with noise."""
+    # The cheap case first and alone: its branch reads the logits and nothing else.
+    branch = jnp.where(jnp.asarray(processors.temperature) > 0, 2, jnp.asarray(processors.penalised, jnp.int32))
+    return lax.switch(branch, [plain, penalised, draw])
 
 
 def _logprob(scores: jax.Array, token: jax.Array, processors: Processors, vocab: VocabShard) -> jax.Array:

@@ -78,6 +78,8 @@ LLAMA_SPECINFER = Case("llama", 1, "same", SpecInfer((2, 2, 1, 1)))
 LLAMA_LOOKUP = Case("llama", 1, "none", PromptLookup())
 # The draft costs nothing: it is asked whenever the text does not repeat itself.
 LLAMA_AUTO = Case("llama", 1, "shared", Auto(draft_cost=1e-3))
+# A draft as large as the target, at a tenth of its price: random ones do not pay, good ones do. Room for long texts.
+LLAMA_AUTO_LONG = Case("llama", 1, "same", Auto(draft_cost=0.1, pass_cost=tuple(1 + more / 10 for more in range(16))))
 # One of each kind of runner.
 BASIC = [LLAMA_SPECEXEC, LLAMA_CHAIN, LARGE_REJECTION, LLAMA_SPECINFER, LLAMA_LOOKUP, LLAMA_AUTO]
 # SpecExec with ever larger budgets. Passes suffice for the search to end by its exact test.
@@ -115,6 +117,8 @@ CASES = [
     Case("llama", 4, "shared", Chain(3, "rejection")),
 ]
 
+# Tokens that an engine has room for; 150 in the others.
+CONTEXTS = {LLAMA_AUTO_LONG: 400}
 # Engines whose draft's cache ends with the last slot that it can need; in the others the target's does.
 DRAFT_TIGHT = (LLAMA_CHAIN, LLAMA_SPECINFER, CHAIN_TP4, LADDER[1])
 
@@ -263,16 +267,16 @@ def draft_placement(family, degree, geometry):
 @functools.cache
 def engine_of(case):
     """A compiled engine of 150 tokens or a few more: as many as one cache, of the target or of the draft, holds."""
-    models = models_of(case)
+    models, least = models_of(case), CONTEXTS.get(case, 150)
 
     def slots(context):
         runner = case.method.bind(models, context)
         return runner._drafter._side.slots if case in DRAFT_TIGHT else runner.slots
 
-    low, high = 150, 150 + CHUNKS[0]  # the last context with as many slots as 150
+    low, high = least, least + CHUNKS[0]  # the last context with as many slots as the least
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if slots(middle) == slots(150) else (low, middle)
+        low, high = (middle, high) if slots(middle) == slots(least) else (low, middle)
     engine = Engine(models, case.method, low)
     with quick_compilation():
         engine.prepare()
@@ -339,6 +343,7 @@ class Steps:
         self.case, self.params = case, params_of(case, draft)
         self.runner = engine_of(case)._runner
         self.text = list(prompt)
+        self.header = []  # the last round's: new tokens, drafted tokens, depth, draft passes
         target = models_of(case).target
         request = make_request(SamplingParams(**sampling), seed, VOCAB, target.padded_vocab)
         self.request = jax.tree.map(lambda leaf, s: jax.device_put(leaf, s.sharding), request, target.request())
@@ -353,6 +358,7 @@ class Steps:
         """Run a round; returns its tokens."""
         self.state, round_ = self.runner.round(self.params, self.state, self.request)
         packed = np.asarray(round_.packed).tolist()
+        self.header = packed[:ROUND_HEADER]
         tokens = packed[ROUND_HEADER : ROUND_HEADER + packed[0]]
         self.text += tokens
         return tokens

@@ -25,11 +25,30 @@ OPENERS = (
     "A shop", "In Python,", "Fix this code:", "Convert", "Imagine", "Do you", "Should I", "What does",
 )  # fmt: skip
 
+# Further ones, for the second round of sampling, which has prose.
+MORE_OPENERS = (
+    "A farmer", "A train", "Tom has", "Anna buys", "A rectangle", "What is the sum of", "What percentage of",
+    "How many", "Solve the equation", "A recipe", "Write a JavaScript function", "Write an SQL query",
+    "Write a test for", "Write a bash script", "Write a class", "Write a story about", "Write a short speech",
+    "My friend", "Our neighbours",
+    "I would like to", "Is it true that", "What can I do if", "What should I", "Which is better,", "Who invented",
+    "Recommend", "Help me", "Give me tips for", "Write instructions for", "Plan a day in", "What happens when",
+)  # fmt: skip
+
 TEXT_TASKS = (
     "Summarize this text:", "Summarize this in one sentence:", "What is this text about?", "Explain this simply:",
     "List the main points of this text:", "Rewrite this text more briefly:", "Repeat this text word for word:",
     "Correct the mistakes in this text:", "Continue this text:", "Write it in other words:",
     "Write a title for this text:", "Ask a question about this text and answer it:",
+)  # fmt: skip
+
+PROSE_TASKS = (
+    "Summarize this text in one or two sentences.", "Give the main points as a list.", "Write a headline for this.",
+    "Rewrite this text in the past tense.", "Rewrite this text in a formal style.", "Rewrite it for a child.",
+    "Shorten this text.", "Repeat this text exactly.", "Correct the spelling in this text.", "Continue this text.",
+    "Turn this into bullet points.", "Rewrite this text in the first person.", "Make a table from this text.",
+    "What does the author want to say?", "Write an email that says the same.", "Explain this in your own words.",
+    "Is there anything wrong in this text?", "Find a title and three keywords for this text.",
 )  # fmt: skip
 
 CODE_TASKS = (
@@ -39,12 +58,19 @@ CODE_TASKS = (
 )  # fmt: skip
 
 
+# How many conversations are of which kind: three in four the target's own, the others about a passage; once there is
+# prose to work on, half and half.
+SHARES = {"own": 0.76, "text": 0.16, "code": 0.08}
+SHARES_WITH_PROSE = {"own": 0.5, "prose": 0.22, "quiz": 0.08, "text": 0.08, "code": 0.12}
+
+
 @dataclasses.dataclass(frozen=True)
 class Opening:
     """How one conversation begins.
 
     Attributes:
-      kind: "own" (the target asks), "text" or "code" (a passage to work on).
+      kind: "own" (the target asks), "text", "code" or "prose" (a passage to work on), or "quiz" (the target asks about
+        one).
       question: what the user's turn begins with, or all of it.
       asks_on: whether the target goes on with the user's turn.
       question_temperature: of the user's turn.
@@ -59,15 +85,17 @@ class Opening:
 
 
 class Documents:
-    """Passages of Python's own documentation and standard library (PSF licence).
+    """Passages of Python's own documentation and standard library (PSF licence), and of the target's own answers.
 
     Attributes:
       texts: paragraphs of the language reference.
       code: functions of the standard library's modules.
+      prose: answers that were sampled before, if there are any.
     """
 
-    def __init__(self):
+    def __init__(self, prose: Sequence[str] = ()):
         """Read what this Python has; `digest` says which that was."""
+        self.prose = list(prose)
         topics = pydoc_data.topics.topics
         paragraphs = [" ".join(p.split()) for name in sorted(topics) for p in topics[name].split("\n\n")]
         self.texts = [p for p in paragraphs if 120 <= len(p) <= 600]
@@ -78,21 +106,26 @@ class Documents:
     @property
     def digest(self) -> str:
         """SHA-256 over every passage."""
-        return hashlib.sha256("\0".join([*self.texts, *self.code]).encode()).hexdigest()
+        return hashlib.sha256("\0".join([*self.texts, *self.code, *self.prose]).encode()).hexdigest()
 
 
 def draw_opening(rng: np.random.Generator, documents: Documents) -> Opening:
-    """Draw how a conversation begins: three in four are the target's own, the others work on a passage."""
+    """Draw how a conversation begins."""
     answer = float(rng.choice([0.0, 0.0, 0.3, 0.7, 1.0]))
-    kind = str(rng.choice(["own", "text", "code"], p=[0.76, 0.16, 0.08]))
+    shares = SHARES_WITH_PROSE if documents.prose else SHARES
+    kind = str(rng.choice(list(shares), p=list(shares.values())))
+    if kind == "quiz":
+        return Opening(kind, f"{_pick(rng, documents.prose)}\n\nQuestion:", True, 0.7, answer)
     if kind == "own":
-        opener = _pick(rng, OPENERS) if rng.random() < 0.5 else ""
+        openers = OPENERS + MORE_OPENERS if documents.prose else OPENERS
+        opener = _pick(rng, openers) if rng.random() < 0.5 else ""
         return Opening(kind, opener, True, float(rng.choice([0.7, 0.9, 1.0])), answer)
-    task, passage = (
-        (_pick(rng, TEXT_TASKS), _pick(rng, documents.texts))
-        if kind == "text"
-        else (_pick(rng, CODE_TASKS), _pick(rng, documents.code))
-    )
+    tasks, passages = {
+        "text": (TEXT_TASKS, documents.texts),
+        "code": (CODE_TASKS, documents.code),
+        "prose": (PROSE_TASKS, documents.prose),
+    }[kind]
+    task, passage = _pick(rng, tasks), _pick(rng, passages)
     question = f"{task}\n\n{passage}" if rng.random() < 0.7 else f"{passage}\n\n{task}"
     return Opening(kind, question, False, 0.0, answer)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distil.corpus import Documents, Opening, draw_opening
-from distil.shards import Conversation, shard_path, write_meta, write_shard
+from distil.shards import Conversation, read_shard, shard_path, write_meta, write_shard
 from jaxspec import LLM
 from jaxspec.cache import KVCache, init_cache
 from jaxspec.methods.program import Program
@@ -137,12 +137,12 @@ def _draw(logprob: np.ndarray, temperature: float, rng: np.random.Generator) -> 
 class Sampler:
     """Compiled passes of one target."""
 
-    def __init__(self, llm: LLM, settings: SampleSettings):
-        """Compile; nothing is sampled yet."""
+    def __init__(self, llm: LLM, settings: SampleSettings, prose: Sequence[str] = ()):
+        """Compile; nothing is sampled yet. `prose` are passages to work on, see `Documents`."""
         self.llm = llm
         self.settings = settings
         self.turns = find_turns(llm)
-        self.documents = Documents()
+        self.documents = Documents(prose)
         target, cfg = llm.engine.target, llm.engine.target.cfg
         B, K = settings.branches, settings.top
         window = B * settings.steps
@@ -203,6 +203,18 @@ class Sampler:
             progress(settings.branches)
         # Those that the shard's end cut off are conversations too, as far as they came.
         return done + [b.conversation(index) for b in branches if len(b.token) > 1]
+
+
+def answers_of(llm: LLM, folder: Path) -> list[str]:
+    """Finished answers of sampled conversations, of 40 to 140 tokens, that may serve as passages."""
+    found = []
+    for path in sorted(folder.glob("shard-*.npz")):
+        for c in read_shard(path):
+            answer = c.token[c.answer :]
+            finished = len(answer) > 0 and int(answer[-1]) in llm.eos_ids
+            if c.kind == "own" and c.temperature <= 0.7 and finished and 40 <= len(answer) <= 140:
+                found.append(llm.tokenizer.decode(answer.tolist()).strip())
+    return sorted(set(found))
 
 
 def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progress: Callable[[int], None]) -> None:

@@ -1,0 +1,67 @@
+"""A tiny model's chats: its tokenizer, questions to ask it, and made-up conversations for tests that need no model."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+from distil.corpus import Opening
+from distil.shards import Conversation
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ["<s>", "<user>", "<end>", "<assistant>", "<eos>", "<stop>"]
+TEMPLATE = "<s> w10 w11 <user> {{ messages[0].content }} <end> <assistant>"
+# What that puts around a question.
+PREFIX, SUFFIX = (0, 10, 11, 1), (2, 3)
+
+K = 4  # teacher logits of a token of a made-up conversation
+
+
+def write_chat_tokenizer(folder, vocab_size, template=TEMPLATE):
+    """Word w<i> is token i; the first tokens are special (2, the end of a turn, and 5 end a text), then X and 7."""
+    words = [*SPECIAL, "X", "7", *(f"w{i}" for i in range(len(SPECIAL) + 2, vocab_size))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w8"))
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+def draw_words(rng, documents):
+    """In place of `draw_opening`: most answers are greedy, some beside them are not."""
+    words = " ".join(f"w{token}" for token in rng.integers(8, 50, int(rng.integers(1, 6))))
+    if rng.random() < 0.3:
+        return Opening("own", words if rng.random() < 0.5 else "", True, 0.9, float(rng.choice([0.0, 0.8])))
+    return Opening("text", words, False, 0.0, 0.0 if rng.random() < 0.8 else 1.0)
+
+
+def no_documents(prose=()):
+    """In place of `Documents`, which takes seconds to read."""
+    return SimpleNamespace(prose=list(prose), digest=" ".join(prose))
+
+
+def make_conversation(rng, length, answer=None, *, temperature=0.0, vocab=50, kind="own", shard=0, token=None):
+    """A conversation of `length` tokens with random teacher logits; its answer begins in the middle."""
+    noise = rng.gumbel(size=(length, vocab)) * 2
+    logprob = noise - np.log(np.exp(noise).sum(1, keepdims=True))
+    ids = np.argsort(-logprob, axis=1)[:, :K]
+    return Conversation(
+        (rng.integers(0, vocab, length) if token is None else np.asarray(token)).astype(np.int32),
+        ids.astype(np.uint16),
+        np.take_along_axis(logprob, ids, axis=1).astype(np.float16),
+        length // 2 if answer is None else answer,
+        kind,
+        temperature,
+        shard,
+    )
+
+
+def make_conversations(lengths, seed=0, **options):
+    """One of each length."""
+    rng = np.random.default_rng(seed)
+    return [make_conversation(rng, int(length), **options) for length in lengths]
+
+
+def identities(conversations):
+    """Which they are."""
+    return [id(c) for c in conversations]
