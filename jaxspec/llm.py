@@ -26,7 +26,7 @@ from jaxspec.mesh.plan import MeshPlan, plan_mesh
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Method, ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
-from jaxspec.methods.tuned import tuned_settings
+from jaxspec.methods.tuned import COST_SETTINGS, tuned_settings
 from jaxspec.models.params import Params
 from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
 from jaxspec.placement import Lender, Placement, resolve_dtype
@@ -89,10 +89,11 @@ class LLM:
         self.tokenizer = load_tokenizer(weights.path)
         draft_weights = _choose_draft(draft, resolved, weights, self.tokenizer)
         self.draft_path = None if draft_weights is None else draft_weights.path
+        self._shipped_draft = self.draft_path.name if self.draft_path is not None and draft is None else None
         self._figures = "built in"
         models = _place_models(weights, draft_weights, self.tokenizer, plan, config.dtype)
         if isinstance(resolved, Auto):
-            resolved, self._figures = _tune(resolved, self.draft_path, models)
+            resolved, self._figures = _tune(resolved, self._shipped_draft, models)
         self.engine = Engine(models, resolved, config.max_context)
         enable_compile_cache(config.compile_cache)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
@@ -129,7 +130,7 @@ class LLM:
         other = copy.copy(self)
         resolved = resolve_method(method)
         if isinstance(resolved, Auto):
-            resolved, other._figures = _tune(resolved, self.draft_path, self.engine.models)
+            resolved, other._figures = _tune(resolved, self._shipped_draft, self.engine.models)
         other.engine = Engine(self.engine.models, resolved, self.engine.given_context)
         other._unreported_compile_s = other.engine.prepare()
         return other
@@ -358,16 +359,19 @@ def _choose_draft(draft: object, method: Method, weights: Weights, tokenizer: To
     return None if draft is None or draft == NO_DRAFT else _open_weights("draft", draft)
 
 
-def _tune(method: Auto, draft: Path | None, models: Models) -> tuple[Auto, str]:
-    """Fill in the figures that ship with jaxspec where the caller gave none, and say where they come from."""
+def _tune(method: Auto, draft: str | None, models: Models) -> tuple[Auto, str]:
+    """Fill in the costs that ship with jaxspec where the caller gave none, and say where they come from.
+
+    `draft` is the name of the shipped draft, if that is the one in use.
+    """
     blank = Auto()
-    given = any(getattr(method, name) != getattr(blank, name) for name in ("draft_cost", "pass_cost", "round_cost"))
-    if given or draft is None:
-        return method, "given" if given else "built in"
+    if any(getattr(method, name) != getattr(blank, name) for name in COST_SETTINGS):
+        return method, "given"
+    if draft is None:
+        return method, "built in"
     target = models.target
-    tuned = tuned_settings(draft.name, target.plan.kernels, target.weights.default in FORMATS)
-    settings = {name: value for name, value in tuned.items() if getattr(method, name) == getattr(blank, name)}
-    return dataclasses.replace(method, **settings), "shipped" if tuned else "built in"
+    tuned = tuned_settings(draft, target.plan.kernels, target.weights.default in FORMATS)
+    return dataclasses.replace(method, **tuned), "shipped" if tuned else "built in"
 
 
 def _place_models(

@@ -22,8 +22,8 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
       `acceptance_histogram`, steps by number of accepted tokens; `per_step_accepted` and `per_step_drafted`.
       For trees besides: `acceptance_by_depth`, the share of steps that accept depth d among those that accepted depth
       d - 1 and drafted one deeper; `mean_tree_depth` and `mean_tree_size` (tokens, root not counted); `budget_used`,
-      the mean size over the budget; `num_draft_passes`. `rounds_by_kind` counts rounds that verified tokens of a draft
-      model ("drafted"), copies of earlier text or other drafts without a model ("copied"), and nothing ("plain").
+      the mean size over the budget; `num_draft_passes`. `rounds_by_kind` counts rounds in which a draft model
+      ran ("drafted"), others that verified copies of earlier text ("copied"), and those without any draft ("plain").
     """
     kept = []
     for emitted in rounds:
@@ -55,9 +55,9 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
 
 
 def _kind(emitted: Emitted) -> str:
-    if emitted.drafted == 0:
-        return "plain"
-    return "drafted" if emitted.draft_passes else "copied"
+    if emitted.draft_passes:
+        return "drafted"
+    return "copied" if emitted.drafted else "plain"
 
 
 def _by_depth(rounds: Sequence[Emitted]) -> list[float]:

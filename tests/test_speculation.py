@@ -27,7 +27,7 @@ def test_by_hand():
     assert counts["mean_tree_depth"] == 2 and counts["mean_tree_size"] == 11 / 4
     assert counts["budget_used"] == pytest.approx(11 / 16)
     assert counts["num_draft_passes"] == 7
-    assert counts["rounds_by_kind"] == {"plain": 1, "copied": 0, "drafted": 3}
+    assert counts["rounds_by_kind"] == {"plain": 0, "copied": 0, "drafted": 4}
     assert counts["per_step_accepted"] == [2, 0, 3, 0] and counts["per_step_drafted"] == [4, 4, 3, 0]
 
 

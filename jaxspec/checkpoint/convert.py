@@ -88,8 +88,7 @@ def convert(
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not supported; use auto, {' or '.join(DTYPES)}")
-    if quantize is not None and quantize not in QUANTISED:
-        raise ConfigError(f"weights cannot be quantised to {quantize!r}; {suggest(quantize, QUANTISED)}")
+    _check_quantize(quantize)
     if quantize is not None and dtype != "auto":
         raise ConfigError(f"quantize {quantize!r} and dtype {dtype!r} exclude each other; give one of them")
     src, dst = Path(src), Path(dst)
@@ -122,6 +121,13 @@ def save_draft(
     """
     dst = Path(dst)
     _check_destination(dst)
+    if not cfg.shares_embedding:
+        raise ConfigError("this model has an embedding of its own (shares_embedding is False): it is no draft to save")
+    if not isinstance(vocabulary, str):
+        raise ConfigError(f"vocabulary must be the digest of the target's, got {vocabulary!r}")
+    if bad := [token for token in eos_ids if not 0 <= token < cfg.vocab_size]:
+        raise ConfigError(f"eos_ids must be token ids below {cfg.vocab_size}, got {bad[0]}")
+    _check_quantize(quantize)
     leaves = {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree.flatten_with_path(params)[0]}
     source = _Source(cfg, tuple(eos_ids), Storage("float32"), lambda name, info: leaves[name], vocabulary)
     return _write_checkpoint(dst, source, cfg, _choose_storage(source, cfg, "auto", quantize))
@@ -184,6 +190,11 @@ def _check_places(src: Path, dst: Path) -> None:
     if src.resolve() in dst.resolve().parents:
         raise CheckpointError(f"{dst} lies inside {src}; give a destination outside of it")
     _check_destination(dst)
+
+
+def _check_quantize(quantize: str | None) -> None:
+    if quantize is not None and quantize not in QUANTISED:
+        raise ConfigError(f"weights cannot be quantised to {quantize!r}; {suggest(quantize, QUANTISED)}")
 
 
 def _check_destination(dst: Path) -> None:

@@ -62,7 +62,9 @@ def tune(
             tuning = find_fastest(llm, chosen, sampling, repeats, command, lambda what: status.update(what))
         _print(tuning, Console(stderr=str(out) == "-"))
         if preset is not None:
-            preset.write_text(_preset(tuning, model, draft_model, command), encoding="utf-8")
+            given = {"model": model, "draft_model": draft_model, "dtype": dtype, "kernels": kernels}
+            given["target_devices"] = target_devices
+            preset.write_text(_preset(tuning, given, command), encoding="utf-8")
             console.print(f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False)
         if out is not None:
             text = json.dumps(_report(tuning), allow_nan=False, default=str)
@@ -103,14 +105,17 @@ def _figure(speedup: float | None) -> str:
     return "" if speedup is None else f"{speedup:.2f}"
 
 
-def _preset(tuning: "Tuning", model: str | None, draft_model: str | None, command: str) -> str:
-    """TOML; JSON's strings, numbers and lists of numbers are TOML's too."""
+def _preset(tuning: "Tuning", given: dict[str, Any], command: str) -> str:
+    """TOML; JSON's strings, numbers and lists of numbers are TOML's too. `given` are options of the model."""
     options: dict[str, Any] = {"method": tuning.best.method.name, **_settings(tuning.best)}
-    for name, value in (("model", model), ("draft_model", draft_model)):
-        if value is not None:
-            options[name] = value
+    options |= {name: value for name, value in given.items() if value not in (None, "auto", 1)}
+    if not tuning.best.method.drafts:
+        options.pop("draft_model", None)
     lines = [f"# {command}", f"# {_verdict(tuning)}"]
-    return "\n".join([*lines, *(f"{name} = {json.dumps(value)}" for name, value in options.items())]) + "\n"
+    return (
+        "\n".join([*lines, *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in options.items())])
+        + "\n"
+    )
 
 
 def _settings(candidate: "Candidate") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxspec.cache import KVCache, commit_rows
 from jaxspec.methods.draft import DraftSide
-from jaxspec.methods.gauge import CLASSES, Gauge, chance_of, class_of, init_gauge, mean_chance, observe
+from jaxspec.methods.gauge import CLASSES, Gauge, chance_of, class_of, init_gauge, observe
 from jaxspec.methods.matching import (
     LookupSettings,
     LookupState,
@@ -40,6 +40,8 @@ from jaxspec.tree.topology import Batch
 SYNC_ROWS = 16
 # Rounds without the draft model before it is tried again, though it seemed not to pay: the first time, and at most.
 FIRST_PATIENCE, LONGEST_PATIENCE = 8, 64
+# What is expected of a draft at first, and how fast what it says itself takes its place.
+FIRST_SURENESS, SURENESS_RATE = 0.5, 0.2
 # Of rows that are none of the draft's.
 NO_CLASS = 2 * CLASSES
 
@@ -67,6 +69,7 @@ class AdaptiveState:
       gauge: what became of the draft's tokens.
       parent: int32 [bs], of the last batch.
       kind: int32 [bs], class of each of its rows; `NO_CLASS` for those that are none of the draft's.
+      sureness: float32 [], mean estimated chance of the draft's latest first choices: what to expect of the next one.
       evaluated: int32 [], how many tokens of the last chain lie in the cache's window.
       idle: int32 [], rounds since the draft ran.
       patience: int32 [], after how many it is tried again.
@@ -77,6 +80,7 @@ class AdaptiveState:
     gauge: Gauge
     parent: jax.Array
     kind: jax.Array
+    sureness: jax.Array
     evaluated: jax.Array
     idle: jax.Array
     patience: jax.Array
@@ -107,7 +111,8 @@ class AdaptiveDrafter:
         def begin(text: LookupState, cache: KVCache) -> AdaptiveState:
             zero, row = jnp.int32(0), jnp.arange(rows, dtype=jnp.int32)
             kind = jnp.full(rows, NO_CLASS)
-            return AdaptiveState(text, cache, init_gauge(), row, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
+            sureness, patience = jnp.float32(FIRST_SURENESS), jnp.int32(FIRST_PATIENCE)
+            return AdaptiveState(text, cache, init_gauge(), row, kind, sureness, zero, zero, patience)
 
         def draft(params, state, outcome, history, request):
             return draft_round(params, placement, state, outcome, history, request, lookup, length, costs)
@@ -153,25 +158,31 @@ def draft_round(
     cache = commit_rows(state.cache, jnp.minimum(accepted, state.evaluated))
     text, candidates, matched = find_candidates(state.text, outcome, lookup)
     candidates, copy_rate = keep_worthwhile(candidates, costs.batch)
-    mean = mean_chance(gauge)
 
     tokens = jnp.arange(1, length + 1)
-    chain_rate = jnp.max((1 + jnp.cumsum(mean**tokens)) / (jnp.asarray(costs.batch)[tokens] + costs.draft * tokens))
+    chain_rate = jnp.max(
+        (1 + jnp.cumsum(state.sureness**tokens)) / (jnp.asarray(costs.batch)[tokens] + costs.draft * tokens)
+    )
     worth = chain_rate > copy_rate
     nothing_else = copy_rate <= 1 / costs.batch[0]
     probe = ~worth & nothing_else & (state.idle >= state.patience)
     wanted = worth | probe
 
-    chain = grow_chain(params, placement, cache, text, gauge, history, request, wanted, length, costs)
-    proposed = chain.candidates()
-    kept, _ = keep_worthwhile(proposed, costs.batch + costs.draft * chain.passes)
-    # A draft that is tried again has its first token verified, or nothing would be learned.
-    first = jnp.where(probe, proposed.score[0], kept.score[0])
-    kept = dataclasses.replace(kept, score=kept.score.at[0].set(first))
+    chain = grow_chain(
+        params, placement, cache, text, gauge, history, request, wanted, state.sureness, length, costs
+    )  # fmt: skip
+    proposed, spent = chain.candidates(), costs.draft * chain.passes
+    kept, own_rate = keep_worthwhile(proposed, costs.batch + spent)
+    # Where nothing else is worth verifying the first token is, once it is there, or nothing would be learned.
+    kept = dataclasses.replace(kept, score=kept.score.at[0].set(proposed.score[0]))
+    _, copy_rate = keep_worthwhile(candidates, costs.batch + spent)
+    use_chain = wanted & ((own_rate >= copy_rate) | nothing_else)
+    sureness = jnp.where(
+        chain.count > 0, state.sureness + SURENESS_RATE * (jnp.exp(chain.score[0, 0]) - state.sureness), state.sureness
+    )
     copied_text, copied = draft_candidates(text, candidates, matched, lookup.batch)
     own = pack_best(copied.batch.token[0], kept, lookup.batch)
     kind = pack_best(jnp.int32(0), dataclasses.replace(kept, token=chain.kinds()), lookup.batch).token
-    use_chain = own.count > 1
     batch = jax.tree.map(lambda a, b: jnp.where(use_chain, a, b), own, copied.batch)
     rows = jnp.arange(lookup.batch, dtype=jnp.int32)
     # No match proposed a row of a chain: what becomes of it says nothing about matches.
@@ -187,6 +198,7 @@ def draft_round(
         gauge=gauge,
         parent=batch.parent,
         kind=jnp.where(use_chain & (rows > 0) & (rows < own.count), kind, NO_CLASS),
+        sureness=sureness,
         evaluated=jnp.maximum(chain.count - 1, 0),
         idle=jnp.where(wanted, 0, state.idle + 1),
         patience=jnp.where(worth, FIRST_PATIENCE, patience),
@@ -262,13 +274,14 @@ def grow_chain(
     history: History,
     request: Request,
     wanted: jax.Array,
+    sureness: jax.Array,
     length: int,
     costs: RoundCosts,
 ) -> Chain:
     """Catch up with the text and draft token by token while a further pass pays; nothing runs unless `wanted`."""
     cfg = placement.cfg
     propose = same_two_draws(placement.vocab)
-    mean, batch_cost = mean_chance(gauge), jnp.asarray(costs.batch)
+    batch_cost = jnp.asarray(costs.batch)
 
     def add(chain: Chain, cache: KVCache, hidden: jax.Array) -> Chain:
         """Add the two tokens behind a hidden state `[1, D]`."""
@@ -312,7 +325,7 @@ def grow_chain(
             return gain / (batch_cost[tokens] + costs.draft * tokens)
 
         count = chain.count
-        further = rate(chain.gain + chain.chance * mean, jnp.minimum(count + 1, length))
+        further = rate(chain.gain + chain.chance * sureness, jnp.minimum(count + 1, length))
         return wanted & (count < length) & (further > rate(chain.gain, count))
 
     def extend(chain: Chain) -> Chain:

@@ -13,8 +13,6 @@ from jaxspec.methods.matching import LookupDrafter, LookupSettings
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.settings import check_range
 from jaxspec.methods.verification import match
-from pallas_kernels import registry
-from pallas_kernels.linear.blocks import FORMATS
 
 LONGEST_CHAIN = 8
 
@@ -93,23 +91,21 @@ class Auto:
     def costs(self, models: Models) -> RoundCosts:
         """What rounds are taken to cost: as given, else built-in figures and an estimate from the weights' sizes."""
         target, draft = models
-        with registry.using(target.plan.kernels):
-            passes = pass_costs(self.batch, target.weights.default in FORMATS, self.pass_cost)
         cost = self.draft_cost
         if cost == 0 and draft is not None:
             cost = relative_draft_cost(target, draft)
-        return RoundCosts(passes + self.round_cost, cost)
+        return RoundCosts(pass_costs(target, self.batch, self.pass_cost) + self.round_cost, cost)
 
     def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""
         assert self.length is not None
         target, draft = models
         lookup = LookupSettings(self.batch, self.ngram, self.candidates, self.batch - 1)
-        slots, steps = cache_slots(tokens, max(SYNC_ROWS, self.batch)), self.longest_path
+        slots, steps, costs = cache_slots(tokens, max(SYNC_ROWS, self.batch)), self.longest_path, self.costs(models)
         if draft is None:
-            drafter = LookupDrafter(target, slots, lookup)
+            drafter = LookupDrafter(target, slots, lookup, costs.batch)
         else:
-            drafter = AdaptiveDrafter(draft, slots, lookup, self.length, steps, self.costs(models))
+            drafter = AdaptiveDrafter(draft, slots, lookup, self.length, steps, costs)
         return PairRunner(target, tokens, drafter, steps=steps, rule=match, varies=True)
 
     def explain(self, models: Models) -> dict[str, Any]:

@@ -6,26 +6,30 @@ import jax
 import numpy as np
 
 from jaxspec.placement import Placement
+from pallas_kernels import registry
+from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.live import relative_pass_cost
 
 # What a draft pass costs besides reading its weights.
 FIXED_DRAFT_COST = 0.01
 
 
-def pass_costs(rows: int, blocks: bool = False, measured: Sequence[float] = ()) -> np.ndarray:
-    """Times of target passes of 1, 2, ... `rows` rows over that of one row, float32 [rows].
+def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> np.ndarray:
+    """Times of target passes of 1, 2, ... `rows` rows over that of one row, float64 [rows].
 
     Args:
+      target: its kernels, and whether most of its weights are in blocks, say which built-in figures hold.
       rows: of the pass.
-      blocks: whether most weights are kept in blocks.
       measured: the first of these times, where somebody measured them; the rest grows as the built-in figures do.
     """
-    built_in = np.array([relative_pass_cost(1 + n, rows, blocks) for n in range(rows)], np.float32)
-    known = np.array(measured[:rows], np.float32)
+    blocks = target.weights.default in FORMATS
+    with registry.using(target.plan.kernels):
+        costs = np.array([relative_pass_cost(1 + n, rows, blocks) for n in range(rows)])
+    known = np.array(measured[:rows], np.float64)
     if known.size:
-        built_in *= known[-1] / built_in[known.size - 1]
-        built_in[: known.size] = known
-    return built_in
+        costs *= known[-1] / costs[known.size - 1]
+        costs[: known.size] = known
+    return costs
 
 
 def relative_draft_cost(target: Placement, draft: Placement) -> float:

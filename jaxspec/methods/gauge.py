@@ -14,8 +14,6 @@ PRIOR_CHANCE = (0.05, 0.14, 0.23, 0.32, 0.41, 0.5, 0.59, 0.69, 0.79, 0.88, 0.95)
 PRIOR_SECOND = (0.08, 0.2, 0.3, 0.38, 0.44, 0.48, 0.5, 0.5, 0.5, 0.5, 0.5)
 PRIOR_WEIGHT = 4.0
 CLASSES = len(PRIOR_CHANCE)
-# Of any first choice, before its probability is known.
-PRIOR_MEAN = 0.5
 # What was observed loses weight with each first choice tried, so that a change of subject is noticed.
 FORGETTING = 0.98
 
@@ -48,12 +46,6 @@ def chance_of(gauge: Gauge, kind: jax.Array) -> jax.Array:
     """Estimated chance that a token of a class is accepted, once the walk comes to it."""
     prior = jnp.array(PRIOR_CHANCE + PRIOR_SECOND)
     return ((gauge.accepted + PRIOR_WEIGHT * prior) / (gauge.tried + PRIOR_WEIGHT))[kind]
-
-
-def mean_chance(gauge: Gauge) -> jax.Array:
-    """Estimated chance that a first choice is accepted whose probability is not known yet, float32 []."""
-    tried, accepted = gauge.tried[:CLASSES].sum(), gauge.accepted[:CLASSES].sum()
-    return (accepted + PRIOR_WEIGHT * PRIOR_MEAN) / (tried + PRIOR_WEIGHT)
 
 
 def observe(gauge: Gauge, kind: jax.Array, tried: jax.Array, accepted: jax.Array) -> Gauge:

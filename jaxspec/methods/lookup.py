@@ -6,6 +6,7 @@ from typing import ClassVar
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
 from jaxspec.methods.chunks import cache_slots
+from jaxspec.methods.costs import pass_costs
 from jaxspec.methods.matching import LookupDrafter, LookupSettings
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.settings import check_range
@@ -67,5 +68,6 @@ class PromptLookup(LookupSettings):
 
     def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""
-        drafter = LookupDrafter(models.target, cache_slots(tokens, self.batch), self)
+        costs = pass_costs(models.target, self.batch)
+        drafter = LookupDrafter(models.target, cache_slots(tokens, self.batch), self, costs)
         return PairRunner(models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=True)

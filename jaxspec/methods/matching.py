@@ -8,7 +8,6 @@ import numpy as np
 from flax import struct
 
 from jaxspec.methods.chunks import CHUNKS, split_chunks, usable_chunks
-from jaxspec.methods.costs import pass_costs
 from jaxspec.methods.pair import outcome_shapes
 from jaxspec.methods.program import Program
 from jaxspec.methods.verification import Drafted, Outcome
@@ -17,7 +16,6 @@ from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
 from jaxspec.tree.select import Candidates, pack_best
 from jaxspec.tree.topology import Batch
-from pallas_kernels.linear.blocks import FORMATS
 
 # How often the token that followed a match of n tokens follows again, before anything is known about this text, and
 # how many observations that guess is worth. Longer matches count as the longest one here.
@@ -110,15 +108,14 @@ class TextSide:
 class LookupDrafter:
     """See `pair.Drafter`; it has no model."""
 
-    def __init__(self, placement: Placement, slots: int, settings: LookupSettings):
-        """Declare the programs."""
+    def __init__(self, placement: Placement, slots: int, settings: LookupSettings, costs: np.ndarray):
+        """Declare the programs; for `costs` see `keep_worthwhile`."""
         self._side = TextSide(placement, slots, settings)
         scalar, row = placement.array((), jnp.int32), placement.array((settings.batch,), jnp.int32)
         self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
-        blocks = placement.weights.default in FORMATS
 
         def draft(state, outcome):
-            return look_up(state, outcome, settings, pass_costs(settings.batch, blocks))
+            return look_up(state, outcome, settings, costs)
 
         args = [self._side.state, outcome_shapes(placement, settings.longest_path)]
         out = (self._side.state, self.drafted)

@@ -6,9 +6,11 @@ from typing import Any
 
 from pallas_kernels.registry import Kernels
 
+COST_SETTINGS = ("draft_cost", "pass_cost", "round_cost")
+
 
 def tuned_settings(draft: str, kernels: Kernels, blocks: bool) -> dict[str, Any]:
-    """Settings of `Auto` for a shipped draft, as `jaxspec-tune` found them; empty where nobody measured.
+    """The `COST_SETTINGS` of `Auto` for a shipped draft, as `jaxspec-tune` found them; empty where nobody measured.
 
     Args:
       draft: name of the shipped draft.

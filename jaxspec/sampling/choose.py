@@ -81,10 +81,12 @@ def choose_two(
 
     def best(scores: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
         first = vocab.argmax(ranks)
-        second = vocab.argmax(jnp.where(vocab.ids()[None] == first[:, None], -jnp.inf, ranks))
+        others = jnp.where(vocab.ids()[None] == first[:, None], -jnp.inf, ranks)
+        second, possible = vocab.argmax(others), vocab.row_max(others)[:, 0] > -jnp.inf
         top = jnp.maximum(vocab.row_max(scores), jnp.finfo(jnp.float32).min)
         mass = (top + log_mass(scores - top, vocab))[:, 0]
-        logprob = jnp.stack([vocab.take(scores, first), vocab.take(scores, second)], axis=1) - mass[:, None]
+        taken = [vocab.take(scores, first), jnp.where(possible, vocab.take(scores, second), -jnp.inf)]
+        logprob = jnp.stack(taken, axis=1) - mass[:, None]
         return jnp.stack([first, second], axis=1), logprob
 
     def greedy(z: jax.Array) -> tuple[jax.Array, jax.Array]:

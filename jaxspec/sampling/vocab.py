@@ -89,7 +89,7 @@ class VocabShard:
         """Global id of each row's largest value, the lowest id on a tie.
 
         Args:
-          values: float32 [T, V_local], without NaN. A row of -inf everywhere gives id 0.
+          values: float32 [T, V_local], without NaN. A row of -inf everywhere gives the lowest id.
 
         Returns:
           int32 [T]
