@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from distil.batches import Packer, choose_head, split_held_out
-from distil.sample import Sampler, SampleSettings, answers_of, sample_shards
-from distil.shards import Conversation, read_meta, read_shard
+from distil.sample import Sampler, SampleSettings, answers_of, sample_shards, target_digest
+from distil.shards import Conversation, read_meta, read_shard, replace_text, write_meta
 from distil.student import init_student, student_config
 from distil.train import Quality, Trainer, TrainSettings, measure_quality, restore_params
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -56,8 +56,12 @@ def sample(
     """Let the target write conversations, and keep its top logits."""
     settings = SampleSettings(branches, steps, top, longest, seed)
     llm = LLM(model, method="ar", dtype="float32")
-    sampler = Sampler(llm, settings, answers_of(llm, passages) if passages else ())
     shards = range(math.ceil(tokens / (branches * steps)))
+    try:
+        sampler = Sampler(llm, settings, answers_of(llm, passages) if passages else ())
+        write_meta(data, sampler.meta())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     with _progress() as progress:
         task = progress.add_task("tokens", total=len(shards) * branches * steps)
         sample_shards(sampler, data, shards, lambda n: progress.advance(task, n))
@@ -72,7 +76,7 @@ def train(
     head: Annotated[int, typer.Option(help="Tokens that the draft can propose, the most frequent; 0 for all.")] = 8192,
     steps: Annotated[int, typer.Option(help="Updates.")] = TrainSettings.steps,
     rows: Annotated[int, typer.Option(help="Rows of a batch.")] = TrainSettings.rows,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 288,
+    length: Annotated[int, typer.Option(help="Tokens of a row; 0 for what the longest conversation takes.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = TrainSettings.learning_rate,
     begin_with: Annotated[
         Path | None, typer.Option(help="Another run, whose newest weights this one starts from.")
@@ -85,16 +89,20 @@ def train(
 ) -> None:
     """Train a draft on the teacher's logits."""
     settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed)
-    chosen = [int(layer) for layer in layers.split(",")]
-    conversations, prefix = _read_data([data, *(more_data or [])], tokens)
-    learned, held_out = split_held_out(conversations)
     llm = LLM(model, method="ar", dtype="float32")
-    vocab_size = llm.engine.target.cfg.vocab_size
+    vocab_size, digest = llm.engine.target.cfg.vocab_size, target_digest(llm)
+    chosen = _parse_layers(layers, llm.engine.target.cfg.num_layers)
+    conversations, prefix = _read_data([data, *(more_data or [])], tokens, digest)
+    longest = len(prefix) - 1 + max(len(c.token) for c in conversations)
+    length = length or longest
+    if length < longest:
+        raise typer.BadParameter(f"--length {length}: the longest conversation takes {longest} tokens")
+    learned, held_out = split_held_out(conversations)
     head_ids = choose_head(learned, vocab_size, head) if head else np.arange(vocab_size, dtype=np.int32)
     cfg = student_config(llm.engine.target.cfg, chosen, head_ids.tolist() if head else ())
     _keep_settings(
-        run, {**dataclasses.asdict(settings), "layers": chosen, "head_ids": head_ids.tolist() if head else [],
-              "length": length, "begin_with": str(begin_with or ""),
+        run, {**dataclasses.asdict(settings), "target": digest, "layers": chosen,
+              "head_ids": head_ids.tolist() if head else [], "length": length, "begin_with": str(begin_with or ""),
               "conversations": len(conversations), "held_out": len(held_out),
               "tokens": sum(len(c.token) for c in learned)},
     )  # fmt: skip
@@ -114,8 +122,8 @@ def train(
 
     with _progress() as progress:
         task = progress.add_task("steps", total=steps, completed=trainer.step)
-        if trainer.step == 0:
-            look(0)
+        if not curve.last:
+            look(trainer.step)
 
         def report(step: int, loss: float) -> None:
             curve.loss(loss)
@@ -135,11 +143,16 @@ def export(
     quantize: Annotated[str | None, typer.Option(help="q8_0, q4_0, or leave out for float32.")] = None,
 ) -> None:
     """Write the newest checkpoint of a run as a draft that `--draft-model` takes."""
-    settings = json.loads((run / SETTINGS).read_text())
+    settings = _read_settings(run)
     llm = LLM(model, method="ar", dtype="float32")
+    if settings["target"] != target_digest(llm):
+        raise typer.BadParameter(f"{run}: was trained for another target")
     cfg = student_config(llm.engine.target.cfg, settings["layers"], settings["head_ids"])
     params = init_student(llm.params, settings["layers"])
-    trained = restore_params(params, _settings_of(run), run / "checkpoints")
+    try:
+        trained = restore_params(params, _settings_of(run), run / "checkpoints")
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from error
     digest = vocabulary_digest(llm.tokenizer.token_strings())
     try:
         saved = save_draft(draft, trained, cfg, digest, llm.eos_ids, quantize)
@@ -148,8 +161,25 @@ def export(
     typer.echo(f"{draft}: {saved.num_bytes / 1e6:.1f} MB")
 
 
+def _parse_layers(text: str, num_layers: int) -> list[int]:
+    try:
+        layers = [int(layer) for layer in text.split(",")]
+    except ValueError:
+        layers = []
+    if not layers or not all(0 <= layer < num_layers for layer in layers):
+        raise typer.BadParameter(f"--layers {text!r}: must be numbers from 0 to {num_layers - 1}, with commas between")
+    return layers
+
+
+def _read_settings(run: Path) -> dict[str, Any]:
+    path = run / SETTINGS
+    if not path.is_file():
+        raise typer.BadParameter(f"{run}: holds no run; begin one with `train`")
+    return json.loads(path.read_text())
+
+
 def _settings_of(run: Path) -> TrainSettings:
-    settings = json.loads((run / SETTINGS).read_text())
+    settings = _read_settings(run)
     return TrainSettings(**{field.name: settings[field.name] for field in dataclasses.fields(TrainSettings)})
 
 
@@ -158,12 +188,13 @@ class _Curve:
 
     def __init__(self, path: Path, step: int):
         self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        # What was cut off in the middle of a line has no end of line.
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        replace_text(path, "".join(kept))
         self._losses: list[float] = []
         self._start = time.monotonic()
-        self.last = kept[-1] if kept else ""
+        self.last = kept[-1].rstrip() if kept else ""
 
     def loss(self, loss: float) -> None:
         self._losses.append(loss)
@@ -179,14 +210,16 @@ class _Curve:
             file.write(self.last + "\n")
 
 
-def _read_data(folders: Sequence[Path], tokens: int) -> tuple[list[Conversation], Sequence[int]]:
-    """The conversations of all folders, in order, and what the chat template begins with."""
+def _read_data(folders: Sequence[Path], tokens: int, target: str) -> tuple[list[Conversation], Sequence[int]]:
+    """The conversations of all folders, in order, and what the chat template begins with; all of the same target."""
     conversations: list[Conversation] = []
     prefixes = []
     for folder in folders:
         meta = read_meta(folder)
         if not meta:
             raise typer.BadParameter(f"{folder}: holds no sampled conversations; run `sample` first")
+        if meta.get("target") != target:
+            raise typer.BadParameter(f"{folder}: was sampled from another target")
         prefixes.append(meta["prefix"])
         for path in sorted(folder.glob("shard-*.npz")):
             if tokens and sum(len(c.token) for c in conversations) >= tokens:
@@ -205,7 +238,8 @@ def _keep_settings(run: Path, settings: dict[str, Any]) -> None:
         old = json.loads(path.read_text())
         if differing := sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key)):
             raise typer.BadParameter(f"{run}: was begun with other settings ({', '.join(differing)}); name another run")
-    path.write_text(json.dumps(settings) + "\n")
+    else:
+        replace_text(path, json.dumps(settings) + "\n")
 
 
 def _progress() -> Progress:

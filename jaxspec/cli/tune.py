@@ -109,13 +109,11 @@ def _preset(tuning: "Tuning", given: dict[str, Any], command: str) -> str:
     """TOML; JSON's strings, numbers and lists of numbers are TOML's too. `given` are options of the model."""
     options: dict[str, Any] = {"method": tuning.best.method.name, **_settings(tuning.best)}
     options |= {name: value for name, value in given.items() if value not in (None, "auto", 1)}
-    if not tuning.best.method.drafts:
-        options.pop("draft_model", None)
+    if not tuning.best.method.drafts and options.get("draft_model") != "none":
+        options.pop("draft_model", None)  # a method that drafts without it would refuse it
     lines = [f"# {command}", f"# {_verdict(tuning)}"]
-    return (
-        "\n".join([*lines, *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in options.items())])
-        + "\n"
-    )
+    lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in options.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _settings(candidate: "Candidate") -> dict[str, Any]:

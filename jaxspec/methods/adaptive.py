@@ -14,7 +14,7 @@ from flax import struct
 
 from jaxspec.cache import KVCache, commit_rows
 from jaxspec.methods.draft import DraftSide
-from jaxspec.methods.gauge import CLASSES, Gauge, chance_of, class_of, init_gauge, observe
+from jaxspec.methods.gauge import Gauge, chance_of, class_of, init_gauge, mean_chance, observe
 from jaxspec.methods.matching import (
     LookupSettings,
     LookupState,
@@ -40,10 +40,6 @@ from jaxspec.tree.topology import Batch
 SYNC_ROWS = 16
 # Rounds without the draft model before it is tried again, though it seemed not to pay: the first time, and at most.
 FIRST_PATIENCE, LONGEST_PATIENCE = 8, 64
-# What is expected of a draft at first, and how fast what it says itself takes its place.
-FIRST_SURENESS, SURENESS_RATE = 0.5, 0.2
-# Of rows that are none of the draft's.
-NO_CLASS = 2 * CLASSES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +63,9 @@ class AdaptiveState:
       text: the verified tokens, and what became of copies.
       cache: the draft's; may lack the last verified tokens.
       gauge: what became of the draft's tokens.
-      parent: int32 [bs], of the last batch.
-      kind: int32 [bs], class of each of its rows; `NO_CLASS` for those that are none of the draft's.
-      sureness: float32 [], mean estimated chance of the draft's latest first choices: what to expect of the next one.
-      evaluated: int32 [], how many tokens of the last chain lie in the cache's window.
+      token: int32 [n, 2], first and second choices of the last chain.
+      kind: int32 [n, 2], class of each.
+      count: int32 [], how long it was; all its first choices but the last lie in the cache's window.
       idle: int32 [], rounds since the draft ran.
       patience: int32 [], after how many it is tried again.
     """
@@ -78,10 +73,9 @@ class AdaptiveState:
     text: LookupState
     cache: KVCache
     gauge: Gauge
-    parent: jax.Array
+    token: jax.Array
     kind: jax.Array
-    sureness: jax.Array
-    evaluated: jax.Array
+    count: jax.Array
     idle: jax.Array
     patience: jax.Array
 
@@ -109,10 +103,8 @@ class AdaptiveDrafter:
         self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
 
         def begin(text: LookupState, cache: KVCache) -> AdaptiveState:
-            zero, row = jnp.int32(0), jnp.arange(rows, dtype=jnp.int32)
-            kind = jnp.full(rows, NO_CLASS)
-            sureness, patience = jnp.float32(FIRST_SURENESS), jnp.int32(FIRST_PATIENCE)
-            return AdaptiveState(text, cache, init_gauge(), row, kind, sureness, zero, zero, patience)
+            zero, pairs = jnp.int32(0), jnp.zeros((length, 2), jnp.int32)
+            return AdaptiveState(text, cache, init_gauge(), pairs, pairs, zero, zero, jnp.int32(FIRST_PATIENCE))
 
         def draft(params, state, outcome, history, request):
             return draft_round(params, placement, state, outcome, history, request, lookup, length, costs)
@@ -153,53 +145,41 @@ def draft_round(
     costs: RoundCosts,
 ) -> tuple[AdaptiveState, Drafted]:
     """Learn from the last round, decide what is worth drafting, and draft it; for one shard."""
-    gauge, accepted = learn(state, outcome)
-    # What the chain evaluated and the target accepted lies behind the prefix, in order.
-    cache = commit_rows(state.cache, jnp.minimum(accepted, state.evaluated))
+    gauge, known = learn(state, outcome)
+    # The keys of what the draft guessed right lie behind the prefix already, in order.
+    cache = commit_rows(state.cache, known)
     text, candidates, matched = find_candidates(state.text, outcome, lookup)
     candidates, copy_rate = keep_worthwhile(candidates, costs.batch)
 
     tokens = jnp.arange(1, length + 1)
-    chain_rate = jnp.max(
-        (1 + jnp.cumsum(state.sureness**tokens)) / (jnp.asarray(costs.batch)[tokens] + costs.draft * tokens)
-    )
+    expected = 1 + jnp.cumsum(mean_chance(gauge) ** tokens)
+    chain_rate = jnp.max(expected / (jnp.asarray(costs.batch)[tokens] + costs.draft * tokens))
     worth = chain_rate > copy_rate
-    nothing_else = copy_rate <= 1 / costs.batch[0]
-    probe = ~worth & nothing_else & (state.idle >= state.patience)
+    probe = ~worth & ~(candidates.score > -jnp.inf).any() & (state.idle >= state.patience)
     wanted = worth | probe
 
-    chain = grow_chain(
-        params, placement, cache, text, gauge, history, request, wanted, state.sureness, length, costs
-    )  # fmt: skip
-    proposed, spent = chain.candidates(), costs.draft * chain.passes
-    kept, own_rate = keep_worthwhile(proposed, costs.batch + spent)
-    # Where nothing else is worth verifying the first token is, once it is there, or nothing would be learned.
-    kept = dataclasses.replace(kept, score=kept.score.at[0].set(proposed.score[0]))
-    _, copy_rate = keep_worthwhile(candidates, costs.batch + spent)
-    use_chain = wanted & ((own_rate >= copy_rate) | nothing_else)
-    sureness = jnp.where(
-        chain.count > 0, state.sureness + SURENESS_RATE * (jnp.exp(chain.score[0, 0]) - state.sureness), state.sureness
-    )
+    chain = grow_chain(params, placement, cache, text, gauge, history, request, wanted, length, costs)
+    spent = costs.batch + costs.draft * chain.passes
+    kept, own_rate = keep_worthwhile(chain.candidates(), spent)
+    _, copy_rate = keep_worthwhile(candidates, spent)
     copied_text, copied = draft_candidates(text, candidates, matched, lookup.batch)
     own = pack_best(copied.batch.token[0], kept, lookup.batch)
-    kind = pack_best(jnp.int32(0), dataclasses.replace(kept, token=chain.kinds()), lookup.batch).token
+    use_chain = wanted & (own_rate >= copy_rate)
     batch = jax.tree.map(lambda a, b: jnp.where(use_chain, a, b), own, copied.batch)
-    rows = jnp.arange(lookup.batch, dtype=jnp.int32)
     # No match proposed a row of a chain: what becomes of it says nothing about matches.
     text = dataclasses.replace(
         text,
         matched=jnp.where(use_chain, lookup.ngram + 1, copied_text.matched),
-        parent=jnp.where(use_chain, rows, copied_text.parent),
+        parent=jnp.where(use_chain, jnp.arange(lookup.batch, dtype=jnp.int32), copied_text.parent),
     )
     patience = jnp.where(probe, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
     state = AdaptiveState(
         text=text,
         cache=chain.cache,
         gauge=gauge,
-        parent=batch.parent,
-        kind=jnp.where(use_chain & (rows > 0) & (rows < own.count), kind, NO_CLASS),
-        sureness=sureness,
-        evaluated=jnp.maximum(chain.count - 1, 0),
+        token=chain.token,
+        kind=chain.kind,
+        count=chain.count,
         idle=jnp.where(wanted, 0, state.idle + 1),
         patience=jnp.where(worth, FIRST_PATIENCE, patience),
     )
@@ -207,19 +187,20 @@ def draft_round(
 
 
 def learn(state: AdaptiveState, outcome: Outcome) -> tuple[Gauge, jax.Array]:
-    """What became of the last batch's rows.
+    """Compare the last chain with the verified text, whether the batch held it or not.
 
     Returns:
-      The gauge, and how many first choices were accepted, int32 [].
+      The gauge, and how many evaluated tokens of the chain are verified now: all but the last one, at most, since the
+      draft needs a token to run to say what follows.
     """
-    rows, steps = state.kind.shape[0], jnp.arange(outcome.path.shape[0])
-    walked = jnp.zeros(rows, bool).at[jnp.where(steps < outcome.count, outcome.path, rows)].set(True, mode="drop")
-    drafted, first_choice = state.kind < NO_CLASS, state.kind < CLASSES
-    accepted = drafted & walked
-    # A second choice is looked at where the first one was refused.
-    last = outcome.path[outcome.count - 1]
-    tried = drafted & walked[state.parent] & (first_choice | accepted | (state.parent == last))
-    return observe(state.gauge, state.kind, tried, accepted), (accepted & first_choice).sum(dtype=jnp.int32)
+    place = jnp.arange(state.token.shape[0])
+    hit = state.token == outcome.tokens[: state.token.shape[0], None]
+    before = jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(hit[:-1, 0]).astype(bool)])
+    seen = before & (place < jnp.minimum(state.count, outcome.count))
+    tried = jnp.stack([seen, seen & ~hit[:, 0]], axis=1)
+    gauge = observe(state.gauge, state.kind.reshape(-1), tried.reshape(-1), (tried & hit).reshape(-1))
+    right = (seen & hit[:, 0]).sum(dtype=jnp.int32)
+    return gauge, jnp.minimum(right, jnp.minimum(jnp.maximum(state.count - 1, 0), outcome.count - 1))
 
 
 @struct.dataclass
@@ -260,10 +241,6 @@ class Chain:
             score=self.score.T.reshape(-1),
         )
 
-    def kinds(self) -> jax.Array:
-        """Classes of the candidates."""
-        return self.kind.T.reshape(-1)
-
 
 def grow_chain(
     params: Params,
@@ -274,14 +251,13 @@ def grow_chain(
     history: History,
     request: Request,
     wanted: jax.Array,
-    sureness: jax.Array,
     length: int,
     costs: RoundCosts,
 ) -> Chain:
     """Catch up with the text and draft token by token while a further pass pays; nothing runs unless `wanted`."""
     cfg = placement.cfg
     propose = same_two_draws(placement.vocab)
-    batch_cost = jnp.asarray(costs.batch)
+    mean, batch_cost = mean_chance(gauge), jnp.asarray(costs.batch)
 
     def add(chain: Chain, cache: KVCache, hidden: jax.Array) -> Chain:
         """Add the two tokens behind a hidden state `[1, D]`."""
@@ -325,7 +301,7 @@ def grow_chain(
             return gain / (batch_cost[tokens] + costs.draft * tokens)
 
         count = chain.count
-        further = rate(chain.gain + chain.chance * sureness, jnp.minimum(count + 1, length))
+        further = rate(chain.gain + chain.chance * mean, jnp.minimum(count + 1, length))
         return wanted & (count < length) & (further > rate(chain.gain, count))
 
     def extend(chain: Chain) -> Chain:

@@ -13,6 +13,8 @@ PRIOR_CHANCE = (0.05, 0.14, 0.23, 0.32, 0.41, 0.5, 0.59, 0.69, 0.79, 0.88, 0.95)
 # Likewise of a second choice, where the first was refused.
 PRIOR_SECOND = (0.08, 0.2, 0.3, 0.38, 0.44, 0.48, 0.5, 0.5, 0.5, 0.5, 0.5)
 PRIOR_WEIGHT = 4.0
+# Of any first choice, before its probability is known.
+PRIOR_MEAN = 0.5
 CLASSES = len(PRIOR_CHANCE)
 # What was observed loses weight with each first choice tried, so that a change of subject is noticed.
 FORGETTING = 0.98
@@ -23,8 +25,8 @@ class Gauge:
     """Observations; first choices are of the first `CLASSES` classes, second ones of those behind.
 
     Attributes:
-      tried: float32 [2 * CLASSES], drafted tokens that the target looked at, with forgetting.
-      accepted: float32 [2 * CLASSES], those that it accepted.
+      tried: float32 [2 * CLASSES], drafted tokens that the verified text confirmed or refuted, with forgetting.
+      accepted: float32 [2 * CLASSES], those that it confirmed.
     """
 
     tried: jax.Array
@@ -48,14 +50,20 @@ def chance_of(gauge: Gauge, kind: jax.Array) -> jax.Array:
     return ((gauge.accepted + PRIOR_WEIGHT * prior) / (gauge.tried + PRIOR_WEIGHT))[kind]
 
 
+def mean_chance(gauge: Gauge) -> jax.Array:
+    """Estimated chance of a first choice whose probability is not known yet, float32 []."""
+    tried, accepted = gauge.tried[:CLASSES].sum(), gauge.accepted[:CLASSES].sum()
+    return (accepted + PRIOR_WEIGHT * PRIOR_MEAN) / (tried + PRIOR_WEIGHT)
+
+
 def observe(gauge: Gauge, kind: jax.Array, tried: jax.Array, accepted: jax.Array) -> Gauge:
-    """Learn what became of a batch.
+    """Learn what became of drafted tokens.
 
     Args:
       gauge: so far.
-      kind: int32 [bs], class of each row; `2 * CLASSES` for rows that are none of the draft's.
-      tried: bool [bs], rows that the target looked at.
-      accepted: bool [bs], those that it accepted.
+      kind: int32 [n], class of each.
+      tried: bool [n], those that the verified text could confirm or refute.
+      accepted: bool [n], those that it confirmed.
     """
     kept = FORGETTING ** (tried & (kind < CLASSES)).sum()
     return dataclasses.replace(

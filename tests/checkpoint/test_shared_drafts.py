@@ -114,7 +114,6 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
         write_draft(tmp_path / "no" / "draft")
 
 
-@pytest.mark.xfail(strict=True, reason="checked behind the rename only, or not at all")
 @pytest.mark.parametrize(
     ("cfg", "options"),
     [(TARGET, {}), (DRAFT, {"vocabulary": None}), (DRAFT, {"quantize": "q5_k"})],

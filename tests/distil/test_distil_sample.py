@@ -280,7 +280,6 @@ def load(folder, cfg, template=None):
     return LLM(folder, method="ar", dtype="float32")
 
 
-@pytest.mark.xfail(strict=True, reason="the window slots' positions are not given to the pass")
 def test_targets_with_sliding_windows(tmp_path):
     llm = load(tmp_path / "model", dataclasses.replace(MISTRAL, vocab_size=50))
     conversations = Sampler(llm, SETTINGS).shard(3)
@@ -288,7 +287,6 @@ def test_targets_with_sliding_windows(tmp_path):
     assert check_greedy(llm, conversations) > SETTINGS.branches
 
 
-@pytest.mark.xfail(strict=True, reason="nothing is left to prefill")
 def test_a_template_of_one_token_before_the_question(tmp_path):
     llm = load(tmp_path / "model", LLAMA, "<user> {{ messages[0].content }} <end> <assistant>")
     assert find_turns(llm) == Turns((1,), SUFFIX)

@@ -8,7 +8,7 @@ import numpy as np
 
 from distil.shards import Conversation
 
-# One conversation in so many is held out, by its number within its shard.
+# One conversation in so many is held out, by its number.
 HELD_OUT = 20
 # What a token that the target did not write as an answer counts.
 CONTEXT_WEIGHT = 0.3

@@ -27,8 +27,8 @@ OPENERS = (
 
 # Further ones, for the second round of sampling, which has prose.
 MORE_OPENERS = (
-    "A farmer", "A train", "Tom has", "Anna buys", "A rectangle", "What is the sum of", "What percentage of",
-    "How many", "Solve the equation", "A recipe", "Write a JavaScript function", "Write an SQL query",
+    "A farmer", "Tom has", "Anna buys", "What is the sum of", "What percentage of", "What is the distance from",
+    "How many", "How much", "Find x if", "A recipe", "In JavaScript,", "In SQL,", "Using pandas,",
     "Write a test for", "Write a bash script", "Write a class", "Write a story about", "Write a short speech",
     "My friend", "Our neighbours",
     "I would like to", "Is it true that", "What can I do if", "What should I", "Which is better,", "Who invented",
@@ -43,10 +43,10 @@ TEXT_TASKS = (
 )  # fmt: skip
 
 PROSE_TASKS = (
-    "Summarize this text in one or two sentences.", "Give the main points as a list.", "Write a headline for this.",
-    "Rewrite this text in the past tense.", "Rewrite this text in a formal style.", "Rewrite it for a child.",
-    "Shorten this text.", "Repeat this text exactly.", "Correct the spelling in this text.", "Continue this text.",
-    "Turn this into bullet points.", "Rewrite this text in the first person.", "Make a table from this text.",
+    "Summarize it briefly.", "What are the key points?", "Give this a catchy title.",
+    "Make this text more formal.", "Say the same to a child.", "Rewrite this as a dialogue.",
+    "Shorten this text.", "Copy this text unchanged.", "Check this text for errors.", "Continue this text.",
+    "Turn this into bullet points.", "Tell this as if it had happened to you.", "Make a table from this text.",
     "What does the author want to say?", "Write an email that says the same.", "Explain this in your own words.",
     "Is there anything wrong in this text?", "Find a title and three keywords for this text.",
 )  # fmt: skip
@@ -105,8 +105,9 @@ class Documents:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over every passage."""
-        return hashlib.sha256("\0".join([*self.texts, *self.code, *self.prose]).encode()).hexdigest()
+        """SHA-256 over every passage, opener and task."""
+        words = (*OPENERS, *MORE_OPENERS, *TEXT_TASKS, *PROSE_TASKS, *CODE_TASKS)
+        return hashlib.sha256("\0".join([*self.texts, *self.code, *self.prose, *words]).encode()).hexdigest()
 
 
 def draw_opening(rng: np.random.Generator, documents: Documents) -> Opening:
@@ -139,13 +140,14 @@ def _functions(library: Path) -> list[str]:
     found = []
     for path in sorted(library.glob("*.py")):
         source = path.read_text(encoding="utf-8", errors="replace")
+        lines = source.split("\n")
         try:
             nodes = ast.parse(source).body
         except SyntaxError:  # a module kept for tests of the parser
             continue
         for node in nodes:
             if isinstance(node, ast.FunctionDef):
-                text = ast.get_source_segment(source, node)
-                if text and 120 <= len(text) <= 600:
+                text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                if 120 <= len(text) <= 600:
                     found.append(text)
     return found

@@ -6,19 +6,23 @@ by a token. Tokens are drawn on the host from the teacher's top logits, which ar
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from distil.batches import split_held_out
 from distil.corpus import Documents, Opening, draw_opening
 from distil.shards import Conversation, read_shard, shard_path, write_meta, write_shard
 from jaxspec import LLM
 from jaxspec.cache import KVCache, init_cache
 from jaxspec.methods.program import Program
 from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.pairing import vocabulary_digest
 
 # Longest question that the target asks itself, in tokens.
 LONGEST_QUESTION = 60
@@ -57,11 +61,17 @@ class Turns:
 
 
 def find_turns(llm: LLM) -> Turns:
-    """What the template puts around a user's text: what two conversations have in common."""
+    """What the template puts around a user's text: what two conversations have in common.
+
+    Raises:
+      ValueError: nothing in front of the text or behind it, so that there is nothing to begin or to end a turn with.
+    """
     one, other = (llm.encode([{"role": "user", "content": word}]) for word in ("X", "7"))
-    before = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    behind = next(i for i, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False)) if a != b)
-    return Turns(tuple(one[:before]), tuple(one[len(one) - behind :]))
+    differing = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    behind = next((i for i, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
+    if not differing or not differing[0] or not behind:
+        raise ValueError(f"the chat template puts no tokens around a user's text, or hides it: {one}, {other}")
+    return Turns(tuple(one[: differing[0]]), tuple(one[len(one) - behind :]))
 
 
 class Branch:
@@ -151,6 +161,8 @@ class Sampler:
 
         def create(params, prefix):
             cache = init_cache(cfg, target.local_kv_heads, slots, target.dtype)
+            if not prefix.shape[0]:
+                return cache
             return prefill(params, cfg, prefix, jnp.int32(prefix.shape[0]), cache)
 
         def step(params, cache: KVCache, token, index, started):
@@ -159,7 +171,8 @@ class Sampler:
             mask = (slot[None] % B == branch[:, None]) & (taken_at[None] <= index)
             mask &= taken_at[None] >= started[:, None]
             position = cache.length + index - started
-            hidden, cache = forward(params, cfg, token, position, cache, mask, offset=index * B)
+            slot_position = cache.length + taken_at - started[slot % B]
+            hidden, cache = forward(params, cfg, token, position, cache, mask, slot_position, index * B)
             logits = jnp.where(target.vocab.ids() < cfg.vocab_size, vocab_logits(params, hidden), -jnp.inf)
             top, ids = target.vocab.top_k(logits, K)
             largest = target.vocab.row_max(logits)
@@ -175,10 +188,11 @@ class Sampler:
         self._step = Program("sample step", step, target.plan, args, (cache, *tops), donate=[1])
 
     def meta(self) -> dict[str, Any]:
-        """What determines the shards besides the target itself."""
+        """What determines the shards."""
         turns = dataclasses.asdict(self.turns)
         settings = dataclasses.asdict(self.settings)
-        return settings | {name: list(ids) for name, ids in turns.items()} | {"documents": self.documents.digest}
+        made_of = {"documents": self.documents.digest, "target": target_digest(self.llm)}
+        return settings | {name: list(ids) for name, ids in turns.items()} | made_of
 
     def shard(self, index: int, progress: Callable[[int], None] = lambda tokens: None) -> list[Conversation]:
         """Sample one shard; `progress` is told of each pass's tokens."""
@@ -194,7 +208,6 @@ class Sampler:
             token = np.array([b.next_token for b in branches], np.int32)
             started = np.array([b.started for b in branches], np.int32)
             cache, ids, logprob = self._step(llm.params, cache, token, np.int32(step), started)
-            # A copy of each: a row kept as a view would keep the whole pass.
             ids, logprob = np.asarray(ids).astype(self._id_type), np.array(logprob)
             for i, branch in enumerate(branches):
                 if not branch.take(ids[i], logprob[i], rng):
@@ -205,16 +218,25 @@ class Sampler:
         return done + [b.conversation(index) for b in branches if len(b.token) > 1]
 
 
+def target_digest(llm: LLM) -> str:
+    """What tells a target from others: its vocabulary, its geometry and a few of its weights."""
+    digest = hashlib.sha256(vocabulary_digest(llm.tokenizer.token_strings()).encode())
+    digest.update(repr(llm.engine.target.cfg).encode())
+    for leaf in jax.tree.leaves([llm.params["final_norm"], llm.params["layers"][0]["attn_norm"]]):
+        digest.update(np.asarray(leaf, np.float32).tobytes())
+    return digest.hexdigest()
+
+
 def answers_of(llm: LLM, folder: Path) -> list[str]:
-    """Finished answers of sampled conversations, of 40 to 140 tokens, that may serve as passages."""
-    found = []
-    for path in sorted(folder.glob("shard-*.npz")):
-        for c in read_shard(path):
-            answer = c.token[c.answer :]
-            finished = len(answer) > 0 and int(answer[-1]) in llm.eos_ids
-            if c.kind == "own" and c.temperature <= 0.7 and finished and 40 <= len(answer) <= 140:
-                found.append(llm.tokenizer.decode(answer.tolist()).strip())
-    return sorted(set(found))
+    """Finished answers that are learned from, of 40 to 140 tokens, which may serve as passages."""
+    learned, _ = split_held_out([c for path in sorted(folder.glob("shard-*.npz")) for c in read_shard(path)])
+    found = set()
+    for c in learned:
+        answer = c.token[c.answer :]
+        finished = len(answer) > 0 and int(answer[-1]) in llm.eos_ids
+        if c.kind == "own" and c.temperature <= 0.7 and finished and 40 <= len(answer) <= 140:
+            found.add(llm.tokenizer.decode(answer.tolist()).strip())
+    return sorted(found)
 
 
 def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progress: Callable[[int], None]) -> None:

@@ -1,7 +1,7 @@
 """Sampled conversations and the teacher's logits on disk: one compressed-free `.npz` per shard, written whole or not.
 
-A conversation is the tokens behind the chat template's fixed beginning (`Recipe.prefix`), the last token of which is
-its first. Row i of the teacher's logits is its distribution over the token behind token i.
+A conversation is the tokens behind the chat template's fixed beginning (`prefix` in the folder's `meta.json`), the last
+token of which is its first. Row i of the teacher's logits is its distribution over the token behind token i.
 """
 
 import dataclasses
@@ -103,4 +103,12 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
         raise ValueError(
             f"{folder}: holds shards that were sampled with other settings ({', '.join(differing)}); use another folder"
         )
-    (folder / META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
+    if old != meta:
+        replace_text(folder / META, json.dumps(meta, indent=1, sort_keys=True) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)

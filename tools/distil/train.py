@@ -44,7 +44,7 @@ class TrainSettings:
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     """Muon for the matrices (arXiv 2502.16982), Adam for the norms, behind a clip of the gradient's norm to 1."""
-    warmup = min(settings.warmup, max(1, settings.steps // 10))
+    warmup = min(settings.warmup, settings.steps // 10)
     peak = settings.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, settings.steps, peak / 20)
     muon = optax.contrib.muon(
@@ -182,10 +182,10 @@ class Quality:
     """What a student reaches on held-out answers, teacher forced.
 
     Attributes:
-      loss: mean KL divergence.
+      loss: mean KL divergence, weighted as in training.
       agreement: share of the answers' positions where student and teacher find the same token most probable.
       by_depth: on greedy answers, the share of positions at which the d-th token of a chain is right among those whose
-        first d - 1 were; d = 1, 2, ...
+        first d - 1 were; d = 1, 2, ...; zeros without greedy answers of so many tokens.
       accepted: on greedy answers, mean accepted length of a chain of d tokens (without the bonus token).
       positions: how many positions that is.
     """
@@ -209,7 +209,7 @@ def measure_quality(
     held_out: Sequence[Conversation], rows: int = 8, depth: int = 8,
 ) -> Quality:  # fmt: skip
     """Compare a student with its teacher on held-out conversations."""
-    answered = [c for c in held_out if c.answer < len(c.token) - 1]
+    answered = [c for c in held_out if c.answer < len(c.token)]
     packed = packer.fill(answered)
     matches: list[np.ndarray] = []
     greedy: list[np.ndarray] = []
@@ -217,8 +217,9 @@ def measure_quality(
     for start in range(0, len(packed), rows):
         batch = packed[start : start + rows]
         arrays = packer.pack(batch + [batch[-1]] * (rows - len(batch)))
+        arrays.weight[len(batch) :] = 0
         hit, loss = _examine(params, embed, head, arrays, cfg=cfg)
-        losses.append((float(loss), len(batch)))
+        losses.append((float(loss), float(arrays.weight.sum())))
         for r, row in enumerate(batch):
             at = 0
             for c in row:
@@ -227,13 +228,13 @@ def measure_quality(
                 matches.append(hits)
                 if c.temperature == 0:
                     greedy.append(hits)
-    runs = np.concatenate([_run_lengths(hits, depth) for hits in greedy])
-    reached = [float((runs >= d).mean()) for d in range(depth + 1)]
+    runs = np.concatenate([np.zeros(0, int), *(_run_lengths(hits, depth) for hits in greedy)])
+    reached = [float((runs >= d).mean()) if len(runs) else 0.0 for d in range(depth + 1)]
     return Quality(
         loss=float(np.average([x for x, _ in losses], weights=[n for _, n in losses])),
         agreement=float(np.concatenate(matches).mean()),
         by_depth=tuple(reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, depth + 1)),
-        accepted=tuple(float(np.minimum(runs, d).mean()) for d in range(1, depth + 1)),
+        accepted=tuple(float(np.minimum(runs, d).mean()) if len(runs) else 0.0 for d in range(1, depth + 1)),
         positions=int(sum(map(len, matches))),
     )
 
