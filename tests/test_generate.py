@@ -22,7 +22,9 @@ def test_chat_answers(llm):
     assert llm.tokenizer.decode(out.token_ids) == out.text
     assert out.stats.prompt_tokens == len(llm.encode(MESSAGES))
     assert out.stats.completion_tokens == len(out.token_ids)
-    assert out.method == "ar" and out.stats.speculative_decoding is None
+    assert out.method == "auto" and out.stats.choice is not None
+    plain = llm.with_method("ar").chat(MESSAGES, SamplingParams(max_tokens=60))
+    assert plain.token_ids == out.token_ids and plain.stats.speculative_decoding is None and plain.stats.choice is None
 
 
 def test_length_ends_and_ignore_eos_goes_on(llm):
@@ -55,7 +57,8 @@ def test_stream_adds_up_to_the_completion(llm):
     assert tuple(t for e in events for t in e.token_ids) == completion.token_ids
     assert tuple(p for e in events for p in e.logprobs) == completion.logprobs
     assert len(completion.logprobs) == len(completion.token_ids) and max(completion.logprobs) <= 0
-    assert not any(d for e in events for d in e.from_draft)
+    accepted = completion.stats.speculative_decoding["num_accepted_draft_tokens"]
+    assert sum(d for e in events for d in e.from_draft) == accepted
     assert events[-1].finish_reason == completion.finish_reason
 
 
@@ -168,7 +171,7 @@ def test_draft_is_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="uses no draft"):
         jaxspec.LLM("no/such/model", draft="no/such/draft", method="lookup")
     with pytest.raises(ConfigError, match="needs a draft model"):
-        jaxspec.LLM("no/such/model", method="specexec")
+        jaxspec.LLM("no/such/model", draft="none", method="specexec")
 
 
 def test_tensor_parallel_text_is_the_same(llm):

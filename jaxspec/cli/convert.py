@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli.run import run_command
+from jaxspec.cli.run import raise_lost_interrupt, run_command
 
 NAME = "jaxspec-convert"
 
@@ -64,6 +64,7 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
         task = bar.add_task("", total=None, size="")
 
         def show(progress: ConvertProgress) -> None:
+            raise_lost_interrupt()
             # Shown once work begins, and to people only: refusals and log files hold nothing but their line.
             if progress.arrays == 0 and console.is_terminal:
                 stack.enter_context(bar)

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 the run failed, 2 the words are off, 130 interrupted.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 from jaxspec.errors import ConfigError, JaxspecError
@@ -22,9 +23,8 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
       command: the body.
       cleans_up: an interrupt is raised in the body, which has something to undo; else it ends the process at once.
     """
-    if not cleans_up:
-        # An exception can get lost: Python drops one that is raised while a library calls back into it.
-        signal.signal(signal.SIGINT, lambda number, frame: _leave_interrupted())
+    # An exception can get lost: Python drops one that is raised while a library calls back into it.
+    signal.signal(signal.SIGINT, _raise_interrupt if cleans_up else lambda number, frame: _leave_interrupted())
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:
             # Closed before we began, as a shell's `>&-` does: what would go there goes nowhere.
@@ -51,6 +51,20 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
         _fail(name, f"out of memory: {str(error).splitlines()[0]}", 1)
     except (JaxspecError, OSError) as error:
         _fail(name, error, 1)
+
+
+_was_interrupted = threading.Event()
+
+
+def raise_lost_interrupt() -> None:
+    """To be called now and then by a command that cleans up: an interrupt that got lost is raised again."""
+    if _was_interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def _raise_interrupt(number: int, frame: object) -> None:
+    _was_interrupted.set()
+    raise KeyboardInterrupt
 
 
 def _fail(name: str, error: object, status: int) -> None:

@@ -183,15 +183,15 @@ def test_a_poor_draft_is_left_alone_and_tried_again_ever_more_rarely(draft, samp
 
 @pytest.mark.parametrize("draft", ["constant", "broken"])
 def test_a_draft_that_is_never_sure_is_left_alone(draft):
-    """Its tokens have a chance of 1 % by its own account: few of them are verified, and it is found out all the same."""
+    """Its tokens have a chance of 1 % by its own account: few are verified, and it is found out all the same."""
     rounds = decode(LLAMA_AUTO_LONG, PROMPT, 150, draft, 1)
     assert len(asked_of(rounds)) < len(rounds) / 4
 
 
 def test_rounds_are_counted_by_whether_the_draft_ran():
-    steps = Steps(LLAMA_AUTO_LONG, "constant", PROMPT, 1, temperature=1.0)
+    steps = Steps(LLAMA_AUTO_LONG, "random", PROMPT, 1)
     kinds = set()
-    for _ in range(40):
+    for _ in range(60):
         steps.step()
         drafted, passes = steps.header[1], steps.header[3]
         kinds.add(_kind(Emitted((0,), (0.0,), drafted=drafted, draft_passes=passes)))
