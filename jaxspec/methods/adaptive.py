@@ -47,7 +47,7 @@ class RoundCosts:
     """What a round costs, in target passes of one row.
 
     Attributes:
-      batch: float32 [bs], a target pass of 1, 2, ... rows with what a round costs besides.
+      batch: float64 [bs], a target pass of 1, 2, ... rows with what a round costs besides.
       draft: a draft pass.
     """
 

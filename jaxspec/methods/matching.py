@@ -251,7 +251,7 @@ def keep_worthwhile(candidates: Candidates, costs: np.ndarray | jax.Array) -> tu
 
     Args:
       candidates: what there is to choose from.
-      costs: float32 [bs], of a batch of 1, 2, ... rows, each with its share of what a round costs besides.
+      costs: [bs], of a batch of 1, 2, ... rows, each with its share of what a round costs besides.
 
     Returns:
       The candidates that stay, and the expected output per time, float32 [].
