@@ -59,17 +59,31 @@ def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
       slots: int32 `[P]`, window slots in order of depth; those behind `count` are arbitrary.
       count: int32 [], rows to commit.
     """
-    return commit_rows(permute_window(cache, slots), count)
+    return commit_rows(permute_window(cache, slots, count), count)
 
 
-def permute_window(cache: KVCache, slots: jax.Array) -> KVCache:
-    """Put window slots `slots` `[P]` at the first P places of the window; a slot may appear twice, the rest is lost."""
-    slots = jnp.clip(slots, 0, cache.slots - 1 - cache.length)
+def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = None) -> KVCache:
+    """Put window slots `slots` `[P]` at the first P places of the window; a slot may appear twice, the rest is lost.
+
+    Args:
+      cache: as above.
+      slots: int32 `[P]`.
+      count: int32 [], how many of them matter; None for all. Nothing is moved where they are in place already.
+    """
+    places = jnp.arange(slots.shape[0])
+    matters = True if count is None else places < count
+    source = cache.length + jnp.clip(slots, 0, cache.slots - 1 - cache.length)
 
     def move(layer: jax.Array) -> jax.Array:
         # Read before anything is written: fused with the write, the two would need a copy of the whole layer.
-        rows = jax.lax.optimization_barrier(jnp.take(layer, cache.length + slots, axis=1))  # [K, P, H]
+        rows = jax.lax.optimization_barrier(jnp.take(layer, source, axis=1, mode="clip"))  # [K, P, H]
         return jax.lax.dynamic_update_slice(layer, rows, (0, cache.length, 0))
 
+    def move_all(carry: tuple) -> tuple:
+        return jnp.bool_(False), *(tuple(map(move, layers)) for layers in carry[1:])
+
     with jax.named_scope("cache/permute"):
-        return dataclasses.replace(cache, key=tuple(map(move, cache.key)), value=tuple(map(move, cache.value)))
+        displaced = (matters & (slots != places)).any()
+        # A loop of at most one turn: a conditional would copy the caches.
+        _, key, value = jax.lax.while_loop(lambda carry: carry[0], move_all, (displaced, cache.key, cache.value))
+        return dataclasses.replace(cache, key=key, value=value)

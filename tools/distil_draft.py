@@ -78,6 +78,7 @@ def train(
     rows: Annotated[int, typer.Option(help="Rows of a batch.")] = TrainSettings.rows,
     length: Annotated[int, typer.Option(help="Tokens of a row; 0 for what the longest conversation takes.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = TrainSettings.learning_rate,
+    dtype: Annotated[str, typer.Option(help="Of the products' operands.")] = TrainSettings.dtype,
     begin_with: Annotated[
         Path | None, typer.Option(help="Another run, whose newest weights this one starts from.")
     ] = None,
@@ -88,7 +89,9 @@ def train(
     measure_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 200,
 ) -> None:
     """Train a draft on the teacher's logits."""
-    settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed)
+    if dtype not in ("bfloat16", "float32"):
+        raise typer.BadParameter(f"--dtype {dtype!r}: must be bfloat16 or float32")
+    settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed, dtype=dtype)
     llm = LLM(model, method="ar", dtype="float32")
     vocab_size, digest = llm.engine.target.cfg.vocab_size, target_digest(llm)
     chosen = _parse_layers(layers, llm.engine.target.cfg.num_layers)

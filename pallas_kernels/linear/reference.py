@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.linear.blocks import Blocks, Weight, dequantise
 
@@ -9,10 +10,35 @@ from pallas_kernels.linear.blocks import Blocks, Weight, dequantise
 PRECISION = jax.lax.Precision.HIGHEST
 
 
+@jax.custom_vjp
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [T, O] float32
-    """Same contract as `api.linear`, of a weight in numbers; every row is computed."""
-    x = x.astype(weight.dtype)
-    return jnp.einsum("ti,oi->to", x, weight, precision=PRECISION, preferred_element_type=jnp.float32)
+    """Same contract as `api.linear`, of a weight in numbers; every row is computed.
+
+    Its gradients are products in the weight's dtype with float32 sums too, as is usual in mixed precision.
+    """
+    return _product("ti,oi->to", x.astype(weight.dtype), weight)
+
+
+def _product(indices: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(indices, a, b, precision=PRECISION, preferred_element_type=jnp.float32)
+
+
+def _forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return linear(x, weight), (x, weight)
+
+
+def _backward(operands: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = operands
+    rounded = gradient.astype(weight.dtype)
+    of_x = _product("to,oi->ti", rounded, weight).astype(x.dtype)
+    # XLA's CPU backend has no fast product of two transposed bfloat16 operands: this one is really moved.
+    columns = with_layout_constraint(x.astype(weight.dtype).T, Layout(major_to_minor=(0, 1)))
+    rounded = with_layout_constraint(rounded, Layout(major_to_minor=(0, 1)))
+    of_weight = with_layout_constraint(_product("it,to->io", columns, rounded), Layout(major_to_minor=(0, 1)))
+    return of_x, of_weight.T.astype(weight.dtype)
+
+
+linear.defvjp(_forward, _backward)
 
 
 def as_numbers(weight: Weight) -> jax.Array:

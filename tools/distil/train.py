@@ -16,9 +16,11 @@ import orbax.checkpoint as ocp
 
 from distil.batches import Packer, Rows, epoch
 from distil.shards import Conversation
-from distil.student import student_hidden
+from distil.student import KERNELS, student_hidden
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params, leaf_name
+from pallas_kernels.linear.api import linear
+from pallas_kernels.registry import using
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,7 @@ class TrainSettings:
       warmup: steps.
       weight_decay: of the matrices.
       seed: of the order of the data.
+      dtype: of the operands of the matrix products; weights, sums and everything else are float32.
     """
 
     steps: int = 1000
@@ -40,6 +43,7 @@ class TrainSettings:
     warmup: int = 60
     weight_decay: float = 0.01
     seed: int = 0
+    dtype: str = "bfloat16"
 
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
@@ -71,10 +75,19 @@ def _matrices(params: Params) -> Any:
 
 
 def student_logprob(params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, rows: Rows) -> jax.Array:
-    """Log-probabilities over the student's head, [R, T, V_head]."""
+    """Log-probabilities over the student's head, [R, T, V_head]; products in the dtype of the matrices."""
     token, position, segment = (jnp.asarray(x) for x in (rows.token, rows.position, rows.segment))
     hidden = student_hidden(params, cfg, embed, token, position, segment)
-    return jax.nn.log_softmax(jnp.einsum("rtd,vd->rtv", hidden, head), axis=-1)
+    with using(KERNELS):
+        logits = linear(hidden.reshape(-1, cfg.embed_dim), head)
+    return jax.nn.log_softmax(logits, axis=-1).reshape(*token.shape, -1)
+
+
+def round_matrices(params: Params, head: jax.Array, dtype: str) -> tuple[Params, jax.Array]:
+    """The student's matrices and its head in another dtype; norms and biases stay as they are."""
+    names = jax.tree.map_with_path(lambda path, _: leaf_name(path).rsplit(".", 1)[-1] in _MATRICES, params)
+    rounded = jax.tree.map(lambda leaf, matrix: leaf.astype(dtype) if matrix else leaf, params, names)
+    return rounded, head.astype(dtype)
 
 
 def distil_loss(params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, rows: Rows) -> jax.Array:
@@ -92,7 +105,12 @@ def train_step(
     params: Params, opt_state: Any, embed: jax.Array, head: jax.Array, rows: Rows, *, cfg: ModelConfig, settings: Any
 ) -> tuple[Params, Any, jax.Array]:
     """One update; returns the loss before it."""
-    loss, gradient = jax.value_and_grad(distil_loss)(params, cfg, embed, head, rows)
+
+    def loss_of(params: Params) -> jax.Array:
+        rounded, rounded_head = round_matrices(params, head, settings.dtype)
+        return distil_loss(rounded, cfg, embed, rounded_head, rows)
+
+    loss, gradient = jax.value_and_grad(loss_of)(params)
     updates, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
     return cast(Params, optax.apply_updates(params, updates)), opt_state, loss
 
