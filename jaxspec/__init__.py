@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxspec.methods.lookup import PromptLookup
     from jaxspec.methods.specexec import SpecExec
     from jaxspec.methods.specinfer import SpecInfer
+    from jaxspec.methods.swiftspec import SwiftSpec
     from jaxspec.results import Completion, DecodeStats, StreamEvent
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "SpecExec",
     "SpecInfer",
+    "SwiftSpec",
     "StreamEvent",
     "generate",
 ]
@@ -48,6 +50,7 @@ _HOMES = {
     "SamplingParams": "config",
     "SpecExec": "methods.specexec",
     "SpecInfer": "methods.specinfer",
+    "SwiftSpec": "methods.swiftspec",
     "StreamEvent": "results",
     "generate": "llm",
 }

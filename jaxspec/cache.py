@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxspec.models.config import ModelConfig
+from pallas_kernels import registry
 
 
 @struct.dataclass
@@ -84,6 +85,11 @@ def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = N
 
     with jax.named_scope("cache/permute"):
         displaced = (matters & (slots != places)).any()
-        # A loop of at most one turn: a conditional would copy the caches.
-        _, key, value = jax.lax.while_loop(lambda carry: carry[0], move_all, (displaced, cache.key, cache.value))
+        carry = (displaced, cache.key, cache.value)
+        if registry.current().platform == "cpu":
+            # A loop of at most one turn: a conditional would copy the caches.
+            _, key, value = jax.lax.while_loop(lambda carry: carry[0], move_all, carry)
+        else:
+            # The host waits for every branch on an accelerator's data; moving a few rows costs less.
+            _, key, value = move_all(carry)
         return dataclasses.replace(cache, key=key, value=value)

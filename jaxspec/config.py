@@ -86,6 +86,9 @@ class EngineConfig:
       dtype: of weights and activations; "auto" is bfloat16 on accelerators, on CPU float32 activations and, with native
         kernels, weights as the checkpoint holds them.
       target_devices: tensor-parallel degree of the target.
+      draft_devices: tensor-parallel degree of a draft on devices of its own; None is one such device if there is one,
+        for methods that can use it.
+      draft_platform: of these devices, where it is not the target's: "cpu" beside an accelerator.
       max_context: most tokens of prompt plus output; None takes the model's own context length.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches the cache off.
       kernels: "auto", "xla" or "cpu"; see `pallas_kernels.registry`.
@@ -93,6 +96,8 @@ class EngineConfig:
 
     dtype: DType = "auto"
     target_devices: int = 1
+    draft_devices: int | None = None
+    draft_platform: str | None = None
     max_context: int | None = None
     compile_cache: str | None = None
     kernels: str = "auto"
@@ -102,6 +107,10 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype {self.dtype!r} is not supported; use auto, float32 or bfloat16")
         check_int("target_devices", self.target_devices, 1)
+        if self.draft_devices is not None:
+            check_int("draft_devices", self.draft_devices, 1)
+        if self.draft_platform is not None and not isinstance(self.draft_platform, str):
+            raise ConfigError(f"draft_platform must be a name such as 'cpu', got {self.draft_platform!r}")
         if self.max_context is not None:
             check_int("max_context", self.max_context, 2)
         if self.kernels not in KERNEL_NAMES:

@@ -12,8 +12,9 @@ import numpy as np
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import ROUND_HEADER, Method, ModelParams, Models, Round, Runner
+from jaxspec.methods.messages import DraftCounts
 from jaxspec.methods.program import compile_programs
-from jaxspec.sampling.request import Request, make_request
+from jaxspec.sampling.request import make_request
 
 # Cache capacities in tokens: few, far apart, because each compiles its own programs. 2,048 hold a chat; attention cost
 # follows the live prefix, so unused slots cost memory only.
@@ -32,6 +33,7 @@ class Emitted:
       drafted: tokens that the target verified; those that a cut hides are not counted.
       depth: of their tree.
       draft_passes: passes of the draft model.
+      draft: what a draft on devices of its own did for this round; None elsewhere.
     """
 
     tokens: tuple[int, ...]
@@ -40,13 +42,17 @@ class Emitted:
     drafted: int = 0
     depth: int = 0
     draft_passes: int = 0
+    draft: DraftCounts | None = None
 
     def cut(self, count: int) -> "Emitted":
         """The first `count` tokens; what lies behind is counted nowhere."""
         if count >= len(self.tokens):
             return self
         accepted = min(self.accepted, count)
-        return Emitted(self.tokens[:count], self.logprobs[:count], accepted, accepted, accepted, self.draft_passes)
+        return dataclasses.replace(
+            self, tokens=self.tokens[:count], logprobs=self.logprobs[:count],
+            accepted=accepted, drafted=accepted, depth=accepted,
+        )  # fmt: skip
 
 
 class Engine:
@@ -94,7 +100,7 @@ class Engine:
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
                 raise ConfigError(f"prompt token id {token!r} is not in the vocabulary of {vocab} tokens")
-        self._host_request(sampling, 0)
+        make_request(sampling, 0, vocab, self.target.padded_vocab)  # a bias may name what is not there
         room = self.max_context - len(prompt)
         if room < 1:
             raise ConfigError(
@@ -153,7 +159,7 @@ class Engine:
         assert self._runner is not None
         runner = self._runner
         limit = self.token_limit(prompt, sampling)
-        request = self._request(sampling, seed)
+        request = runner.place_request(sampling, seed)
         idle, self._idle = self._idle, None
         state = runner.start(prompt[-1], idle)
         state = runner.prefill(params, state, np.asarray(prompt[:-1], np.int32))
@@ -185,13 +191,6 @@ class Engine:
         if runner is self._runner and self._idle is None:
             self._idle = state
 
-    def _request(self, sampling: SamplingParams, seed: int) -> Request:
-        request = self._host_request(sampling, seed)
-        return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, self.target.request())
-
-    def _host_request(self, sampling: SamplingParams, seed: int) -> Request:
-        return make_request(sampling, seed, self.target.cfg.vocab_size, self.target.padded_vocab)
-
 
 def fresh_seed() -> int:
     """A random seed for a request that named none."""
@@ -203,4 +202,6 @@ def _read(round_: Round, room: int) -> Emitted:
     count, drafted, depth, passes = packed[:ROUND_HEADER]
     tokens = tuple(packed[ROUND_HEADER : ROUND_HEADER + count])
     logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
-    return Emitted(tokens, logprobs, count - 1, drafted, depth, passes).cut(room)
+    counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
+    passes += 0 if counts is None else counts.passes
+    return Emitted(tokens, logprobs, count - 1, drafted, depth, passes, counts).cut(room)

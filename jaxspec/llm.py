@@ -22,7 +22,8 @@ from jaxspec.compile_cache import enable_compile_cache
 from jaxspec.config import DType, EngineConfig, SamplingParams
 from jaxspec.engine import Emitted, Engine, fresh_seed
 from jaxspec.errors import ConfigError
-from jaxspec.mesh.plan import MeshPlan, plan_mesh
+from jaxspec.mesh.plan import MeshPlan
+from jaxspec.mesh.split import plan_pair
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Method, ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
@@ -54,6 +55,9 @@ class LLM:
       dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
         checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
       target_devices: devices that share the model (tensor parallelism).
+      draft_devices: devices of their own for the draft, behind the target's, for method "swiftspec"; None is one if
+        there is one left, else the draft shares the target's.
+      draft_platform: platform of the draft's devices, if it is not the target's: "cpu" beside an accelerator.
       max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
       kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", or "auto": the fastest that
@@ -72,26 +76,35 @@ class LLM:
         method: str | Method = "auto",
         dtype: DType = "auto",
         target_devices: int = 1,
+        draft_devices: int | None = None,
+        draft_platform: str | None = None,
         max_context: int | None = None,
         compile_cache: str | None = None,
         kernels: str = "auto",
     ):
         """Load, place and compile; see the class."""
-        config = EngineConfig(dtype, target_devices, max_context, compile_cache, kernels)
+        config = EngineConfig(dtype, target_devices, draft_devices, draft_platform, max_context, compile_cache, kernels)
         resolved = resolve_method(method)
         if draft is not None:
             check_draft_given(resolved, draft != NO_DRAFT)
         weights = _open_weights("model", model)
         if weights.config.shares_embedding:
             raise ConfigError(f"{weights.path}: is a draft without an embedding of its own; give it as the draft")
-        plan = plan_mesh(config.target_devices, kernels=config.kernels)
+        plan, draft_plan = plan_pair(
+            config.target_devices,
+            config.draft_devices,
+            draft_platform=config.draft_platform,
+            kernels=config.kernels,
+            method=resolved.name,
+            own_devices=resolved.own_devices,
+        )
         self.model_path = weights.path
         self.tokenizer = load_tokenizer(weights.path)
         draft_weights = _choose_draft(draft, resolved, weights, self.tokenizer)
         self.draft_path = None if draft_weights is None else draft_weights.path
         self._shipped_draft = self.draft_path.name if self.draft_path is not None and draft is None else None
         self._figures = "built in"
-        models = _place_models(weights, draft_weights, self.tokenizer, plan, config.dtype)
+        models = _place_models(weights, draft_weights, self.tokenizer, plan, draft_plan, config.dtype)
         if isinstance(resolved, Auto):
             resolved, self._figures = _tune(resolved, self._shipped_draft, models)
         self.engine = Engine(models, resolved, config.max_context)
@@ -375,9 +388,14 @@ def _tune(method: Auto, draft: str | None, models: Models) -> tuple[Auto, str]:
 
 
 def _place_models(
-    weights: Weights, draft_weights: Weights | None, tokenizer: Tokenizer, plan: MeshPlan, dtype: DType
+    weights: Weights,
+    draft_weights: Weights | None,
+    tokenizer: Tokenizer,
+    plan: MeshPlan,
+    draft_plan: MeshPlan,
+    dtype: DType,
 ) -> Models:
-    """Placements of target and draft on one mesh; a pair that does not fit together is refused."""
+    """Placements of target and draft on their meshes; a pair that does not fit together is refused."""
     # Only the native kernels read blocks and half precision faster than float32.
     keeps = dtype == "auto" and plan.kernels.native
     target = Placement(
@@ -393,14 +411,14 @@ def _place_models(
         )  # fmt: skip
     target = dataclasses.replace(target, vocab_rows=rows)
     # A draft decides the speed alone, so it need not follow the target to float32.
-    keeps = dtype in ("auto", "float32") and plan.kernels.native
+    keeps = dtype in ("auto", "float32") and draft_plan.kernels.native
     draft = Placement(
         draft_weights.config,
-        plan,
-        resolve_dtype(dtype, plan),
+        draft_plan,
+        resolve_dtype(dtype, draft_plan),
         rows,
         limit,
-        draft_weights.storage(plan) if keeps else None,
+        draft_weights.storage(draft_plan) if keeps else None,
         Lender(weights.config, target.weights) if draft_weights.config.shares_embedding else None,
     )
     return Models(target, draft)

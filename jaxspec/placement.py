@@ -69,6 +69,12 @@ class Placement:
         return VocabShard(self._limit, columns // self.plan.tensor, axis, head_ids)
 
     @property
+    def text_vocab(self) -> VocabShard:
+        """This mesh's split of all ids, those included that the model cannot propose."""
+        axis = TENSOR_AXIS if self.plan.tensor > 1 else None
+        return VocabShard(self._limit, self.padded_vocab // self.plan.tensor, axis)
+
+    @property
     def num_tokens(self) -> int:
         """Ids that the model can propose."""
         return bisect.bisect_left(self.cfg.head_ids, self._limit) if self.cfg.head_ids else self._limit

@@ -30,11 +30,11 @@ METHOD_CHOICE: dict[str, OptionTypes] = {
     "draft_model": (str,), "method": (str,),
 }  # fmt: skip
 LLM_OPTIONS: dict[str, OptionTypes] = {
-    "model": (str,), "dtype": (str,), "kernels": (str,), "target_devices": (int,), "max_context": (int,),
-    "compile_cache": (str,),
+    "model": (str,), "dtype": (str,), "kernels": (str,), "target_devices": (int,), "draft_devices": (int,),
+    "draft_platform": (str,), "max_context": (int,), "compile_cache": (str,),
 }  # fmt: skip
 OTHER_OPTIONS: dict[str, OptionTypes] = {
-    "draft_devices": (int,), "offload": (str,), "chat": (bool,), "system": (str,),
+    "offload": (str,), "chat": (bool,), "system": (str,),
 }  # fmt: skip
 FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **OTHER_OPTIONS}
 OPTIONS = {**FLAGS, **METHOD_OPTIONS}
@@ -70,7 +70,12 @@ def decode(
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     kernels: Annotated[str | None, typer.Option(help="auto, xla, or cpu for the native ones.")] = None,
     target_devices: Annotated[int | None, typer.Option(help="Devices that share the model [1].")] = None,
-    draft_devices: Annotated[int | None, typer.Option(help="Devices of the draft model.")] = None,
+    draft_devices: Annotated[
+        int | None, typer.Option(help="Devices of the draft model alone, for swiftspec [1 if there is one].")
+    ] = None,
+    draft_platform: Annotated[
+        str | None, typer.Option(help="Their platform if not the target's: cpu beside an accelerator.")
+    ] = None,
     offload: Annotated[str | None, typer.Option(help="none.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of prompt plus output.")] = None,
     compile_cache: Annotated[str | None, typer.Option(help='Folder of compiled programs; "" for none.')] = None,
@@ -117,8 +122,6 @@ def main() -> None:
 def _refuse_unavailable(options: dict[str, Any]) -> None:
     if options.get("offload", "none") != "none":
         raise ConfigError(f"offload {options['offload']!r} is not available in this version; use none")
-    if options.get("draft_devices") is not None:
-        raise ConfigError("--draft-devices needs a method whose draft has its own; none is available in this version")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

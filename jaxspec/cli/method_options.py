@@ -8,12 +8,13 @@ from jaxspec.cli.options import OptionTypes
 if TYPE_CHECKING:
     from jaxspec.methods.base import Method
 
-METHOD_NAMES = "auto, ar, chain, lookup, specexec or specinfer"
+METHOD_NAMES = "auto, ar, chain, lookup, specexec, specinfer or swiftspec"
 
 METHOD_OPTIONS: dict[str, OptionTypes] = {
     "budget": (int,), "width": (int,), "branch": (int,), "depth": (int,), "score_temperature": (str,),
     "decay": (int, float), "min_probability": (int, float), "length": (int,), "rule": (str,), "batch": (int,),
     "ngram": (int,), "candidates": (int,), "adaptive": (bool,), "expansion": (list,), "replacement": (bool,),
+    "overlap": (bool,), "reuse": (bool,), "leaves": (bool,), "survivors": (int,), "branch_free": (bool,),
     "draft_cost": (int, float), "pass_cost": (list,), "round_cost": (int, float),
 }  # fmt: skip
 

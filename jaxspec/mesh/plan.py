@@ -50,20 +50,28 @@ class MeshPlan:
         return Mesh(np.array(self.devices), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def plan_mesh(count: int = 1, offset: int = 0, kernels: str = "auto") -> MeshPlan:
+def plan_mesh(
+    count: int = 1, offset: int = 0, kernels: str = "auto", platform: str | None = None, beside: int = 0
+) -> MeshPlan:
     """Take `count` devices after the first `offset`, so that two models can have disjoint ones.
 
     Args:
       count: devices.
       offset: devices to leave out.
       kernels: "auto", "xla" or "cpu"; see `pallas_kernels.registry.choose`.
+      platform: of the devices, "cpu" for instance; None for the default one.
+      beside: devices of another mesh that compute at the same time and share a CPU's cores.
 
     Raises:
-      ConfigError: fewer devices exist than asked for (both numbers are named), or the kernels cannot run on them.
+      ConfigError: fewer devices exist than asked for (both numbers are named), there are none of this platform, or
+        the kernels cannot run on them.
     """
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
-    available = jax.devices()
+    try:
+        available = jax.devices(platform)
+    except RuntimeError as error:
+        raise ConfigError(f"there are no devices of platform {platform!r} here: {error}") from error
     if offset + count > len(available):
         after = f" after the first {offset}" if offset else ""
         raise ConfigError(
@@ -72,6 +80,6 @@ def plan_mesh(count: int = 1, offset: int = 0, kernels: str = "auto") -> MeshPla
         )
     devices = tuple(available[offset : offset + count])
     try:
-        return MeshPlan(devices, registry.choose(kernels, devices[0].platform, count))
+        return MeshPlan(devices, registry.choose(kernels, devices[0].platform, count + beside))
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -11,7 +11,7 @@ from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.costs import pass_costs, relative_draft_cost
 from jaxspec.methods.matching import LookupDrafter, LookupSettings
 from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.settings import check_range
+from jaxspec.methods.settings import check_range, check_same_devices
 from jaxspec.methods.verification import match
 
 LONGEST_CHAIN = 8
@@ -47,6 +47,7 @@ class Auto:
     name: ClassVar[str] = "auto"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = False
+    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check ranges."""
@@ -86,7 +87,8 @@ class Auto:
         return 1
 
     def check(self, models: Models) -> None:
-        """Every model fits."""
+        """See `Method.check`."""
+        check_same_devices(self.name, models)
 
     def costs(self, models: Models) -> RoundCosts:
         """What rounds are taken to cost: as given, else built-in figures and an estimate from the weights' sizes."""

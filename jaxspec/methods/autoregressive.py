@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import commit_rows
-from jaxspec.methods.base import ROUND_HEADER, Exactness, ModelParams, Models, Round, pack_round
+from jaxspec.config import SamplingParams
+from jaxspec.methods.base import ROUND_HEADER, Exactness, ModelParams, Models, Round, pack_round, place_request
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.program import Program
 from jaxspec.methods.target import TargetSide, TargetState
@@ -24,6 +25,7 @@ class Autoregressive:
     name: ClassVar[str] = "ar"
     drafts: ClassVar[bool] = False
     needs_draft: ClassVar[bool] = False
+    own_devices: ClassVar[bool] = False
 
     @property
     def exact(self) -> Exactness:
@@ -78,6 +80,10 @@ class AutoregressiveRunner:
     def prefill(self, params: ModelParams, state: TargetState, tokens: np.ndarray) -> TargetState:
         """See `Runner.prefill`."""
         return self._side.prefill(params.target, state, tokens)
+
+    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+        """See `Runner.place_request`."""
+        return place_request(self._side.placement, sampling, seed)
 
     def round(self, params: ModelParams, state: TargetState, request: Request) -> tuple[TargetState, Round]:
         """See `Runner.round`."""

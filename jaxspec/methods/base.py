@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.config import SamplingParams
 from jaxspec.methods.program import Program
 from jaxspec.models.params import Params
 from jaxspec.placement import Placement
-from jaxspec.sampling.request import Request
+from jaxspec.sampling.request import Request, make_request
 
 # Integers in front of the tokens in `Round.packed`.
 ROUND_HEADER = 4
@@ -49,10 +50,12 @@ class Round:
       packed: int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of
         their tree, draft passes; then the new tokens.
       logprob: float32 `[P]`, log-probability of each new token under the processed distribution.
+      draft: what a draft on devices of its own counted, int32 `[n]`; see `messages.DraftCounts`.
     """
 
     packed: jax.Array
     logprob: jax.Array
+    draft: jax.Array | None = None
 
 
 def pack_round(tokens: jax.Array, count: Any, drafted: Any, depth: Any, passes: Any, logprob: jax.Array) -> Round:
@@ -82,9 +85,19 @@ class Runner(Protocol):
         """Commit int32 `tokens` `[n]` to the caches."""
         ...
 
-    def round(self, params: ModelParams, state: Any, request: Request) -> tuple[Any, Round]:
+    def place_request(self, sampling: SamplingParams, seed: int) -> Any:
+        """What `round` needs to know of a generation, on the devices."""
+        ...
+
+    def round(self, params: ModelParams, state: Any, request: Any) -> tuple[Any, Round]:
         """Dispatch one round; returns before it has run."""
         ...
+
+
+def place_request(placement: Placement, sampling: SamplingParams, seed: int) -> Request:
+    """A request on a model's devices."""
+    request = make_request(sampling, seed, placement.cfg.vocab_size, placement.padded_vocab)
+    return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, placement.request())
 
 
 # What a method promises: the very tokens of plain decoding (same seed), or their distribution.
@@ -98,6 +111,7 @@ class Method(Protocol):
     name: ClassVar[str]
     drafts: ClassVar[bool]  # may use a draft model
     needs_draft: ClassVar[bool]  # cannot do without one
+    own_devices: ClassVar[bool]  # the draft may live on devices of its own
 
     @property
     def exact(self) -> Exactness:

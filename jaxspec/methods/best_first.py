@@ -9,17 +9,17 @@ from flax import struct
 
 from jaxspec.cache import KVCache, commit_path
 from jaxspec.methods.draft import DraftSide, catch_up
+from jaxspec.methods.expand import expand
 from jaxspec.methods.pair import outcome_shapes
 from jaxspec.methods.path_history import PathHistory
 from jaxspec.methods.program import Program
 from jaxspec.methods.propose import Propose
 from jaxspec.methods.verification import Drafted, Outcome
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.placement import Placement
 from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
-from jaxspec.tree.grow import add_rows, is_complete, pick_leaves, picked_mask, plant
+from jaxspec.tree.grow import is_complete, plant
 from jaxspec.tree.reroot import follow, pending_tokens
 from jaxspec.tree.select import select_batch
 from jaxspec.tree.topology import Batch, Tree, init_tree
@@ -146,26 +146,16 @@ def grow_tree(
         _, tree, passes = carry
         return (passes < depth) & ~is_complete(tree, rows - 1, least)
 
-    def expand(carry: tuple) -> tuple:
+    def grow(carry: tuple) -> tuple:
         cache, tree, passes = carry
-        picked = pick_leaves(tree, width, least)
-        mask = picked_mask(tree, picked)
-        # The rows see themselves, and are not in the tree yet.
-        token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
-        slot_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
-        hidden, cache = forward(
-            params, cfg, picked.token, cache.length + picked.depth, cache, mask,
-            window_position=cache.length + slot_depth, offset=tree.size,
+        cache, tree = expand(
+            params, placement, cache, tree, history, request, propose, width=width, least=least
         )  # fmt: skip
-        on_path = mask.at[:, 0].set(False)
-        child_token, child_logprob = propose(
-            vocab_logits(params, hidden), PathHistory(history, token, on_path), request, produced + picked.depth
-        )
-        return cache, add_rows(tree, picked, mask, child_token, child_logprob), passes + 1
+        return cache, tree, passes + 1
 
     with jax.named_scope("draft/grow"):
         if depth > 1:
-            cache, tree, passes = jax.lax.while_loop(go_on, expand, (cache, tree, jnp.int32(1)))
+            cache, tree, passes = jax.lax.while_loop(go_on, grow, (cache, tree, jnp.int32(1)))
         else:
             passes = jnp.int32(1)
     return cache, tree, passes

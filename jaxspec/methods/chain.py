@@ -11,7 +11,7 @@ from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.propose import same_draw
 from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
-from jaxspec.methods.settings import check_draft, check_range, log_threshold
+from jaxspec.methods.settings import check_draft, check_range, check_same_devices, log_threshold
 from jaxspec.methods.verification import match
 
 LONGEST = 64
@@ -38,6 +38,7 @@ class Chain:
     name: ClassVar[str] = "chain"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
+    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check ranges."""
@@ -69,6 +70,7 @@ class Chain:
     def check(self, models: Models) -> None:
         """See `Method.check`."""
         check_draft(self.name, models.draft is not None)
+        check_same_devices(self.name, models)
 
     def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""

@@ -38,6 +38,7 @@ class PromptLookup(LookupSettings):
     name: ClassVar[str] = "lookup"
     drafts: ClassVar[bool] = False
     needs_draft: ClassVar[bool] = False
+    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check ranges."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.base import ROUND_HEADER, ModelParams, Round
+from jaxspec.config import SamplingParams
+from jaxspec.methods.base import ROUND_HEADER, ModelParams, Round, place_request
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.program import Program
 from jaxspec.methods.target import TargetSide, TargetState
@@ -104,6 +105,10 @@ class PairRunner:
             target=self._side.prefill(params.target, state.target, tokens),
             draft=self._drafter.prefill(params.draft, state.draft, tokens),
         )
+
+    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+        """See `Runner.place_request`."""
+        return place_request(self._side.placement, sampling, seed)
 
     def round(self, params: ModelParams, state: PairState, request: Request) -> tuple[PairState, Round]:
         """See `Runner.round`."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.methods.path_history import PathHistory
 from jaxspec.sampling.choose import choose, choose_two
+from jaxspec.sampling.processors import clean, log_mass, penalise, shift
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
 
@@ -43,5 +44,34 @@ def same_two_draws(vocab: VocabShard) -> Propose:
     ) -> tuple[jax.Array, jax.Array]:
         history = paths.build(request.processors, vocab)
         return choose_two(logits, request.processors, history.seen, history.counts, request.key, position, vocab)
+
+    return propose
+
+
+def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling_temperature: bool = False) -> Propose:
+    """Children are the draft's most probable tokens, after the request's penalties and bias.
+
+    Args:
+      vocab: the draft's columns.
+      branch: k.
+      loss: added to every log-probability, at most 0: the logarithm of a decay per level.
+      sampling_temperature: probabilities at the request's temperature, not at 1.
+    """
+
+    def propose(
+        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        processors = request.processors
+        histories = paths.build(processors, vocab)
+        z = jax.lax.cond(
+            processors.penalised,
+            lambda: penalise(logits, processors, histories.seen, histories.counts, vocab),
+            lambda: clean(logits, vocab),
+        )
+        if not sampling_temperature:
+            processors = dataclasses.replace(processors, temperature=jnp.float32(1))
+        scores = shift(z, processors, vocab)
+        best, token = vocab.top_k(scores - log_mass(scores, vocab), branch)
+        return token, best + loss
 
     return propose

@@ -13,12 +13,15 @@ from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.settings import check_draft
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.methods.swiftspec import SwiftSpec
 from jaxspec.suggest import suggest
 
-METHODS: dict[str, type] = {m.name: m for m in (Auto, Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer)}
+METHODS: dict[str, type] = {
+    m.name: m for m in (Auto, Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer, SwiftSpec)
+}
 
 # Names that DESIGN promises and this version does not have: refused by name, never taken for a typing error.
-PLANNED = ("swiftspec", "swift")
+PLANNED = ("swift",)
 
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:

@@ -49,3 +49,13 @@ def check_branch(name: str, value: int, models: Models) -> None:
     tokens = models.draft.num_tokens
     if value > tokens:
         raise ConfigError(f"{name} {value} exceeds the {tokens} tokens that the draft can propose")
+
+
+def check_same_devices(name: str, models: Models) -> None:
+    """Draft and target take turns on the same devices.
+
+    Raises:
+      ConfigError: the draft has its own.
+    """
+    if models.draft is not None and models.draft.plan.devices != models.target.plan.devices:
+        raise ConfigError(f"method {name!r} runs the draft on the target's devices; here it has its own, for swiftspec")

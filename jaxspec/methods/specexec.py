@@ -5,22 +5,15 @@ import math
 import numbers
 from typing import ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
 from jaxspec.methods.best_first import BestFirstDrafter, tree_rows
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.path_history import PathHistory
-from jaxspec.methods.propose import Propose
-from jaxspec.methods.settings import check_branch, check_draft, check_range, log_threshold
+from jaxspec.methods.propose import most_probable
+from jaxspec.methods.settings import check_branch, check_draft, check_range, check_same_devices, log_threshold
 from jaxspec.methods.verification import match
-from jaxspec.sampling.processors import clean, log_mass, penalise, shift
-from jaxspec.sampling.request import Request
-from jaxspec.sampling.vocab import VocabShard
 
 LARGEST_BUDGET = 4096
 LARGEST_DEPTH = 128
@@ -58,6 +51,7 @@ class SpecExec:
     name: ClassVar[str] = "specexec"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
+    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check ranges, and fill in what depends on the budget."""
@@ -107,6 +101,7 @@ class SpecExec:
     def check(self, models: Models) -> None:
         """See `Method.check`."""
         check_draft(self.name, models.draft is not None)
+        check_same_devices(self.name, models)
         assert self.branch is not None
         check_branch("branch", self.branch, models)
 
@@ -117,7 +112,12 @@ class SpecExec:
         drafter = BestFirstDrafter(
             models.draft,
             cache_slots(tokens, tree_rows(self.width, self.depth) + self.longest_path),
-            most_probable(self, models.draft.vocab),
+            most_probable(
+                models.draft.vocab,
+                self.branch,
+                loss=math.log(self.decay),
+                sampling_temperature=self.score_temperature == "sampling",
+            ),
             rows=self.batch_rows,
             width=self.width,
             branch=self.branch,
@@ -128,27 +128,3 @@ class SpecExec:
         return PairRunner(
             models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=self.min_probability > 0
         )
-
-
-def most_probable(method: SpecExec, vocab: VocabShard) -> Propose:
-    """Children are the draft's most probable tokens, after the request's penalties and bias."""
-    assert method.branch is not None
-    branch, loss = method.branch, math.log(method.decay)
-
-    def propose(
-        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        processors = request.processors
-        histories = paths.build(processors, vocab)
-        z = jax.lax.cond(
-            processors.penalised,
-            lambda: penalise(logits, processors, histories.seen, histories.counts, vocab),
-            lambda: clean(logits, vocab),
-        )
-        if method.score_temperature == "one":
-            processors = dataclasses.replace(processors, temperature=jnp.float32(1))
-        scores = shift(z, processors, vocab)
-        best, token = vocab.top_k(scores - log_mass(scores, vocab), branch)
-        return token, best + loss
-
-    return propose

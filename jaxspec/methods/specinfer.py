@@ -10,7 +10,7 @@ from jaxspec.methods.base import Exactness, Models
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.pair import PairRunner
 from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
-from jaxspec.methods.settings import check_branch, check_draft
+from jaxspec.methods.settings import check_branch, check_draft, check_same_devices
 
 LARGEST_TREE = 1024
 
@@ -32,6 +32,7 @@ class SpecInfer:
     name: ClassVar[str] = "specinfer"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
+    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check the shape."""
@@ -72,6 +73,7 @@ class SpecInfer:
     def check(self, models: Models) -> None:
         """See `Method.check`."""
         check_draft(self.name, models.draft is not None)
+        check_same_devices(self.name, models)
         check_branch("expansion", self._shape.draws, models)
 
     def bind(self, models: Models, tokens: int) -> PairRunner:

@@ -1,4 +1,4 @@
-"""The target's side of every method: its state, how a sequence starts, prefill."""
+"""One model's side of a sequence: its state, how it starts, prefill. The target's in every method."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class TargetState:
     """State of one sequence.
 
     Attributes:
-      cache: target cache; its length is n - 1 for n verified tokens.
+      cache: its length is n - 1 for n verified tokens.
       history: tokens seen, for penalties.
       root: int32 scalar, the last verified token.
     """
@@ -40,11 +40,11 @@ class TargetSide:
       state: shapes of a `TargetState`.
     """
 
-    def __init__(self, placement: Placement, slots: int):
-        """Declare the programs; nothing is compiled yet."""
+    def __init__(self, placement: Placement, slots: int, role: str = "target"):
+        """Declare the programs; nothing is compiled yet. `role` is part of their names."""
         self.placement = placement
         self.slots = slots
-        cfg, vocab, plan = placement.cfg, placement.vocab, placement.plan
+        cfg, vocab, plan = placement.cfg, placement.text_vocab, placement.plan
         scalar = placement.array((), jnp.int32)
         self.state = TargetState(placement.cache(slots), placement.history(), scalar)
 
@@ -63,9 +63,9 @@ class TargetSide:
             history = update_history(state.history, token, valid, vocab, generated=False)
             return state.replace(cache=prefill(params, cfg, token, count, state.cache), history=history)
 
-        self._create = Program("target create", create, plan, [scalar], self.state)
-        self._restart = Program("target restart", restart, plan, [self.state, scalar], self.state, donate=[0])
-        self._fill = make_fill("target", fill, placement, self.state, slots)
+        self._create = Program(f"{role} create", create, plan, [scalar], self.state)
+        self._restart = Program(f"{role} restart", restart, plan, [self.state, scalar], self.state, donate=[0])
+        self._fill = make_fill(role, fill, placement, self.state, slots)
         self.programs = (self._create, self._restart, *self._fill.values())
 
     def start(self, root: int, state: TargetState | None) -> TargetState:

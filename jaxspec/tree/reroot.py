@@ -56,6 +56,7 @@ class Rerooted:
       committed: int32 [], how many join the prefix.
       pending: int32 [2], verified tokens without a row.
       num_pending: int32 [], 0 if the new root is evaluated; else 1 or 2, the last one being the new root.
+      token_hit: bool [], whether the new root's token was in the tree, evaluated or not.
     """
 
     tree: Tree
@@ -63,19 +64,35 @@ class Rerooted:
     committed: jax.Array
     pending: jax.Array
     num_pending: jax.Array
+    token_hit: jax.Array
 
 
-def reroot(tree: Tree, tokens: jax.Array, count: jax.Array) -> Rerooted:
+def reroot(
+    tree: Tree, tokens: jax.Array, count: jax.Array, *, limit: int | None = None, reuse: bool = True
+) -> Rerooted:
     """Make the last of `tokens` the root; its subtree survives, the rest is dropped, nothing is computed anew.
 
-    Arguments are those of `follow`.
+    Args:
+      tree: see `follow`.
+      tokens: see `follow`.
+      count: see `follow`.
+      limit: most rows that survive, at least 1: those of highest score. Proposals of the survivors are kept, so a row
+        that is dropped here becomes a leaf again. None for all.
+      reuse: False drops the tree: the new root is evaluated anew, even where it was a node.
     """
     M = tree.rows
     rows, reached = follow(tree, tokens, count)
+    token_hit = _is_in_tree(tree, rows, reached, tokens, count)
+    if not reuse:
+        reached = jnp.minimum(reached, count)
     hit = reached == count + 1
     new_root = rows[jnp.clip(reached - 1, 0, tokens.shape[0])]
     used = jnp.arange(M) < tree.size
     keep = used & tree.ancestors[:, new_root] & hit  # the root among them
+    if limit is not None and limit < M:
+        # Scores never increase along a path and parents have lower rows: what is kept is closed under parents.
+        _, best = jax.lax.top_k(jnp.where(keep, tree.score, -jnp.inf), limit)
+        keep &= jnp.zeros(M, bool).at[best].set(True)
 
     kept = jnp.where(keep, jnp.cumsum(keep) - 1, M).astype(jnp.int32)  # new row of each old one
     old = jnp.zeros(M, jnp.int32).at[kept].set(jnp.arange(M, dtype=jnp.int32), mode="drop")  # and back
@@ -88,6 +105,7 @@ def reroot(tree: Tree, tokens: jax.Array, count: jax.Array) -> Rerooted:
         return jnp.where(live, transform(getattr(tree, name)[old]), blank)
 
     child_row = tree.child_row[old]
+    moved = kept[child_row]
     survivors = Tree(
         token=move("token"),
         parent=move("parent", lambda p: jnp.where(jnp.arange(M) == 0, 0, jnp.clip(kept[p], 0, M - 1))),
@@ -96,7 +114,7 @@ def reroot(tree: Tree, tokens: jax.Array, count: jax.Array) -> Rerooted:
         ancestors=move("ancestors", lambda a: a[:, old] & (jnp.arange(M) < size)[None, :]),
         child_token=move("child_token"),
         child_score=move("child_score", lambda s: s - tree.score[new_root]),
-        child_row=move("child_row", lambda _: jnp.where(child_row >= 0, kept[child_row], -1)),
+        child_row=move("child_row", lambda _: jnp.where((child_row >= 0) & (moved < M), moved, -1)),
         size=size,
     )
     # The new root stays in the window, as slot 0.
@@ -105,4 +123,12 @@ def reroot(tree: Tree, tokens: jax.Array, count: jax.Array) -> Rerooted:
     in_tree = old[jnp.clip(place - committed, 0, M - 1)]
     on_path = rows[jnp.clip(place, 0, tokens.shape[0])]
     order = jnp.where(place < committed, on_path, in_tree)
-    return Rerooted(survivors, order, committed, *pending_tokens(tokens, count, reached))
+    return Rerooted(survivors, order, committed, *pending_tokens(tokens, count, reached), token_hit)
+
+
+def _is_in_tree(tree: Tree, rows: jax.Array, reached: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
+    """Whether the last verified token is a node, or a leaf of the node before it."""
+    last = tokens[jnp.maximum(count - 1, 0)]
+    above = rows[jnp.clip(count - 1, 0, tokens.shape[0])]
+    leaf = ((tree.child_token[above] == last) & (tree.child_score[above] > -jnp.inf)).any()
+    return (reached > count) | ((reached == count) & leaf)

@@ -19,9 +19,8 @@ from scipy import stats
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.path_history import PathHistory
-from jaxspec.methods.propose import same_draw
+from jaxspec.methods.propose import most_probable, same_draw
 from jaxspec.methods.sampled import SampledShape
-from jaxspec.methods.specexec import SpecExec, most_probable
 from jaxspec.sampling.accept import Decide, RowLogits, draw_children, match_rule, rejection_rule, walk
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.processors import History, from_sampling, init_history, process, update_history
@@ -140,8 +139,8 @@ distinct = functools.partial(sampled, replacement=False)
 
 
 def likely(logits, paths, position, setting):
-    method = SpecExec(branch=setting.mode.shape.draws)
-    token, score = most_probable(method, setting.vocab)(logits, paths, setting.request, position)
+    propose = most_probable(setting.vocab, setting.mode.shape.draws)
+    token, score = propose(logits, paths, setting.request, position)
     return token, score > -jnp.inf, None
 
 
