@@ -2,6 +2,8 @@
 
     python tools/distil_draft.py sample DATA --tokens 1000000
     python tools/distil_draft.py train DATA RUN --layers 0,1,29 --head 8192 --steps 1000
+    python tools/distil_draft.py measure RUN FRESH_DATA
+    python tools/distil_draft.py curve RUN --plot curve.png
     python tools/distil_draft.py export RUN DRAFT --quantize q8_0
     jaxspec-decode --draft-model DRAFT ...
 
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
@@ -30,6 +33,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxspec import LLM
 from jaxspec.checkpoint.convert import save_draft
 from jaxspec.errors import JaxspecError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import Params
 from jaxspec.pairing import vocabulary_digest
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
@@ -109,9 +114,7 @@ def train(
               "conversations": len(conversations), "held_out": len(held_out),
               "tokens": sum(len(c.token) for c in learned)},
     )  # fmt: skip
-    embed = llm.params["embed"]
-    table = llm.params.get("head", embed)[:vocab_size]
-    head_rows = jnp.asarray(np.asarray(table)[head_ids])
+    embed, head_rows = llm.params["embed"], _head_rows(llm, head_ids)
     packer = Packer(prefix, length, head_ids, vocab_size)
     params = init_student(llm.params, chosen)
     if begin_with is not None:
@@ -146,22 +149,87 @@ def export(
     quantize: Annotated[str | None, typer.Option(help="q8_0, q4_0, or leave out for float32.")] = None,
 ) -> None:
     """Write the newest checkpoint of a run as a draft that `--draft-model` takes."""
-    settings = _read_settings(run)
     llm = LLM(model, method="ar", dtype="float32")
-    if settings["target"] != target_digest(llm):
-        raise typer.BadParameter(f"{run}: was trained for another target")
-    cfg = student_config(llm.engine.target.cfg, settings["layers"], settings["head_ids"])
-    params = init_student(llm.params, settings["layers"])
-    try:
-        trained = restore_params(params, _settings_of(run), run / "checkpoints")
-    except FileNotFoundError as error:
-        raise typer.BadParameter(str(error)) from error
+    cfg, trained = _trained_student(llm, run)
     digest = vocabulary_digest(llm.tokenizer.token_strings())
     try:
         saved = save_draft(draft, trained, cfg, digest, llm.eos_ids, quantize)
     except JaxspecError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(f"{draft}: {saved.num_bytes / 1e6:.1f} MB")
+
+
+@app.command()
+def measure(
+    run: Annotated[Path, typer.Argument(help="Folder of a run's checkpoints.")],
+    data: Annotated[Path, typer.Argument(help="Conversations that the run has not seen, of another seed.")],
+    model: Model = None,
+) -> None:
+    """Compare the newest checkpoint of a run with the target on the answers of other conversations."""
+    llm = LLM(model, method="ar", dtype="float32")
+    cfg, trained = _trained_student(llm, run)
+    conversations, prefix = _read_data([data], 0, target_digest(llm))
+    vocab_size = llm.engine.target.cfg.vocab_size
+    head_ids = np.array(cfg.head_ids or range(vocab_size), np.int32)
+    packer = Packer(prefix, len(prefix) - 1 + max(len(c.token) for c in conversations), head_ids, vocab_size)
+    head = _head_rows(llm, head_ids)
+    quality = measure_quality(trained, cfg, llm.params["embed"], head, packer, conversations)
+    typer.echo(json.dumps(dataclasses.asdict(quality)))
+
+
+@app.command()
+def curve(
+    runs: Annotated[list[Path], typer.Argument(help="Runs, each begun with the weights of the one before.")],
+    plot: Annotated[Path, typer.Option(help="Where the picture goes.")],
+) -> None:
+    """Plot what held-out text says against the tokens seen (extra `plot`: matplotlib)."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    places, agreement, depths = [], [], []
+    seen = 0
+    for run in runs:
+        entries = [json.loads(line) for line in (run / CURVE).read_text().splitlines()]
+        for entry in entries:
+            places.append((seen + entry["places"]) / 1e6)
+            agreement.append(entry["agreement"])
+            depths.append(entry["by_depth"])
+        seen += entries[-1]["places"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.6), sharey=True)
+    left.plot(places, agreement, marker="o", label="all answers, any position")
+    for depth in (0, 1, 3):
+        left.plot(places, [d[depth] for d in depths], marker=".", label=f"greedy answers, token {depth + 1} of a chain")
+    left.set(xlabel="million tokens seen", ylabel="right, of those tried", ylim=(0, 1))
+    left.legend(fontsize=8)
+    right.plot(range(1, len(depths[-1]) + 1), depths[-1], marker="o", label="at the end")
+    right.plot(range(1, len(depths[0]) + 1), depths[0], marker=".", label="at the beginning")
+    right.set(xlabel="token of a chain, if those before it were right")
+    right.legend(fontsize=8)
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(plot, dpi=130)
+    typer.echo(f"{plot}: {len(places)} points, last agreement {agreement[-1]:.3f}")
+
+
+def _head_rows(llm: LLM, head_ids: np.ndarray) -> jax.Array:
+    """The target's rows of a student's head, [V_head, D]."""
+    return jnp.asarray(np.asarray(llm.params.get("head", llm.params["embed"]))[head_ids])
+
+
+def _trained_student(llm: LLM, run: Path) -> tuple[ModelConfig, Params]:
+    """Geometry and newest parameters of a run."""
+    settings = _read_settings(run)
+    if settings["target"] != target_digest(llm):
+        raise typer.BadParameter(f"{run}: was trained for another target")
+    cfg = student_config(llm.engine.target.cfg, settings["layers"], settings["head_ids"])
+    params = init_student(llm.params, settings["layers"])
+    try:
+        return cfg, restore_params(params, _settings_of(run), run / "checkpoints")
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _parse_layers(text: str, num_layers: int) -> list[int]:

@@ -11,6 +11,8 @@ import typer
 
 from jaxspec.cli.options import check_output
 from jaxspec.cli.run import run_command
+from jaxspec.cli.tune_splits import find_split, print_splits, splits_preset, splits_report
+from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.measure.tune import Candidate, Tuning
@@ -37,6 +39,10 @@ def tune(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
     target_devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    method: Annotated[
+        str | None, typer.Option(help="swiftspec: split the devices between target and draft [what needs no split].")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=2, help="Devices to be split [all].")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write every number here; - is standard output.")] = None,
 ) -> None:
     """Measure step costs and acceptance, predict, confirm the best against plain decoding, write a preset."""
@@ -45,6 +51,12 @@ def tune(
         out = check_output(json_)
         if preset is not None:
             check_output(preset, "the preset")
+        if method not in (None, "swiftspec"):
+            raise ConfigError(f"--method {method!r}: only swiftspec has a tuner of its own; leave it out for the rest")
+        if method is None and devices is not None:
+            raise ConfigError("--devices are split by --method swiftspec; --target-devices is for the other methods")
+        if method is not None and target_devices != 1:
+            raise ConfigError("--method swiftspec tries every split of --devices: leave --target-devices out")
         # Heavy imports only now: --help and usage errors answer at once.
         from rich.console import Console
 
@@ -53,22 +65,23 @@ def tune(
         from jaxspec.measure.prompts import load_prompts, select_prompts
         from jaxspec.measure.tune import tune as find_fastest
 
-        chosen = select_prompts(load_prompts(prompts), None, max_prompts)
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        llm = LLM(model, draft=draft_model, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
         command = shlex.join([NAME, *sys.argv[1:]])
         console = Console(stderr=True)
+        chosen = select_prompts(load_prompts(prompts), None, max_prompts)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        given = {"model": model, "draft_model": draft_model, "dtype": dtype, "kernels": kernels}
+        if method is not None:
+            with console.status("loading") as status:
+                results = find_split(given, devices, chosen, sampling, repeats, command, status.update)
+            print_splits(results, Console(stderr=str(out) == "-"))
+            _write(splits_preset(results, given, command), splits_report(results), preset, out, console)
+            return
+        llm = LLM(model, draft=draft_model, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
         with console.status("loading") as status:
             tuning = find_fastest(llm, chosen, sampling, repeats, command, lambda what: status.update(what))
         _print(tuning, Console(stderr=str(out) == "-"))
-        if preset is not None:
-            given = {"model": model, "draft_model": draft_model, "dtype": dtype, "kernels": kernels}
-            given["target_devices"] = target_devices
-            preset.write_text(_preset(tuning, given, command), encoding="utf-8")
-            console.print(f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False)
-        if out is not None:
-            text = json.dumps(_report(tuning), allow_nan=False, default=str)
-            print(text) if str(out) == "-" else out.write_text(text + "\n", encoding="utf-8")
+        text = _preset(tuning, {**given, "target_devices": target_devices}, command)
+        _write(text, _report(tuning), preset, out, console)
 
     run_command(NAME, run)
 
@@ -76,6 +89,15 @@ def tune(
 def main() -> None:
     """Entry point."""
     app(prog_name=NAME)
+
+
+def _write(text: str, report: dict[str, Any], preset: Path | None, out: Path | None, console: Any) -> None:
+    if preset is not None:
+        preset.write_text(text, encoding="utf-8")
+        console.print(f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False)
+    if out is not None:
+        numbers = json.dumps(report, allow_nan=False, default=str)
+        print(numbers) if str(out) == "-" else out.write_text(numbers + "\n", encoding="utf-8")
 
 
 def _print(tuning: "Tuning", console: Any) -> None:

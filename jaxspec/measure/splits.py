@@ -1,0 +1,145 @@
+"""Which devices for the draft, which for the target: the profile that SwiftSpec is placed by (paper, section 3.5).
+
+For each split: times of verify(bs) and expand(w) on its meshes, d from their ratio (floor and floor + 1), and real
+decoding with each. What counts is the measured tokens per second.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxspec.config import SamplingParams
+from jaxspec.llm import LLM
+from jaxspec.measure.bench import BASELINE, Column, measure
+from jaxspec.measure.passes import time_pass, time_target_pass
+from jaxspec.measure.prompts import BenchPrompt
+from jaxspec.measure.report import make_report
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import Method
+from jaxspec.methods.swiftspec import SwiftSpec
+
+BATCHES = (8, 16)
+WIDTH = 8
+DEEPEST = 8
+CONTEXT = 256
+PASS_REPEATS = 9
+# What speculation has to gain over plain decoding to be worth a preset: less is noise.
+LEAST_GAIN = 1.02
+
+# (target devices, draft devices) -> a loaded pair
+Load = Callable[[int, int], LLM]
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitTimes:
+    """Seconds of single passes of one split, medians.
+
+    Attributes:
+      target_devices: of the target.
+      draft_devices: of the draft.
+      verify_s: of the target, by rows bs.
+      expand_s: of the draft, w rows.
+    """
+
+    target_devices: int
+    draft_devices: int
+    verify_s: Mapping[int, float]
+    expand_s: float
+
+    def depths(self, batch: int) -> tuple[int, ...]:
+        """d: as many draft passes as fit into a verification, and one more."""
+        fitting = min(max(1, math.floor(self.verify_s[batch] / self.expand_s)), DEEPEST)
+        return (fitting,) if fitting == DEEPEST else (fitting, fitting + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitResult:
+    """A method on a split, decoded with.
+
+    Attributes:
+      times: of the split.
+      method: `SwiftSpec`, or plain decoding on the target's devices.
+      tokens_per_s: median over prompts.
+      tokens_per_pass: the generation rate.
+      gain: geometric mean over prompts of the speed-up over plain decoding on the same split, interleaved with it.
+    """
+
+    times: SplitTimes
+    method: Method
+    tokens_per_s: float
+    tokens_per_pass: float
+    gain: float
+
+
+def profile_splits(
+    load: Load, devices: int, prompts: Sequence[BenchPrompt], sampling: SamplingParams, repeats: int, command: str,
+    progress: Progress = lambda what: None,
+) -> list[SplitResult]:  # fmt: skip
+    """Decode with every split of the devices; all results, the fastest first.
+
+    Args:
+      load: gives a model and its draft on so many devices each.
+      devices: to be split.
+      prompts: what is decoded.
+      sampling: how, with `max_tokens`.
+      repeats: answers to each prompt.
+      command: for the report.
+      progress: told what is going on.
+    """
+    results = []
+    for target_devices in range(1, devices):
+        split = f"target {target_devices}, draft {devices - target_devices}"
+        progress(f"{split}: loading")
+        llm = load(target_devices, devices - target_devices)
+        progress(f"{split}: single passes")
+        times = time_split(llm)
+        methods = [SwiftSpec(batch, WIDTH, depth=depth) for batch in BATCHES for depth in times.depths(batch)]
+        columns = [Column(BASELINE, Autoregressive()), *(Column(_label(m), m) for m in methods)]
+        measured = measure(
+            llm, columns, prompts, sampling, repeats,
+            lambda what, done, total, split=split: progress(f"{split}: {what} ({done} of {total})"),
+        )  # fmt: skip
+        report = make_report(measured, command, str(llm.model_path), str(llm.draft_path), target_devices)
+        for column in columns:
+            summary = report["overall"]["columns"][column.label]
+            results.append(_result(times, column.method, summary))
+    return sorted(results, key=lambda result: -result.tokens_per_s)
+
+
+def pick(results: Sequence[SplitResult]) -> SplitResult:
+    """The fastest, or the fastest plain decoding where speculation does not gain on it."""
+    plain = max((r for r in results if isinstance(r.method, Autoregressive)), key=lambda r: r.tokens_per_s)
+    return results[0] if results[0].tokens_per_s >= LEAST_GAIN * plain.tokens_per_s else plain
+
+
+def time_split(llm: LLM) -> SplitTimes:
+    """Time verify(bs) and expand(w), in turn."""
+    models = llm.engine.models
+    assert models.draft is not None and llm.draft_params is not None
+    runs: dict[int, Callable[..., float]] = {
+        rows: time_target_pass(models.target, llm.params, rows, CONTEXT) for rows in BATCHES
+    }
+    runs[0] = time_pass(models.draft, llm.draft_params, WIDTH, CONTEXT)
+    for run in runs.values():
+        run()
+    samples: dict[int, list[float]] = {rows: [] for rows in runs}
+    for _ in range(PASS_REPEATS):
+        for rows, run in runs.items():
+            samples[rows].append(run())
+    medians = {rows: statistics.median(values) for rows, values in samples.items()}
+    return SplitTimes(
+        models.target.plan.tensor, models.draft.plan.tensor, {rows: medians[rows] for rows in BATCHES}, medians[0]
+    )
+
+
+def _label(method: SwiftSpec) -> str:
+    return f"bs {method.batch}, d {method.depth}"
+
+
+def _result(times: SplitTimes, method: Method, summary: Mapping[str, Any]) -> SplitResult:
+    rate = summary["tokens_per_s"] or {"median": 0.0}
+    gain = summary["speedup"] or summary["call_speedup"]
+    return SplitResult(times, method, rate["median"], summary["tokens_per_pass"], gain["geometric_mean"])
