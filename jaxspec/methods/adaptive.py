@@ -155,23 +155,35 @@ def draft_round(
     expected = 1 + jnp.cumsum(mean_chance(gauge) ** tokens)
     chain_rate = jnp.max(expected / (jnp.asarray(costs.batch)[tokens] + costs.draft * tokens))
     worth = chain_rate > copy_rate
-    probe = ~worth & ~(candidates.score > -jnp.inf).any() & (state.idle >= state.patience)
+    copies = (candidates.score > -jnp.inf).any()
+    probe = ~worth & ~copies & (state.idle >= state.patience)
     wanted = worth | probe
 
     chain = grow_chain(params, placement, cache, text, gauge, history, request, wanted, length, costs)
-    spent = costs.batch + costs.draft * chain.passes
-    kept, own_rate = keep_worthwhile(chain.candidates(), spent)
-    _, copy_rate = keep_worthwhile(candidates, spent)
-    copied_text, copied = draft_candidates(text, candidates, matched, lookup.batch)
-    own = pack_best(copied.batch.token[0], kept, lookup.batch)
-    use_chain = wanted & (own_rate >= copy_rate)
-    batch = jax.tree.map(lambda a, b: jnp.where(use_chain, a, b), own, copied.batch)
-    # No match proposed a row of a chain: what becomes of it says nothing about matches.
-    text = dataclasses.replace(
-        text,
-        matched=jnp.where(use_chain, lookup.ngram + 1, copied_text.matched),
-        parent=jnp.where(use_chain, jnp.arange(lookup.batch, dtype=jnp.int32), copied_text.parent),
-    )
+
+    def choose() -> tuple[Batch, jax.Array, jax.Array]:
+        spent = costs.batch + costs.draft * chain.passes
+        kept, own_rate = keep_worthwhile(chain.candidates(), spent)
+        _, copy_rate = keep_worthwhile(candidates, spent)
+        copied_text, copied = draft_candidates(text, candidates, matched, lookup.batch)
+        own = pack_best(copied.batch.token[0], kept, lookup.batch)
+        use_chain = wanted & (own_rate >= copy_rate)
+        batch = jax.tree.map(lambda a, b: jnp.where(use_chain, a, b), own, copied.batch)
+        # No match proposed a row of a chain: what becomes of it says nothing about matches.
+        return (
+            batch,
+            jnp.where(use_chain, lookup.ngram + 1, copied_text.matched),
+            jnp.where(use_chain, rows, batch.parent),
+        )
+
+    def plain() -> tuple[Batch, jax.Array, jax.Array]:
+        root = jnp.where(rows == 0, text.token[text.length - 1], 0)
+        return Batch(root, rows, jnp.zeros_like(rows), jnp.int32(1)), jnp.zeros_like(rows), rows
+
+    rows = jnp.arange(lookup.batch, dtype=jnp.int32)
+    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
+    batch, row_matched, parent = jax.lax.cond(wanted | copies, choose, plain)
+    text = dataclasses.replace(text, matched=row_matched, parent=parent)
     patience = jnp.where(probe, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
     state = AdaptiveState(
         text=text,
