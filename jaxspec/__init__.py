@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxspec.methods.lookup import PromptLookup
     from jaxspec.methods.specexec import SpecExec
     from jaxspec.methods.specinfer import SpecInfer
+    from jaxspec.methods.swift import Swift
     from jaxspec.methods.swiftspec import SwiftSpec
     from jaxspec.results import Completion, DecodeStats, StreamEvent
 
@@ -30,6 +31,7 @@ __all__ = [
     "SamplingParams",
     "SpecExec",
     "SpecInfer",
+    "Swift",
     "SwiftSpec",
     "StreamEvent",
     "generate",
@@ -50,6 +52,7 @@ _HOMES = {
     "SamplingParams": "config",
     "SpecExec": "methods.specexec",
     "SpecInfer": "methods.specinfer",
+    "Swift": "methods.swift",
     "SwiftSpec": "methods.swiftspec",
     "StreamEvent": "results",
     "generate": "llm",

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import secrets
 from collections.abc import Generator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec import recording
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import ROUND_HEADER, Method, ModelParams, Models, Round, Runner
@@ -87,6 +89,11 @@ class Engine:
         self._runner: Runner | None = None
         self._idle: Any = None  # buffers of a finished sequence
 
+    @property
+    def num_programs(self) -> int:
+        """Compiled programs of the method at its present capacity; 0 before `prepare`."""
+        return 0 if self._runner is None else len(self._runner.programs)
+
     def check_request(self, prompt: list[int], sampling: SamplingParams) -> None:
         """Refuse what cannot be decoded, before any compute.
 
@@ -163,17 +170,19 @@ class Engine:
         idle, self._idle = self._idle, None
         state = runner.start(prompt[-1], idle)
         state = runner.prefill(params, state, np.asarray(prompt[:-1], np.int32))
+        launch, read = functools.partial(_launch, runner), _read
+        if recording.active is not None:
+            launch, read = recording.active.generation(state, launch, read)
         in_flight: collections.deque[Round] = collections.deque()
         launched = emitted = 0
         try:
             while emitted < limit:
                 # A round yields at least one token: no more are launched than can still be wanted.
                 while len(in_flight) < 2 and launched < limit:
-                    state, round_ = runner.round(params, state, request)
-                    jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
+                    state, round_ = launch(params, state, request)
                     in_flight.append(round_)
                     launched += 1
-                result = _read(in_flight.popleft(), limit - emitted)
+                result = read(in_flight.popleft(), limit - emitted)
                 emitted += len(result.tokens)
                 yield result
         except GeneratorExit:
@@ -195,6 +204,12 @@ class Engine:
 def fresh_seed() -> int:
     """A random seed for a request that named none."""
     return secrets.randbits(31)
+
+
+def _launch(runner: Runner, params: ModelParams, state: Any, request: Any) -> tuple[Any, Round]:
+    state, round_ = runner.round(params, state, request)
+    jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
+    return state, round_
 
 
 def _read(round_: Round, room: int) -> Emitted:

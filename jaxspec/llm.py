@@ -26,7 +26,9 @@ from jaxspec.mesh.plan import MeshPlan
 from jaxspec.mesh.split import plan_pair
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Method, ModelParams, Models
+from jaxspec.methods.layer_file import LayerFile, model_digest
 from jaxspec.methods.registry import check_draft_given, resolve_method
+from jaxspec.methods.swift import Swift
 from jaxspec.methods.tuned import COST_SETTINGS, tuned_settings
 from jaxspec.models.params import Params
 from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
@@ -41,6 +43,8 @@ Message = Mapping[str, str]
 
 # Instead of a draft's checkpoint: no draft model, not even the shipped one.
 NO_DRAFT = "none"
+# Where `Swift` keeps what it found, in the folder of compiled programs.
+LAYER_FILE = "swift-layers.json"
 Prompt = str | Sequence[int]
 
 
@@ -105,10 +109,12 @@ class LLM:
         self._shipped_draft = self.draft_path.name if self.draft_path is not None and draft is None else None
         self._figures = "built in"
         models = _place_models(weights, draft_weights, self.tokenizer, plan, draft_plan, config.dtype)
+        self._cache_folder = enable_compile_cache(config.compile_cache)
         if isinstance(resolved, Auto):
             resolved, self._figures = _tune(resolved, self._shipped_draft, models)
+        if isinstance(resolved, Swift):
+            resolved = _keep_layers(resolved, weights.path, models, self._cache_folder)
         self.engine = Engine(models, resolved, config.max_context)
-        enable_compile_cache(config.compile_cache)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(_load_params, weights, draft_weights, models)
@@ -144,6 +150,8 @@ class LLM:
         resolved = resolve_method(method)
         if isinstance(resolved, Auto):
             resolved, other._figures = _tune(resolved, self._shipped_draft, self.engine.models)
+        if isinstance(resolved, Swift):
+            resolved = _keep_layers(resolved, self.model_path, self.engine.models, self._cache_folder)
         other.engine = Engine(self.engine.models, resolved, self.engine.given_context)
         other._unreported_compile_s = other.engine.prepare()
         return other
@@ -242,12 +250,17 @@ class LLM:
         method = self.engine.method
         num_tokens = len(text.token_ids)
         stats = clock.stats(len(ids), num_tokens, compile_s, seed if sampling.temperature > 0 else None)
+        stats = dataclasses.replace(stats, num_programs=self.engine.num_programs)
         if method.batch_rows > 1 and num_tokens:
             counters = count_speculation(received, num_tokens, method.batch_rows - 1)
             stats = dataclasses.replace(stats, speculative_decoding=counters)
             if isinstance(method, Auto):
                 draft = None if self.draft_path is None else str(self.draft_path.name)
                 why = {"draft": draft, "figures": self._figures, **method.explain(self.engine.models)}
+                stats = dataclasses.replace(stats, choice=why | {"rounds": counters["rounds_by_kind"]})
+            if isinstance(method, Swift):
+                method.finish()
+                why = method.explain(self.engine.models)
                 stats = dataclasses.replace(stats, choice=why | {"rounds": counters["rounds_by_kind"]})
         completion = Completion(
             text=text.text,
@@ -385,6 +398,19 @@ def _tune(method: Auto, draft: str | None, models: Models) -> tuple[Auto, str]:
     target = models.target
     tuned = tuned_settings(draft, target.plan.kernels, target.weights.default in FORMATS)
     return dataclasses.replace(method, **tuned), "shipped" if tuned else "built in"
+
+
+def _keep_layers(method: Swift, path: Path, models: Models, folder: Path | None) -> Swift:
+    """A method of our own, whose search is this model's, and goes on from what was found before.
+
+    `folder` is the compile cache: without one nothing is kept, unless the method names a file.
+    """
+    own = dataclasses.replace(method)
+    if method.layers_file or folder is not None:
+        named = bool(method.layers_file)
+        file = Path(method.layers_file).expanduser() if named or folder is None else folder / LAYER_FILE
+        own.keep_in(LayerFile(file, model_digest(path, models.target.cfg), strict=named))
+    return own
 
 
 def _place_models(

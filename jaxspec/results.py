@@ -45,7 +45,10 @@ class DecodeStats:
       seed: the seed that reproduces this text at temperature > 0; None for greedy decoding.
       speculative_decoding: counters in vLLM's vocabulary; None for plain decoding.
       choice: of method `auto`, what it did and why: the draft model (None without one), where its figures of costs come
-        from and what they are, and the number of rounds of each kind; None for other methods.
+        from and what they are, and the number of rounds of each kind. Of method `swift`, see `Swift.explain`. None for
+        other methods.
+      num_programs: compiled programs of the method.
+      timeline: where a trace was taken, its summary; see `measure.timeline.Summary`.
     """
 
     prompt_tokens: int
@@ -57,6 +60,8 @@ class DecodeStats:
     seed: int | None = None
     speculative_decoding: dict[str, Any] | None = None
     choice: dict[str, Any] | None = None
+    num_programs: int = 0
+    timeline: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.engine import Emitted
+from jaxspec.methods.messages import DraftCounts
 
 
 def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
       d - 1 and drafted one deeper; `mean_tree_depth` and `mean_tree_size` (tokens, root not counted); `budget_used`,
       the mean size over the budget; `num_draft_passes`. `rounds_by_kind` counts rounds in which a draft model
       ran ("drafted"), others that verified copies of earlier text ("copied"), and those without any draft ("plain").
+      Where a draft on devices of its own keeps one tree through all rounds, `draft_tree`: see `count_draft_tree`.
     """
     kept = []
     for emitted in rounds:
@@ -35,6 +37,7 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
     accepted = [r.accepted for r in kept]
     drafted = [r.drafted for r in kept]
     histogram, kinds = Counter(accepted), Counter(map(_kind, kept))
+    trees = [r.draft for r in kept if r.draft is not None]
     return {
         "num_spec_steps": steps,
         "num_spec_tokens": budget,
@@ -51,6 +54,43 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
         "rounds_by_kind": {kind: kinds[kind] for kind in ("plain", "copied", "drafted")},
         "per_step_accepted": accepted,
         "per_step_drafted": drafted,
+        **({"draft_tree": count_draft_tree([trees])} if trees else {}),
+    }
+
+
+def count_draft_tree(generations: Sequence[Sequence[DraftCounts]]) -> dict[str, Any]:
+    """Count what became of a tree that outlives the rounds (ALGORITHMS 3.4).
+
+    Args:
+      generations: of each, the counts of its rounds in order. A first round has no tree to hit, so that it is in none
+        of the rates; they are None where there is no other round.
+
+    Returns:
+      `token_hit_rate`, rounds whose new root was in the tree; `evaluated_hit_rate`, those in which it was evaluated
+      besides, so that a batch could be chosen at once; `exposed_passes_per_round`, draft passes that the target waited
+      for; `tokens_computed`, tokens that went through the draft, and of these `tokens_caught_up`, verified before the
+      draft had seen them. What each re-rooting did with the evaluated nodes, summed over rounds (one that survives
+      three rounds is kept three times): `nodes_kept`, in the tree; `nodes_committed`, as part of the prefix;
+      `nodes_dropped`, computed in vain.
+    """
+    everything = [counts for rounds in generations for counts in rounds]
+    later = [counts for rounds in generations for counts in rounds[1:]]
+
+    def total(name: str) -> int:
+        return sum(getattr(counts, name) for counts in everything)
+
+    def rate(name: str) -> float | None:
+        return sum(getattr(counts, name) for counts in later) / len(later) if later else None
+
+    return {
+        "token_hit_rate": rate("token_hit"),
+        "evaluated_hit_rate": rate("evaluated_hit"),
+        "exposed_passes_per_round": rate("exposed"),
+        "tokens_computed": total("computed"),
+        "tokens_caught_up": total("caught_up"),
+        "nodes_kept": total("kept"),
+        "nodes_committed": total("committed"),
+        "nodes_dropped": total("dropped"),
     }
 
 

@@ -1,9 +1,12 @@
 """Counters, by hand: only emitted tokens count."""
 
+import dataclasses
+
 import pytest
 
 from jaxspec.engine import Emitted
-from jaxspec.speculation import count_speculation
+from jaxspec.methods.messages import DraftCounts
+from jaxspec.speculation import count_draft_tree, count_speculation
 
 
 def emitted(accepted, drafted, depth, passes=2):
@@ -53,6 +56,32 @@ def test_a_cut_round_keeps_what_was_drafted_for_the_kept_tokens():
     assert emitted(5, 9, 7, 3).cut(6) == emitted(5, 9, 7, 3)
     # The bonus token alone is cut: everything accepted stays accepted.
     assert emitted(5, 9, 7, 3).cut(5).accepted == 5
+
+
+TREES = [
+    DraftCounts(1, 1, 1, 1, 0, 0, 0, 0, 0, 1),  # a first round: nothing to hit
+    DraftCounts(2, 0, 8, 0, 3, 2, 4, 1, 1, 7),
+    DraftCounts(3, 1, 9, 1, 0, 3, 5, 1, 0, 4),
+    DraftCounts(3, 1, 10, 2, 0, 1, 8, 0, 0, 4),
+]
+
+
+def test_counts_of_a_tree_that_outlives_the_rounds():
+    tree = count_draft_tree([TREES])
+    assert tree["token_hit_rate"] == pytest.approx(2 / 3) and tree["evaluated_hit_rate"] == pytest.approx(1 / 3)
+    assert tree["exposed_passes_per_round"] == pytest.approx(2 / 3)
+    assert (tree["tokens_computed"], tree["tokens_caught_up"]) == (28, 4)
+    assert (tree["nodes_kept"], tree["nodes_committed"], tree["nodes_dropped"]) == (3, 6, 17)
+    # Each generation has a first round.
+    assert count_draft_tree([TREES, TREES])["token_hit_rate"] == pytest.approx(2 / 3)
+    assert count_draft_tree([TREES[:1]])["token_hit_rate"] is None
+
+
+def test_a_tree_is_counted_where_there_is_one_and_up_to_the_stop():
+    rounds = [dataclasses.replace(emitted(1, 3, 2), draft=tree) for tree in TREES]
+    assert count_speculation(rounds, 8, budget=3)["draft_tree"] == count_draft_tree([TREES])
+    assert count_speculation(rounds, 3, budget=3)["draft_tree"] == count_draft_tree([TREES[:2]])
+    assert "draft_tree" not in count_speculation(ROUNDS, 9, budget=4)
 
 
 def test_without_drafts_there_is_no_rate():

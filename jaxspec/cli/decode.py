@@ -1,19 +1,23 @@
 """`jaxspec-decode`: a prompt in, streamed text out."""
 
+import contextlib
+import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxspec.cli.method_options import METHOD_NAMES, METHOD_OPTIONS, method_from
-from jaxspec.cli.options import OptionTypes, merge_options
-from jaxspec.cli.run import run_command
+from jaxspec.cli.options import OptionTypes, check_new_file, merge_options
+from jaxspec.cli.run import interrupts_raised, raise_lost_interrupt, run_command
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
+    from jaxspec.measure.timeline import Timeline
     from jaxspec.results import Completion
 
 NAME = "jaxspec-decode"
@@ -27,7 +31,7 @@ SAMPLING_OPTIONS: dict[str, OptionTypes] = {
     "seed": (int,), "stop": (str, list), "ignore_eos": (bool,), "logprobs": (bool,),
 }  # fmt: skip
 METHOD_CHOICE: dict[str, OptionTypes] = {
-    "draft_model": (str,), "method": (str,),
+    "draft_model": (str,), "method": (str,), "swift_layers": (str,),
 }  # fmt: skip
 LLM_OPTIONS: dict[str, OptionTypes] = {
     "model": (str,), "dtype": (str,), "kernels": (str,), "target_devices": (int,), "draft_devices": (int,),
@@ -51,6 +55,9 @@ def decode(
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
     method: Annotated[str | None, typer.Option(help=f"{METHOD_NAMES}; --set gives its settings.")] = None,
+    swift_layers: Annotated[
+        str | None, typer.Option(help="File of layer sets that swift reads and writes [beside the compiled programs].")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate [256].")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", "--temp", help="0 is greedy [0].")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = None,
@@ -83,6 +90,9 @@ def decode(
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value as in a preset; repeatable.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print timings to standard error at the end.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write when each program ran, as a Chrome/Perfetto trace, to this file.")
+    ] = None,
     show_drafted: Annotated[bool, typer.Option("--show-drafted", help="Underline what a draft proposed.")] = False,
 ) -> None:
     """Decode one prompt with the lowest latency, streaming the text."""
@@ -96,6 +106,7 @@ def decode(
             raise ConfigError("--logprobs are part of the JSON object: add --json")
         if show_drafted and json_:
             raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
+        out = check_new_file(trace, "--trace")
         text = _read_prompt(prompt, prompt_file)
         # Heavy imports only now: --help and usage errors answer at once.
         from jaxspec.config import SamplingParams
@@ -104,7 +115,12 @@ def decode(
         sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
         arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
         llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
-        completion = _stream(llm, _messages(llm, text, options), sampling, quiet=json_, underline=show_drafted)
+        messages = _messages(llm, text, options)
+        with _tracing(llm, out) as timeline:
+            completion = _stream(llm, messages, sampling, quiet=json_, underline=show_drafted)
+        if timeline is not None:
+            summary = dataclasses.asdict(timeline.summary())
+            completion = dataclasses.replace(completion, stats=dataclasses.replace(completion.stats, timeline=summary))
         if json_:
             print(json.dumps(completion.to_dict(), ensure_ascii=False))
         if stats:
@@ -157,9 +173,28 @@ def _messages(llm: "LLM", text: str, options: dict[str, Any]) -> Any:
     return [*system, {"role": "user", "content": text}]
 
 
+@contextlib.contextmanager
+def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
+    """Trace what runs within, if there is a file to write; a text that is cut short leaves what was decoded of it."""
+    if path is None:
+        yield None
+        return
+    from jaxspec.measure.timeline import Timeline
+
+    timeline = Timeline(llm.engine.models)
+    with interrupts_raised():
+        try:
+            with timeline:
+                yield timeline
+        finally:
+            if timeline.rounds_read:
+                timeline.write(path)
+
+
 def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: bool) -> "Completion":
     completion = None
     for event in llm.stream(prompt, sampling):
+        raise_lost_interrupt()
         if not quiet and event.text:
             for text, drafted in event.spans:
                 typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
@@ -184,6 +219,39 @@ def _summary(completion: "Completion") -> str:
     if stats.speculative_decoding is not None:
         counters = stats.speculative_decoding
         parts.append(f"{stats.completion_tokens / counters['num_spec_steps']:.2f} tokens/pass")
+        if "draft_tree" in counters and counters["draft_tree"]["token_hit_rate"] is not None:
+            tree = counters["draft_tree"]
+            parts.append(f"hits {tree['token_hit_rate']:.0%}, evaluated {tree['evaluated_hit_rate']:.0%}")
+    if completion.method == "swift" and stats.choice is not None:
+        parts.append(_swift_part(stats.choice))
+    parts.append(f"{stats.num_programs} programs")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
+    lines = [" · ".join(parts)]
+    if stats.timeline is not None:
+        lines.append(_timeline_line(stats.timeline))
+    return "\n".join(lines)
+
+
+def _swift_part(choice: dict[str, Any]) -> str:
+    parts = [f"{choice['num_skipped']} blocks skipped ({choice['layers']})"]
+    if choice.get("matchness") is not None:
+        parts.append(f"matchness {choice['matchness']:.0%} after {choice['steps']} steps")
+    parts.append(f"search {choice['search_share']:.1%} of the time")
+    if choice["gain"] is not None:
+        parts.append(f"drafted rounds at {choice['gain']:.2f} times the plain speed")
+    return ", ".join(parts)
+
+
+def _timeline_line(summary: dict[str, Any]) -> str:
+    parts = [f"{summary['rounds']} rounds"]
+    times = {"each": "round_s", "transfers": "transfer_s", "host": "host_s"}
+    parts += [f"{what} {summary[key] * 1e3:.2f} ms" for what, key in times.items() if summary[key] is not None]
+    parts += [f"{name} {seconds * 1e3:.2f} ms" for name, seconds in summary["program_s"].items() if "->" not in name]
+    if summary["overlap"] is not None:
+        parts.append(f"overlap {summary['overlap']:.0%}")
+    parts += [f"{row} idle {share:.0%}" for row, share in summary["idle"].items()]
+    if summary["draft_tree"] is not None:
+        tree = summary["draft_tree"]
+        parts.append(f"nodes kept {tree['nodes_kept']}, dropped {tree['nodes_dropped']}")
     return " · ".join(parts)

@@ -8,7 +8,7 @@ from jaxspec.cli.options import OptionTypes
 if TYPE_CHECKING:
     from jaxspec.methods.base import Method
 
-METHOD_NAMES = "auto, ar, chain, lookup, specexec, specinfer or swiftspec"
+METHOD_NAMES = "auto, ar, chain, lookup, specexec, specinfer, swift or swiftspec"
 
 METHOD_OPTIONS: dict[str, OptionTypes] = {
     "budget": (int,), "width": (int,), "branch": (int,), "depth": (int,), "score_temperature": (str,),
@@ -16,6 +16,9 @@ METHOD_OPTIONS: dict[str, OptionTypes] = {
     "ngram": (int,), "candidates": (int,), "adaptive": (bool,), "expansion": (list,), "replacement": (bool,),
     "overlap": (bool,), "reuse": (bool,), "leaves": (bool,), "survivors": (int,), "branch_free": (bool,),
     "draft_cost": (int, float), "pass_cost": (list,), "round_cost": (int, float),
+    "ratio": (int, float), "threshold": (int, float), "siblings": (list,), "layers": (str,), "context": (str,),
+    "window": (int,), "interval": (int,), "steps": (int,), "tolerance": (int,), "max_score": (int, float),
+    "share": (int, float), "programs": (str,), "task": (str,), "layers_file": (str,),
 }  # fmt: skip
 
 
@@ -28,4 +31,6 @@ def method_from(options: Mapping[str, Any]) -> "Method":
     from jaxspec.methods.registry import make_method
 
     settings = {name: options[name] for name in METHOD_OPTIONS if name in options}
+    if "swift_layers" in options:
+        settings["layers_file"] = options["swift_layers"]
     return make_method(options.get("method", "auto"), settings)

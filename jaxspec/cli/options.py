@@ -1,7 +1,9 @@
 """Options of a run from three places: a TOML preset, `--set name=value`, the command line; the later wins."""
 
 import dataclasses
+import tempfile
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,15 +44,16 @@ def merge_options(
 def setting_types(method: Any) -> dict[str, OptionTypes]:
     """Types that a method's settings may be given as, by the defaults of its fields."""
 
-    def types(default: object) -> OptionTypes:
+    def types(field: Any) -> OptionTypes:
+        default = field.default
         if default is None:
-            return (int,)
+            return (bool,) if bool in typing.get_args(field.type) else (int,)
         if isinstance(default, float):
             return (int, float)
         return (list,) if isinstance(default, tuple) else (type(default),)
 
     # A class's own default, not the object's value: some fields are filled in from others.
-    return {field.name: types(field.default) for field in dataclasses.fields(method)}
+    return {field.name: types(field) for field in dataclasses.fields(method)}
 
 
 def check_output(path: Path | None, what: str = "--json") -> Path | None:
@@ -61,6 +64,26 @@ def check_output(path: Path | None, what: str = "--json") -> Path | None:
     """
     if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{what} {path} cannot be written: it must be a file in a folder that exists")
+    return path
+
+
+def check_new_file(path: Path | None, what: str) -> Path | None:
+    """As `check_output`, for a file that is written beside its place first, so that it is there whole or not at all.
+
+    Raises:
+      ConfigError: `path` cannot be written; None can, standard output cannot.
+    """
+    if path is None:
+        return None
+    if str(path) == "-":
+        raise ConfigError(f"{what} needs a file of its own: standard output has the text")
+    check_output(path, what)
+    if not path.exists() or path.is_file():
+        try:
+            with tempfile.TemporaryFile(dir=path.resolve().parent):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{what} {path} cannot be written: {error.strerror}") from error
     return path
 
 

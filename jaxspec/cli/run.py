@@ -3,11 +3,12 @@
 Exit status: 0 done, 1 the run failed, 2 the words are off, 130 interrupted.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxspec.errors import ConfigError, JaxspecError
 
@@ -60,6 +61,16 @@ def raise_lost_interrupt() -> None:
     """To be called now and then by a command that cleans up: an interrupt that got lost is raised again."""
     if _was_interrupted.is_set():
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Within, an interrupt is raised instead of ending the process at once: there is something to finish."""
+    before = signal.signal(signal.SIGINT, _raise_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _raise_interrupt(number: int, frame: object) -> None:

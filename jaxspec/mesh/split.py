@@ -34,7 +34,8 @@ def plan_pair(
                 raise ConfigError(f"method {method!r} runs the draft on the target's devices: {name} is for swiftspec")
         plan = plan_mesh(target_devices, kernels=kernels)
         return plan, plan
-    other = draft_platform is not None and draft_platform != jax.devices()[0].platform
+    # Compared as devices: a platform may go by several names, "cuda" and "gpu".
+    other = draft_platform is not None and plan_mesh(platform=draft_platform).devices[0] != jax.devices()[0]
     if draft_devices is None:
         left = 1 if other else len(jax.devices()) - target_devices
         if left < 1:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspec import recording
 from jaxspec.mesh.plan import MeshPlan
 
 
@@ -19,6 +20,8 @@ def transfer(array: jax.Array, plan: MeshPlan) -> jax.Array:
     """
     if not array.sharding.is_fully_replicated:
         raise ValueError(f"only replicated arrays cross meshes, got {array.sharding}")
+    if recording.active is not None:
+        return recording.active.transfer(lambda: jax.device_put(array, replicated(plan)), array, plan)
     return jax.device_put(array, replicated(plan))
 
 

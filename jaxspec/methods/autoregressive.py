@@ -83,7 +83,8 @@ class AutoregressiveRunner:
 
     def place_request(self, sampling: SamplingParams, seed: int) -> Request:
         """See `Runner.place_request`."""
-        return place_request(self._side.placement, sampling, seed)
+        placement = self._side.placement
+        return place_request(placement, sampling, seed, placement.cfg.vocab_size)
 
     def round(self, params: ModelParams, state: TargetState, request: Request) -> tuple[TargetState, Round]:
         """See `Runner.round`."""

@@ -94,9 +94,9 @@ class Runner(Protocol):
         ...
 
 
-def place_request(placement: Placement, sampling: SamplingParams, seed: int) -> Request:
-    """A request on a model's devices."""
-    request = make_request(sampling, seed, placement.cfg.vocab_size, placement.padded_vocab)
+def place_request(placement: Placement, sampling: SamplingParams, seed: int, vocab_size: int) -> Request:
+    """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
+    request = make_request(sampling, seed, vocab_size, placement.padded_vocab)
     return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, placement.request())
 
 

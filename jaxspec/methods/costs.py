@@ -1,14 +1,19 @@
 """What passes cost, relative to a target pass of one row: what methods weigh drafts with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxspec.models.layer_set import LayerSet
 from jaxspec.placement import Placement
 from pallas_kernels import registry
 from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.live import relative_pass_cost
+
+# Parameters of a layer's MLP block; the others are its attention's.
+MLP_PARAMS = ("mlp_norm", "gate_up", "down")
 
 # What a draft pass costs besides reading its weights.
 FIXED_DRAFT_COST = 0.01
@@ -37,9 +42,22 @@ def relative_draft_cost(target: Placement, draft: Placement) -> float:
     return _bytes_read(draft) / _bytes_read(target) + FIXED_DRAFT_COST
 
 
+def relative_set_cost(target: Placement, layers: LayerSet) -> float:
+    """A pass of one row through some of the target's layers over one through all, by the bytes of weights read."""
+    skipped = 0
+    for layer, runs in zip(target.params()["layers"], layers.runs, strict=True):
+        for name, leaf in layer.items():
+            skipped += 0 if runs[int(name in MLP_PARAMS)] else _bytes_of(leaf)
+    return 1 - skipped / _bytes_read(target) + FIXED_DRAFT_COST
+
+
 def _bytes_read(placement: Placement) -> int:
     params = placement.params()
     if "head" in params:
         # Of the embedding a pass reads a row.
         params = {name: leaf for name, leaf in params.items() if name != "embed"}
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    return _bytes_of(params)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

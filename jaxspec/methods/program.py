@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jaxspec import recording
 from jaxspec.mesh.plan import MeshPlan
 from pallas_kernels import registry
 
@@ -33,7 +34,7 @@ class Program:
         """`out` describes the result as `args` do the arguments; `donate` lists argument numbers."""
         self.name = name
         self._args = tuple(args)
-        self._kernels = plan.kernels
+        self._plan = plan
         sharded = jax.shard_map(
             function, mesh=plan.mesh, in_specs=tuple(_specs(a) for a in args), out_specs=_specs(out), check_vma=False
         )
@@ -51,7 +52,7 @@ class Program:
         What the caller set for code of their own (64-bit types, strict promotion, no jit) does not reach ours.
         """
         with (
-            registry.using(self._kernels),
+            registry.using(self._plan.kernels),
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
@@ -69,6 +70,8 @@ class Program:
             self.finish(self.lower())
         compiled = self._compiled
         with jax.disable_jit(False):
+            if recording.active is not None:
+                return recording.active.program(self.name, self._plan, compiled, args)
             return compiled(*args)
 
 

@@ -13,27 +13,23 @@ from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.settings import check_draft
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.methods.swift import Swift
 from jaxspec.methods.swiftspec import SwiftSpec
 from jaxspec.suggest import suggest
 
 METHODS: dict[str, type] = {
-    m.name: m for m in (Auto, Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer, SwiftSpec)
+    m.name: m for m in (Auto, Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer, Swift, SwiftSpec)
 }
-
-# Names that DESIGN promises and this version does not have: refused by name, never taken for a typing error.
-PLANNED = ("swift",)
 
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:
     """A method from its name and settings.
 
     Raises:
-      ConfigError: an unknown or not yet available name, or a setting that the method does not have.
+      ConfigError: an unknown name, or a setting that the method does not have.
     """
-    if name in PLANNED:
-        raise ConfigError(f"method {name!r} is not available in this version; available: {', '.join(METHODS)}")
     if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; {suggest(name, [*METHODS, *PLANNED])}")
+        raise ConfigError(f"unknown method {name!r}; {suggest(name, METHODS)}")
     settings = dict(settings or {})
     known = [field.name for field in dataclasses.fields(METHODS[name])]
     for setting in settings:

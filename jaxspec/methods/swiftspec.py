@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec import recording
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.mesh.transfer import replicated, transfer
@@ -216,7 +217,8 @@ class SwiftSpecRunner:
 
     def place_request(self, sampling: SamplingParams, seed: int) -> Requests:
         """See `Runner.place_request`."""
-        return Requests(*(place_request(model, sampling, seed) for model in (self._target_model, self._draft_model)))
+        models, size = (self._target_model, self._draft_model), self._target_model.cfg.vocab_size
+        return Requests(*(place_request(model, sampling, seed, size) for model in models))
 
     def round(self, params: ModelParams, state: SwiftSpecState, request: Requests) -> tuple[SwiftSpecState, Round]:
         """See `Runner.round`."""
@@ -236,7 +238,7 @@ class SwiftSpecRunner:
             return self._growing.grow(params.draft, draft, request)[0]
         for _ in range(self._most_passes):
             draft, size = self._growing.grow_once(params.draft, draft, request)
-            size.block_until_ready()
+            recording.wait(size)
             if verified.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
                 break
         return draft

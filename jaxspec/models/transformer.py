@@ -6,6 +6,7 @@ vocabulary rows. A layer needs two all-reduces, the embedding one; logits stay v
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxspec.cache import KVCache
 from jaxspec.mesh.plan import TENSOR_AXIS
 from jaxspec.models.attention import project, project_out
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.mlp import feed_forward
 from jaxspec.models.params import Params
 from jaxspec.models.rope import rope_frequencies
@@ -50,6 +52,7 @@ def forward(
     window_position: jax.Array | None = None,  # int32 [W]
     offset: jax.Array | None = None,  # int32 []
     live: jax.Array | None = None,  # int32 []
+    units: LayerSet | jax.Array | None = None,  # bool [L, 2] or [L, 2, T]
 ) -> tuple[jax.Array, KVCache]:
     """Run T rows that attend to the prefix and to the window slots that `window_mask` marks.
 
@@ -63,12 +66,16 @@ def forward(
       window_position: logical position of each window slot, for sliding windows; None where the slots are the rows.
       offset: window slot of the first row; None is 0.
       live: rows that matter, at least 1; the rest comes out arbitrary but finite, and costs little. None for all T.
+      units: attention and MLP blocks that run; None for all. A `LayerSet` is part of the program. As data, [L, 2] says
+        for the whole pass which ones run: the device branches, and does not compute the others (an accelerator's host
+        waits for every branch). [L, 2, T] says it for each row: everything is computed, so that one pass serves rows
+        with different sets. The window slots of attention blocks that did not run are stale.
 
     Returns:
       Hidden states `[T, D]` float32 after the final norm, and the cache with the rows written.
     """
     window = Window(window_mask, position if window_position is None else window_position, offset, live)
-    x, cache = _run_layers(params, cfg, token, position, cache, window)
+    x, cache = _run_layers(params, cfg, token, position, cache, window, units)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params["final_norm"], cfg.norm_eps), cache
 
@@ -86,7 +93,7 @@ def prefill(
     state is returned, so the last layer only computes keys and values.
     """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
-    _, written = _run_layers(params, cfg, token, position, cache, None)
+    _, written = _run_layers(params, cfg, token, position, cache, None, None)
     return written.replace(length=cache.length + count)
 
 
@@ -113,7 +120,7 @@ def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D]
     return jax.lax.psum(jnp.where(mine[:, None], rows, 0.0), TENSOR_AXIS)
 
 
-def _run_layers(params, cfg, token, position, cache, window):
+def _run_layers(params, cfg, token, position, cache, window, units):
     """All layers; without a window the rows are a causal chunk, of which only the cache is wanted."""
     with jax.named_scope("embed"):
         x = embed(params, token)
@@ -127,6 +134,8 @@ def _run_layers(params, cfg, token, position, cache, window):
         x, key, value = _run_layer(
             layer, x, rope, cache.key[index], cache.value[index], cache.length, position,
             None if window is None else cut[sliding],
+            units[index] if isinstance(units, jax.Array) else None,
+            runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else (True, True),
             cfg=cfg, sliding=sliding, cache_only=window is None and index == cfg.num_layers - 1,
             kernels=registry.current(),
         )  # fmt: skip
@@ -137,30 +146,64 @@ def _run_layers(params, cfg, token, position, cache, window):
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the
 # operations ask the registry for: it is an argument so that no trace is used for another choice.
-@functools.partial(jax.jit, static_argnames=("cfg", "sliding", "cache_only", "kernels"))
+@functools.partial(jax.jit, static_argnames=("runs", "cfg", "sliding", "cache_only", "kernels"))
 def _run_layer(
-    layer: Params, x, rope, key, value, length, position, window, *, cfg: ModelConfig, sliding, cache_only, kernels
-):
+    layer: Params, x, rope, key, value, length, position, window, units,
+    *, runs: tuple[bool, bool], cfg: ModelConfig, sliding, cache_only, kernels,
+):  # fmt: skip
     live = None if window is None else window.live
 
     def project_rows(live, x):
         return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), live)
 
-    def finish(live, x, heads):
-        x = x + _all_reduce(project_out(layer, heads, live))
+    def attend(x, key, value):
+        with jax.named_scope("attention"):
+            qkv = map_live_rows(project_rows, live, x)
+            cos, sin = rope
+            tree = (None, None, None) if window is None else (window.mask, position, window.offset)
+            return tree_attention(
+                qkv, cos, sin, key, value, length, *tree, sliding_window=sliding, live=live, write_only=cache_only
+            )
+
+    def add_attention(live, x, heads):
+        return x + _all_reduce(project_out(layer, heads, live))
+
+    def add_mlp(live, x):
         with jax.named_scope("mlp"):
             return x + _all_reduce(feed_forward(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps), live))
 
-    with jax.named_scope("attention"):
-        qkv = map_live_rows(project_rows, live, x)
-        cos, sin = rope
-        tree = (None, None, None) if window is None else (window.mask, position, window.offset)
-        heads, key, value = tree_attention(
-            qkv, cos, sin, key, value, length, *tree, sliding_window=sliding, live=live, write_only=cache_only
-        )
-    if cache_only:
+    def attention_unit(x, key, value):
+        heads, key, value = attend(x, key, value)
+        return map_live_rows(add_attention, live, x, heads), key, value
+
+    def mlp_unit(x):
+        return (map_live_rows(add_mlp, live, x),)
+
+    if units is not None and units.ndim == 1:
+        x, key, value = _run_if(units[0], attention_unit, x, key, value)
+        (x,) = _run_if(units[1], mlp_unit, x)
         return x, key, value
-    return map_live_rows(finish, live, x, heads), key, value
+    if units is not None:
+        added, key, value = attention_unit(x, key, value)
+        x = jnp.where(units[0][:, None], added, x)
+        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), key, value
+    if all(runs):
+        heads, key, value = attend(x, key, value)
+        if cache_only:
+            return x, key, value
+        finish = lambda live, x, heads: add_mlp(live, add_attention(live, x, heads))  # noqa: E731
+        return map_live_rows(finish, live, x, heads), key, value
+    if runs[0]:
+        x, key, value = attention_unit(x, key, value)
+    if runs[1]:
+        (x,) = mlp_unit(x)
+    return x, key, value
+
+
+def _run_if(condition: jax.Array, function: Callable[..., tuple], *carry: jax.Array) -> tuple:
+    """The function's result if `condition`, else `carry` as it is."""
+    # A loop of at most one turn: a conditional would copy the cache.
+    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), *function(*c[1:])), (condition, *carry))[1:]
 
 
 def _all_reduce(x: jax.Array) -> jax.Array:

@@ -105,6 +105,49 @@ def choose_two(
         )
 
 
+def choose_ranked(
+    logits: jax.Array,
+    processors: Processors,
+    seen: jax.Array,
+    counts: jax.Array,
+    key: jax.Array | np.ndarray,
+    positions: jax.Array,
+    vocab: VocabShard,
+    count: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The token that `choose` takes, and those that it would take in turn if the ones before were ruled out.
+
+    Args:
+      As for `choose`.
+      count: k, at most the real vocabulary.
+
+    Returns:
+      token: int32 [T, k], global ids, distinct.
+      possible: bool [T, k]; False where the processed distribution has no further token.
+      confidence: float32 [T], probability of the first one under the logits as they are: no penalty, no temperature.
+    """
+
+    def best(ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, token = vocab.top_k(ranks, count)
+        return token, value > -jnp.inf
+
+    def draw() -> tuple[jax.Array, jax.Array]:
+        scores = score(logits, processors, seen, counts, vocab)
+        return best(lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
+
+    with jax.named_scope("sampling/choose_ranked"):
+        raw = clean(logits, vocab)
+        token, possible = _by_case(
+            processors,
+            lambda: best(raw),
+            lambda: best(penalise(logits, processors, seen, counts, vocab)),
+            draw,
+        )
+        top = jnp.maximum(vocab.row_max(raw), jnp.finfo(jnp.float32).min)
+        logprob = vocab.take(raw, token[:, 0]) - (top + log_mass(raw - top, vocab))[:, 0]
+        return token, possible, jnp.exp(logprob)
+
+
 def _by_case(processors: Processors, plain: Case, penalised: Case, draw: Case) -> tuple[jax.Array, jax.Array]:
     """Run one of three: greedy as the logits are, greedy behind penalties, or with noise."""
     # The cheap case first and alone: its branch reads the logits and nothing else.

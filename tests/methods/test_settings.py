@@ -66,8 +66,7 @@ def test_out_of_range(method, settings, word):
     ("name", "settings", "word"),
     [
         ("specxec", {}, "unknown method 'specxec'; did you mean 'specexec'"),
-        ("swift", {}, "not available in this version"),
-        ("swiftspec", {}, "not available in this version"),
+        ("swfit", {}, "did you mean 'swift'"),
         ("ar", {"budget": 4}, "'ar' has no settings, got 'budget'"),
         ("specexec", {"bugdet": 4}, "no setting 'bugdet'; did you mean 'budget'"),
         # Children picked by rank under a ratio of probabilities would be wrong in law: there is no such combination.
@@ -94,8 +93,10 @@ def test_settings_reach_the_method():
         for field in dataclasses.fields(method):
             changed = {
                 "rule": "rejection", "score_temperature": "sampling", "expansion": (1, 2), "decay": 0.5,
-                "min_probability": 0.25, "replacement": False, "adaptive": False, "pass_cost": (1.0, 2.0),
-            }.get(field.name, 3)  # fmt: skip
+                "min_probability": 0.25, "replacement": False, "pass_cost": (1.0, 2.0), "ratio": 0.3,
+                "threshold": 0.5, "siblings": (1, 2, 3, 4), "layers": "none", "context": "first", "max_score": 0.5,
+                "share": 0.01, "programs": "each", "task": "code", "layers_file": "layers.json", "branch_free": True,
+            }.get(field.name, not field.default if isinstance(field.default, bool) else 3)  # fmt: skip
             assert getattr(make_method(name, {field.name: changed}), field.name) == changed
 
 

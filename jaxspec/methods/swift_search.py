@@ -1,0 +1,288 @@
+"""The search for the layers to skip (SWIFT, arXiv 2410.06916, section 4.2): on the host, a step at a time.
+
+A step scores one candidate on a *window*, tokens of the text at hand. The best set so far, the incumbent, is scored on
+every new window too, and so is the one that it displaced: candidates are compared on equal text, and a set that was
+lucky once does not stay (ALGORITHMS B2). Whoever runs the search asks `next_sets` for work and gives `tell` the
+results.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.methods.swift_bayes import propose_bayesian
+from jaxspec.models.layer_set import (
+    LayerSet,
+    all_layers,
+    count_skipped,
+    from_skipped,
+    num_units,
+    parse_layers,
+    uniform_layers,
+)
+
+# Observations that are kept, the latest ones.
+MEMORY = 256
+# Candidates on one window before the next one is taken.
+WINDOW_STEPS = 8
+# Windows on which a set must have been seen before it counts as good enough to stop.
+CONFIRMING_WINDOWS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSettings:
+    """How layers are searched; see `Swift`.
+
+    Attributes:
+      ratio: r, share of the units that is skipped.
+      window: gamma, tokens of a window.
+      interval: beta, every how many steps a proposal is Bayesian.
+      steps: S, most steps.
+      tolerance: steps without a better set after which the search ends.
+      max_score: matchness above which it ends.
+    """
+
+    ratio: float = 0.45
+    window: int = 32
+    interval: int = 25
+    steps: int = 1000
+    tolerance: int = 300
+    max_score: float = 0.95
+
+
+@dataclasses.dataclass
+class Standing:
+    """What a set reached on windows, since it became the incumbent or lost that place.
+
+    Attributes:
+      layers: the set.
+      matches: tokens that it predicted.
+      tokens: tokens that it was scored on.
+      here: matches on the present window; None where it was not scored on that yet.
+    """
+
+    layers: LayerSet
+    matches: int = 0
+    tokens: int = 0
+    here: int | None = None
+
+    @property
+    def matchness(self) -> float | None:
+        """Share of tokens that it predicted; None before any was scored."""
+        return self.matches / self.tokens if self.tokens else None
+
+    def add(self, matches: int, window: int) -> None:
+        """Count a window."""
+        self.matches += matches
+        self.tokens += window
+        self.here = matches
+
+
+class Asked(NamedTuple):
+    """Sets that are to be scored on one window; those that were candidates already with their standing."""
+
+    window: int
+    sets: tuple[tuple[LayerSet, Standing | None], ...]
+
+    @property
+    def layers(self) -> list[LayerSet]:
+        """The sets alone."""
+        return [layers for layers, _ in self.sets]
+
+
+class LayerSearch:
+    """One search, over as many generations as it takes.
+
+    Attributes:
+      incumbent: the best set so far.
+      steps: candidates scored.
+      stale: of these, since the incumbent last changed.
+      stopped: why the search ended; None while it goes on.
+      history: (step, matchness of the incumbent) whenever it was scored.
+      adopted: (step, layer set as text), every incumbent so far.
+    """
+
+    def __init__(self, num_layers: int, settings: SearchSettings, executor: Executor | None = None, seed: int = 0):
+        """Start at the uniform set.
+
+        Args:
+          num_layers: L.
+          settings: how to search.
+          executor: makes Bayesian proposals aside; None makes them at once.
+          seed: of the random proposals.
+        """
+        self.settings = settings
+        self._num_layers = num_layers
+        self._units, self._skipped = num_units(num_layers), count_skipped(num_layers, settings.ratio)
+        self.executor, self._seed = executor, seed
+        self._rng = np.random.default_rng(seed)
+        start = uniform_layers(num_layers) if self._skipped else all_layers(num_layers)
+        self.incumbent = Standing(start)
+        self.steps = self.stale = 0
+        self.stopped: str | None = None if 0 < self._skipped < self._units else "there is nothing to choose"
+        self.history: list[tuple[int, float]] = []
+        self.adopted: list[tuple[int, str]] = [(0, str(start))]
+        self.search_s = 0.0  # spent on proposals
+        self._rival: Standing | None = None
+        self._due: collections.deque[Standing] = collections.deque()
+        self._window_number = 0
+        self._on_window = 0
+        self._proposed = 0
+        self._seen: set[LayerSet] = {start}
+        self._observed: collections.deque[tuple[np.ndarray, float]] = collections.deque(maxlen=MEMORY)
+        self._thinking: Future[Any] | None = None
+
+    @property
+    def window_is_used_up(self) -> bool:
+        """Whether the next candidates should be scored on other text."""
+        return self._on_window >= WINDOW_STEPS
+
+    def open_window(self) -> None:
+        """What is asked for from now on is scored on other text than before; answers that are still out are ignored."""
+        self._window_number += 1
+        self._on_window = 0
+        self._due = collections.deque(s for s in (self.incumbent, self._rival) if s is not None)
+        for standing in self._due:
+            standing.here = None
+
+    def next_sets(self, count: int) -> Asked:
+        """`count` sets to be scored on the present window: first what has to be scored again, then candidates."""
+        chosen: list[tuple[LayerSet, Standing | None]] = []
+        while len(chosen) < count:
+            if self._due:
+                standing = self._due.popleft()
+                chosen.append((standing.layers, standing))
+            else:
+                chosen.append((self._propose(), None))
+                self._on_window += 1
+        return Asked(self._window_number, tuple(chosen))
+
+    def tell(self, asked: Asked, matches: Sequence[int]) -> None:
+        """How many tokens of the window each of the sets predicted; in the order in which they were asked for."""
+        if asked.window != self._window_number:
+            return
+        for (layers, standing), count in zip(asked.sets, matches, strict=True):
+            if standing is None:
+                self._judge(layers, int(count))
+            else:
+                standing.add(int(count), self.settings.window)
+                self._compare(standing)
+        self._stop_if_done()
+
+    def _judge(self, layers: LayerSet, matches: int) -> None:
+        """A candidate's score, on the window on which the incumbent was scored before."""
+        here = self.incumbent.here
+        assert here is not None and self.incumbent.matchness is not None
+        window = self.settings.window
+        # How hard this window is shows in the incumbent, whose average is known.
+        self._observed.append((layers.skipped, (matches - here) / window + self.incumbent.matchness))
+        self.steps += 1
+        if matches > here:
+            self._rival = dataclasses.replace(self.incumbent, matches=here, tokens=window)
+            self.incumbent = Standing(layers, matches, window, matches)
+            self.stale = 0
+            self._note()
+        else:
+            self.stale += 1
+
+    def _compare(self, standing: Standing) -> None:
+        """The incumbent or its rival was scored again; both have seen the same windows once the rival has."""
+        self._observed.append((standing.layers.skipped, standing.matchness or 0.0))
+        rival = self._rival
+        if rival is not None and standing is rival and rival.matches > self.incumbent.matches:
+            self.incumbent, self._rival = rival, self.incumbent
+            self._note()
+        elif standing is self.incumbent:
+            self.history.append((self.steps, standing.matchness or 0.0))
+
+    def _note(self) -> None:
+        self.history.append((self.steps, self.incumbent.matchness or 0.0))
+        self.adopted.append((self.steps, str(self.incumbent.layers)))
+
+    def _stop_if_done(self) -> None:
+        settings, standing = self.settings, self.incumbent
+        confirmed = standing.tokens >= CONFIRMING_WINDOWS * settings.window
+        if confirmed and (standing.matchness or 0.0) > settings.max_score:
+            self.stopped = f"matchness above {settings.max_score}"
+        elif self.steps >= settings.steps:
+            self.stopped = f"{settings.steps} steps"
+        elif self.stale >= settings.tolerance:
+            self.stopped = f"{settings.tolerance} steps without a better set"
+
+    def _propose(self) -> LayerSet:
+        self._proposed += 1
+        if self._thinking is None and self._proposed % self.settings.interval == 0 and len(self._observed) > 1:
+            best = self.incumbent.layers.skipped
+            arguments = ([*self._observed], best, self._skipped, int(self._rng.integers(2**31)))
+            if self.executor is None:
+                return self._take(propose_bayesian(*arguments))
+            self._thinking = self.executor.submit(propose_bayesian, *arguments)
+        elif self._thinking is not None and self._thinking.done():
+            proposal, self._thinking = self._thinking.result(), None
+            return self._take(proposal)
+        return self._random()
+
+    def _take(self, proposal: tuple[np.ndarray, float]) -> LayerSet:
+        skipped, seconds = proposal
+        self.search_s += seconds
+        layers = from_skipped(self._num_layers, skipped)
+        if layers in self._seen:
+            return self._random()
+        self._seen.add(layers)
+        return layers
+
+    def _random(self) -> LayerSet:
+        """A uniform set of the asked-for size, a new one if that is easily found."""
+        layers = self.incumbent.layers
+        for _ in range(20):
+            skipped = np.zeros(self._units, bool)
+            skipped[self._rng.choice(self._units, self._skipped, replace=False)] = True
+            layers = from_skipped(self._num_layers, skipped)
+            if layers not in self._seen:
+                break
+        self._seen.add(layers)
+        return layers
+
+    def save(self) -> dict[str, Any]:
+        """What another process can go on from, as JSON."""
+        standing = self.incumbent
+        observed = [
+            ["".join("01"[int(unit)] for unit in skipped), round(score, 5)] for skipped, score in self._observed
+        ]
+        return {
+            "layers": str(standing.layers), "matches": standing.matches, "tokens": standing.tokens,
+            "steps": self.steps, "stale": self.stale, "stopped": self.stopped,
+            "settings": dataclasses.asdict(self.settings), "history": self.history[-MEMORY:], "observed": observed,
+        }  # fmt: skip
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from `save`'s result; a search with other settings only takes the set to begin with.
+
+        Raises:
+          ValueError: it is none (`ConfigError` and `KeyError`, `TypeError` besides).
+        """
+        layers = parse_layers(saved["layers"], self._num_layers)
+        standing = Standing(layers, int(saved["matches"]), int(saved["tokens"]))
+        if not 0 <= standing.matches <= standing.tokens:
+            raise ValueError(f"{standing.matches} matches of {standing.tokens} tokens")
+        observed = [(np.array([c == "1" for c in bits], bool), float(score)) for bits, score in saved["observed"]]
+        if any(len(skipped) != self._units for skipped, _ in observed):
+            raise ValueError("observations of a model of another depth")
+        steps, stale, stopped = int(saved["steps"]), int(saved["stale"]), saved["stopped"]
+        history = [(int(step), float(score)) for step, score in saved["history"]]
+        if saved["settings"]["ratio"] != self.settings.ratio:
+            # What another ratio found is no set of this one's size.
+            return
+        self.incumbent, self._rival = standing, None
+        self._seen.add(layers)
+        self._observed.extend(observed)
+        self.adopted = [(steps, str(layers))]
+        if saved["settings"] == dataclasses.asdict(self.settings):
+            self.steps, self.stale, self.history = steps, stale, history
+            self.stopped = self.stopped or stopped
+            # Not the same proposals again.
+            self._rng = np.random.default_rng([self._seed, steps])

@@ -1,0 +1,271 @@
+"""Pairs for SwiftSpec: target and draft on devices of their own, and ways to run them. See `method_cases`."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+from method_cases import (
+    FAMILIES,
+    FLOAT32,
+    VOCAB,
+    EditedSource,
+    draft_config,
+    plain,
+    resize_vocab,
+    run,
+    sharpen,
+    spoil,
+    target_params,
+    tokens_of,
+    vocab_rows_of,
+)
+from tiny_models import quick_compilation
+
+from jaxspec.checkpoint.borrow import borrow_params
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.mesh.split import plan_pair
+from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
+from jaxspec.methods.messages import DraftCounts
+from jaxspec.methods.swiftspec import SwiftSpec
+from jaxspec.models.storage import Storage
+from jaxspec.placement import Lender, Placement
+
+CONTEXT = 176
+
+
+class Case(NamedTuple):
+    """A compiled engine: target family, devices of target and draft (0: the target's), draft geometry, method."""
+
+    family: str
+    target: int
+    draft: int
+    geometry: str
+    method: SwiftSpec
+
+
+BASIC = Case("llama", 1, 1, "same", SwiftSpec(8, 4, depth=2, branch_free=False))
+SERIAL = Case("llama", 1, 1, "same", SwiftSpec(8, 4, depth=2, branch_free=False, overlap=False))
+FREE = Case("llama", 1, 1, "same", SwiftSpec(4, 8, branch=5, depth=2, branch_free=True, survivors=2))
+NODES = Case("qwen3", 2, 2, "same", SwiftSpec(4, 2, depth=3, branch_free=True, leaves=False))
+TIGHT = Case("llama", 3, 1, "small", SwiftSpec(2, 4, branch=2, depth=4, branch_free=False, leaves=False, survivors=3))
+FORGETFUL = Case("mistral", 4, 4, "same", SwiftSpec(8, 8, depth=1, branch_free=False, reuse=False))
+LARGE_BATCH = Case("qwen3", 6, 2, "large", SwiftSpec(16, 2, depth=2, branch_free=True))
+ADAPTIVE = Case("llama", 7, 1, "shared", SwiftSpec(8, 16, depth=1, branch_free=False, adaptive=True, survivors=24))
+CHAIN = Case("llama", 1, 1, "same", SwiftSpec(8, 1, branch=1, depth=4, branch_free=False))
+TOGETHER = Case("mistral", 1, 0, "layer", SwiftSpec(4, 8, depth=3, branch_free=True, leaves=False, survivors=9))
+TOGETHER_TP2 = Case("qwen3", 2, 0, "same", SwiftSpec(16, 16, depth=2, branch_free=True, reuse=False, survivors=16))
+FOREIGN = Case(
+    "mistral", 1, 2, "foreign",
+    SwiftSpec(2, 4, depth=2, branch_free=True, reuse=False, leaves=False, adaptive=True, survivors=2),
+)  # fmt: skip
+FREE_CHAIN = Case("llama", 1, 1, "same", SwiftSpec(4, 1, branch=1, depth=4, branch_free=True, survivors=2))
+# Deeper than the sliding window of its models.
+DEEP = Case("mistral", 2, 2, "same", SwiftSpec(4, 2, branch=2, depth=8, branch_free=True, leaves=False))
+CASES = [
+    BASIC,
+    SERIAL,
+    FREE,
+    NODES,
+    TIGHT,
+    FORGETFUL,
+    LARGE_BATCH,
+    ADAPTIVE,
+    CHAIN,
+    TOGETHER,
+    TOGETHER_TP2,
+    FOREIGN,
+    FREE_CHAIN,
+    DEEP,
+]
+
+
+def case_id(case):
+    """Of pytest: the constant's name says what is special about it."""
+    return next(name.lower() for name, value in globals().items() if value is case)
+
+
+def overlaps(case):
+    """Whether the draft runs while the target does."""
+    return case.draft > 0 and case.method.overlap
+
+
+def grown_rows(case):
+    """M: rows of the draft's tree."""
+    return case.method._growth(case.method.branch_free).rows
+
+
+def plans_of(case):
+    """Meshes of target and draft."""
+    if not case.draft:
+        return (plan_mesh(case.target),) * 2
+    return plan_pair(case.target, case.draft, method="swiftspec", own_devices=True)
+
+
+@functools.cache
+def models_of(case):
+    """Placements of both models."""
+    plan, draft_plan = plans_of(case)
+    config, rows = draft_config(case.family, case.geometry), vocab_rows_of(case.geometry)
+    limit = min(VOCAB, config.vocab_size) if rows else None
+    lender = Lender(FAMILIES[case.family], Storage("float32")) if config.shares_embedding else None
+    target = Placement(FAMILIES[case.family], plan, FLOAT32, rows)
+    return Models(target, Placement(config, draft_plan, FLOAT32, rows, limit, lender=lender))
+
+
+def params_of(case, draft="copy"):
+    """Parameters of both models, the draft of a kind of `method_cases.DRAFTS`."""
+    target = target_params(case.family, case.target, vocab_rows_of(case.geometry))
+    offset = case.target if case.draft else 0
+    own = draft_params(case.family, case.draft or case.target, offset, case.geometry, draft)
+    if case.geometry == "shared":
+        own = {name: own[name] for name in ("final_norm", "layers")}
+        own |= borrow_params(models_of(case).draft, target)
+    return ModelParams(target, own)
+
+
+@functools.cache
+def draft_params(family, degree, offset, geometry, kind):
+    """Of a kind of `method_cases.DRAFTS`; or "certain", a copy that gives nearly all of the mass to one token."""
+    config = draft_config(family, "layer" if geometry == "shared" else geometry)
+    resized = geometry in ("small", "large")
+
+    def edit(tensors):
+        sharpen(tensors)
+        spoil(tensors, kind)
+        if kind == "certain":
+            tensors["model.norm.weight"] *= 4
+        if resized:
+            resize_vocab(tensors, config.vocab_size)
+
+    source = EditedSource(FAMILIES[family] if resized else config, 1 if kind == "random" else 0, edit)
+    source.config = config
+    return load_foreign(source, plan_mesh(degree, offset), FLOAT32, vocab_rows_of(geometry))
+
+
+@functools.cache
+def engine_of(case):
+    """A compiled engine."""
+    engine = Engine(models_of(case), case.method, CONTEXT)
+    with quick_compilation():
+        engine.prepare()
+    return engine
+
+
+def decode(case, prompt, count, draft="copy", seed=0, **sampling):
+    """Rounds of a generation of a case."""
+    return run(engine_of(case), params_of(case, draft), prompt, count, seed, **sampling)
+
+
+def expected_tokens(case, prompt, count, seed=0, **sampling):
+    """What plain decoding says."""
+    return tokens_of(plain(case.family, prompt, count, seed, **sampling))
+
+
+def check_rounds(case, rounds):
+    """What holds for the counters of every round; the last one may be cut."""
+    method, before = case.method, None
+    for emitted in rounds[:-1]:
+        assert len(emitted.tokens) == len(emitted.logprobs) == emitted.accepted + 1
+        if not method.leaves:
+            assert emitted.drafted == min(method.batch, emitted.draft.nodes) - 1
+    for emitted in rounds:
+        counts = emitted.draft
+        assert 0 <= emitted.accepted <= emitted.depth <= emitted.drafted <= method.batch - 1
+        assert emitted.draft_passes == counts.passes
+        check_counts(case, counts, None if before is None else before.draft)
+        if before is None:
+            assert counts.caught_up == 1 and counts.computed >= 1
+            assert not any((counts.kept, counts.committed, counts.dropped, counts.token_hit, counts.evaluated_hit))
+        else:
+            # The prefix holds every verified token but the root.
+            assert counts.committed + max(counts.caught_up - 1, 0) == len(before.tokens)
+        before = emitted
+
+
+def check_counts(case, counts, before):
+    """What holds for a draft's counts, given those of the batch before, if there was one."""
+    method, first = case.method, before is None
+    missed = counts.caught_up > 0
+    assert 0 <= counts.caught_up <= 2 and counts.evaluated_hit == (not missed)
+    assert counts.evaluated_hit <= counts.token_hit <= 1
+    assert (counts.kept == 0) == missed and counts.kept <= method.survivors
+    assert 1 <= counts.nodes <= grown_rows(case)
+    least = 1 if method.branch_free else int(missed)
+    if overlaps(case):
+        grown = counts.passes - counts.exposed
+        least_grown, most_grown = method.depth, method.depth
+        if method.adaptive:
+            least_grown, most_grown = 1, 4 * method.depth
+        assert grown == 0 if first else least_grown <= grown <= most_grown
+    else:
+        assert counts.passes == counts.exposed
+        least += method.depth
+    assert counts.exposed >= least
+    if method.leaves:
+        assert counts.exposed == least
+    if not method.reuse:
+        assert counts.kept == counts.evaluated_hit == 0 and missed
+    # What the tree held when the outcome came, and what it gained before it and after.
+    held = counts.committed + counts.kept + counts.dropped
+    assert counts.dropped >= 0 and counts.committed >= 0
+    nodes_before = 0 if first else before.nodes
+    assert held == nodes_before if first or not overlaps(case) else held >= nodes_before
+    gained = (held - nodes_before) + (counts.nodes - counts.kept - missed)
+    assert counts.computed == gained + counts.caught_up
+
+
+class Rounds:
+    """A generation of one engine, round by round, with its state in reach.
+
+    Attributes:
+      text: all verified tokens.
+      known: those that the draft knew when it chose the last batch.
+      verified: what the target sent to the draft before that; at first the root.
+      batches: (token, parent) of the rows in use of each batch that crossed.
+    """
+
+    def __init__(self, case, draft="copy", prompt=(), seed=0, **sampling):
+        self.case, self.params = case, params_of(case, draft)
+        self.runner = engine_of(case)._runner
+        self.prompt, self.text, self.known = list(prompt), list(prompt), []
+        self.verified, self.sent = [], [prompt[-1]]
+        self.batches = []
+        self.request = self.runner.place_request(SamplingParams(**sampling), seed)
+        self.state = self.prefilled(prompt)
+
+    def prefilled(self, text):
+        """State of a new sequence: all tokens but the last are committed."""
+        state = self.runner.start(text[-1], None)
+        return self.runner.prefill(self.params, state, np.array(text[:-1], np.int32))
+
+    def dispatch(self):
+        """Run a round and read nothing."""
+        self.state, round_ = self.runner.round(self.params, self.state, self.request)
+        return round_
+
+    def step(self):
+        """Run a round; returns what the draft counted."""
+        verify = self.runner._verify
+
+        def spy(params, state, batch, request):
+            count, *rest = np.array(batch).tolist()
+            self.batches.append((rest[: len(rest) // 2][:count], rest[len(rest) // 2 :][:count]))
+            return verify(params, state, batch, request)
+
+        self.runner._verify = spy
+        try:
+            round_ = self.dispatch()
+        finally:
+            self.runner._verify = verify
+        packed = np.array(round_.packed).tolist()
+        self.verified, self.known = self.sent, list(self.text)
+        self.sent = packed[ROUND_HEADER : ROUND_HEADER + packed[0]]
+        self.text += self.sent
+        return DraftCounts(*np.array(round_.draft).tolist())
+
+    def caches(self):
+        """Of target and draft."""
+        return {"target": self.state.target.cache, "draft": self.state.draft.text.cache}

@@ -1,0 +1,350 @@
+"""SWIFT: the tokens of plain decoding whatever is skipped, while the set is searched and after."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from method_cases import (
+    FLOAT32,
+    LLAMA_LOOKUP,
+    LONG_PROMPT,
+    PROMPT,
+    SAMPLINGS,
+    VOCAB,
+    EditedSource,
+    arrays,
+    plain,
+    run,
+    sharpen,
+    target_params,
+    tokens_of,
+)
+from method_cases import models_of as pair_of
+from swift_cases import (
+    EACH,
+    EAGER,
+    LAYERS,
+    config_of,
+    damp,
+    engine_of,
+    models_of,
+    params_of,
+    plain_tokens,
+    restart_search,
+)
+from tiny_models import FAMILIES, empty_cache, on_one_device, quick_compilation
+
+from jaxspec.cache import commit_rows
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.methods.base import ROUND_HEADER, ModelParams
+from jaxspec.methods.meter import Finished, Meter
+from jaxspec.methods.swift import Swift
+from jaxspec.methods.swift_search import Standing
+from jaxspec.models.layer_set import all_layers, parse_layers, uniform_layers
+from jaxspec.models.transformer import forward, prefill, vocab_logits
+
+RATIOS = (0.0, 0.2, 0.45, 0.6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_plain_decoding_while_the_set_changes(family):
+    engine, adopted, steps = engine_of(family), 0, 0
+    for index, ratio in enumerate(RATIOS):
+        names = list(SAMPLINGS)
+        for step in (0, 2):
+            search = restart_search(engine, ratio)
+            sampling = SAMPLINGS[names[(index + step + len(family)) % len(names)]]
+            prompt = (PROMPT, LONG_PROMPT)[(index + step // 2) % 2]
+            rounds = run(engine, params_of(family), prompt, 100, index, **sampling)
+            assert tokens_of(rounds) == plain_tokens(family, prompt, 100, index, **sampling), (ratio, sampling)
+            for emitted in rounds:
+                assert 0 <= emitted.accepted <= emitted.depth <= EAGER.length
+                assert emitted.depth <= emitted.draft_passes <= EAGER.length
+                assert emitted.drafted < EAGER.batch_rows
+            steps += search.steps
+            adopted += len(search.adopted) - 1
+    assert adopted >= 1 and steps > 20
+
+
+@pytest.mark.parametrize(("family", "degree"), [("qwen2", 4), ("llama-tied", 2)])
+def test_tokens_on_a_mesh_with_a_program_for_each_set(family, degree):
+    """Sets are used once their programs are there; several are scored at once."""
+    engine = engine_of(family, degree, EACH)
+    runner, used = engine._runner, set()
+    samplings: list[dict] = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {}]
+    for seed, sampling in enumerate(samplings):
+        rounds = run(engine, params_of(family, degree), PROMPT, 60, seed, **sampling)
+        assert tokens_of(rounds) == plain_tokens(family, PROMPT, 60, seed, **sampling)
+        used.add(runner.layers)
+        # As if the search had found it.
+        runner._search.incumbent = Standing(parse_layers(f"mlp={seed + 1}", LAYERS))
+        runner._window = runner._pending = None
+        runner._adopt()
+        with quick_compilation():
+            runner._compiling[1].result()
+    assert len(used) > 1 and runner._search.steps > 10
+
+
+def test_without_skipping_everything_is_accepted():
+    """r = 0: the draft is the target, at any temperature."""
+    engine = engine_of("llama", 1, dataclasses.replace(EAGER, threshold=0.0, ratio=0.0))
+    assert engine._runner.layers == all_layers(LAYERS)
+    for seed, sampling in enumerate([{}, SAMPLINGS["T=1"], SAMPLINGS["cuts"], SAMPLINGS["penalties"]]):
+        rounds = run(engine, params_of("llama"), PROMPT, 48, seed, **sampling)
+        assert [emitted.accepted for emitted in rounds] == [5] * 8
+        assert [emitted.draft_passes for emitted in rounds] == [5] * 8
+        assert tokens_of(rounds) == plain_tokens("llama", PROMPT, 48, seed, **sampling)
+
+
+def test_a_fixed_set_is_used_and_nothing_is_searched():
+    method = dataclasses.replace(EAGER, layers="attention=1,3;mlp=2")
+    engine = engine_of("llama", 1, method)
+    runner = engine._runner
+    assert runner._score is None and runner.layers == parse_layers(method.layers, LAYERS)
+    rounds = run(engine, params_of("llama"), PROMPT, 40)
+    assert tokens_of(rounds) == plain_tokens("llama", PROMPT, 40)
+    assert engine.method.explain(engine.models)["layers"] == "attention=1,3;mlp=2"
+
+
+class Generation:
+    """Rounds with the state in reach."""
+
+    def __init__(self, engine, params, prompt, **sampling):
+        self.runner, self.params = engine._runner, params
+        self.request = self.runner.place_request(SamplingParams(**sampling), 0)
+        state = self.runner.start(prompt[-1], None)
+        self.state = self.runner.prefill(params, state, np.array(prompt[:-1], np.int32))
+        self.tokens = []
+
+    def step(self):
+        self.state, round_ = self.runner.round(self.params, self.state, self.request)
+        packed = np.asarray(round_.packed).tolist()
+        self.tokens += packed[ROUND_HEADER : ROUND_HEADER + packed[0]]
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3", EAGER), ("mistral", EACH)])
+def test_matchness_is_what_the_skipped_model_says(family, method):
+    """Scores equal those of decoding token by token with the set; the state comes back as it was."""
+    engine = engine_of(family, 1, method)
+    generation = Generation(engine, params_of(family), PROMPT)
+    for _ in range(12):
+        generation.step()
+    runner, text = engine._runner, PROMPT + generation.tokens
+    window, sets = runner._search.settings.window, runner._sets
+    layer_sets = [uniform_layers(LAYERS), all_layers(LAYERS), parse_layers("mlp=1-4", LAYERS)]
+    for start in (len(PROMPT), len(text) - 1 - window):
+        for first in range(0, 3, sets):
+            chosen = layer_sets[first : first + sets]
+            expected = [matches_by_hand(family, layers, text, start, window) for layers in chosen]
+            before = arrays(generation.state.target.cache)
+            tokens = np.array(text[start : start + window + 1], np.int32)
+            units = np.stack([layers.runs for layers in chosen])
+            target, matches = runner._score(
+                generation.params.target, generation.state.target, tokens, np.int32(start), units
+            )
+            generation.state = dataclasses.replace(generation.state, target=target)
+            assert np.asarray(matches).tolist() == expected
+            for old, new in zip(before, arrays(target.cache), strict=True):
+                np.testing.assert_array_equal(old, new)
+            if all_layers(LAYERS) in chosen:
+                assert expected[chosen.index(all_layers(LAYERS))] == window
+
+
+def matches_by_hand(family, layers, text, start, window):
+    """One pass per token, by another program: the prefix with all layers, the window with some."""
+    cfg, params = config_of(family), params_of(family).target
+
+    @on_one_device
+    def fill(params, tokens):
+        return prefill(params, cfg, tokens, jnp.int32(start), empty_cache(cfg, 200))
+
+    @on_one_device
+    def say(params, token, cache):
+        hidden, cache = forward(
+            params, cfg, token[None], cache.length[None], cache, jnp.ones((1, 1), bool), units=layers
+        )
+        return jnp.argmax(vocab_logits(params, hidden)[0]), commit_rows(cache, jnp.int32(1))
+
+    cache, matches = fill(params, np.array(text[:start], np.int32)), 0
+    for place in range(start, start + window):
+        said, cache = say(params, np.int32(text[place]), cache)
+        matches += int(said) == text[place + 1]
+    return matches
+
+
+def test_the_search_finds_the_layers_that_matter_least():
+    """Layers 2 and 4 add nearly nothing, layers 1 and 3, which the uniform set skips, much."""
+
+    def edit(tensors):
+        sharpen(tensors)
+        damp(tensors, 0.01, (2, 4))
+
+    source = EditedSource(config_of("llama"), 0, edit)
+    params = ModelParams(load_foreign(source, plan_mesh(1), FLOAT32))
+    engine, rounds = engine_of("llama"), []
+    search = restart_search(engine, ratio=0.5, steps=200)
+    rng = np.random.default_rng(0)
+    while search.stopped is None:
+        rounds = run(engine, params, rng.integers(0, VOCAB, 40).tolist(), 100)
+    left_out = search.incumbent.layers.skipped.reshape(2, LAYERS - 2).sum(axis=0)
+    assert left_out.tolist() == [0, 2, 0, 2]
+    assert search.incumbent.matchness > 0.9
+    assert np.mean([emitted.accepted for emitted in rounds]) > 3
+
+
+@pytest.mark.parametrize("context", ["recent", "first"])
+def test_interleaved_generations_and_contexts(context):
+    method = dataclasses.replace(EAGER, context=context)
+    engine = engine_of("llama", 1, method)
+    options, params = SamplingParams(max_tokens=40), params_of("llama")
+    pair = [engine.rounds(params, prompt, options, 0) for prompt in (PROMPT, LONG_PROMPT)]
+    texts = [[], []]
+    for _ in range(40):
+        for text, rounds in zip(texts, pair, strict=True):
+            text += [token for emitted in [*next_of(rounds)] for token in emitted.tokens]
+    assert texts == [plain_tokens("llama", prompt, 40) for prompt in (PROMPT, LONG_PROMPT)]
+    assert engine._runner._search.steps > 3
+
+
+def next_of(rounds):
+    emitted = next(rounds, None)
+    return [] if emitted is None else [emitted]
+
+
+def test_the_last_token_of_the_context():
+    engine = engine_of("llama")
+    room = engine.max_context - 90
+    prompt = (LONG_PROMPT + PROMPT)[:90]
+    assert tokens_of(run(engine, params_of("llama"), prompt, room)) == plain_tokens("llama", prompt, room)
+    prompt = (prompt * 3)[: engine.max_context - 1]
+    assert tokens_of(run(engine, params_of("llama"), prompt, 1)) == plain_tokens("llama", prompt, 1)
+
+
+def test_a_second_generation_compiles_nothing(compilations):
+    engine = engine_of("llama")
+    run(engine, params_of("llama"), PROMPT, 30)
+    jax.block_until_ready(engine._idle)
+    compilations.clear()
+    run(engine, params_of("llama"), LONG_PROMPT, 60, 5, **SAMPLINGS["cuts"])
+    assert compilations == []
+
+
+def test_drafts_that_do_not_pay_are_left_alone():
+    """Skipping makes another model of this one: nothing is accepted, and soon nothing is drafted."""
+    method = Swift(length=5, share=0.0, layers="attention=1-4;mlp=1-4")
+    engine = engine_of("llama", 1, method)
+    rounds = run(engine, params_of("llama", gain=4.0), PROMPT, 120)
+    assert tokens_of(rounds) == plain_tokens("llama", PROMPT, 120, gain=4.0)
+    assert 0 < sum(emitted.draft_passes > 0 for emitted in rounds) < 25
+
+
+def test_a_runner_for_longer_texts_goes_on_with_the_search():
+    method = dataclasses.replace(EAGER)
+    engine = Engine(models_of("llama"), method)
+    engine._first_capacity = 100
+    with quick_compilation():
+        engine.prepare()
+        run(engine, params_of("llama"), PROMPT, 60)
+        before = method.search(engine.models).steps
+        assert before > 3
+        engine.prepare(300)
+    assert tokens_of(run(engine, params_of("llama"), PROMPT, 60)) == plain_tokens("llama", PROMPT, 60)
+    assert method.search(engine.models).steps > before
+
+
+def test_models_without_layers_to_skip():
+    """Two layers: the draft is the target, which never pays."""
+    engine = Engine(pair_of(LLAMA_LOOKUP), Swift(length=4), 150)
+    with quick_compilation():
+        engine.prepare()
+    rounds = run(engine, ModelParams(target_params("llama")), PROMPT, 30)
+    assert tokens_of(rounds) == tokens_of(plain("llama", PROMPT, 30))
+    assert not any(emitted.draft_passes for emitted in rounds)
+    assert engine.method.explain(engine.models)["stopped"] == "there is nothing to choose"
+
+
+def test_batches_hold_what_the_table_allows():
+    assert Swift().batch_rows == 83
+    assert Swift(siblings=(3, 5, 8, 10)).batch_rows == 131
+    assert Swift(threshold=0.0).batch_rows == 251
+    assert Swift(threshold=1.0).batch_rows == 1 + 24 + 10
+    assert Swift(length=1).batch_rows == 11
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"ratio": 1.0}, "ratio must be below 1"),
+        ({"ratio": -0.1}, "ratio"),
+        ({"length": 0}, "length"),
+        ({"threshold": 2}, "threshold"),
+        ({"siblings": (1, 3, 5)}, "siblings has 3 numbers"),
+        ({"siblings": (1, 3, 5, 0)}, "siblings"),
+        ({"siblings": (1, 3, 5, 2.5)}, "siblings must be integers"),
+        ({"context": "last"}, "context must be one of recent, first"),
+        ({"programs": "two"}, "programs must be one of"),
+        ({"programs": "one", "candidates": 4}, "scores one at a time, not 4"),
+        ({"share": 1.5}, "share"),
+        ({"task": ""}, "task"),
+        ({"layers": 5}, "layers must be text"),
+        ({"adaptive": 1}, "adaptive must be true or false"),
+        ({"window": 0}, "window"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, word):
+    with pytest.raises(ConfigError, match=word):
+        Swift(**settings)
+
+
+def test_settings_that_do_not_fit_the_model():
+    with pytest.raises(ConfigError, match="layer 5 cannot be skipped in a model of 6 layers"):
+        Engine(models_of("llama"), Swift(layers="mlp=5"))
+
+
+def test_meter():
+    meter = Meter()
+    assert not meter.may_draft() and meter.gain is None and meter.pass_s(8.0) is None
+    plain, drafted = Finished(1, False, False, False), Finished(3, True, True, False)
+    for _ in range(4):
+        meter.add(1.0, [plain])
+    assert meter.pass_s(8.0) == 8.0
+    for _ in range(12):
+        meter.add(2.0, [drafted])
+    assert meter.gain == pytest.approx(1.5)
+    # A round behind a search pass: what it took more is the search's.
+    meter.add(9.0, [Finished(3, True, True, True)])
+    assert (meter.search_s, meter.passes, meter.pass_s(8.0)) == (7.0, 1, 7.0)
+    assert meter.report()["search_share"] == pytest.approx(7 / 37)
+    # Time in which nothing finished belongs to what finishes next.
+    meter.add(1.0, [])
+    meter.add(1.0, [plain])
+    assert meter.plain_s == 1.0 and max(meter._plain) == 2.0
+
+
+def test_meter_stops_drafts_that_lose():
+    meter = Meter()
+    allowed = []
+    for _ in range(1500):
+        allowed.append(meter.may_draft())
+        meter.add(4.0 if allowed[-1] else 1.0, [Finished(1 + allowed[-1], *[allowed[-1]] * 2, False)])
+    assert not any(allowed[:3]) and any(allowed)
+    # A drafted round loses as much as two plain ones.
+    assert 2 * sum(allowed) / 1500 < 0.12 and sum(allowed[-500:]) <= 26
+
+
+def test_rounds_that_decline_are_asked_less():
+    meter, allowed = Meter(), []
+    for _ in range(160):
+        allowed.append(meter.may_draft())
+        meter.add(1.0, [Finished(1, allowed[-1], False, False)])
+    assert sum(allowed[:8]) >= 3 and sum(allowed[-80:]) == 10
+
+
+def test_the_uniform_set_starts():
+    assert Swift().search(models_of("llama")).incumbent.layers == uniform_layers(LAYERS)

@@ -1,0 +1,178 @@
+"""The search for layers on its own: what it asks for, when it stops, what it keeps."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.methods.layer_file import FORMAT, LayerFile, model_digest
+from jaxspec.methods.swift_bayes import propose_bayesian
+from jaxspec.methods.swift_search import LayerSearch, SearchSettings
+from jaxspec.models.layer_set import all_layers, uniform_layers
+
+LAYERS = 16
+
+
+def chance(layers):
+    """A model in which each skipped block costs, some much more than others."""
+    cost = np.random.default_rng(1).gamma(0.6, 1.0, 2 * (LAYERS - 2))
+    return float(np.exp(-1.5 * cost[layers.skipped].sum() / cost.sum()))
+
+
+def search_on(score, seed=0, layers=LAYERS, **settings):
+    """Run a search to its end; `score` gives the matches of a set on a window."""
+    search = LayerSearch(layers, SearchSettings(**settings), seed=seed)
+    window = 0
+    while search.stopped is None:
+        if search.window_is_used_up or not window:
+            window += 1
+            search.open_window()
+        asked = search.next_sets(3)
+        search.tell(asked, [score(each, window) for each in asked.layers])
+    return search
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    return lambda layers, window: rng.binomial(32, chance(layers))
+
+
+def test_candidates_have_the_asked_for_size():
+    search = LayerSearch(LAYERS, SearchSettings(ratio=0.45))
+    search.open_window()
+    asked = search.next_sets(20)
+    assert asked.layers[0] == uniform_layers(LAYERS)
+    assert {layers.num_skipped for layers in asked.layers[1:]} == {int(28 * 0.45)}
+    assert len(set(asked.layers)) == 20
+
+
+def test_it_stops_after_its_steps():
+    search = search_on(draw(0), steps=40)
+    assert search.stopped == "40 steps" and 40 <= search.steps < 43
+
+
+def test_it_stops_without_progress():
+    search = search_on(lambda layers, window: 10, tolerance=30)
+    assert search.stopped == "30 steps without a better set"
+    assert search.incumbent.layers == uniform_layers(LAYERS) and search.adopted == [(0, str(uniform_layers(LAYERS)))]
+
+
+def test_it_stops_at_a_good_set_that_is_confirmed():
+    search = search_on(lambda layers, window: 32 if layers.attention[3] else 10)
+    assert search.stopped == "matchness above 0.95" and search.incumbent.tokens >= 64
+    assert search.incumbent.layers.attention[3]
+
+
+def test_a_lucky_score_does_not_stay():
+    """The first candidate has 32 of 32 once, and 5 from then on; what it displaced comes back."""
+    seen = {}
+
+    def score(layers, window):
+        if layers == uniform_layers(LAYERS):
+            return 20
+        seen.setdefault(layers, window)
+        return 32 if layers == next(iter(seen)) and window == 1 else 5
+
+    search = search_on(score, steps=60)
+    assert search.incumbent.layers == uniform_layers(LAYERS)
+    assert [layers for _, layers in search.adopted] == [
+        str(uniform_layers(LAYERS)), str(next(iter(seen))), str(uniform_layers(LAYERS)),
+    ]  # fmt: skip
+
+
+def test_answers_of_an_older_window_are_ignored():
+    search = LayerSearch(LAYERS, SearchSettings())
+    search.open_window()
+    asked = search.next_sets(3)
+    search.open_window()
+    search.tell(asked, [1, 32, 32])
+    assert search.steps == 0 and search.incumbent.tokens == 0
+
+
+@pytest.mark.parametrize(("layers", "ratio"), [(2, 0.5), (1, 0.5), (8, 0.0), (8, 0.05)])
+def test_nothing_to_choose(layers, ratio):
+    search = LayerSearch(layers, SearchSettings(ratio=ratio))
+    assert search.stopped == "there is nothing to choose" and search.incumbent.layers == all_layers(layers)
+
+
+def test_the_search_beats_the_uniform_start_and_random_sets():
+    found, random = [], []
+    for seed in range(3):
+        found.append(chance(search_on(draw(seed), seed, steps=100, interval=25).incumbent.layers))
+        random.append(chance(search_on(draw(seed), seed, steps=100, interval=10**6).incumbent.layers))
+    assert np.median(found) > np.median(random) > chance(uniform_layers(LAYERS))
+
+
+def test_bayesian_proposals_follow_what_was_seen():
+    """Skipping the first half of the units costs nothing, the second half much."""
+    rng = np.random.default_rng(0)
+    sets = [rng.permutation(np.arange(20) < 8) for _ in range(60)]
+    observed = [(skipped, 1 - 0.1 * float(skipped[10:].sum())) for skipped in sets]
+    proposed, seconds = propose_bayesian(observed, sets[0], 8, 3)
+    assert proposed.sum() == 8 and proposed[10:].sum() <= 1 and seconds > 0
+    # A set that is known a hundred times over counts once; the incumbent may be of another size.
+    proposed, _ = propose_bayesian([*observed, *[observed[0]] * 100], np.ones(20, bool), 8, 3)
+    assert proposed.sum() == 8
+
+
+def test_another_process_goes_on(tmp_path):
+    file = LayerFile(tmp_path / "new" / "sets.json", "model a")
+    search = search_on(draw(0), steps=30, tolerance=10**6)
+    file.save("poems", search)
+    file.save("code", search_on(draw(1), steps=20))
+    LayerFile(file.path, "model b").save("poems", search_on(draw(2), steps=10))
+    again = LayerSearch(LAYERS, SearchSettings(steps=60, tolerance=10**6))
+    file.load("poems", again)
+    assert again.incumbent.layers == search.incumbent.layers and again.stopped is None
+    same = LayerSearch(LAYERS, search.settings)
+    file.load("poems", same)
+    assert (same.steps, same.stopped, same.history) == (search.steps, search.stopped, search.history)
+    assert same.incumbent == search.incumbent or same.incumbent.matchness == search.incumbent.matchness
+    other = LayerSearch(LAYERS, SearchSettings(ratio=0.2))
+    file.load("poems", other)
+    assert other.incumbent.layers == uniform_layers(LAYERS)
+    # Less than is known already is not kept.
+    shorter = LayerSearch(LAYERS, search.settings)
+    file.save("poems", shorter)
+    shorter.steps = 5
+    file.save("poems", shorter)
+    file.load("poems", same)
+    assert same.steps == search.steps
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", '{"format": "other", "models": {}}', json.dumps({"format": FORMAT, "models": {"m": 3}}),
+        json.dumps({"format": FORMAT, "models": {"m": {"default": {"layers": "mlp=99"}}}}),
+        json.dumps({"format": FORMAT, "models": {"m": {"default": 7}}}), "\x00\xff",
+    ],
+)  # fmt: skip
+def test_files_that_are_none_of_ours(tmp_path, content, caplog):
+    path = tmp_path / "sets.json"
+    path.write_text(content, encoding="latin-1")
+    search = LayerSearch(LAYERS, SearchSettings())
+    LayerFile(path, "m").load("default", search)
+    assert search.incumbent.layers == uniform_layers(LAYERS) and "is not used" in caplog.text
+    with pytest.raises(ConfigError, match="layer sets"):
+        LayerFile(path, "m", strict=True).load("default", search)
+
+
+def test_a_named_file_needs_a_folder(tmp_path):
+    with pytest.raises(ConfigError, match="a folder that exists"):
+        LayerFile(tmp_path / "no" / "sets.json", "m", strict=True).check()
+    LayerFile(tmp_path / "sets.json", "m", strict=True).check()
+
+
+def test_the_digest_is_the_contents(tmp_path):
+    from tiny_models import FAMILIES
+
+    cfg = FAMILIES["llama"]
+    for name, weights in (("a", b"1" * 100_000), ("b", b"1" * 100_000), ("c", b"1" * 99_999 + b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_bytes(weights)
+    a, b, c = (model_digest(tmp_path / name, cfg) for name in "abc")
+    assert a == b != c
+    assert model_digest(tmp_path / "a" / "weights", cfg) == a
+    assert model_digest(tmp_path / "a", FAMILIES["qwen2"]) != a
