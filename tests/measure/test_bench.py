@@ -18,6 +18,7 @@ from jaxspec.measure.bench import Column, default_methods, loading_method, make_
 from jaxspec.measure.prompts import BenchPrompt
 from jaxspec.measure.report import bootstrap_interval, make_report, print_report
 from jaxspec.measure.roofline import roofline_pass, weight_bytes
+from jaxspec.methods.autoregressive import Autoregressive
 from pallas_kernels.registry import Kernels, choose
 
 PROMPTS = [
@@ -244,7 +245,7 @@ def test_roofline_reads_sharded_weights(family, degree, kernels):
 def test_plain_decoding_of_the_real_model(llm, real, monkeypatch):
     monkeypatch.setattr(bench, "_time_passes", bench_fakes.time_passes)
     prompt = BenchPrompt(1, "chat", ("Count to twenty.",))
-    measured = measure(llm, [Column("ar", llm.engine.method)], [prompt], SamplingParams(max_tokens=12), 2)
+    measured = measure(llm, [Column("ar", Autoregressive())], [prompt], SamplingParams(max_tokens=12), 2)
     assert all(answer.compile_s == 0 for answer in measured.answers)
     # The blocks of its file, or float32.
     assert measured.weight_bytes == (96_576_768 if llm.kernels.native else 4 * 134_515_008)
