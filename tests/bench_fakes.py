@@ -16,6 +16,7 @@ class Tree:
     """Accepts `budget` draft tokens in every round."""
 
     name: ClassVar[str] = "specexec"
+    own_devices: ClassVar[bool] = False
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
     exact: ClassVar[str] = "tokens"
@@ -43,6 +44,7 @@ class Lookup:
     name: ClassVar[str] = "lookup"
     drafts: ClassVar[bool] = False
     needs_draft: ClassVar[bool] = False
+    own_devices: ClassVar[bool] = False
     exact: ClassVar[str] = "tokens"
 
 
@@ -54,7 +56,15 @@ class Sampled(Tree):
     exact: ClassVar[str] = "law"
 
 
-METHODS = {method.name: method for method in (Autoregressive, Lookup, Tree, Sampled)}
+@dataclasses.dataclass(frozen=True)
+class Apart(Tree):
+    """Its draft may have devices of its own."""
+
+    name: ClassVar[str] = "swiftspec"
+    own_devices: ClassVar[bool] = True
+
+
+METHODS = {method.name: method for method in (Autoregressive, Lookup, Tree, Sampled, Apart)}
 
 
 def make_method(name, settings=None):

@@ -82,8 +82,6 @@ def test_methods_by_name():
     assert resolve_method(Autoregressive()) == Autoregressive()
     with pytest.raises(ConfigError, match="unknown method 'specexe'; did you mean 'specexec'"):
         resolve_method("specexe")
-    with pytest.raises(ConfigError, match="'swift' is not available in this version"):
-        resolve_method("swift")
     for wrong in (Autoregressive, 3, None):
         with pytest.raises(ConfigError, match="a name or a method object"):
             resolve_method(wrong)

@@ -51,6 +51,9 @@ def bench(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
     target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
+    draft_devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answer --max-tokens tokens always.")
     ] = False,
@@ -74,11 +77,15 @@ def bench(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
         )
         drafting = has_draft(model, draft_model)
-        names = default_methods(drafting) if methods is None else _split_list(methods, "--methods")
+        own = draft_devices is not None
+        names = default_methods(drafting, own) if methods is None else _split_list(methods, "--methods")
         columns = make_columns(names, _parse_settings(set_ or []), _parse_budgets(budgets))
-        method = loading_method(columns, drafting, draft_model is not None)
+        method = loading_method(columns, drafting, draft_model is not None, own)
 
-        llm = LLM(model, draft=draft_model, method=method, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
+        llm = LLM(
+            model, draft=draft_model, method=method, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
+            target_devices=target_devices, draft_devices=draft_devices,
+        )  # fmt: skip
         with _Bar() as bar:
             measured = measure(llm, columns, chosen, sampling, repeats, bar.show)
         draft = None if llm.draft_path is None else str(llm.draft_path)

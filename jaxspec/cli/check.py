@@ -55,6 +55,9 @@ def check(
         bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
     ] = None,
     target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
+    draft_devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
@@ -76,9 +79,13 @@ def check(
         from jaxspec.llm import LLM, has_draft
 
         drafting = has_draft(model, draft_model)
-        methods, skipped = _make_methods(method, set_ or [], drafting, draft_model is not None)
-        first = next((m for m in methods if drafting and m.drafts), PLAIN)
-        llm = LLM(model, draft=draft_model, method=first, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
+        apart = draft_devices is not None
+        methods, skipped = _make_methods(method, set_ or [], drafting, draft_model is not None, apart)
+        first = next((m for m in methods if drafting and m.drafts and m.own_devices >= apart), PLAIN)
+        llm = LLM(
+            model, draft=draft_model, method=first, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
+            target_devices=target_devices, draft_devices=draft_devices,
+        )  # fmt: skip
         plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
         encoded = [_encode(plain, text, chat) for _, text in texts]
         names = [name for name, _ in texts]
@@ -87,7 +94,8 @@ def check(
         report: dict[str, Any] = {
             "lossless": True, "model": str(llm.model_path), "draft": draft_path, "dtype": str(llm.engine.target.dtype),
             "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
-            "target_devices": target_devices, **options, "prompts": names, "methods": [], "skipped": skipped,
+            "target_devices": target_devices, "draft_devices": draft_devices, **options,
+            "prompts": names, "methods": [], "skipped": skipped,
         }  # fmt: skip
 
         from jaxspec.measure.scorer import Scorer
@@ -152,11 +160,12 @@ def _encode(llm: "LLM", text: str, chat: bool | None) -> list[int]:
 
 
 def _make_methods(
-    text: str, assignments: Sequence[str], has_draft: bool, given: bool
+    text: str, assignments: Sequence[str], has_draft: bool, given: bool, apart: bool
 ) -> tuple[list[Any], dict[str, str]]:
     """The methods to check with their settings, and those left out of `ALL`, with the reason.
 
-    `given` says that somebody named a draft, which one of the methods should use.
+    `given` says that somebody named a draft, which one of the methods should use; `apart`, that it is to have devices
+    of its own, where those that draft on the target's cannot be checked.
     """
     from jaxspec.methods.registry import METHODS, check_draft_given, make_method
 
@@ -165,6 +174,10 @@ def _make_methods(
     if names == [ALL]:
         fits = {name: has_draft or not kind.needs_draft for name, kind in METHODS.items()}
         skipped = {name: "needs a draft model (--draft-model)" for name, fit in fits.items() if not fit}
+        if apart:
+            together = [name for name, kind in METHODS.items() if fits[name] and kind.drafts and not kind.own_devices]
+            skipped |= {name: "runs the draft on the target's devices (--draft-devices)" for name in together}
+            fits |= dict.fromkeys(together, False)
         names = [name for name, fit in fits.items() if fit and name != PLAIN]
         if not names:
             raise ConfigError(
@@ -180,6 +193,12 @@ def _make_methods(
     methods = [make_method(method.name, _own(method, settings)) for method in defaults]
     for method in methods:
         check_draft_given(method, has_draft and method.drafts)
+        if apart and method.drafts and not method.own_devices:
+            raise ConfigError(
+                f"method {method.name!r} runs the draft on the target's devices: leave --draft-devices out"
+            )
+    if apart and not any(method.drafts for method in methods):
+        raise ConfigError(f"none of the methods {', '.join(names)} uses a draft: leave --draft-devices out")
     return methods, skipped
 
 

@@ -187,9 +187,16 @@ def is_token_exact(method: Any, sampling: SamplingParams) -> bool:
     return sampling.temperature == 0 or method.exact == "tokens"
 
 
-def default_methods(has_draft: bool) -> list[str]:
-    """Names of all methods that need no draft, and with a draft of those that use one."""
-    return [name for name, method in METHODS.items() if has_draft or not method.needs_draft]
+def default_methods(has_draft: bool, apart: bool = False) -> list[str]:
+    """Names of all methods that need no draft, and with a draft of those that use one.
+
+    A draft on devices of its own, `apart` from the target's, leaves those that can use it there.
+    """
+    return [
+        name
+        for name, method in METHODS.items()
+        if (has_draft or not method.needs_draft) and (method.own_devices or not (apart and method.drafts))
+    ]
 
 
 def make_columns(
@@ -238,16 +245,18 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Any:
     return registry.make_method(name, settings)
 
 
-def loading_method(columns: Sequence[Column], has_draft: bool, given: bool = True) -> Any:
+def loading_method(columns: Sequence[Column], has_draft: bool, given: bool = True, apart: bool = False) -> Any:
     """The method to load models with: one of the columns', and with a draft one that uses it.
 
     Args:
       columns: from `make_columns`.
       has_draft: whether there is a draft model.
       given: whether that is because somebody named one.
+      apart: whether the draft is to have devices of its own.
 
     Raises:
-      ConfigError: a column needs a draft and there is none, or there is one and no column uses it.
+      ConfigError: a column needs a draft and there is none, or there is one and no column uses it; or not all that do
+        can use it on devices of its own.
     """
     drafting = [column for column in columns if column.method.drafts]
     if has_draft and given and not drafting:
@@ -255,6 +264,12 @@ def loading_method(columns: Sequence[Column], has_draft: bool, given: bool = Tru
     needing = [column for column in columns if column.method.needs_draft]
     if needing and not has_draft:
         raise ConfigError(f"{needing[0].label} needs a draft model: name one, or leave the method out")
+    together = [column.label for column in drafting if not column.method.own_devices]
+    if apart and (together or not drafting):
+        others = ", ".join(together) or "plain decoding"
+        raise ConfigError(
+            f"draft_devices are the draft's own, for swiftspec; {others} cannot use them"
+        )
     return (drafting or columns)[0].method
 
 

@@ -80,3 +80,13 @@ def test_streamed_tokens_say_where_they_come_from(speculating):
     assert len(from_draft) - sum(from_draft) in (steps - 1, steps)
     assert counts["num_spec_tokens"] == speculating.engine.method.batch_rows - 1
     assert completion.method == speculating.engine.method.name
+
+
+def test_swiftspec_with_the_shipped_draft_on_a_device_of_its_own(llm):
+    apart = jaxspec.LLM(method="swiftspec", draft_devices=1)
+    assert apart.draft_path is not None
+    for prompt in (TEXT, CODE):
+        for sampling in SAMPLINGS:
+            out = apart.generate(prompt, sampling)
+            assert out.token_ids == llm.generate(prompt, sampling).token_ids
+            assert out.stats.speculative_decoding["num_accepted_draft_tokens"] > 0
