@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -55,6 +55,14 @@ class Emitted:
             self, tokens=self.tokens[:count], logprobs=self.logprobs[:count],
             accepted=accepted, drafted=accepted, depth=accepted,
         )  # fmt: skip
+
+    def steps(self) -> Iterator["Emitted"]:
+        """One for each target pass: tokens that nobody drafted took one each."""
+        if self.drafted or len(self.tokens) == 1:
+            yield self
+            return
+        for index, (token, logprob) in enumerate(zip(self.tokens, self.logprobs, strict=True)):
+            yield Emitted((token,), (logprob,), draft_passes=0 if index else self.draft_passes)
 
 
 class Engine:
@@ -184,7 +192,7 @@ class Engine:
                     launched += 1
                 result = read(in_flight.popleft(), limit - emitted)
                 emitted += len(result.tokens)
-                yield result
+                yield from result.steps()
         except GeneratorExit:
             self._keep(runner, state)
             raise
@@ -219,4 +227,5 @@ def _read(round_: Round, room: int) -> Emitted:
     logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
     counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
     passes += 0 if counts is None else counts.passes
-    return Emitted(tokens, logprobs, count - 1, drafted, depth, passes, counts).cut(room)
+    accepted = count - 1 if drafted else 0
+    return Emitted(tokens, logprobs, accepted, drafted, depth, passes, counts).cut(room)

@@ -49,10 +49,12 @@ class RoundCosts:
     Attributes:
       batch: float64 [bs], a target pass of 1, 2, ... rows with what a round costs besides.
       draft: a draft pass.
+      besides: what a round costs besides its passes.
     """
 
     batch: np.ndarray
     draft: float
+    besides: float
 
 
 @struct.dataclass
@@ -66,7 +68,7 @@ class AdaptiveState:
       token: int32 [n, 2], first and second choices of the last chain.
       kind: int32 [n, 2], class of each.
       count: int32 [], how long it was; all its first choices but the last lie in the cache's window.
-      idle: int32 [], rounds since the draft ran.
+      idle: int32 [], rounds since the draft ran; of those that drafted nothing, their tokens.
       patience: int32 [], after how many it is tried again.
     """
 
@@ -100,7 +102,7 @@ class AdaptiveDrafter:
         self._text = TextSide(placement, slots, lookup)
         rows = lookup.batch
         scalar, row = placement.array((), jnp.int32), placement.array((rows,), jnp.int32)
-        self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
+        self.drafted = Drafted(Batch(row, row, row, scalar), scalar, plain=scalar)
 
         def begin(text: LookupState, cache: KVCache) -> AdaptiveState:
             zero, pairs = jnp.int32(0), jnp.zeros((length, 2), jnp.int32)
@@ -149,11 +151,14 @@ def draft_round(
     # The keys of what the draft guessed right lie behind the prefix already, in order.
     cache = commit_rows(state.cache, known)
     text, candidates, matched = find_candidates(state.text, outcome, lookup)
-    candidates, copy_rate = keep_worthwhile(candidates, costs.batch)
+    plain_tokens = text.plain(lookup.longest_path)
+    # Tokens that are decoded plainly share what a round costs besides its passes.
+    batch_cost = jnp.asarray(costs.batch, jnp.float32).at[0].add(costs.besides * (1 / plain_tokens - 1))
+    candidates, copy_rate = keep_worthwhile(candidates, batch_cost)
 
     tokens = jnp.arange(1, length + 1)
     expected = 1 + jnp.cumsum(mean_chance(gauge) ** tokens)
-    chain_rate = jnp.max(expected / (jnp.asarray(costs.batch)[tokens] + costs.draft * tokens))
+    chain_rate = jnp.max(expected / (batch_cost[tokens] + costs.draft * tokens))
     worth = chain_rate > copy_rate
     copies = (candidates.score > -jnp.inf).any()
     probe = ~worth & ~copies & (state.idle >= state.patience)
@@ -162,13 +167,13 @@ def draft_round(
     chain = grow_chain(params, placement, cache, text, gauge, history, request, wanted, length, costs)
 
     def choose() -> tuple[Batch, jax.Array, jax.Array]:
-        spent = costs.batch + costs.draft * chain.passes
+        spent = batch_cost + costs.draft * chain.passes
         kept, own_rate = keep_worthwhile(chain.candidates(), spent)
         _, copy_rate = keep_worthwhile(candidates, spent)
-        copied_text, copied = draft_candidates(text, candidates, matched, lookup.batch)
-        own = pack_best(copied.batch.token[0], kept, lookup.batch)
+        copied_text, copied = draft_candidates(text, candidates, matched, lookup)
+        own = pack_best(copied.token[0], kept, lookup.batch)
         use_chain = wanted & (own_rate >= copy_rate)
-        batch = jax.tree.map(lambda a, b: jnp.where(use_chain, a, b), own, copied.batch)
+        batch = jax.tree.map(lambda a, b: jnp.where(use_chain, a, b), own, copied)
         # No match proposed a row of a chain: what becomes of it says nothing about matches.
         return (
             batch,
@@ -178,12 +183,15 @@ def draft_round(
 
     def plain() -> tuple[Batch, jax.Array, jax.Array]:
         root = jnp.where(rows == 0, text.token[text.length - 1], 0)
-        return Batch(root, rows, jnp.zeros_like(rows), jnp.int32(1)), jnp.zeros_like(rows), rows
+        return Batch(root, rows, jnp.zeros_like(rows), jnp.int32(1)), jnp.full_like(rows, lookup.ngram + 1), rows
 
     rows = jnp.arange(lookup.batch, dtype=jnp.int32)
     # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
     batch, row_matched, parent = jax.lax.cond(wanted | copies, choose, plain)
-    text = dataclasses.replace(text, matched=row_matched, parent=parent)
+    alone = batch.count == 1
+    calm = jnp.where(alone, text.calm + 1, 0)
+    plain_tokens = jnp.where(alone, plain_tokens, 0)
+    text = dataclasses.replace(text, matched=row_matched, parent=parent, calm=calm)
     patience = jnp.where(probe, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
     state = AdaptiveState(
         text=text,
@@ -192,10 +200,10 @@ def draft_round(
         token=chain.token,
         kind=chain.kind,
         count=chain.count,
-        idle=jnp.where(wanted, 0, state.idle + 1),
+        idle=jnp.where(wanted, 0, state.idle + jnp.maximum(plain_tokens, 1)),
         patience=jnp.where(worth, FIRST_PATIENCE, patience),
     )
-    return state, Drafted(batch, chain.passes)
+    return state, Drafted(batch, chain.passes, plain=plain_tokens)
 
 
 def learn(state: AdaptiveState, outcome: Outcome) -> tuple[Gauge, jax.Array]:

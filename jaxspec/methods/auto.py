@@ -96,7 +96,7 @@ class Auto:
         cost = self.draft_cost
         if cost == 0 and draft is not None:
             cost = relative_draft_cost(target, draft)
-        return RoundCosts(pass_costs(target, self.batch, self.pass_cost) + self.round_cost, cost)
+        return RoundCosts(pass_costs(target, self.batch, self.pass_cost) + self.round_cost, cost, self.round_cost)
 
     def bind(self, models: Models, tokens: int) -> PairRunner:
         """See `Method.bind`."""

@@ -6,15 +6,11 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache import commit_rows
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import ROUND_HEADER, Exactness, ModelParams, Models, Round, pack_round, place_request
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.program import Program
-from jaxspec.methods.target import TargetSide, TargetState
-from jaxspec.models.transformer import forward, vocab_logits
-from jaxspec.sampling.choose import choose
-from jaxspec.sampling.processors import update_history
+from jaxspec.methods.target import TargetSide, TargetState, next_token
 from jaxspec.sampling.request import Request
 
 
@@ -63,10 +59,10 @@ class AutoregressiveRunner:
         target = models.target
         self.slots = slots
         self._side = TargetSide(target, slots)
-        cfg, vocab = target.cfg, target.vocab
 
         def step(params, state, request):
-            return decode_token(params, cfg, vocab, state, request)
+            state, logprob = next_token(params, target, state, request)
+            return state, pack_round(state.root[None], 1, 0, 0, 0, logprob[None])
 
         round_ = Round(target.array((ROUND_HEADER + 1,), jnp.int32), target.array((1,), jnp.float32))
         args = [target.params(), self._side.state, target.request()]
@@ -89,18 +85,3 @@ class AutoregressiveRunner:
     def round(self, params: ModelParams, state: TargetState, request: Request) -> tuple[TargetState, Round]:
         """See `Runner.round`."""
         return self._step(params.target, state, request)
-
-
-def decode_token(params, cfg, vocab, state: TargetState, request: Request) -> tuple[TargetState, Round]:
-    """Run the root through the target and draw the next token; written for one shard.
-
-    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n.
-    """
-    position = state.cache.length[None]
-    hidden, cache = forward(params, cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool))
-    logits = vocab_logits(params, hidden)
-    seen, counts = state.history.seen[None], state.history.counts[None]
-    token, logprob = choose(logits, request.processors, seen, counts, request.key, position + 1, vocab)
-    history = update_history(state.history, token, jnp.ones(1, bool), vocab, generated=True)
-    state = TargetState(commit_rows(cache, jnp.int32(1)), history, token[0])
-    return state, pack_round(token, 1, 0, 0, 0, logprob)

@@ -48,7 +48,7 @@ class Round:
 
     Attributes:
       packed: int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of
-        their tree, draft passes; then the new tokens.
+        their tree, draft passes; then the new tokens. Several tokens where none was drafted took a pass each.
       logprob: float32 `[P]`, log-probability of each new token under the processed distribution.
       draft: what a draft on devices of its own counted, int32 `[n]`; see `messages.DraftCounts`.
     """

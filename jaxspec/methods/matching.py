@@ -23,6 +23,9 @@ PRIOR_ACCEPTANCE = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
 PRIOR_WEIGHT = 4.0
 # What was observed loses weight each round, so that a copied passage behind a free one is found worth trying again.
 FORGETTING = 0.99
+# Behind so many rounds in a row that drafted nothing, a round without a draft decodes so many tokens: they share what a
+# round costs besides its passes, and a match is noticed a little later.
+CALM_ROUNDS, CALM_TOKENS = 4, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class LookupState:
       parent: int32 [bs], of the last batch.
       tried: float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting.
       accepted: float32 [ngram + 1], those that the target confirmed.
+      calm: int32 [], rounds in a row that drafted nothing.
     """
 
     token: jax.Array
@@ -68,6 +72,11 @@ class LookupState:
     parent: jax.Array
     tried: jax.Array
     accepted: jax.Array
+    calm: jax.Array
+
+    def plain(self, most: int) -> jax.Array:
+        """Tokens of a round without a draft, at most `most`; int32 []."""
+        return jnp.where(self.calm >= CALM_ROUNDS, min(CALM_TOKENS, most), 1)
 
 
 class TextSide:
@@ -84,7 +93,7 @@ class TextSide:
             zeros = jnp.zeros(settings.ngram + 1)
             text = jnp.zeros(capacity, jnp.int32)
             rows = jnp.arange(settings.batch, dtype=jnp.int32)
-            return LookupState(text, jnp.int32(0), jnp.zeros_like(rows), rows, zeros, zeros)
+            return LookupState(text, jnp.int32(0), jnp.zeros_like(rows), rows, zeros, zeros, jnp.int32(0))
 
         self.state = placement.replicated(jax.eval_shape(create))
         self._create = Program("lookup create", create, plan, [], self.state)
@@ -112,7 +121,7 @@ class LookupDrafter:
         """Declare the programs; for `costs` see `keep_worthwhile`."""
         self._side = TextSide(placement, slots, settings)
         scalar, row = placement.array((), jnp.int32), placement.array((settings.batch,), jnp.int32)
-        self.drafted = Drafted(Batch(row, row, row, scalar), scalar)
+        self.drafted = Drafted(Batch(row, row, row, scalar), scalar, plain=scalar)
 
         def draft(state, outcome):
             return look_up(state, outcome, settings, costs)
@@ -150,7 +159,12 @@ def look_up(
     state, candidates, matched = find_candidates(state, outcome, settings)
     if settings.adaptive:
         candidates, _ = keep_worthwhile(candidates, costs)
-    return draft_candidates(state, candidates, matched, settings.batch)
+    state, batch = draft_candidates(state, candidates, matched, settings)
+    alone = batch.count == 1
+    plain = jnp.where(alone, state.plain(settings.longest_path), 0)
+    return dataclasses.replace(state, calm=jnp.where(alone, state.calm + 1, 0)), Drafted(
+        batch, jnp.int32(0), plain=plain
+    )
 
 
 def find_candidates(
@@ -162,14 +176,14 @@ def find_candidates(
 
 
 def draft_candidates(
-    state: LookupState, candidates: Candidates, matched: jax.Array, rows: int
-) -> tuple[LookupState, Drafted]:
-    """The best candidates as a batch, and a note of which match proposed which row."""
-    batch = pack_best(state.token[state.length - 1], candidates, rows)
+    state: LookupState, candidates: Candidates, matched: jax.Array, settings: LookupSettings
+) -> tuple[LookupState, Batch]:
+    """The best candidates as a batch, and a note of which match proposed which row; none proposed the root."""
+    batch = pack_best(state.token[state.length - 1], candidates, settings.batch)
     # Which candidate became which row is known by path alone: ask the same selection for the match lengths.
-    lengths = pack_best(jnp.int32(0), dataclasses.replace(candidates, token=matched), rows).token
-    state = dataclasses.replace(state, matched=lengths, parent=batch.parent)
-    return state, Drafted(batch, jnp.int32(0))
+    lengths = dataclasses.replace(candidates, token=matched)
+    noted = pack_best(jnp.int32(settings.ngram + 1), lengths, settings.batch).token
+    return dataclasses.replace(state, matched=noted, parent=batch.parent), batch
 
 
 def learn(state: LookupState, outcome: Outcome) -> LookupState:

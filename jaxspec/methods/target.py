@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.cache import KVCache, init_cache
+from jaxspec.cache import KVCache, commit_rows, init_cache
 from jaxspec.methods.chunks import split_chunks, usable_chunks
 from jaxspec.methods.program import Program
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import prefill
+from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.placement import Placement
+from jaxspec.sampling.choose import choose
 from jaxspec.sampling.processors import History, init_history, update_history
+from jaxspec.sampling.request import Request
 
 
 @struct.dataclass
@@ -77,6 +79,25 @@ class TargetSide:
     def prefill(self, params: Params, state: TargetState, tokens: np.ndarray) -> TargetState:
         """See `Runner.prefill`."""
         return run_fill(self._fill, params, state, tokens, self.slots)
+
+
+def next_token(
+    params: Params, target: Placement, state: TargetState, request: Request
+) -> tuple[TargetState, jax.Array]:
+    """Run the root through the target and draw the token behind it, the new root; written for one shard.
+
+    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n.
+
+    Returns:
+      The state, and the token's log-probability under the processed distribution, float32 [].
+    """
+    position = state.cache.length[None]
+    hidden, cache = forward(params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool))
+    logits = vocab_logits(params, hidden)
+    seen, counts = state.history.seen[None], state.history.counts[None]
+    token, logprob = choose(logits, request.processors, seen, counts, request.key, position + 1, target.vocab)
+    history = update_history(state.history, token, jnp.ones(1, bool), target.vocab, generated=True)
+    return TargetState(commit_rows(cache, jnp.int32(1)), history, token[0]), logprob[0]
 
 
 def make_fill(name: str, fill: Any, placement: Placement, state: Any, slots: int) -> dict[int, Program]:

@@ -9,7 +9,7 @@ from flax import struct
 
 from jaxspec.cache import commit_path
 from jaxspec.methods.base import Round, pack_round
-from jaxspec.methods.target import TargetState
+from jaxspec.methods.target import TargetState, next_token
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.placement import Placement
@@ -30,11 +30,14 @@ class Drafted:
       batch: rows to verify.
       passes: int32 [], draft passes that it took.
       extra: what the acceptance rule needs besides, such as the q of a sampled tree; None for `match_rule`.
+      plain: int32 [], tokens to decode without a draft, at most P, where the batch is but a root; else 0. None in
+        methods that always verify.
     """
 
     batch: Batch
     passes: jax.Array
     extra: Any = None
+    plain: jax.Array | None = None
 
 
 @struct.dataclass
@@ -44,7 +47,8 @@ class Outcome:
     Attributes:
       tokens: int32 [P], the new verified tokens.
       count: int32 [], how many.
-      path: int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count.
+      path: int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count. Of tokens
+        without a draft, all are the root's.
     """
 
     tokens: jax.Array
@@ -84,6 +88,37 @@ def verify(
       rule: which tokens are accepted.
       varies: whether batches of few rows are so common that a pass should cost less then (more to compile).
     """
+    if drafted.plain is None:
+        return _verify_batch(params, target, state, drafted, request, steps, rule, varies)
+    plain = drafted.plain
+
+    def decode(index: jax.Array, done: Any) -> Any:
+        state, outcome, round_ = done
+        state, logprob = next_token(params, target, state, request)
+        tokens, logprobs = outcome.tokens.at[index].set(state.root), round_.logprob.at[index].set(logprob)
+        outcome = Outcome(tokens, plain, outcome.path)
+        return state, outcome, pack_round(tokens, plain, 0, 0, drafted.passes, logprobs)
+
+    def verify_(_: jax.Array, done: Any) -> Any:
+        return _verify_batch(params, target, done[0], drafted, request, steps, rule, varies)
+
+    # A pass of one row costs less than a batch of which one row is live. For branches XLA would copy the cache.
+    zeros = jnp.zeros(steps, jnp.int32)
+    none = state, Outcome(zeros, jnp.int32(0), zeros), pack_round(zeros, 0, 0, 0, 0, jnp.zeros(steps))
+    done = jax.lax.fori_loop(0, plain, decode, none)
+    return jax.lax.fori_loop(0, (plain == 0).astype(jnp.int32), verify_, done)
+
+
+def _verify_batch(
+    params: Params,
+    target: Placement,
+    state: TargetState,
+    drafted: Drafted,
+    request: Request,
+    steps: int,
+    rule: Rule,
+    varies: bool,
+) -> tuple[TargetState, Outcome, Round]:
     batch = drafted.batch
     position = state.cache.length + batch.depth
     mask = ancestor_matrix(batch.parent, steps - 1)

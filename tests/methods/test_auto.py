@@ -181,6 +181,28 @@ def test_a_poor_draft_is_left_alone_and_tried_again_ever_more_rarely(draft, samp
     assert len(rounds) - asked[-1] <= LONGEST_PATIENCE + 16
 
 
+def test_where_nothing_pays_a_round_decodes_several_tokens(monkeypatch):
+    """Each is an emission of its own, as if it had been a round, and the last round may hold more than is wanted."""
+    engine = engine_of(LLAMA_AUTO_LONG)
+    launched, launch = [], type(engine._runner).round
+
+    def counted(self, *args):
+        launched.append(args)
+        return launch(self, *args)
+
+    monkeypatch.setattr(type(engine._runner), "round", counted)
+    sampling = dict(temperature=1.3, seed=7)
+    for count in (MANY, MANY - 1, MANY - 2, MANY - 3):
+        launched.clear()
+        rounds = decode(LLAMA_AUTO_LONG, PROMPT, count, "random", **sampling)
+        assert tokens_of(rounds) == tokens_of(plain("llama", PROMPT, count, **sampling))
+        alone = [emitted for emitted in rounds if not emitted.drafted]
+        assert len(alone) > count // 2 and all(len(emitted.tokens) == 1 for emitted in alone)
+        # One round is in flight when the last token comes; the first of each calm stretch hold one token.
+        assert len(launched) < len(rounds) - len(alone) + 2 * len(alone) // 3
+        assert sum(emitted.draft_passes for emitted in rounds) < 40
+
+
 @pytest.mark.parametrize("draft", ["constant", "broken"])
 def test_a_draft_that_is_never_sure_is_left_alone(draft):
     """Its tokens have a chance of 1 % by its own account: few are verified, and it is found out all the same."""

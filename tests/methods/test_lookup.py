@@ -69,7 +69,7 @@ def state_of(text, method, tried=None, accepted=None):
     zeros = np.zeros(method.ngram + 1, np.float32)
     rows = np.arange(method.batch, dtype=np.int32)
     tried, accepted = (zeros if x is None else np.asarray(x, np.float32) for x in (tried, accepted))
-    return LookupState(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted)
+    return LookupState(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted, np.int32(0))
 
 
 @functools.partial(jax.jit, static_argnames="method")
