@@ -1,5 +1,6 @@
 """Arrays from one mesh to another, without a detour through the host."""
 
+import functools
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ def transfer(array: jax.Array, plan: MeshPlan) -> jax.Array:
     return jax.device_put(array, replicated(plan))
 
 
+@functools.cache
 def replicated(plan: MeshPlan) -> Any:
     """The sharding of a whole copy on every device of a mesh."""
     return NamedSharding(plan.mesh, PartitionSpec())

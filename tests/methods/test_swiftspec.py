@@ -211,12 +211,12 @@ def test_many_generations_leave_nothing_behind():
     """Of any length, closed or ended; with fixed depth every one of a kind counts the same as well."""
     engine, params = engine_of(BASIC), params_of(BASIC, "first layer")
     first, sizes = {}, []
-    for turn in range(100):
+    for turn in range(1000):
         options = SamplingParams(max_tokens=1 + turn % 5)
         with contextlib.closing(engine.rounds(params, PROMPT, options, turn % 2)) as rounds:
             emitted = tuple(itertools.islice(rounds, 1 + turn % 3))
         assert emitted == first.setdefault((turn % 5, turn % 2, turn % 3), emitted)
-        if turn % 10 == 9:
+        if turn % 100 == 99:
             engine.settle()
             del rounds
             gc.collect()
