@@ -1,20 +1,71 @@
 """Which implementation of the operations a program is traced with.
 
 The choice belongs to a mesh (`MeshPlan.kernels`) and is set while a program for it is traced; operations ask `current`.
+
+GPU kernels plug in by name. The implementation `mosaic` of the operation `tree_attention` is the module
+`pallas_kernels/tree_attention/mosaic.py`, with two functions:
+
+* `tree_attention(...)`: the operation, with the contract that its `api.py` states;
+* `supports(...) -> bool`: whether it takes a call, by shapes and dtypes of the operands (they may be abstract) and by
+  `current()`. The XLA form takes the others.
+
+`current().interpret` tells both to run in Pallas' interpreter: tests, on machines without a GPU. Every implementation
+is run once on a tiny input before it is used (`self_check.find_kernel_difference`).
 """
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 import jax
 
 from pallas_kernels import KERNEL_NAMES
 from pallas_kernels.native import library
+
+Capability = tuple[int, int]
+
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What an implementation of GPU kernels runs on.
+
+    Attributes:
+      lowest: compute capability.
+      below: first compute capability that it does not run on, or None.
+      packages: that must be installed beside JAX.
+    """
+
+    lowest: Capability
+    below: Capability | None = None
+    packages: tuple[str, ...] = ()
+
+
+# Hopper's matrix instructions (wgmma) exist on Hopper alone.
+NEEDS = {
+    "triton": Needs(AMPERE),
+    "mosaic": Needs(HOPPER, below=BLACKWELL),
+    "jax_triton": Needs(AMPERE, packages=("jax_triton", "triton")),
+}
+
+# Of each set: the implementation that it is named after, and of each operation the implementations in the order they
+# are tried. What the set is named after must work where the set is asked for by name.
+OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"}
+SETS = {
+    "auto": {"tree_attention": ("mosaic", "triton"), "swiglu": ("jax_triton", "triton")},
+    "pallas-triton": {"tree_attention": ("triton",), "swiglu": ("triton",)},
+    "mosaic": {"tree_attention": ("mosaic",), "swiglu": ("jax_triton", "triton")},
+    "jax-triton": {"tree_attention": ("triton",), "swiglu": ("jax_triton",)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,19 +73,33 @@ class Kernels:
     """A set of implementations.
 
     Attributes:
-      name: "xla", or "cpu" for the native ones, whose rows do not depend on the rows beside them.
+      name: "xla"; "cpu" for the native ones, whose rows do not depend on the rows beside them; or a set of GPU kernels.
       platform: of the devices: "cpu", "gpu", ...; XLA's forms differ.
       threads: most threads that one native call uses.
+      implementations: of GPU kernels, (operation, implementation); XLA carries out the other operations.
+      capability: compute capability of the GPU, or None.
+      device_kind: JAX's name of the GPU, by which tuned block sizes are found.
+      interpret: run Pallas kernels in their interpreter, which is for tests.
     """
 
     name: str
     platform: str
     threads: int = 1
+    implementations: tuple[tuple[str, str], ...] = ()
+    capability: Capability | None = None
+    device_kind: str = ""
+    interpret: bool = False
 
     @property
     def native(self) -> bool:
         """Whether operations go to the native CPU library, which takes the number of live rows as data."""
         return self.name == "cpu"
+
+    def implementation(self, operation: str) -> ModuleType | None:
+        """The module whose kernels carry out an operation, or None."""
+        name = dict(self.implementations).get(operation)
+        # Imported here because Pallas takes a second to import, which CPU users would pay for nothing.
+        return importlib.import_module(f"pallas_kernels.{operation}.{name}") if name else None
 
 
 _current: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kernels", default=None)
@@ -55,21 +120,34 @@ def using(kernels: Kernels) -> Iterator[None]:
         _current.reset(token)
 
 
-def choose(name: str, platform: str, devices: int = 1) -> Kernels:
+def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Kernels:
     """Resolve a name for a mesh of `devices` devices of one platform, which share the machine's cores.
 
     Args:
-      name: "xla"; "cpu"; or "auto": the fastest that works here. Where the native library is missing, cannot be run, or
-        fails its check against the reference, XLA takes its place, and one warning per process says why.
+      name: one of `KERNEL_NAMES`. "xla": no kernels. "cpu": the native library. "pallas-triton": Pallas kernels for
+        NVIDIA GPUs from Ampere on. "mosaic": attention for Hopper. "jax-triton": SwiGLU through jax-triton, which is an
+        extra, and the attention of "pallas-triton". "auto": the fastest that works here: what is missing, does not run
+        here, or fails its check against the reference is replaced by the next best, in the end by XLA; one warning per
+        process tells of what should have worked.
+      platform: of the devices.
+      devices: their number.
+      device: one of them, of which GPU kernels depend; None is JAX's first of the platform.
 
     Raises:
       ValueError: an unknown name, or kernels that cannot run here, and why.
     """
     if name not in KERNEL_NAMES:
         raise ValueError(f"kernels {name!r} are not known; use {', '.join(KERNEL_NAMES)}")
-    xla = Kernels("xla", platform)
-    if name == "xla" or (name == "auto" and platform != "cpu"):
-        return xla
+    if name == "xla" or (name == "auto" and platform not in ("cpu", "gpu")):
+        return Kernels("xla", platform)
+    if name == "cpu" or (name == "auto" and platform == "cpu"):
+        return _choose_native(name, platform, devices)
+    if platform != "gpu":
+        raise ValueError(f"kernels {name!r} run on NVIDIA GPUs, not on {platform}; use auto or xla")
+    return _choose_gpu(name, device if device is not None else jax.local_devices(backend="gpu")[0])
+
+
+def _choose_native(name: str, platform: str, devices: int) -> Kernels:
     if platform != "cpu":
         raise ValueError(f"kernels 'cpu' run on CPU devices, not on {platform}; use auto or xla")
     problem = _find_problem()
@@ -78,7 +156,83 @@ def choose(name: str, platform: str, devices: int = 1) -> Kernels:
     if name == "cpu":
         raise ValueError(f"kernels 'cpu' cannot be used: {problem}")
     _warn(problem)
-    return xla
+    return Kernels("xla", platform)
+
+
+def _choose_gpu(name: str, device: Any) -> Kernels:
+    """Of each operation the first implementation of the set that runs here and passes its check."""
+    base = Kernels("xla", "gpu", capability=_capability(device), device_kind=device.device_kind)
+    chosen = {}
+    for operation, candidates in SETS[name].items():
+        for candidate in candidates:
+            obstacle = find_obstacle(candidate, base.capability)
+            problem = obstacle or find_failure(operation, candidate, base, device)
+            if problem is None:
+                chosen[operation] = candidate
+                break
+            if candidate == OWN.get(name):
+                raise ValueError(f"kernels {name!r} cannot be used: {problem}")
+            if obstacle is None:
+                _warn_of_failure(operation, candidate, problem)
+    if not chosen:
+        return base
+    if name == "auto":
+        own = next(iter(chosen.values()))
+        name = next(named for named, implementation in OWN.items() if implementation == own)
+    return dataclasses.replace(base, name=name, implementations=tuple(chosen.items()))
+
+
+def _capability(device: Any) -> Capability | None:
+    """CUDA's compute capability; other makers' GPUs have names instead ("gfx942")."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
+def find_obstacle(implementation: str, capability: Capability | None) -> str | None:
+    """Why an implementation is none for a GPU or for this installation, or None."""
+    needs = NEEDS[implementation]
+    if capability is None:
+        return "they are for NVIDIA GPUs, and this is none"
+    if capability < needs.lowest or (needs.below is not None and capability >= needs.below):
+        reach = f"of compute capability {_dotted(needs.lowest)}"
+        reach += f" to below {_dotted(needs.below)}" if needs.below else " or newer"
+        return f"they are for NVIDIA GPUs {reach}, not {_dotted(capability)}"
+    missing = [package for package in needs.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}; pip install 'jaxspec-decode[jax-triton]'"
+    return None
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
+
+
+@functools.cache
+def find_failure(operation: str, implementation: str, base: Kernels, device: Any) -> str | None:
+    """What is wrong with a GPU kernel, or None; found out once per process by running it on a tiny input.
+
+    Args:
+      operation: name of its folder.
+      implementation: name of its module.
+      base: the GPU, or the interpreter.
+      device: that it runs on.
+    """
+    from pallas_kernels.self_check import find_kernel_difference
+
+    named = f"{operation} by {implementation}"
+    kernels = dataclasses.replace(base, name="check", implementations=((operation, implementation),))
+    try:
+        difference = find_kernel_difference(operation, kernels, device)
+    # A compiler for another GPU, driver or JAX fails in ways of its own: none of them is a reason not to decode.
+    except Exception as error:
+        return f"{named} cannot be run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return None if difference is None else f"{named} fails its check: {difference}"
+
+
+@functools.cache
+def _warn_of_failure(operation: str, implementation: str, problem: str) -> None:
+    """Tell once per process that a GPU kernel is not used."""
+    logging.getLogger(__name__).warning("a GPU kernel is not used: %s", problem)
 
 
 @functools.cache

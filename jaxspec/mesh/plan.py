@@ -1,6 +1,7 @@
 """MeshPlan: which devices a model runs on, and how many of them share each weight."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ class MeshPlan:
         """Tensor-parallel degree."""
         return len(self.devices)
 
-    @property
+    @functools.cached_property
     def mesh(self) -> Mesh:
         """The one-axis device mesh.
 
@@ -58,7 +59,7 @@ def plan_mesh(
     Args:
       count: devices.
       offset: devices to leave out.
-      kernels: "auto", "xla" or "cpu"; see `pallas_kernels.registry.choose`.
+      kernels: one of `KERNEL_NAMES`; see `pallas_kernels.registry.choose`.
       platform: of the devices, "cpu" for instance; None for the default one.
       beside: devices of another mesh that compute at the same time and share a CPU's cores.
 
@@ -80,6 +81,6 @@ def plan_mesh(
         )
     devices = tuple(available[offset : offset + count])
     try:
-        return MeshPlan(devices, registry.choose(kernels, devices[0].platform, count + beside))
+        return MeshPlan(devices, registry.choose(kernels, devices[0].platform, count + beside, devices[0]))
     except ValueError as error:
         raise ConfigError(str(error)) from error

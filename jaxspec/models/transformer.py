@@ -128,19 +128,21 @@ def _run_layers(params, cfg, token, position, cache, window, units):
     cut = {None: window}
     if window is not None:
         cut |= {w: window.cut(position, w) for w in {cfg.window(i) for i in range(cfg.num_layers)} - {None}}
-    keys, values = [], []
+    keys, values = list(cache.key), list(cache.value)
+    slot_of = {index: place for place, index in enumerate(cfg.attention_layers)}
     for index, layer in enumerate(params["layers"]):
-        sliding = cfg.window(index)
+        sliding, place = cfg.window(index), slot_of.get(index)
+        key, value = (None, None) if place is None else (keys[place], values[place])
         x, key, value = _run_layer(
-            layer, x, rope, cache.key[index], cache.value[index], cache.length, position,
+            layer, x, rope, key, value, cache.length, position,
             None if window is None else cut[sliding],
             units[index] if isinstance(units, jax.Array) else None,
-            runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else (True, True),
+            runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.blocks(index),
             cfg=cfg, sliding=sliding, cache_only=window is None and index == cfg.num_layers - 1,
             kernels=registry.current(),
         )  # fmt: skip
-        keys.append(key)
-        values.append(value)
+        if place is not None:
+            keys[place], values[place] = key, value
     return x, cache.replace(key=tuple(keys), value=tuple(values))
 
 
@@ -170,7 +172,7 @@ def _run_layer(
 
     def add_mlp(live, x):
         with jax.named_scope("mlp"):
-            return x + _all_reduce(feed_forward(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps), live))
+            return x + _all_reduce(feed_forward(layer, cfg, x, live))
 
     def attention_unit(x, key, value):
         heads, key, value = attend(x, key, value)

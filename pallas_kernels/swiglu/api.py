@@ -1,4 +1,4 @@
-"""Gate and up projection of a SwiGLU block, fused with the activation that joins them."""
+"""Gate and up projection of a SwiGLU block, fused with the activation that joins them and the norm before them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import native, registry
 from pallas_kernels.linear.api import check_operands, live_rows, native_weight
 from pallas_kernels.linear.blocks import Weight
+from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.swiglu import reference
 
 
@@ -20,14 +21,44 @@ def swiglu(x: jax.Array, gate_up: Weight, live: jax.Array | None = None) -> jax.
     Raises:
       ValueError: shapes do not fit together.
     """
-    check_operands(x, gate_up)
-    if gate_up.shape[0] % 2:
-        raise ValueError(f"swiglu needs as many gate as up rows, got {gate_up.shape[0]} in all")
+    _check(x, gate_up)
     kernels = registry.current()
     if not kernels.native:
+        fused = kernels.implementation("swiglu")
+        if fused is not None and fused.supports(x, gate_up):
+            return fused.swiglu(x, gate_up)
         return reference.swiglu(x, gate_up)
     data, weight_format = native_weight(gate_up)
     out = jax.ShapeDtypeStruct((x.shape[0], gate_up.shape[0] // 2), jnp.float32)
     return native.call(
         "swiglu", out, x.astype(jnp.float32), data, live_rows(live, x), format=weight_format, threads=kernels.threads
     )
+
+
+def norm_swiglu(
+    x: jax.Array,  # [T, I]
+    scale: jax.Array,  # [I]
+    gate_up: Weight,  # [2F, I]
+    eps: float,
+    live: jax.Array | None = None,  # int32 []
+) -> jax.Array:  # [T, F] float32
+    """`swiglu(rms_norm(x, scale, eps), gate_up, live)`, by GPU kernels in one pass over the weights.
+
+    There the normed rows are rounded to the weights' dtype before each is divided by its root mean square, elsewhere
+    behind it: both round once.
+
+    Raises:
+      ValueError: shapes do not fit together.
+    """
+    _check(x, gate_up)
+    kernels = registry.current()
+    fused = None if kernels.native else kernels.implementation("swiglu")
+    if fused is None or scale.shape != x.shape[1:] or not fused.supports(x, gate_up, scale, eps):
+        return swiglu(rms_norm(x, scale, eps), gate_up, live)
+    return fused.swiglu(x, gate_up, scale, eps)
+
+
+def _check(x: jax.Array, gate_up: Weight) -> None:
+    check_operands(x, gate_up)
+    if gate_up.shape[0] % 2:
+        raise ValueError(f"swiglu needs as many gate as up rows, got {gate_up.shape[0]} in all")

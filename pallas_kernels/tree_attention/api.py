@@ -5,6 +5,8 @@ Slot s below `length` holds the token at position s; slot `length + j` holds win
 embedding already, so that a slot never needs recomputation.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -51,16 +53,22 @@ def tree_attention(
     Returns:
       Attention output per query head, and the cache with the rows written.
 
+    GPU kernels refuse some calls by their shapes and dtypes (their `supports`), which XLA then carries out.
+
     Raises:
       ValueError: shapes do not fit together.
     """
     _check(qkv, cos, sin, key, value, window_mask, position)
     kernels = registry.current()
     if not kernels.native:
-        return xla.tree_attention(
-            qkv, cos, sin, key, value, length, window_mask, position,
-            offset=offset, sliding_window=sliding_window, live=live, write_only=write_only,
-        )  # fmt: skip
+        operands = (qkv, cos, sin, key, value, length, window_mask, position)
+        options: dict[str, Any] = {
+            "offset": offset, "sliding_window": sliding_window, "live": live, "write_only": write_only,
+        }  # fmt: skip
+        fused = kernels.implementation("tree_attention")
+        if fused is not None and fused.supports(*operands, **options):
+            return fused.tree_attention(*operands, **options)
+        return xla.tree_attention(*operands, **options)
     T, K, rows, H = qkv.shape
     return native.call(
         "tree_attention",

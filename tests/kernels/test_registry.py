@@ -3,12 +3,15 @@
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import logging
 import os
 import platform
 import re
 import shutil
 import subprocess
+import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -75,16 +78,130 @@ def test_choice_of_xla():
     for name in ("cpu", "gpu", "tpu"):
         assert choose("xla", name) == Kernels("xla", name, 1)
         assert not choose("xla", name).native
-    for name in ("gpu", "tpu"):
-        assert choose("auto", name, 4) == Kernels("xla", name, 1)
+    assert choose("auto", "tpu", 4) == Kernels("xla", "tpu", 1)
 
 
 def test_choices_that_are_refused():
-    assert KERNEL_NAMES == ("auto", "xla", "cpu")
-    with pytest.raises(ValueError, match="kernels 'triton' are not known; use auto, xla, cpu"):
+    assert KERNEL_NAMES == ("auto", "xla", "cpu", "pallas-triton", "mosaic", "jax-triton")
+    with pytest.raises(ValueError, match="kernels 'triton' are not known; use auto, xla, cpu, pallas-triton, mosaic"):
         choose("triton", "cpu")
     with pytest.raises(ValueError, match="kernels 'cpu' run on CPU devices, not on gpu"):
         choose("cpu", "gpu")
+    for name in KERNEL_NAMES[3:]:
+        with pytest.raises(ValueError, match=f"kernels '{name}' run on NVIDIA GPUs, not on cpu; use auto or xla"):
+            choose(name, "cpu")
+
+
+def gpu(capability, kind="NVIDIA GPU"):
+    return types.SimpleNamespace(device_kind=kind, compute_capability=capability)
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    """Fakes installed packages and checks: a set of what fails its check, and a list of what was checked."""
+    failing, checked = set(), []
+
+    def find_failure(operation, implementation, base, device):
+        checked.append((operation, implementation))
+        return f"{operation} by {implementation} fails" if (operation, implementation) in failing else None
+
+    monkeypatch.setattr(registry, "find_failure", find_failure)
+    monkeypatch.setattr(registry, "_warn_of_failure", functools.cache(registry._warn_of_failure.__wrapped__))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return types.SimpleNamespace(failing=failing, checked=checked)
+
+
+def chosen(name, capability):
+    kernels = choose(name, "gpu", 1, gpu(capability))
+    return kernels.name, dict(kernels.implementations)
+
+
+def test_choice_on_gpus(gpu_kernels, warnings):
+    triton, mosaic = "triton", "mosaic"
+    both = {"tree_attention": triton, "swiglu": "jax_triton"}
+    assert chosen("auto", "9.0") == ("mosaic", both | {"tree_attention": mosaic})
+    for capability in ("8.0", "8.9", "10.0", "12.0"):
+        assert chosen("auto", capability) == ("pallas-triton", both)
+    # Older ones, and those of other makers.
+    for capability in ("7.5", "gfx942", None):
+        assert choose("auto", "gpu", 1, gpu(capability)).name == "xla"
+        assert choose("auto", "gpu", 1, gpu(capability)).implementations == ()
+    assert chosen("pallas-triton", "9.0") == ("pallas-triton", {"tree_attention": triton, "swiglu": triton})
+    assert chosen("mosaic", "9.0") == ("mosaic", {"tree_attention": mosaic, "swiglu": "jax_triton"})
+    assert chosen("jax-triton", "8.6") == ("jax-triton", both)
+    kernels = choose("auto", "gpu", 4, gpu("9.0", "NVIDIA H100 80GB HBM3"))
+    assert kernels.capability == (9, 0) and kernels.device_kind == "NVIDIA H100 80GB HBM3"
+    assert kernels.platform == "gpu" and not kernels.native and not kernels.interpret
+    assert hash(kernels) == hash(choose("auto", "gpu", 1, gpu("9.0", "NVIDIA H100 80GB HBM3")))
+    assert warnings() == []
+
+
+def test_gpu_kernels_that_are_not_for_this_gpu(gpu_kernels):
+    with pytest.raises(ValueError, match=r"'mosaic' cannot be used: .* capability 9.0 to below 10.0, not 8.6"):
+        choose("mosaic", "gpu", 1, gpu("8.6"))
+    with pytest.raises(ValueError, match=r"'mosaic' .*, not 10.0"):
+        choose("mosaic", "gpu", 1, gpu("10.0"))
+    with pytest.raises(ValueError, match=r"'pallas-triton' cannot be used: .* capability 8.0 or newer, not 7.5"):
+        choose("pallas-triton", "gpu", 1, gpu("7.5"))
+    with pytest.raises(ValueError, match="'jax-triton' cannot be used: they are for NVIDIA GPUs, and this is none"):
+        choose("jax-triton", "gpu", 1, gpu("gfx942"))
+    assert ("tree_attention", "mosaic") not in gpu_kernels.checked
+
+
+def test_without_jax_triton(gpu_kernels, warnings, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else object())
+    with pytest.raises(ValueError, match=r"not installed: jax_triton; pip install 'jaxspec-decode\[jax-triton\]'"):
+        choose("jax-triton", "gpu", 1, gpu("9.0"))
+    for name in ("auto", "mosaic"):
+        assert chosen(name, "9.0") == ("mosaic", {"tree_attention": "mosaic", "swiglu": "triton"})
+    # Nobody asked for it.
+    assert warnings() == []
+
+
+def test_gpu_kernels_that_fail_their_check(gpu_kernels, warnings):
+    gpu_kernels.failing.add(("tree_attention", "mosaic"))
+    with pytest.raises(ValueError, match="kernels 'mosaic' cannot be used: tree_attention by mosaic fails"):
+        choose("mosaic", "gpu", 1, gpu("9.0"))
+    assert warnings() == []
+    for _ in range(2):
+        assert chosen("auto", "9.0") == ("pallas-triton", {"tree_attention": "triton", "swiglu": "jax_triton"})
+    assert warnings() == ["a GPU kernel is not used: tree_attention by mosaic fails"]
+    gpu_kernels.failing.update({("tree_attention", "triton"), ("swiglu", "jax_triton"), ("swiglu", "triton")})
+    assert choose("auto", "gpu", 1, gpu("9.0")).name == "xla"
+    assert len(warnings()) == 4
+    for name in ("pallas-triton", "jax-triton"):
+        with pytest.raises(ValueError, match=f"kernels '{name}' cannot be used: .* fails"):
+            choose(name, "gpu", 1, gpu("9.0"))
+
+
+INTERPRETER = Kernels("xla", "gpu", capability=(9, 0), interpret=True)
+
+
+@pytest.mark.parametrize("operation", ["tree_attention", "swiglu"])
+def test_the_check_of_gpu_kernels(monkeypatch, operation):
+    """In the interpreter; a kernel whose result is off, that raises, or that takes no ordinary call, is found out."""
+    device = jax.devices()[0]
+    find_failure = registry.find_failure.__wrapped__
+    assert find_failure(operation, "triton", INTERPRETER, device) is None
+    broken = {"the result": np.float32([np.nan])}
+    for results, problem in (
+        (lambda *_: None, "does not take ordinary operands"),
+        (lambda *_: broken, "the result is off by nan"),
+        (lambda *_: 1 / 0, r"cannot be run \(ZeroDivisionError: division by zero\)"),
+    ):
+        monkeypatch.setitem(self_check.KERNEL_CHECKS, operation, (results, lambda _: {"the result": np.float32([1])}))
+        assert re.search(f"{operation} by triton .*{problem}", find_failure(operation, "triton", INTERPRETER, device))
+
+
+@pytest.mark.parametrize("operation", registry.SETS["auto"])
+def test_every_set_names_implementations_that_exist(operation):
+    folder = Path(registry.__file__).parent / operation
+    for name, candidates in registry.SETS.items():
+        for implementation in candidates[operation]:
+            assert implementation in registry.NEEDS
+            assert (folder / f"{implementation}.py").is_file(), name
+    assert operation in self_check.KERNEL_CHECKS
+    assert {*registry.SETS} == {*KERNEL_NAMES} - {"xla", "cpu"}
 
 
 def test_threads_are_the_cores_that_this_process_may_use():

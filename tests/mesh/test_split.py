@@ -78,6 +78,7 @@ class Accelerator(NamedTuple):
 
     id: int
     platform: str = "gpu"
+    device_kind: str = "invented"
 
 
 @pytest.fixture

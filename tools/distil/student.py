@@ -65,7 +65,7 @@ def student_hidden(
             weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _HIDDEN), axis=-1)
             heads = jnp.einsum("bkgts,bskh->btkgh", weights, value)
             x = x + project_out(layer, heads.reshape(B * T, *heads.shape[2:]), None)
-            x = x + feed_forward(layer, rms_norm(x, layer["mlp_norm"], cfg.norm_eps), None)
+            x = x + feed_forward(layer, cfg, x, None)
         return rms_norm(x, params["final_norm"], cfg.norm_eps).reshape(B, T, cfg.embed_dim)
 
 

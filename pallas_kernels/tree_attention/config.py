@@ -1,0 +1,110 @@
+"""Block sizes of the Triton attention: a tuned table for each kind of GPU, and a heuristic for everything else.
+
+The table is `pallas_kernels/tuned/tree_attention_triton.json`, written by tools/tune_kernels.py:
+`{device kind: {bucket: {"block_q": .., "block_k": .., "splits": .., "warps": .., "stages": ..}}}`, with `bucket` from
+the function of that name.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+TABLE = Path(__file__).parents[1] / "tuned" / "tree_attention_triton.json"
+
+# Streaming multiprocessors, by a part of JAX's name of the device.
+MULTIPROCESSORS = {
+    "H100": 132, "H200": 132, "H20": 78, "GH200": 132, "A100": 108, "A10G": 80, "A30": 56, "A40": 84, "A6000": 84,
+    "L40": 142, "L4": 58, "3090": 82, "4090": 128, "5090": 170, "B200": 148, "B100": 148,
+}  # fmt: skip
+SMALLEST_GPU = 64  # of an unknown name
+
+# A program's tiles of queries, keys and values must fit into the shared memory of the smallest GPU: 99 KiB on consumer
+# Ampere and Ada.
+SHARED_BYTES = 96 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How one call is cut.
+
+    Attributes:
+      block_q: rows of a query tile (query heads of one KV head times new rows), a power of two from 16 on.
+      block_k: prefix slots of a tile, a power of two from 16 on.
+      splits: parts of the prefix that are attended to at the same time, a power of two.
+      warps: of one program.
+      stages: tiles in flight.
+    """
+
+    block_q: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+
+    def __post_init__(self):
+        """Refuse what Triton does not take."""
+        for name, smallest in (("block_q", 16), ("block_k", 16), ("splits", 1), ("warps", 1), ("stages", 1)):
+            size = getattr(self, name)
+            if size < smallest or (name != "stages" and size & (size - 1)):
+                raise ValueError(f"{name} must be a power of two of at least {smallest}, got {size}")
+
+
+def choose(
+    device_kind: str, T: int, group: int, head_width: int, slots: int, *, kv_heads: int = 8, itemsize: int = 2
+) -> Config:
+    """Block sizes for one call.
+
+    Args:
+      device_kind: JAX's name of the GPU.
+      T: rows.
+      group: query heads per KV head.
+      head_width: H.
+      slots: S.
+      kv_heads: K, of this shard.
+      itemsize: bytes of a number of the cache.
+    """
+    tuned = _load_table().get(device_kind, {}).get(bucket(T, group, head_width, slots, kv_heads, itemsize))
+    if tuned is not None:
+        return Config(**tuned)
+    width = max(power_of_two(head_width), 16)
+    # Results stay in registers. Full float32 products go through them too, and large tiles would overflow them.
+    most_q, most_k = (min(128, 16384 // width), 64) if itemsize == 2 else (32, 32)
+    block_q = min(max(power_of_two(T * group), 16), most_q)
+    pair = 2 * width * itemsize  # a key and a value
+    block_k = min(max(_floor_power(16 * 1024 // pair * 2), 16), most_k)
+    # Triton holds all stages but one in shared memory, beside the queries and half a tile for changes of layout.
+    left = SHARED_BYTES - block_q * width * itemsize - block_k * pair // 2
+    stages = min(max(left // (block_k * pair), 1), 3) + 1
+    programs = kv_heads * -(-T * group // block_q)
+    # Two programs on each multiprocessor hide each other's waits; parts of fewer than two tiles are not worth a merge.
+    splits = min(2 * multiprocessors(device_kind) // programs, slots // (2 * block_k), 64)
+    return Config(block_q, block_k, _floor_power(max(splits, 1)), 8 if block_q * width >= 8192 else 4, stages)
+
+
+def bucket(T: int, group: int, head_width: int, slots: int, kv_heads: int, itemsize: int = 2) -> str:
+    """Name of the table's row for calls like this one; rows and slots count as the next power of two."""
+    return f"T{power_of_two(T)} G{group} H{head_width} S{power_of_two(slots)} K{kv_heads} x{itemsize}"
+
+
+def multiprocessors(device_kind: str) -> int:
+    """Streaming multiprocessors of a GPU."""
+    # The longest name first: GH200 holds H20.
+    for name in sorted(MULTIPROCESSORS, key=len, reverse=True):
+        if name in device_kind:
+            return MULTIPROCESSORS[name]
+    return SMALLEST_GPU
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _floor_power(number: int) -> int:
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
+@functools.cache
+def _load_table() -> dict[str, dict[str, dict[str, int]]]:
+    return json.loads(TABLE.read_text()) if TABLE.is_file() else {}

@@ -1,0 +1,162 @@
+"""Shared by the tests of tree attention: calls with random trees, and their results in plain numpy.
+
+`expected_and_bound` is written from the contract in `tree_attention.api` alone.
+"""
+
+import dataclasses
+import functools
+
+import ml_dtypes
+import numpy as np
+from kernel_cases import ROUNDING, assert_same_bits
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Operands of one call, as numpy; `mask` and `position` are None for a causal chunk."""
+
+    qkv: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    length: int
+    mask: np.ndarray | None = None
+    position: np.ndarray | None = None
+    offset: int | None = None
+    sliding_window: int | None = None
+
+    @property
+    def rows(self):
+        return len(self.qkv)
+
+    @property
+    def first_slot(self):
+        """Where row 0 is written."""
+        return self.length + (self.offset or 0)
+
+    @property
+    def written(self):
+        """The slots that rows are written at."""
+        return slice(self.first_slot, self.first_slot + self.rows)
+
+
+def rotate(x, cos, sin):
+    """Half-split pairs (i, i + H / 2) of each head `[T, ..., H]`."""
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = (table.reshape(len(table), *[1] * (x.ndim - 2), -1) for table in (cos, sin))
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def visible(case):
+    """bool `[T, S]`: which slots each row sees."""
+    seen = np.zeros((case.rows, case.key.shape[1]), bool)
+    window = case.sliding_window or 10**9
+    for row in range(case.rows):
+        position = case.length + row if case.position is None else case.position[row]
+        for slot in range(case.length):
+            seen[row, slot] = slot > position - window
+        if case.mask is None:
+            for other in range(max(0, row - window + 1), row + 1):
+                seen[row, case.length + other] = True
+        else:
+            marked = np.flatnonzero(case.mask[row])
+            seen[row, case.length + marked] = True
+    return seen
+
+
+def assert_cache(case, key, value):
+    """The rows at their slots, in the cache's dtype, and not another bit of it changed."""
+    untouched = np.ones(case.key.shape[1], bool)
+    untouched[case.written] = False
+    assert_same_bits(key[:, untouched], case.key[:, untouched])
+    assert_same_bits(value[:, untouched], case.value[:, untouched])
+    new_value = case.qkv[:, :, -1]
+    new_value = np.where(np.isfinite(new_value), new_value, np.float32(0)).astype(case.value.dtype)
+    assert_same_bits(value[:, case.written], new_value.swapaxes(0, 1))
+    x, cos, sin = (array.astype(np.float64) for array in (case.qkv[:, :, -2], case.cos, case.sin))
+    expected = rotate(x, cos, sin).swapaxes(0, 1)
+    # Two products and their sum, each rounded.
+    magnitude = rotate(np.abs(x), np.abs(cos), np.abs(sin)), rotate(np.abs(x), np.abs(cos), -np.abs(sin))
+    bound = 3 * ROUNDING * np.maximum(*magnitude).swapaxes(0, 1) + 1e-30
+    if case.key.dtype != np.float32:
+        bound = bound + 2.0**-8 * (np.abs(expected) + bound)
+    assert (np.abs(key[:, case.written].astype(np.float64) - expected) <= bound).all()
+
+
+def expected_and_bound(case, key, value):
+    """Attention in float64 over the cache as it was written, and how far float32 may be off.
+
+    A score is a sum like any other (`kernel_cases.product_and_bound`); its error, and that of a rounded exponent, is
+    a relative error of the weight, twice because weights are divided by their sum.
+    """
+    query = rotate(case.qkv[:, :, :-2].astype(np.float64), case.cos.astype(np.float64), case.sin.astype(np.float64))
+    key, value = key.astype(np.float64), value.astype(np.float64)
+    seen = visible(case)
+    out, bound = np.zeros(query.shape), np.zeros(query.shape)
+    width = query.shape[-1]
+    for row in range(case.rows):
+        slots = np.flatnonzero(seen[row])
+        k, v = key[:, slots], value[:, slots]
+        scores = np.einsum("kgh,ksh->kgs", query[row], k) / np.sqrt(width)
+        magnitude = np.einsum("kgh,ksh->kgs", np.abs(query[row]), np.abs(k)) / np.sqrt(width)
+        below = scores.max(-1, keepdims=True) - scores
+        weights = np.exp(-below)
+        weights /= weights.sum(-1, keepdims=True)
+        out[row] = np.einsum("kgs,ksh->kgh", weights, v)
+        # The query's rotation adds three roundings and the scaling one.
+        score_error = ((width / 16 + 24) * magnitude).max(-1, keepdims=True)
+        relative = 2 * score_error + (below * (below < 90)).max(-1, keepdims=True) * 2 + len(slots) / 16 + 64
+        bound[row] = ROUNDING * relative * np.einsum("kgs,ksh->kgh", weights, np.abs(v)) + 1e-30
+    return out, bound
+
+
+@functools.cache
+def rope(width):
+    """Tables for every position, so that a row's depend on nothing else."""
+    angle = np.arange(3000)[:, None] * (1e4 ** -(np.arange(0, width, 2) / width))
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def random_parents(rng, rows):
+    """Parents before children; -1 stands for the last token of the prefix. Chains, stars and what lies between."""
+    reach = int(rng.integers(1, rows + 1))
+    roots = float(rng.choice([0, 0.2]))
+    return [
+        -1 if row == 0 or rng.random() < roots else int(rng.integers(max(0, row - reach), row)) for row in range(rows)
+    ]
+
+
+def path_to(parents, row):
+    """Rows from a root down to `row`."""
+    return [] if row < 0 else [*path_to(parents, parents[row]), row]
+
+
+def tree_mask(parents, sliding_window=None, width=None):
+    """Ancestors and the row itself, as far as the sliding window reaches; and each row's depth."""
+    rows = len(parents)
+    mask, depth = np.zeros((rows, width or rows), bool), np.zeros(rows, np.int32)
+    for row in range(rows):
+        path = path_to(parents, row)
+        depth[row] = len(path) - 1
+        mask[row, path[-(sliding_window or len(path)) :]] = True
+    return mask, depth
+
+
+def random_case(rng, model, rows, length, parents=None, sliding_window=None, slots=512, spread=1.0):
+    """A tree, or a chunk without `parents`. Every slot that is not committed holds random numbers."""
+    K, G, H, dtype = model
+    qkv = rng.normal(size=(rows, K, G + 2, H)).astype(np.float32)
+    qkv[:, :, :-1] *= np.sqrt(np.float32(spread))
+    key, value = rng.normal(size=(2, K, slots, H)).astype(np.float32)
+    key *= np.sqrt(np.float32(spread))
+    mask = position = None
+    depth = np.arange(rows)
+    if parents is not None:
+        mask, depth = tree_mask(parents, sliding_window)
+        position = length + depth
+    cos, sin = (table[length + depth] for table in rope(H))
+    key, value = key.astype(DTYPES[dtype]), value.astype(DTYPES[dtype])
+    return Case(qkv, cos, sin, key, value, length, mask, position, sliding_window=sliding_window)

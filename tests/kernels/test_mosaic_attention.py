@@ -1,0 +1,261 @@
+"""The Mosaic GPU attention: in JAX's interpreter it equals plain numpy, and it lowers for CUDA on any host.
+
+The interpreter leaves NaN in whatever nobody wrote, and whatever no row of a case sees is NaN in the cache it is given.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import assert_cache, expected_and_bound, random_case, random_parents, rope, tree_mask, visible
+from jax._src.pallas.mosaic.interpret import thread_map
+
+from pallas_kernels import _compat, registry, self_check
+from pallas_kernels.tree_attention import mosaic, tree_attention
+from pallas_kernels.tree_attention.mosaic import choose_config, merge_parts
+from pallas_kernels.tree_attention.mosaic_kernel import Config, shared_bytes
+from pallas_kernels.tree_attention.reference import MASKED
+
+KERNELS = registry.Kernels(
+    "mosaic", "gpu", implementations=(("tree_attention", "mosaic"),), capability=(9, 0), interpret=True
+)
+# Around the edges of tiles of 64 slots. The last tile reaches over the end of the cache.
+LENGTHS = (0, 1, 64, 200)
+SLOTS = 328
+TREE = (1, 3, 64, "bfloat16")  # K, G, H and the cache's dtype
+
+# Tiny programs run for milliseconds and compile for seconds.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch):
+    """JAX 0.10 compiles the interpreted kernel again for each warpgroup of each CTA, a second each."""
+    programs = {}
+
+    def run(jaxpr, consts, *operands):
+        if id(jaxpr) not in programs:
+            # With the jaxpr, so that no other one is put where it was.
+            lowered = jax.jit(lambda *operands: jax.core.eval_jaxpr(jaxpr, *operands)).lower(consts, *operands)
+            programs[id(jaxpr)] = lowered.compile(QUICK), jaxpr
+        programs[id(jaxpr)][0](consts, *operands)
+
+    if hasattr(thread_map, "_run_jaxpr"):
+        monkeypatch.setattr(thread_map, "_run_jaxpr", run)
+
+
+def run(operands, offset=None, live=None, *, config, sliding_window=None):
+    with registry.using(KERNELS):
+        return mosaic.tree_attention(*operands, offset=offset, live=live, sliding_window=sliding_window, config=config)
+
+
+@functools.cache
+def program(config, sliding_window):
+    """One program for each set of shapes; lengths, offsets, masks and live rows are data."""
+    return jax.jit(functools.partial(run, config=config, sliding_window=sliding_window), compiler_options=QUICK)
+
+
+def attend(case, config, live=None):
+    operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position)
+    offset, live = (None if number is None else np.int32(number) for number in (case.offset, live))
+    return jax.tree.map(np.asarray, program(config, case.sliding_window)(operands, offset, live))
+
+
+def poisoned(case):
+    """The case with NaN in every slot that no row sees."""
+    hidden = ~visible(case).any(axis=0)
+    key, value = case.key.copy(), case.value.copy()
+    key[:, hidden], value[:, hidden] = np.nan, np.nan
+    return dataclasses.replace(case, key=key, value=value)
+
+
+def assert_right(case, config, live=None):
+    case = poisoned(case)
+    out, key, value = attend(case, config, live)
+    assert_cache(case, key, value)
+    assert out.dtype == np.float32 and np.isfinite(out).all()
+    exact, _ = expected_and_bound(case, key, value)
+    # The query and the weights are rounded to bfloat16 before they are multiplied.
+    error = np.linalg.norm((out - exact)[:live])
+    assert error <= 6e-3 * np.linalg.norm(exact[:live]), f"length {case.length}"
+    return out
+
+
+TREES = (
+    ((2, 4, 64, "bfloat16"), 8, Config(1, 4, 2)),
+    ((1, 4, 128, "bfloat16"), 1, Config(1, 1, 2)),  # nothing to merge
+    ((1, 3, 64, "bfloat16"), 23, Config(2, 3, 3)),  # 69 rows for two warpgroups
+    ((1, 8, 128, "bfloat16"), 20, Config(2, 2, 2)),  # two blocks, the last one not full
+)
+
+
+@pytest.mark.parametrize("model, rows, config", TREES, ids=str)
+def test_trees(model, rows, config):
+    rng = np.random.default_rng(0)
+    for length in (*LENGTHS, SLOTS - rows):
+        assert_right(random_case(rng, model, rows, length, random_parents(rng, rows), slots=SLOTS), config)
+
+
+def test_sliding_window():
+    rng = np.random.default_rng(1)
+    for length in (*LENGTHS, 300):
+        case = random_case(rng, TREE, 13, length, random_parents(rng, 13), 40, slots=SLOTS)
+        assert_right(case, Config(1, 2, 2))
+
+
+def test_a_tree_that_grows():
+    """Rows written behind older rows of the window; some of those are on nobody's path."""
+    rng = np.random.default_rng(2)
+    rows, width, step = 40, 70, 5
+    for length, offset in ((0, 0), (31, 1), (64, 31), (120, 32), (128, 35)):
+        mask, depth = tree_mask(random_parents(rng, rows), None, width)
+        part = slice(offset, offset + step)
+        case = random_case(rng, TREE, step, length, [-1] * step, slots=SLOTS)
+        cos, sin = (table[length + depth[part]] for table in rope(64))
+        case = dataclasses.replace(
+            case, cos=cos, sin=sin, mask=mask[part], position=length + depth[part], offset=offset
+        )
+        assert_right(case, Config(1, 2, 2))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_causal_chunks(sliding_window):
+    rng = np.random.default_rng(3)
+    for length in (0, 63, 64, 150):
+        case = random_case(rng, TREE, 40, length, sliding_window=sliding_window, slots=SLOTS)
+        assert_right(case, Config(2, 2, 2))
+
+
+def test_live_rows():
+    """Garbage in the other rows reaches nothing, and what they give is finite."""
+    rng = np.random.default_rng(4)
+    config = Config(1, 2, 2)
+    for live in (1, 20, 25, 40):
+        case = random_case(rng, TREE, 40, 100, random_parents(rng, 40), slots=SLOTS)
+        whole = assert_right(case, config, live=40)
+        broken = case.qkv.copy()
+        broken[live:] = rng.choice([np.nan, np.inf])
+        out, _, value = attend(dataclasses.replace(case, qkv=broken), config, live)
+        assert np.isfinite(value.astype(np.float32)).all() and not out[live:].any()
+        np.testing.assert_array_equal(out[:live], whole[:live])
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_one_broken_row_does_not_reach_others(garbage):
+    rng = np.random.default_rng(5)
+    model, rows, config = TREES[0]
+    case = random_case(rng, model, rows, 100, [-1] * rows, slots=SLOTS)
+    whole, *_ = attend(case, config)
+    qkv = case.qkv.copy()
+    qkv[4] = garbage
+    out, *_ = attend(dataclasses.replace(case, qkv=qkv), config)
+    rest = np.arange(rows) != 4
+    np.testing.assert_array_equal(out[rest], whole[rest])
+
+
+def test_no_races(monkeypatch, capsys):
+    """Rings of two places that are filled several times, with and without a mask."""
+    monkeypatch.setattr(_compat, "mosaic_interpreter", functools.partial(_compat.mosaic_interpreter, detect_races=True))
+    rng = np.random.default_rng(6)
+    case = random_case(rng, TREE, 40, 250, random_parents(rng, 40), 200, slots=SLOTS)
+    # A config of its own, so that its program is traced here.
+    assert_right(case, Config(2, 1, 2))
+    assert "RACE" not in capsys.readouterr().out
+
+
+def test_self_check():
+    device = jax.local_devices(backend="cpu")[0]
+    assert self_check.find_kernel_difference("tree_attention", KERNELS, device) is None
+
+
+def test_merge_leaves_out_what_nobody_wrote():
+    rng = np.random.default_rng(7)
+    parts = rng.normal(size=(3, 2, 5, 4)).astype(np.float32)
+    lse = rng.normal(size=(3, 2, 5)).astype(np.float32) * 5
+    weights = np.exp2(lse)
+    weights[1] = 0
+    weights[:, 0, 0] = 0
+    lse = np.where(weights > 0, lse, MASKED)
+    parts = np.where(weights[..., None] > 0, parts, np.nan)
+    expected = np.einsum("pkr,pkrh->krh", weights, np.nan_to_num(parts)) / np.maximum(weights.sum(0), 1e-30)[..., None]
+    merge = jax.jit(merge_parts)
+    np.testing.assert_allclose(merge(parts, lse), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(merge(parts[1:2], lse[1:2]), 0)
+
+
+# K of one shard, G, H.
+MODELS = {
+    "llama-3-8b": (8, 4, 128),
+    "llama-3-70b on 4": (2, 8, 128),
+    "llama-3-70b on 8": (1, 8, 128),
+    "qwen2-72b": (8, 8, 128),
+    "smollm2": (3, 3, 64),
+}
+
+
+def abstract_operands(T, K, G, H, slots, window=None, dtype=jnp.bfloat16):
+    shapes = [((T, K, G + 2, H), jnp.float32), *[((T, H // 2), jnp.float32)] * 2, *[((K, slots, H), dtype)] * 2]
+    shapes += [((), jnp.int32), ((T, window or T), bool), ((T,), jnp.int32)]
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def lower(operands, **options):
+    kernels = dataclasses.replace(KERNELS, interpret=False)
+
+    def function(*operands):
+        with registry.using(kernels):
+            return tree_attention(*operands, **options)
+
+    return _compat.lower_for_cuda(function, *operands)
+
+
+# A second each: rows decide on warpgroups and stages, heads on parts.
+LOWERED = [("llama-3-8b", T) for T in (1, 8, 16, 64, 128)]
+LOWERED += [("llama-3-70b on 4", 16), ("llama-3-70b on 8", 8), ("qwen2-72b", 8), ("smollm2", 1), ("smollm2", 64)]
+
+
+@pytest.mark.parametrize("model, T", LOWERED)
+def test_lowering(model, T):
+    assert lower(abstract_operands(T, *MODELS[model], 8192)).count("@mosaic_gpu_v2") == 1
+
+
+def test_lowering_of_everything_at_once():
+    operands = abstract_operands(1024, *MODELS["llama-3-8b"], 8200, window=1100)
+    assert lower(operands, offset=jnp.int32(3), live=jnp.int32(7), sliding_window=4096).count("@mosaic_gpu_v2") == 1
+    assert lower(operands[:-2], sliding_window=100).count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    "operands, options",
+    [
+        (abstract_operands(8, 2, 4, 128, 512, dtype=jnp.float32), {}),
+        (abstract_operands(8, 2, 4, 96, 512), {}),
+        (abstract_operands(8, 2, 4, 64, 500), {}),  # slots
+        (abstract_operands(8, 2, 4, 64, 56), {}),
+        (abstract_operands(64, 2, 4, 128, 16384, window=8192), {}),  # its marks leave no room for tiles
+        (abstract_operands(8, 2, 4, 64, 512), {"write_only": True}),
+    ],
+    ids=["float32", "width", "slots", "few slots", "window", "write only"],
+)
+def test_what_is_left_to_xla(operands, options):
+    assert "@mosaic_gpu" not in lower(operands, **options)
+
+
+def test_config():
+    # Plain decoding of one head: as many parts as a merge is worth.
+    assert choose_config(4, 1, 128, 8192, 2) == Config(1, 32, 4)
+    # As many CTAs as multiprocessors.
+    assert choose_config(32, 8, 128, 8192, 4) == Config(1, 16, 4)
+    assert choose_config(256, 8, 128, 8192, 4) == Config(2, 8, 3)
+    assert choose_config(4096, 8, 128, 8192, 36) == Config(2, 1, 3)
+    assert choose_config(4096, 8, 128, 8192, 80) == Config(2, 1, 2)
+    # No more parts than tiles.
+    assert choose_config(4, 1, 64, 200, 2) == Config(1, 4, 4)
+    assert choose_config(256, 8, 128, 8192, 400) is None
+    for rows in (1, 64, 65, 4096):
+        for words in (2, 36, 80):
+            config = choose_config(rows, 8, 128, 8192, words)
+            assert config is None or shared_bytes(config, 128, words) <= mosaic.SHARED_BYTES

@@ -1,0 +1,234 @@
+"""The Triton attention in Pallas' interpreter, which leaves NaN in whatever no program wrote.
+
+The caches that it is given are NaN where no row sees them, and where it writes: on a GPU programs run in any order, and
+none may read there.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    assert_cache,
+    expected_and_bound,
+    random_case,
+    random_parents,
+    rope,
+    tree_mask,
+    visible,
+)
+from kernel_cases import assert_same_bits
+
+from pallas_kernels import registry
+from pallas_kernels.tree_attention import config, tree_attention, triton
+from pallas_kernels.tree_attention.config import Config
+
+KERNELS = registry.Kernels(
+    "pallas-triton", "cpu", implementations=(("tree_attention", "triton"),), capability=(8, 0), interpret=True
+)
+# Tiles of 32 slots: a prefix of a few tiles, whose edges are 32, 64, ...
+LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 150)
+SLOTS = 200
+
+
+# Tiny programs run for milliseconds and compile for seconds.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+def run(operands, offset=None, live=None, *, blocks, sliding_window=None):
+    with registry.using(KERNELS):
+        return triton.tree_attention(*operands, offset=offset, live=live, sliding_window=sliding_window, config=blocks)
+
+
+@functools.cache
+def program(blocks, sliding_window):
+    """One program for each set of shapes; lengths, offsets, masks and live rows are data."""
+    return jax.jit(functools.partial(run, blocks=blocks, sliding_window=sliding_window), compiler_options=QUICK)
+
+
+def attend(case, blocks, live=None):
+    operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position)
+    offset, live = (None if number is None else np.int32(number) for number in (case.offset, live))
+    return jax.tree.map(np.asarray, program(blocks, case.sliding_window)(operands, offset, live))
+
+
+def poisoned(case):
+    """The case with NaN in every slot that no row sees, and in those that rows are written at."""
+    hidden = ~visible(case).any(axis=0)
+    hidden[case.written] = True
+    key, value = case.key.copy(), case.value.copy()
+    key[:, hidden], value[:, hidden] = np.nan, np.nan
+    return dataclasses.replace(case, key=key, value=value)
+
+
+def assert_right(case, blocks, live=None):
+    case = poisoned(case)
+    out, key, value = attend(case, blocks, live)
+    assert_cache(case, key, value)
+    assert out.dtype == np.float32 and np.isfinite(out).all()
+    exact, _ = expected_and_bound(case, key, value)
+    # The query and the weights are rounded to the cache's dtype before they are multiplied.
+    rounding = 2e-6 if case.key.dtype == np.float32 else 6e-3
+    error = np.linalg.norm((out - exact)[:live])
+    assert error <= rounding * np.linalg.norm(exact[:live]), f"length {case.length}"
+    return out, key, value
+
+
+# K, G, H and the cache's dtype; rows; block sizes.
+TREES = (
+    ((2, 3, 64, "float32"), 13, Config(16, 32, 4, 4, 2)),  # several blocks of rows, the last one not full
+    ((1, 4, 128, "bfloat16"), 8, Config(32, 32, 1, 4, 2)),  # one part of the prefix, nothing to merge
+    ((2, 1, 64, "bfloat16"), 1, Config(16, 32, 2, 4, 2)),  # plain decoding without groups
+    ((1, 8, 128, "float32"), 5, Config(64, 16, 8, 4, 2)),  # more parts than tiles
+    ((1, 3, 80, "bfloat16"), 40, Config(128, 32, 2, 4, 2)),  # two words of marks; a width that is no power of two
+)
+
+
+@pytest.mark.parametrize("model, rows, blocks", TREES, ids=str)
+def test_trees(model, rows, blocks):
+    rng = np.random.default_rng(0)
+    for length in LENGTHS:
+        assert_right(random_case(rng, model, rows, length, random_parents(rng, rows), slots=SLOTS), blocks)
+    # Up to the end of the cache.
+    assert_right(random_case(rng, model, rows, SLOTS - rows, random_parents(rng, rows), slots=SLOTS), blocks)
+
+
+@pytest.mark.parametrize("sliding_window", [5, 40])
+def test_sliding_windows(sliding_window):
+    rng = np.random.default_rng(1)
+    model, rows = (2, 3, 64, "float32"), 13
+    for length in LENGTHS:
+        parents = random_parents(rng, rows)
+        case = random_case(rng, model, rows, length, parents, sliding_window, slots=SLOTS)
+        assert_right(case, Config(16, 32, 2, 4, 2))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 5])
+def test_a_tree_that_grows(sliding_window):
+    """Rows written behind older rows of the window; some of those are on nobody's path."""
+    rng = np.random.default_rng(2)
+    rows, width, step = 40, 70, 5
+    model, blocks = (1, 4, 64, "bfloat16"), Config(32, 32, 2, 4, 2)
+    for length, offset in ((0, 0), (31, 1), (64, 31), (120, 32), (128, 35)):
+        parents = random_parents(rng, rows)
+        mask, depth = tree_mask(parents, sliding_window, width)
+        part = slice(offset, offset + step)
+        case = random_case(rng, model, step, length, parents[:step], sliding_window, slots=SLOTS)
+        cos, sin = (table[length + depth[part]] for table in rope(64))
+        case = dataclasses.replace(
+            case, cos=cos, sin=sin, mask=mask[part], position=length + depth[part], offset=offset
+        )
+        assert_right(case, blocks)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 7])
+def test_causal_chunks(sliding_window):
+    rng = np.random.default_rng(3)
+    for length in (0, 1, 63, 64, 150):
+        case = random_case(rng, (1, 3, 64, "float32"), 40, length, sliding_window=sliding_window, slots=SLOTS)
+        assert_right(case, Config(16, 32, 2, 4, 2))
+
+
+def test_live_rows():
+    """Garbage in the other rows reaches nothing, whole blocks of them are left out, and what they give is finite."""
+    rng = np.random.default_rng(4)
+    model, rows, blocks = (2, 3, 64, "float32"), 13, Config(16, 32, 2, 4, 2)
+    for live in (1, 5, 6, 13):
+        case = random_case(rng, model, rows, 100, random_parents(rng, rows), slots=SLOTS)
+        whole = attend(case, blocks, rows)
+        broken = case.qkv.copy()
+        broken[live:] = rng.choice([np.nan, np.inf])
+        out, key, value = attend(dataclasses.replace(case, qkv=broken), blocks, live)
+        assert np.isfinite(out).all() and not out[live:].any()
+        assert_same_bits(out[:live], whole[0][:live])
+        for got, expected in zip((key, value), whole[1:], strict=True):
+            assert_same_bits(got[:, : 100 + live], expected[:, : 100 + live])
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+def test_one_broken_row_does_not_reach_others(garbage):
+    rng = np.random.default_rng(5)
+    model, rows, blocks = (2, 3, 64, "float32"), 13, Config(16, 32, 4, 4, 2)
+    case = random_case(rng, model, rows, 100, [-1] * rows, slots=SLOTS)
+    out, key, value = attend(case, blocks)
+    broken = case.qkv.copy()
+    broken[3] = garbage
+    got, got_key, got_value = attend(dataclasses.replace(case, qkv=broken), blocks)
+    others = np.arange(rows) != 3
+    assert_same_bits(got[others], out[others])
+    slots = np.arange(SLOTS) != 103
+    assert_same_bits(got_key[:, slots], key[:, slots])
+    assert_same_bits(got_value[:, slots], value[:, slots])
+    assert not got_value[:, 103].any()
+
+
+def test_rows_that_see_nothing():
+    rng = np.random.default_rng(6)
+    case = random_case(rng, (2, 3, 64, "float32"), 13, 0, random_parents(rng, 13), slots=SLOTS)
+    case.mask[4] = False
+    out, _, _ = attend(poisoned(case), Config(16, 32, 4, 4, 2))
+    assert np.isfinite(out).all() and not out[4].any()
+
+
+def test_sequences_in_a_batch():
+    rng = np.random.default_rng(7)
+    model, blocks = (2, 1, 64, "bfloat16"), Config(16, 32, 2, 4, 2)
+    cases = [poisoned(random_case(rng, model, 1, length, [-1], slots=SLOTS)) for length in (10, 150)]
+    fields = ("qkv", "cos", "sin", "key", "value", "length", "mask", "position")
+    operands = tuple(np.stack([np.asarray(getattr(case, name)) for case in cases]) for name in fields)
+    operands = tuple(x.astype(np.int32) if x.dtype == np.int64 else x for x in operands)
+    batch = jax.jit(jax.vmap(functools.partial(run, blocks=blocks)), compiler_options=QUICK)
+    together = jax.tree.map(np.asarray, batch(operands))
+    for index, case in enumerate(cases):
+        for got, expected in zip(together, attend(case, blocks), strict=True):
+            np.testing.assert_allclose(got[index].astype(np.float32), expected.astype(np.float32), rtol=0, atol=1e-5)
+
+
+def test_what_it_takes():
+    shape = jax.ShapeDtypeStruct
+
+    def taken(T, H, write_only=False):
+        operands = [shape((T, 2, 5, H), jnp.float32), *[None] * 7]
+        return triton.supports(*operands, offset=None, sliding_window=None, live=None, write_only=write_only)
+
+    assert taken(1, 64) and taken(1024, 128) and taken(2048, 256)
+    assert not taken(0, 64) and not taken(1, 512) and not taken(64, 128, write_only=True)
+
+
+def test_the_operation_goes_through_it():
+    """The choice of block sizes included; `write_only` goes through XLA."""
+    rng = np.random.default_rng(8)
+    case = poisoned(random_case(rng, (2, 1, 64, "bfloat16"), 1, 33, [-1], slots=SLOTS))
+    operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(33), case.mask, case.position)
+    with registry.using(KERNELS):
+        text = jax.jit(tree_attention).lower(*operands).as_text()
+        assert "while" in text  # the interpreter's loop over programs
+        text = jax.jit(functools.partial(tree_attention, write_only=True)).lower(*operands).as_text()
+        assert "while" not in text
+
+
+def test_block_sizes(monkeypatch):
+    for kv_heads, group, width in ((8, 4, 128), (1, 8, 128), (3, 3, 64), (4, 1, 256), (2, 7, 80)):
+        for T in (1, 8, 64, 1024):
+            for slots in (16, 1024, 131072):
+                chosen = config.choose("NVIDIA A10G", T, group, width, slots, kv_heads=kv_heads)
+                assert chosen.block_q >= min(16, T * group) and chosen.stages >= 2
+                assert chosen.splits * 2 * chosen.block_k <= max(slots, 2 * chosen.block_k)
+    # A row of queries leaves most of a GPU idle unless the prefix is split; a thousand rows fill it.
+    assert config.choose("NVIDIA H100 80GB HBM3", 1, 4, 128, 8192, kv_heads=8).splits == 32
+    assert config.choose("NVIDIA H100 80GB HBM3", 1024, 4, 128, 8192, kv_heads=8).splits == 1
+    assert config.multiprocessors("NVIDIA GH200 480GB") == 132 and config.multiprocessors("other") == 64
+    tuned = {"block_q": 16, "block_k": 16, "splits": 2, "warps": 2, "stages": 1}
+    table = {"NVIDIA A10G": {config.bucket(7, 4, 128, 1000, 8): tuned}}
+    monkeypatch.setattr(config, "_load_table", lambda: table)
+    assert config.choose("NVIDIA A10G", 8, 4, 128, 1024) == Config(**tuned)
+    assert config.choose("NVIDIA A10G", 9, 4, 128, 1024) != Config(**tuned)
+
+
+@pytest.mark.parametrize("changed", [{"block_q": 8}, {"block_k": 48}, {"splits": 3}, {"warps": 0}, {"stages": 0}])
+def test_block_sizes_that_are_refused(changed):
+    with pytest.raises(ValueError, match=f"{next(iter(changed))} must be"):
+        Config(**{"block_q": 16, "block_k": 16, "splits": 1, "warps": 4, "stages": 2} | changed)

@@ -1,0 +1,36 @@
+"""The default model through every method, by `jaxspec.measure`: wall clock, with everything that users wait for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxspec.config import SamplingParams
+from jaxspec.llm import LLM, has_draft
+from jaxspec.measure.bench import BASELINE, default_methods, loading_method, make_columns, measure
+from jaxspec.measure.prompts import load_prompts, select_prompts
+from jaxspec.measure.report import make_report
+from kernel_bench.parts import describe_error
+
+PROMPTS, TOKENS, REPEATS = 4, 96, 1
+# Kept of a report: the samples hold every token.
+KEPT = ("model", "draft", "columns", "overall", "roofline", "weights", "kernels", "differences", "weight_bytes")
+
+
+def measure_decoding(model: str | None = None, smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row per set of kernels and method, plain decoding beside each: `jaxspec-bench`'s report, less its samples."""
+    drafting = not smoke and has_draft(model, None)
+    names = [BASELINE] if smoke else [name for name in default_methods(drafting) if name != BASELINE]
+    prompts = select_prompts(load_prompts(None), None, 1 if smoke else PROMPTS)
+    sampling = SamplingParams(max_tokens=8 if smoke else TOKENS, ignore_eos=True)
+    for kernels in ("xla",) if smoke else ("auto", "xla"):
+        method = loading_method(make_columns(names), drafting, given=False)
+        llm = LLM(model, method=method, kernels=kernels)
+        for name in names:
+            row: dict[str, Any] = {"name": f"{model or 'default model'}, {kernels}, {name}", "kernels": kernels}
+            try:
+                measured = measure(llm, make_columns([name]), prompts, sampling, REPEATS)
+                draft = None if llm.draft_path is None else str(llm.draft_path)
+                report = make_report(measured, f"jaxspec-bench --kernels {kernels}", str(llm.model_path), draft)
+                row["report"] = {part: report[part] for part in KEPT}
+            except Exception as error:
+                row["error"] = describe_error(error)
+            yield row

@@ -1,0 +1,37 @@
+"""The implementations of an operation that this device can run."""
+
+import jax
+
+from pallas_kernels import registry
+from pallas_kernels.registry import Kernels
+
+# Sets of kernels, and what they call their own implementation of an operation.
+SETS = {
+    "tree_attention": {"pallas-triton": "triton", "mosaic": "mosaic"},
+    "swiglu": {"pallas-triton": "triton", "jax-triton": "jax_triton"},
+}
+
+
+def find_implementations(operation: str, smoke: bool = False) -> tuple[dict[str, Kernels], dict[str, str]]:
+    """Kernels by name, XLA's first, and for the names that cannot be used here the reason.
+
+    Args:
+      operation: name of its folder.
+      smoke: Pallas' interpreter stands in for a GPU.
+    """
+    if smoke:
+        interpreted = Kernels("smoke", "gpu", implementations=((operation, "triton"),), interpret=True)
+        return {"xla": Kernels("xla", jax.default_backend()), "pallas-triton": interpreted}, {}
+    device = jax.devices()[0]
+    usable, missing = {"xla": Kernels("xla", device.platform)}, {}
+    for name, implementation in SETS[operation].items():
+        try:
+            kernels = registry.choose(name, device.platform, device=device)
+        except ValueError as error:
+            missing[name] = str(error)
+            continue
+        if dict(kernels.implementations).get(operation) == implementation:
+            usable[name] = kernels
+        else:
+            missing[name] = f"{operation} by {implementation} fails its self-check; the log says how"
+    return usable, missing

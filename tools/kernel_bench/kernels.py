@@ -1,0 +1,60 @@
+"""Times of each implementation of an operation beside XLA's, against the memory roofline."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from kernel_bench.cases import Case, list_cases
+from kernel_bench.implementations import find_implementations
+from kernel_bench.parts import describe_error
+from kernel_bench.timing import Function, time_calls
+from pallas_kernels import registry
+from pallas_kernels.registry import Kernels
+
+# What a program says where it calls a kernel, by either dialect of Pallas or through jax-triton.
+KERNEL_CALLS = ("pallas_call", "core_map", "mosaic_gpu", "triton_kernel_call")
+
+
+def measure_operation(operation: str, smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row per case: microseconds by implementation, or the error of one that failed."""
+    usable, missing = find_implementations(operation, smoke)
+    yield {"name": f"{operation}: implementations", "usable": list(usable), "missing": missing}
+    for case in list_cases(operation, smoke):
+        yield measure_case(case, usable, smoke)
+
+
+def measure_case(case: Case, usable: dict[str, Kernels], smoke: bool = False) -> dict[str, Any]:
+    """A row: sizes, bytes, and by implementation time and launches; what fails is named and leaves the others alone."""
+    times, errors = {}, {}
+    for name, kernels in usable.items():
+        try:
+            # Fresh copies: the states of those before are used up.
+            copies = case.copies(1 if smoke else None)
+            function = bind(case.function, kernels)
+            if name != "xla" and not calls_kernel(function, *copies[0]):
+                errors[name] = "does not take this shape: XLA would be measured"
+                continue
+            times[name] = time_calls(function, copies, calls=2 if smoke else 20)._asdict()
+        except Exception as error:
+            errors[name] = describe_error(error)
+    return {
+        "name": case.name, "operation": case.operation, "model": case.model, "sizes": case.sizes,
+        "bytes": case.nbytes, "times": times, "errors": errors,
+    }  # fmt: skip
+
+
+def bind(function: Function, kernels: Kernels) -> Function:
+    """The function, traced with `kernels`: a function of its own, so that no trace is shared."""
+
+    def run(operands: Any, state: Any) -> tuple[jax.Array, Any]:
+        with registry.using(kernels):
+            return function(operands, state)
+
+    return run
+
+
+def calls_kernel(function: Function, operands: Any, state: Any) -> bool:
+    """Whether a function comes to a kernel of ours for these operands."""
+    program = str(jax.make_jaxpr(function)(operands, state))
+    return any(word in program for word in KERNEL_CALLS)

@@ -1,0 +1,76 @@
+"""Step times of a large geometry with random weights: how a pass's time grows with rows and context."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.measure.passes import time_target_pass
+from jaxspec.measure.roofline import weight_bytes
+from jaxspec.mesh.plan import plan_mesh
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info
+from jaxspec.models.presets import load_preset
+from jaxspec.placement import Placement
+from kernel_bench.parts import describe_error
+from kernel_bench.timing import median_step
+
+PRESET = "llama-3-8b"
+PASSES = 8
+# Kernels, rows, prefix: what the targets are about first, since time may run out.
+STEPS = (
+    *(("auto", T, 512) for T in (1, 16)),
+    *(("xla", T, 512) for T in (1, 16)),
+    *(("auto", T, 512) for T in (8, 64, 256)),
+    *(("auto", T, 8192) for T in (1, 16, 8, 64, 256)),
+    *(("xla", T, 8192) for T in (1, 8, 16)),
+)
+TINY = ModelConfig("llama", 2, 64, 96, 4, 2, 32, 64, 256)
+TINY_STEPS = (("xla", 1, 40), ("xla", 2, 40))
+
+
+def measure_steps(smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """One row per kernels, rows and prefix: seconds of a pass, head included, and the bytes that it must read."""
+    cfg, steps, name = (TINY, TINY_STEPS, "tiny") if smoke else (load_preset(PRESET), STEPS, PRESET)
+    dtype = jnp.dtype(jnp.float32 if smoke else jnp.bfloat16)
+    placements = {kernels: Placement(cfg, plan_mesh(kernels=kernels), dtype) for kernels in {step[0] for step in steps}}
+    params = random_params(placements[steps[0][0]])
+    read = weight_bytes(params)
+    for kernels, rows, prefix in steps:
+        placement = placements[kernels]
+        row = {
+            "name": f"{name}, {kernels}, T={rows}, prefix {prefix}", "model": name, "dtype": dtype.name,
+            "kernels": kernels, "rows": rows, "prefix": prefix,
+            "implementations": dict(placement.plan.kernels.implementations),
+            "bytes": read + 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * prefix * dtype.itemsize,
+        }  # fmt: skip
+        try:
+            sample = time_target_pass(placement, params, rows, prefix)
+            row["seconds"] = median_step(sample, 2 if smoke else PASSES)
+        except Exception as error:
+            row["error"] = describe_error(error)
+        sample = None
+        gc.collect()  # its cache: programs and their buffers hold on to each other
+        yield row
+
+
+def random_params(placement: Placement) -> Params:
+    """Normal weights and norms of one, made on the device leaf by leaf: the whole would not fit twice."""
+    declared = declare_params(placement.cfg, placement.weights)
+
+    def fill(info: ArrayInfo, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if info.init == "normal":
+            return _normal(jax.random.key(leaf.shape[0]), leaf)
+        return jax.device_put((jnp.ones if info.init == "ones" else jnp.zeros)(leaf.shape, leaf.dtype), leaf.sharding)
+
+    return jax.tree.map(fill, declared, placement.params(), is_leaf=is_info)
+
+
+def _normal(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.jit(_scaled, static_argnums=(1, 2), out_shardings=leaf.sharding)(key, leaf.shape, leaf.dtype)
+
+
+def _scaled(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return (0.02 * jax.random.normal(key, shape, jnp.bfloat16)).astype(dtype)

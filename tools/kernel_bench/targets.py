@@ -1,0 +1,78 @@
+"""What GPU kernels are to reach, and whether they did."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+ATTENTION_SPEEDUP = 1.5
+VERIFY_RATIO = 1.15
+BANDWIDTH_SHARE = 0.70
+ATTENTION_ROWS, ATTENTION_PREFIX = 8, 1024
+STEP_PREFIX = 512
+
+
+def judge(parts: dict[str, dict[str, Any]], bandwidth: float | None) -> list[dict[str, Any]]:
+    """Each target with what was measured; `met` is None where something is missing.
+
+    Args:
+      parts: results by name; see `parts.run_rows`.
+      bandwidth: bytes per second of the device.
+    """
+    verdicts = [_judge_attention(row) for row in _rows(parts, "tree_attention") if _is_target(row)]
+    steps = [row for row in _rows(parts, "steps") if row.get("kernels") == "auto" and row.get("prefix") == STEP_PREFIX]
+    seconds = {row["rows"]: row.get("seconds") for row in steps}
+    ratio = _divide(seconds.get(16), seconds.get(1))
+    verdicts.append(
+        _verdict(f"verify(16) at most {VERIFY_RATIO} of verify(1), llama-3-8b, prefix {STEP_PREFIX}", ratio,
+                 None if ratio is None else ratio <= VERIFY_RATIO)
+    )  # fmt: skip
+    plain = next((row for row in steps if row["rows"] == 1), {})
+    rate = _divide(plain.get("bytes"), plain.get("seconds"))
+    share = _divide(rate, bandwidth)
+    verdicts.append(
+        _verdict(f"a plain step at {BANDWIDTH_SHARE:.0%} of memory bandwidth or more, llama-3-8b bfloat16", share,
+                 None if share is None else share >= BANDWIDTH_SHARE)
+    )  # fmt: skip
+    if not any("attention" in verdict["target"] for verdict in verdicts):
+        verdicts.insert(0, _verdict(_attention_target("any model"), None, None))
+    return verdicts
+
+
+def best_kernel(row: dict[str, Any]) -> tuple[str, float] | None:
+    """Name and seconds of the fastest kernel of ours in a row, or None."""
+    times = {name: timing["seconds"] for name, timing in row.get("times", {}).items() if name != "xla"}
+    return min(times.items(), key=lambda item: item[1]) if times else None
+
+
+def speedup(row: dict[str, Any]) -> float | None:
+    """Time of XLA's form over that of the fastest kernel."""
+    best = best_kernel(row)
+    xla = row.get("times", {}).get("xla")
+    return None if best is None or xla is None else _divide(xla["seconds"], best[1])
+
+
+def _judge_attention(row: dict[str, Any]) -> dict[str, Any]:
+    measured = speedup(row)
+    met = None if measured is None else measured >= ATTENTION_SPEEDUP
+    return _verdict(_attention_target(row["model"]), measured, met)
+
+
+def _attention_target(model: str) -> str:
+    return f"attention {ATTENTION_SPEEDUP} times XLA's speed at T={ATTENTION_ROWS}, prefix {ATTENTION_PREFIX}, {model}"
+
+
+def _is_target(row: dict[str, Any]) -> bool:
+    sizes = row.get("sizes", {})
+    return sizes.get("T") == ATTENTION_ROWS and sizes.get("prefix") == ATTENTION_PREFIX
+
+
+def _verdict(target: str, measured: float | None, met: bool | None) -> dict[str, Any]:
+    return {"target": target, "measured": measured, "met": met}
+
+
+def _rows(parts: dict[str, dict[str, Any]], name: str) -> Sequence[dict[str, Any]]:
+    rows: Iterable[dict[str, Any]] = parts.get(name, {}).get("rows", ())
+    return list(rows)
+
+
+def _divide(above: float | None, below: float | None) -> float | None:
+    return above / below if above and below else None

@@ -1,0 +1,216 @@
+"""Find the fastest block sizes of the Triton kernels on this GPU, and write them into pallas_kernels/tuned/.
+
+    python tools/tune_kernels.py [--operations tree_attention,swiglu] [--minutes 45] [--folder FOLDER] [--smoke]
+
+Every shape of tools/kernel_bench/cases.py is timed with the heuristic's block sizes and with those beside them, by the
+profiler's device time. One table per operation holds the winners by device kind; other kinds' rows in it stay. A shape
+keeps the heuristic unless something is faster by more than `MARGIN`. What cannot be compiled or run is passed over, and
+named at the end. When the time is up, what was found until then is written.
+
+`--smoke` takes tiny shapes in Pallas' interpreter and two block sizes each: that the tool works. It writes nothing
+unless a folder is given.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kernel_bench.cases import Case, list_cases
+from kernel_bench.device import name_device
+from kernel_bench.implementations import find_implementations
+from kernel_bench.kernels import bind
+from kernel_bench.parts import describe_error
+from kernel_bench.timing import time_calls
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pallas_kernels.registry import Kernels
+from pallas_kernels.swiglu import config as swiglu_config
+from pallas_kernels.tree_attention import config as attention_config
+
+# A table should not hold what noise has won.
+MARGIN = 0.03
+# Calls that one timing is the mean of.
+CALLS, SMOKE_CALLS = 20, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """How an operation is tuned.
+
+    Attributes:
+      table: file of the winners.
+      bucket: the table's row of a case.
+      default: the heuristic's block sizes for a case on a device kind.
+      candidates: block sizes to try beside them.
+      call: a case's function with given block sizes.
+    """
+
+    table: Path
+    bucket: Callable[[Case], str]
+    default: Callable[[str, Case], Any]
+    candidates: Callable[[Case, Any], Iterator[Any]]
+    call: Callable[[Case, Any], Any]
+
+
+def main() -> None:
+    """Tune, write the tables, say what was won."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operations", default=",".join(OPERATIONS), help="by comma [all]")
+    parser.add_argument("--minutes", type=float, default=45.0, help="time for all of them [45]")
+    parser.add_argument("--folder", type=Path, help="where the tables go [pallas_kernels/tuned]")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes on any device, in seconds")
+    arguments = parser.parse_args()
+    chosen = arguments.operations.split(",")
+    if unknown := [name for name in chosen if name not in OPERATIONS]:
+        parser.error(f"unknown operation {unknown[0]!r}; known: {', '.join(OPERATIONS)}")
+    console, kind = Console(stderr=True), name_device()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    for name in chosen:
+        operation = OPERATIONS[name]
+        usable, missing = find_implementations(name, arguments.smoke)
+        if "pallas-triton" not in usable:
+            sys.exit(f"{name}: {missing['pallas-triton']}")
+        found, failures = tune(name, usable["pallas-triton"], kind, deadline, arguments.smoke, console)
+        if arguments.folder or not arguments.smoke:
+            folder = arguments.folder or operation.table.parent
+            write_table(folder / operation.table.name, kind, found)
+        for line in failures:
+            console.print(line, markup=False, highlight=False)
+        console.print(f"{name}: {len(found)} shapes are faster with other block sizes than the heuristic's")
+
+
+def tune(
+    name: str, kernels: Kernels, kind: str, deadline: float, smoke: bool, console: Console
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Winners by row of the table, and what could not be timed.
+
+    Args:
+      name: of the operation.
+      kernels: Pallas' Triton kernels.
+      kind: the device.
+      deadline: of `time.monotonic`.
+      smoke: see the module.
+      console: shows the progress.
+    """
+    operation, cases = OPERATIONS[name], list_cases(name, smoke)
+    found: dict[str, dict[str, int]] = {}
+    failures: list[str] = []
+    columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(cases))
+        for case in cases:
+            default = operation.default(kind, case)
+            others = [c for c in dict.fromkeys(operation.candidates(case, default)) if c != default]
+            seconds: dict[Any, float] = {}
+            for sizes in [default, *(others[:1] if smoke else others)]:
+                if time.monotonic() > deadline:
+                    failures.append(f"{case.name}: the time is up")
+                    return found, failures
+                progress.update(task, description=f"{case.name} {dataclasses.astuple(sizes)}")
+                try:
+                    function = bind(operation.call(case, sizes), kernels)
+                    copies = case.copies(1 if smoke else None)
+                    seconds[sizes] = time_calls(function, copies, SMOKE_CALLS if smoke else CALLS).seconds
+                except Exception as error:
+                    failures.append(f"{case.name} {sizes}: {describe_error(error)}")
+            best = min(seconds, key=seconds.__getitem__, default=default)
+            if best != default and seconds[best] < (1 - MARGIN) * seconds.get(default, float("inf")):
+                found[operation.bucket(case)] = dataclasses.asdict(best)
+            progress.advance(task)
+    return found, failures
+
+
+def write_table(path: Path, kind: str, found: dict[str, dict[str, int]]) -> None:
+    """Put a device kind's winners into a table; other kinds, and rows that were not won anew, stay."""
+    table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    table[kind] = dict(sorted((table.get(kind, {}) | found).items()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _attention_sizes(case: Case) -> tuple[int, int, int, int]:
+    slots = case.state[0].shape[1]
+    return case.sizes["T"], case.sizes["G"], case.sizes["H"], slots
+
+
+def _attention_extra(case: Case) -> dict[str, int]:
+    return {"kv_heads": case.sizes["K"], "itemsize": case.state[0].dtype.itemsize}
+
+
+def _attention_bucket(case: Case) -> str:
+    return attention_config.bucket(*_attention_sizes(case), **_attention_extra(case))
+
+
+def _attention_default(kind: str, case: Case) -> attention_config.Config:
+    return attention_config.choose(kind, *_attention_sizes(case), **_attention_extra(case))
+
+
+def _attention_candidates(case: Case, default: attention_config.Config) -> Iterator[attention_config.Config]:
+    splits = {max(1, default.splits * factor // 4) for factor in (2, 4, 8, 16)}
+    for block_k, parts, warps, stages in itertools.product((32, 64, 128), sorted(splits), (4, 8), (2, 4)):
+        if parts * block_k <= case.state[0].shape[1] or parts == 1:
+            yield attention_config.Config(default.block_q, block_k, parts, warps, stages)
+
+
+def _attention_call(case: Case, sizes: attention_config.Config) -> Any:
+    from pallas_kernels.tree_attention import triton
+
+    def attend(operands: Any, state: Any) -> Any:
+        qkv, cos, sin, length, mask, position = operands
+        key, value = state
+        heads, key, value = triton.tree_attention(
+            qkv, cos, sin, key, value, length, mask, position,
+            offset=None, sliding_window=None, live=None, config=sizes,
+        )  # fmt: skip
+        return heads, (key, value)
+
+    return attend
+
+
+def _swiglu_sizes(case: Case) -> tuple[int, int, int, int]:
+    return case.sizes["T"], case.sizes["D"], case.sizes["F"], case.operands[2].dtype.itemsize
+
+
+def _swiglu_candidates(case: Case, default: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
+    rows, _, _, itemsize = _swiglu_sizes(case)
+    rows = swiglu_config.block_rows(rows)
+    for block_f, block_k, warps, stages in itertools.product((16, 32, 64), (64, 128), (4, 8), (3, 4, 6)):
+        # What does not fit into an H100's shared memory would only fail to compile.
+        if stages * swiglu_config.step_bytes(rows, block_f, block_k, itemsize) <= 220 << 10:
+            yield swiglu_config.Config(block_f, block_k, warps, stages)
+
+
+def _swiglu_call(case: Case, sizes: swiglu_config.Config) -> Any:
+    from kernel_bench.cases import EPS
+
+    from pallas_kernels.swiglu import triton
+
+    def project(operands: Any, state: Any) -> Any:
+        x, scale, gate_up = operands
+        return triton.swiglu(x, gate_up, scale, EPS, sizes), state
+
+    return project
+
+
+OPERATIONS = {
+    "tree_attention": Operation(
+        attention_config.TABLE, _attention_bucket, _attention_default, _attention_candidates, _attention_call
+    ),
+    "swiglu": Operation(
+        swiglu_config.TABLE,
+        lambda case: swiglu_config.bucket(*_swiglu_sizes(case)),
+        lambda kind, case: swiglu_config.choose(kind, *_swiglu_sizes(case)),
+        _swiglu_candidates,
+        _swiglu_call,
+    ),
+}
+
+if __name__ == "__main__":
+    main()
