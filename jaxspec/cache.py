@@ -20,8 +20,8 @@ class KVCache:
     """Keys and values of one sequence.
 
     Attributes:
-      key: per layer `[K, S, H]`, rotary positions applied.
-      value: per layer `[K, S, H]`.
+      key: per layer that has attention `[K, S, H]`, rotary positions applied.
+      value: per such layer `[K, S, H]`.
       length: int32 scalar, committed tokens.
     """
 
@@ -40,7 +40,7 @@ def init_cache(cfg: ModelConfig, kv_heads: int, slots: int, dtype: jnp.dtype) ->
     shape = (kv_heads, slots, cfg.head_dim)
 
     def zeros() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_layers))
+        return tuple(jnp.zeros(shape, dtype) for _ in cfg.attention_layers)
 
     return KVCache(zeros(), zeros(), jnp.int32(0))
 

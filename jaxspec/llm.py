@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from jaxspec.checkpoint.borrow import borrow_params
+from jaxspec.checkpoint.own_layers import PREFIX, open_own_layers, place_own_layers, take_layers
 from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.checkpoint.weights import Weights, open_weights
 from jaxspec.compile_cache import enable_compile_cache
@@ -30,6 +31,7 @@ from jaxspec.methods.layer_file import LayerFile, model_digest
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.methods.swift import Swift
 from jaxspec.methods.tuned import COST_SETTINGS, tuned_settings
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
 from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
 from jaxspec.placement import Lender, Placement, resolve_dtype
@@ -54,7 +56,7 @@ class LLM:
     Args:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model.
       draft: a draft model's checkpoint, for methods that use one; None takes the draft that ships with jaxspec if one
-        fits the model, "none" does without.
+        fits the model, "none" does without. "self:attention=1,3-5;mlp=2" is the model itself without these blocks.
       method: a name or a method object; "auto" drafts as far as that pays (see `Auto`).
       dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
         checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
@@ -64,8 +66,8 @@ class LLM:
       draft_platform: platform of the draft's devices, if it is not the target's: "cpu" beside an accelerator.
       max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
-      kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", or "auto": the fastest that
-        run here.
+      kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", for NVIDIA GPUs
+        "pallas-triton", "mosaic" (Hopper) or "jax-triton" (an extra), or "auto": the fastest that run here.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or incomplete.
@@ -112,9 +114,7 @@ class LLM:
         self._cache_folder = enable_compile_cache(config.compile_cache)
         if isinstance(resolved, Auto):
             resolved, self._figures = _tune(resolved, self._shipped_draft, models)
-        if isinstance(resolved, Swift):
-            resolved = _keep_layers(resolved, weights.path, models, self._cache_folder)
-        self.engine = Engine(models, resolved, config.max_context)
+        self.engine = Engine(models, self._own_search(resolved, models), config.max_context)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(_load_params, weights, draft_weights, models)
@@ -150,11 +150,14 @@ class LLM:
         resolved = resolve_method(method)
         if isinstance(resolved, Auto):
             resolved, other._figures = _tune(resolved, self._shipped_draft, self.engine.models)
-        if isinstance(resolved, Swift):
-            resolved = _keep_layers(resolved, self.model_path, self.engine.models, self._cache_folder)
+        resolved = self._own_search(resolved, self.engine.models)
         other.engine = Engine(self.engine.models, resolved, self.engine.given_context)
         other._unreported_compile_s = other.engine.prepare()
         return other
+
+    def layer_file(self, named: str | PathLike[str] | None = None) -> LayerFile | None:
+        """Where layer sets of the model are kept (see `Swift`); None where nothing is `named` and there is no cache."""
+        return _layer_file(self.model_path, self.engine.target.cfg, named, self._cache_folder)
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
@@ -218,6 +221,18 @@ class LLM:
         if _is_ids(prompt):
             return [int(token) for token in prompt]
         raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {prompt!r:.80}")
+
+    def _own_search(self, method: Method, models: Models) -> Method:
+        """For `Swift` a method of our own, whose search is this model's, and goes on from what was found before."""
+        if not isinstance(method, Swift):
+            return method
+        own = dataclasses.replace(method)
+        file = _layer_file(self.model_path, models.target.cfg, method.layers_file, self._cache_folder)
+        if file is not None:
+            own.keep_in(file)
+        # A file that does not fit is refused here, before anything is loaded or compiled.
+        own.search(models)
+        return own
 
     def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
         completion = None
@@ -379,6 +394,8 @@ def has_draft(model: str | PathLike[str] | None, draft: str | PathLike[str] | No
 
 def _choose_draft(draft: object, method: Method, weights: Weights, tokenizer: Tokenizer) -> Weights | None:
     """The draft that was asked for, or the shipped one where the method takes one and nothing was said."""
+    if isinstance(draft, str) and draft.startswith(PREFIX):
+        return open_own_layers(draft, weights, vocabulary_digest(tokenizer.token_strings()))
     if draft is None and method.drafts:
         draft = find_shipped_draft(weights.config, vocabulary_digest(tokenizer.token_strings()))
         check_draft_given(method, draft is not None)
@@ -400,17 +417,13 @@ def _tune(method: Auto, draft: str | None, models: Models) -> tuple[Auto, str]:
     return dataclasses.replace(method, **tuned), "shipped" if tuned else "built in"
 
 
-def _keep_layers(method: Swift, path: Path, models: Models, folder: Path | None) -> Swift:
-    """A method of our own, whose search is this model's, and goes on from what was found before.
-
-    `folder` is the compile cache: without one nothing is kept, unless the method names a file.
-    """
-    own = dataclasses.replace(method)
-    if method.layers_file or folder is not None:
-        named = bool(method.layers_file)
-        file = Path(method.layers_file).expanduser() if named or folder is None else folder / LAYER_FILE
-        own.keep_in(LayerFile(file, model_digest(path, models.target.cfg), strict=named))
-    return own
+def _layer_file(
+    model: Path, cfg: ModelConfig, named: str | PathLike[str] | None, folder: Path | None
+) -> LayerFile | None:
+    """The file that was named, or that in the folder of compiled programs, if there is one."""
+    if named:
+        return LayerFile(Path(named).expanduser(), model_digest(model, cfg), model.name, strict=True)
+    return None if folder is None else LayerFile(folder / LAYER_FILE, model_digest(model, cfg), model.name)
 
 
 def _place_models(
@@ -429,6 +442,9 @@ def _place_models(
     )
     if draft_weights is None:
         return Models(target)
+    if draft_weights.layers is not None:
+        own_dtype = resolve_dtype(dtype, draft_plan)
+        return Models(target, place_own_layers(target, draft_weights.layers, draft_plan, own_dtype))
     limit, rows = _match_vocabularies(weights, draft_weights, tokenizer)
     if draft_weights.config.max_context < weights.config.max_context:
         logging.getLogger(__name__).warning(
@@ -472,7 +488,11 @@ def _load_params(weights: Weights, draft_weights: Weights | None, models: Models
     target = weights.load(models.target)
     if draft_weights is None or models.draft is None:
         return ModelParams(target)
-    return ModelParams(target, draft_weights.load(models.draft) | borrow_params(models.draft, target))
+    if draft_weights.layers is not None:
+        own = take_layers(models.target, models.draft, draft_weights.layers, target)
+    else:
+        own = draft_weights.load(models.draft)
+    return ModelParams(target, own | borrow_params(models.draft, target))
 
 
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:

@@ -119,7 +119,7 @@ class Placement:
     def cache(self, slots: int) -> KVCache:
         """Shapes of a KV cache, split by (padded) KV heads."""
         layer = self.array((self.local_kv_heads * self.plan.tensor, slots, self.cfg.head_dim), self.dtype, TENSOR_AXIS)
-        layers = (layer,) * self.cfg.num_layers
+        layers = (layer,) * len(self.cfg.attention_layers)
         return KVCache(layers, layers, self.array((), jnp.int32))
 
     @property

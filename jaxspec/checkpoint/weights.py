@@ -11,6 +11,7 @@ from jaxspec.checkpoint.manifest import open_native
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.mesh.plan import MeshPlan
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params
 from jaxspec.models.storage import Storage, fit_storage
 from jaxspec.placement import Placement
@@ -28,6 +29,7 @@ class Weights:
       load: reads every parameter that the checkpoint holds as a placement has it: in blocks where its storage says so,
         else as numbers.
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
+      layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
     """
 
     path: Path
@@ -36,6 +38,7 @@ class Weights:
     own_storage: Storage
     load: Callable[[Placement], Params]
     vocabulary: str | None = None
+    layers: LayerSet | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
         """What a placement on `plan` keeps the weights in, where they are to stay as the checkpoint holds them."""

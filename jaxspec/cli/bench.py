@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import check_output, merge_options, setting_types
+from jaxspec.cli.options import KERNELS_HELP, check_output, merge_options, setting_types
+from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError
 
@@ -49,7 +50,7 @@ def bench(
         Path | None, typer.Option("--json", help="Write one JSON object with all samples here; - is standard output.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
+    kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
     target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     draft_devices: Annotated[
         int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
@@ -86,7 +87,7 @@ def bench(
             model, draft=draft_model, method=method, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
             target_devices=target_devices, draft_devices=draft_devices,
         )  # fmt: skip
-        with _Bar() as bar:
+        with Bar() as bar:
             measured = measure(llm, columns, chosen, sampling, repeats, bar.show)
         draft = None if llm.draft_path is None else str(llm.draft_path)
         command = shlex.join([NAME, *sys.argv[1:]])
@@ -109,30 +110,6 @@ def bench(
 def main() -> None:
     """Entry point."""
     app(prog_name=NAME)
-
-
-class _Bar:
-    """Progress for people: nothing is shown where nobody looks."""
-
-    def __enter__(self) -> "_Bar":
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        # Drawn twice a second: the machine is to be busy with the measurement.
-        self._progress = Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=2
-        )
-        self._task = self._progress.add_task("", total=None)
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def show(self, what: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=what.replace("[", "\\["), completed=done, total=total)
 
 
 def _split_list(text: str, option: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import OptionTypes, check_output, merge_options, setting_types
+from jaxspec.cli.options import KERNELS_HELP, OptionTypes, check_output, merge_options, setting_types
 from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError, JaxspecError
 
@@ -59,7 +59,7 @@ def check(
         int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
+    kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
     json_: Annotated[
         Path | None, typer.Option("--json", help="Write one JSON object with everything here; - is standard output.")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.cli.method_options import METHOD_NAMES, METHOD_OPTIONS, method_from
-from jaxspec.cli.options import OptionTypes, check_new_file, merge_options
+from jaxspec.cli.options import KERNELS_HELP, OptionTypes, check_new_file, merge_options
 from jaxspec.cli.run import interrupts_raised, raise_lost_interrupt, run_command
 from jaxspec.errors import ConfigError
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from jaxspec.results import Completion
 
 NAME = "jaxspec-decode"
+
+# Latest entries of the history of a search that are printed; --json has them all.
+SHOWN_HISTORY = 8
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -53,7 +56,10 @@ def decode(
         str | None,
         typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
     ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint of a draft model; self:attention=1,3;mlp=2 is the model without these."),
+    ] = None,
     method: Annotated[str | None, typer.Option(help=f"{METHOD_NAMES}; --set gives its settings.")] = None,
     swift_layers: Annotated[
         str | None, typer.Option(help="File of layer sets that swift reads and writes [beside the compiled programs].")
@@ -75,7 +81,7 @@ def decode(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    kernels: Annotated[str | None, typer.Option(help="auto, xla, or cpu for the native ones.")] = None,
+    kernels: Annotated[str | None, typer.Option(help=KERNELS_HELP)] = None,
     target_devices: Annotated[int | None, typer.Option(help="Devices that share the model [1].")] = None,
     draft_devices: Annotated[
         int | None, typer.Option(help="Devices of the draft model alone, for swiftspec [1 if there is one].")
@@ -222,25 +228,35 @@ def _summary(completion: "Completion") -> str:
         if "draft_tree" in counters and counters["draft_tree"]["token_hit_rate"] is not None:
             tree = counters["draft_tree"]
             parts.append(f"hits {tree['token_hit_rate']:.0%}, evaluated {tree['evaluated_hit_rate']:.0%}")
-    if completion.method == "swift" and stats.choice is not None:
-        parts.append(_swift_part(stats.choice))
     parts.append(f"{stats.num_programs} programs")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
     lines = [" · ".join(parts)]
+    if completion.method == "swift" and stats.choice is not None and stats.speculative_decoding is not None:
+        lines.append(_swift_line(stats.choice, stats.speculative_decoding))
     if stats.timeline is not None:
         lines.append(_timeline_line(stats.timeline))
     return "\n".join(lines)
 
 
-def _swift_part(choice: dict[str, Any]) -> str:
+def _swift_line(choice: dict[str, Any], counters: dict[str, Any]) -> str:
     parts = [f"{choice['num_skipped']} blocks skipped ({choice['layers']})"]
     if choice.get("matchness") is not None:
         parts.append(f"matchness {choice['matchness']:.0%} after {choice['steps']} steps")
+        known = [f"{step}: {score:.2f}" for step, score in choice["history"]]
+        parts.append("matchness over steps " + ", ".join(known[-SHOWN_HISTORY:]))
+    if choice.get("stopped") is not None:
+        parts.append(f"search ended: {choice['stopped']}")
     parts.append(f"search {choice['search_share']:.1%} of the time")
-    if choice["gain"] is not None:
-        parts.append(f"drafted rounds at {choice['gain']:.2f} times the plain speed")
-    return ", ".join(parts)
+    if counters["num_draft_tokens"]:
+        parts.append(
+            f"{counters['num_accepted_draft_tokens'] / counters['num_draft_tokens']:.0%} of drafted tokens accepted"
+        )
+    if counters["num_draft_passes"]:
+        parts.append(f"{counters['num_accepted_draft_tokens'] / counters['num_draft_passes']:.0%} of draft steps")
+    gain = choice["gain"]
+    parts.append("no gain known yet" if gain is None else f"drafted rounds at {gain:.2f} times the plain speed")
+    return " · ".join(parts)
 
 
 def _timeline_line(summary: dict[str, Any]) -> str:

@@ -10,8 +10,11 @@ from typing import Any
 
 from jaxspec.errors import ConfigError
 from jaxspec.suggest import suggest
+from pallas_kernels import KERNEL_NAMES
 
 OptionTypes = tuple[type, ...]
+
+KERNELS_HELP = f"What multiplies and attends: {', '.join(KERNEL_NAMES[:-1])} or {KERNEL_NAMES[-1]}."
 
 
 def merge_options(

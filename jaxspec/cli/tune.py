@@ -9,8 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import check_output
+from jaxspec.cli.options import KERNELS_HELP, check_output
+from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import run_command
+from jaxspec.cli.tune_layers import (
+    INTERVAL,
+    RATIOS,
+    STEPS,
+    TASK,
+    LayerOptions,
+    find_layers,
+    layers_preset,
+    layers_report,
+    plot_layers,
+    print_layers,
+)
 from jaxspec.cli.tune_splits import find_split, print_splits, splits_preset, splits_report
 from jaxspec.errors import ConfigError
 
@@ -37,12 +50,23 @@ def tune(
     seed: Annotated[int, typer.Option(help="Random stream at temperature > 0.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Of the confirming run.")] = 2,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    kernels: Annotated[str, typer.Option(help="auto, xla, or cpu for the native ones.")] = "auto",
+    kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
     target_devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     method: Annotated[
-        str | None, typer.Option(help="swiftspec: split the devices between target and draft [what needs no split].")
+        str | None,
+        typer.Option(help="swiftspec splits the devices between target and draft, swift searches layers [the rest]."),
     ] = None,
     devices: Annotated[int | None, typer.Option(min=2, help="Devices to be split [all].")] = None,
+    ratios: Annotated[str, typer.Option(help="For swift: shares of blocks to skip, with commas between.")] = RATIOS,
+    steps: Annotated[int, typer.Option(min=1, help="For swift: sets that are tried for each ratio.")] = STEPS,
+    interval: Annotated[int, typer.Option(min=1, help="For swift: of so many sets one is Bayesian.")] = INTERVAL,
+    task: Annotated[str, typer.Option(help="For swift: name under which the sets are kept.")] = TASK,
+    swift_layers: Annotated[
+        Path | None, typer.Option(help="For swift: file of layer sets to write [beside the compiled programs].")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="For swift: draw matchness against steps (needs matplotlib).")
+    ] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write every number here; - is standard output.")] = None,
 ) -> None:
     """Measure step costs and acceptance, predict, confirm the best against plain decoding, write a preset."""
@@ -51,11 +75,20 @@ def tune(
         out = check_output(json_)
         if preset is not None:
             check_output(preset, "the preset")
-        if method not in (None, "swiftspec"):
-            raise ConfigError(f"--method {method!r}: only swiftspec has a tuner of its own; leave it out for the rest")
-        if method is None and devices is not None:
+        if method not in (None, "swiftspec", "swift"):
+            raise ConfigError(
+                f"--method {method!r}: only swiftspec and swift have tuners of their own; leave it out for the rest"
+            )
+        if method != "swiftspec" and devices is not None:
             raise ConfigError("--devices are split by --method swiftspec; --target-devices is for the other methods")
-        if method is not None and target_devices != 1:
+        layers = LayerOptions(ratios, steps, interval, task, swift_layers, plot)
+        if method == "swift":
+            layers.check()
+            if draft_model is not None:
+                raise ConfigError("--method swift needs no draft model: leave --draft-model out")
+        elif layers != LayerOptions():
+            raise ConfigError("--ratios, --steps, --interval, --task, --swift-layers and --plot are for --method swift")
+        if method == "swiftspec" and target_devices != 1:
             raise ConfigError("--method swiftspec tries every split of --devices: leave --target-devices out")
         # Heavy imports only now: --help and usage errors answer at once.
         from rich.console import Console
@@ -70,6 +103,16 @@ def tune(
         chosen = select_prompts(load_prompts(prompts), None, max_prompts)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         given = {"model": model, "draft_model": draft_model, "dtype": dtype, "kernels": kernels}
+        if method == "swift":
+            given["target_devices"] = target_devices  # pyright: ignore[reportArgumentType]
+            with Bar() as bar:
+                tuned, file = find_layers(given, layers, chosen, sampling, repeats, command, bar.show)
+            print_layers(tuned, Console(stderr=str(out) == "-"))
+            console.print(f"the layer sets are in {file.path}", highlight=False)
+            if plot is not None:
+                plot_layers(tuned, plot)
+            _write(layers_preset(tuned, given, layers, command), layers_report(tuned), preset, out, console)
+            return
         if method is not None:
             with console.status("loading") as status:
                 results = find_split(given, devices, chosen, sampling, repeats, command, status.update)

@@ -7,13 +7,11 @@ import jax
 import numpy as np
 
 from jaxspec.models.layer_set import LayerSet
+from jaxspec.models.params import MLP_PARAMS
 from jaxspec.placement import Placement
 from pallas_kernels import registry
 from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.live import relative_pass_cost
-
-# Parameters of a layer's MLP block; the others are its attention's.
-MLP_PARAMS = ("mlp_norm", "gate_up", "down")
 
 # What a draft pass costs besides reading its weights.
 FIXED_DRAFT_COST = 0.01

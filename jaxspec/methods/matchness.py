@@ -70,14 +70,19 @@ def count_matches(
     mask = (own_set[:, None] == own_set[None, :]) & (step[None, :] <= step[:, None])
     cache = state.cache
 
-    def save(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Read before anything is written; unordered, the two would need a copy of the whole layer.
-        held = jax.lax.dynamic_slice_in_dim(layer, start, rows, axis=1)
-        return jax.lax.optimization_barrier((held, layer))
+    layers = (cache.key, cache.value)
 
-    saved_key, key = zip(*map(save, cache.key), strict=True)
-    saved_value, value = zip(*map(save, cache.value), strict=True)
-    scratch = dataclasses.replace(cache, key=key, value=value, length=start)
+    def save(_: tuple) -> tuple:
+        saved = jax.tree.map(lambda layer: jax.lax.dynamic_slice_in_dim(layer, start, rows, axis=1), layers)
+        return jnp.bool_(False), start, saved
+
+    # In a loop of one turn, which the compiler does not know to be one, and which says where to write: fused with the
+    # restoring, or unordered with the writing, the saving would need a copy of the whole cache.
+    nothing = jax.tree.map(lambda layer: jnp.zeros((layer.shape[0], rows, layer.shape[2]), layer.dtype), layers)
+    _, begin, (saved_key, saved_value) = jax.lax.while_loop(
+        lambda carry: carry[0], save, (start >= 0, jnp.int32(0), nothing)
+    )
+    scratch = dataclasses.replace(cache, length=begin)
     which = units[0] if branching else jnp.repeat(units, window, axis=0).transpose(1, 2, 0)  # [L, 2, T]
     with jax.named_scope("matchness"):
         hidden, scratch = forward(
@@ -87,7 +92,7 @@ def count_matches(
         matches = (said.reshape(sets, window) == tokens[1:]).sum(axis=1, dtype=jnp.int32)
 
     def restore(layer: jax.Array, held: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(layer, held, start, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(layer, held, begin, axis=1)
 
     restored = dataclasses.replace(
         cache, key=tuple(map(restore, scratch.key, saved_key)), value=tuple(map(restore, scratch.value, saved_value))

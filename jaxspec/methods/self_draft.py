@@ -46,12 +46,14 @@ class SpineSettings:
       threshold: the spine ends behind a token of less confidence.
       siblings: children per step at a confidence of at least each of `LEVELS`, and below; the spine's own is one.
       adaptive: draft only what pays.
+      most_rows: bound on `batch_rows`, if there is one.
     """
 
     length: int
     threshold: float
     siblings: tuple[int, ...]
     adaptive: bool
+    most_rows: int | None = None
 
     @property
     def branch(self) -> int:
@@ -60,9 +62,10 @@ class SpineSettings:
 
     @property
     def batch_rows(self) -> int:
-        """bs: the root and every token that a draft can hold; all steps but the last have some confidence."""
+        """bs: the root and all that a draft can hold, up to the bound; all steps but the last have some confidence."""
         confident = [c for c, below in zip(self.siblings, (math.inf, *LEVELS), strict=True) if below > self.threshold]
-        return 1 + (self.length - 1) * max(confident) + self.branch
+        rows = 1 + (self.length - 1) * max(confident) + self.branch
+        return rows if self.most_rows is None else min(rows, self.most_rows)
 
     def children(self, confidence: jax.Array) -> jax.Array:
         """How many of a step's first ids are children of the row before, int32 []."""

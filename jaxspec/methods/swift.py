@@ -15,10 +15,13 @@ from jaxspec.methods.settings import check_range, log_threshold
 from jaxspec.methods.swift_runner import SwiftRunner
 from jaxspec.methods.swift_search import LayerSearch, SearchSettings
 from jaxspec.models.layer_set import LayerSet, parse_layers
+from jaxspec.placement import Placement
 
 # What a round costs besides its passes, in target passes of one row.
 ROUND_COST = 0.05
 LONGEST = 64
+# Rows of a batch where only those are drafted that pay; what is left empty costs a little too.
+ADAPTIVE_ROWS = 32
 
 
 @dataclasses.dataclass
@@ -26,13 +29,13 @@ class Session:
     """What outlives the caches of a runner, which are bound anew when texts get longer.
 
     Attributes:
-      search: of the layers; None before it was needed.
       meter: of the rounds.
+      search: of the layers; None before it was needed.
       file: where the search's findings are kept; None for nowhere.
     """
 
-    search: LayerSearch | None = None
     meter: Meter = dataclasses.field(default_factory=Meter)
+    search: LayerSearch | None = None
     file: LayerFile | None = None
 
 
@@ -50,6 +53,8 @@ class Swift:
       threshold: a draft ends behind a token that the skipped model finds less probable.
       siblings: children per drafted step where that probability is at least 0.95, 0.8, 0.5, and where it is less; the
         drafted token is one of them.
+      batch: bs, most rows of a target pass, the root included, more than `length`; the least probable tokens are left
+        out. None is all that a draft can hold (83 by default), or 32 where it is `adaptive`.
       adaptive: draft only what pays by the costs of passes and by what was accepted so far, and nothing while measured
         gain is below 1; False drafts in every round, as the paper does.
       layers: a fixed set, such as "attention=1,3-5;mlp=2", or "none"; empty to search for one.
@@ -71,6 +76,7 @@ class Swift:
     length: int = 25
     threshold: float = 0.8
     siblings: tuple[int, ...] = (1, 3, 5, 10)
+    batch: int | None = None
     adaptive: bool = True
     layers: str = ""
     context: str = "recent"
@@ -118,6 +124,8 @@ class Swift:
             raise ConfigError("task must not be empty")
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"adaptive must be true or false, got {self.adaptive!r}")
+        if self.batch is not None:
+            check_range("batch", self.batch, self.length + 1, 1024)
         if self.programs == "one" and self.candidates > 1:
             raise ConfigError(f"one program for all sets scores one at a time, not {self.candidates} candidates")
 
@@ -134,7 +142,10 @@ class Swift:
     @property
     def spine(self) -> SpineSettings:
         """How drafts are grown."""
-        return SpineSettings(self.length, self.threshold, self.siblings, self.adaptive)
+        rows = max(ADAPTIVE_ROWS, self.length + 1) if self.adaptive else None
+        return SpineSettings(
+            self.length, self.threshold, self.siblings, self.adaptive, rows if self.batch is None else self.batch
+        )
 
     @property
     def batch_rows(self) -> int:
@@ -187,8 +198,7 @@ class Swift:
 
     def bind(self, models: Models, tokens: int) -> SwiftRunner:
         """See `Method.bind`."""
-        platform = models.target.plan.devices[0].platform
-        branching = self.programs == "one" or (self.programs == "auto" and platform == "cpu")
+        branching = self.programs == "one" or (self.programs == "auto" and branches(models.target))
         costs = pass_costs(models.target, self.batch_rows) + ROUND_COST
         return SwiftRunner(
             models.target,
@@ -198,7 +208,7 @@ class Swift:
             spine=self.spine,
             costs=costs,
             branching=branching,
-            sets=self.candidates or (1 if branching else 8),
+            sets=self.candidates or sets_per_pass(branching),
             context=self.context,
             share=self.share,
             meter=self.session.meter,
@@ -227,3 +237,13 @@ class Swift:
                 "history": search.history, "adopted": search.adopted,
             }  # fmt: skip
         return known | self.session.meter.report(search.search_s)
+
+
+def branches(target: Placement) -> bool:
+    """Whether a program had better leave out what is skipped by branches: not where the host waits for each of them."""
+    return target.plan.devices[0].platform == "cpu"
+
+
+def sets_per_pass(branching: bool) -> int:
+    """Sets to score in one pass: what branches is about one set; what computes everything has rows to spare."""
+    return 1 if branching else 8

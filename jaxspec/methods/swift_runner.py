@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-import time
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ from jaxspec.tree.topology import Batch
 
 # Compiled drafts that are kept, of the latest sets.
 KEPT_PROGRAMS = 16
+# Rounds of other generations after which one is taken to have ended.
+ABANDONED = 8
 
 
 class Launched(NamedTuple):
@@ -48,7 +50,7 @@ class HostText:
       tokens: prompt and verified tokens.
       prompt: how many of them are the prompt's.
       waiting: rounds that were not read yet.
-      last: when the last round was launched; None before the first.
+      launched: number of its latest round among all rounds of the runner; 0 before the first.
       delayed: whether the next round runs behind a search pass.
     """
 
@@ -57,7 +59,7 @@ class HostText:
         self.tokens = [root]
         self.prompt = 1
         self.waiting: collections.deque[Launched] = collections.deque()
-        self.last: float | None = None
+        self.launched = 0
         self.delayed = False
 
 
@@ -152,8 +154,7 @@ class SwiftRunner:
         self._skip = Program("draft nothing", skip, plan, args, (self._memory, self._drafted), donate=[1])
         self._restart = Program("draft restart", restart, plan, [self._memory], self._memory, donate=[0])
         self._score = matchness_program(target, self._side.state, sets, window, branching) if self._searches else None
-        # What a pass of the search costs, in plain rounds, until one was measured.
-        self._pass_cost = float(pass_costs(target, max(rows, 1))[-1])
+        meter.pass_cost = float(pass_costs(target, max(rows, 1))[-1])
 
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="swift") if self._searches else None
         search.executor = self._worker
@@ -161,7 +162,8 @@ class SwiftRunner:
         self._window: Window | None = None
         self._compiling: tuple[LayerSet, Future[Program]] | None = None
         self._drafts: dict[LayerSet | None, Program] = {}
-        self._serial = 0
+        self._failed: set[LayerSet] = set()  # sets whose programs could not be compiled
+        self._serial = self._launched = 0
         layers = fixed or search.incumbent.layers
         key = None if branching else layers
         self._drafts[key] = self._declare(key)
@@ -212,6 +214,8 @@ class SwiftRunner:
         else:
             memory, drafted = self._skip(target.root, state.memory, state.outcome)
         target, outcome, round_ = self._verify(params.target, target, drafted, request)
+        self._launched += 1
+        text.launched = self._launched
         text.waiting.append(Launched(round_, allowed, text.delayed))
         text.delayed = False
         target = self._dispatch_scores(params.target, target, text)
@@ -219,18 +223,15 @@ class SwiftRunner:
 
     def _read(self, text: HostText) -> None:
         """Take in what has finished meanwhile; nothing is waited for."""
-        finished = []
-        while text.waiting and _is_ready(text.waiting[0].round_.packed):
+        finished, is_ready = [], self.meter.clock.is_ready
+        while text.waiting and is_ready(text.waiting[0].round_.packed):
             launched = text.waiting.popleft()
             packed = np.asarray(launched.round_.packed).tolist()
             count, _, _, passes = packed[:ROUND_HEADER]
             text.tokens += packed[ROUND_HEADER : ROUND_HEADER + count]
             finished.append(Finished(count, launched.allowed, passes > 0, launched.delayed))
-        now = time.perf_counter()
-        if text.last is not None:
-            self.meter.add(now - text.last, finished)
-        text.last = now
-        if self._pending is not None and _is_ready(self._pending[1]):
+        self.meter.lap(finished, first=not text.launched)
+        if self._pending is not None and is_ready(self._pending[1]):
             asked, matches = self._pending
             self._search.tell(asked, np.asarray(matches).tolist())
             self._pending = None
@@ -255,8 +256,11 @@ class SwiftRunner:
         """Tokens to score on, the same ones while candidates are compared on them; None if there are none."""
         search, width, known = self._search, self._search.settings.window, self._window
         used_up = search.window_is_used_up and self._context == "recent"
-        if known is not None and known.text is text and not used_up:
-            return known
+        if known is not None and not used_up:
+            if known.text is text:
+                return known
+            if self._launched - known.text.launched < ABANDONED:
+                return None  # interleaved generations: candidates are compared on one of them
         # The last token is the root, or a former one: the keys of all before it are in the cache.
         start = text.prompt if self._context == "first" else len(text.tokens) - 1 - width
         if start < text.prompt or start + width >= len(text.tokens) or (known is not None and known == (text, start)):
@@ -268,7 +272,7 @@ class SwiftRunner:
     def _affordable(self) -> bool:
         if self._share == 1:
             return True
-        cost = self.meter.pass_s(self._pass_cost)
+        cost = self.meter.pass_s
         spent = self.meter.search_s + self._search.search_s
         return cost is not None and spent + cost <= self._share * self.meter.total_s
 
@@ -276,9 +280,14 @@ class SwiftRunner:
         """Draft with the search's best set, once its program is there."""
         wanted = self._search.incumbent.layers if self._searches else self.layers
         if self._compiling is not None and self._compiling[1].done():
-            layers, program = self._compiling
-            self._drafts[layers], self._compiling = program.result(), None
-        if wanted == self.layers:
+            (layers, program), self._compiling = self._compiling, None
+            if (error := program.exception()) is None:
+                self._drafts[layers] = program.result()
+            else:
+                # There is a set to go on with: the text at hand must not end here.
+                self._failed.add(layers)
+                logging.getLogger(__name__).warning("the draft of %s could not be compiled: %s", layers, error)
+        if wanted == self.layers or wanted in self._failed:
             return
         key = None if self._branching else wanted
         if key in self._drafts:
@@ -319,7 +328,3 @@ class SwiftRunner:
         self._control = jax.tree.map(
             lambda leaf, shape: jax.device_put(leaf, shape.sharding), Control(*values), self._control_shapes
         )
-
-
-def _is_ready(array: jax.Array) -> bool:
-    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

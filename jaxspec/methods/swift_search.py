@@ -1,14 +1,15 @@
 """The search for the layers to skip (SWIFT, arXiv 2410.06916, section 4.2): on the host, a step at a time.
 
 A step scores one candidate on a *window*, tokens of the text at hand. The best set so far, the incumbent, is scored on
-every new window too, and so is the one that it displaced: candidates are compared on equal text, and a set that was
-lucky once does not stay (ALGORITHMS B2). Whoever runs the search asks `next_sets` for work and gives `tell` the
-results.
+every new window too (ALGORITHMS B2). A candidate that does better there becomes a rival, and rivals are scored with the
+incumbent from then on: the best by all that is known of it is the incumbent. One window says little, and the best of
+hundreds of scores is a lucky one. Whoever runs the search asks `next_sets` for work and gives `tell` the results.
 """
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ MEMORY = 256
 WINDOW_STEPS = 8
 # Windows on which a set must have been seen before it counts as good enough to stop.
 CONFIRMING_WINDOWS = 2
+# Sets that are scored on every window beside the incumbent, and the weight of the mean candidate in what is believed of
+# a set, in windows.
+RIVALS, PRIOR_WINDOWS = 3, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ class SearchSettings:
 
 @dataclasses.dataclass
 class Standing:
-    """What a set reached on windows, since it became the incumbent or lost that place.
+    """What a set reached on windows, since it became a rival of the incumbent.
 
     Attributes:
       layers: the set.
@@ -127,7 +131,8 @@ class LayerSearch:
         self.history: list[tuple[int, float]] = []
         self.adopted: list[tuple[int, str]] = [(0, str(start))]
         self.search_s = 0.0  # spent on proposals
-        self._rival: Standing | None = None
+        self._rivals: list[Standing] = []
+        self._judged = Standing(start)  # of all candidates together
         self._due: collections.deque[Standing] = collections.deque()
         self._window_number = 0
         self._on_window = 0
@@ -135,6 +140,7 @@ class LayerSearch:
         self._seen: set[LayerSet] = {start}
         self._observed: collections.deque[tuple[np.ndarray, float]] = collections.deque(maxlen=MEMORY)
         self._thinking: Future[Any] | None = None
+        self._bayesian = True  # until such a proposal fails
 
     @property
     def window_is_used_up(self) -> bool:
@@ -145,7 +151,7 @@ class LayerSearch:
         """What is asked for from now on is scored on other text than before; answers that are still out are ignored."""
         self._window_number += 1
         self._on_window = 0
-        self._due = collections.deque(s for s in (self.incumbent, self._rival) if s is not None)
+        self._due = collections.deque([self.incumbent, *self._rivals])
         for standing in self._due:
             standing.here = None
 
@@ -170,7 +176,10 @@ class LayerSearch:
                 self._judge(layers, int(count))
             else:
                 standing.add(int(count), self.settings.window)
-                self._compare(standing)
+                self._observed.append((layers.skipped, standing.matchness or 0.0))
+                self._choose()
+                if standing is self.incumbent:
+                    self._note()
         self._stop_if_done()
 
     def _judge(self, layers: LayerSet, matches: int) -> None:
@@ -180,28 +189,29 @@ class LayerSearch:
         window = self.settings.window
         # How hard this window is shows in the incumbent, whose average is known.
         self._observed.append((layers.skipped, (matches - here) / window + self.incumbent.matchness))
+        self._judged.add(matches, window)
         self.steps += 1
+        self.stale += 1
         if matches > here:
-            self._rival = dataclasses.replace(self.incumbent, matches=here, tokens=window)
-            self.incumbent = Standing(layers, matches, window, matches)
-            self.stale = 0
-            self._note()
-        else:
-            self.stale += 1
+            self._rivals.append(Standing(layers, matches, window, matches))
+            self._choose()
 
-    def _compare(self, standing: Standing) -> None:
-        """The incumbent or its rival was scored again; both have seen the same windows once the rival has."""
-        self._observed.append((standing.layers.skipped, standing.matchness or 0.0))
-        rival = self._rival
-        if rival is not None and standing is rival and rival.matches > self.incumbent.matches:
-            self.incumbent, self._rival = rival, self.incumbent
+    def _choose(self) -> None:
+        """The best of the incumbent and its rivals is the incumbent; the worst rivals go if they are too many."""
+        # Equals keep their order: the incumbent stays.
+        ranked = sorted([self.incumbent, *self._rivals], key=self._estimate, reverse=True)
+        best, self._rivals = ranked[0], ranked[1 : 1 + RIVALS]
+        if best is not self.incumbent:
+            self.incumbent, self.stale = best, 0
+            self.adopted.append((self.steps, str(best.layers)))
             self._note()
-        elif standing is self.incumbent:
-            self.history.append((self.steps, standing.matchness or 0.0))
+
+    def _estimate(self, standing: Standing) -> float:
+        weight = PRIOR_WINDOWS * self.settings.window
+        return (standing.matches + weight * (self._judged.matchness or 0.0)) / (standing.tokens + weight)
 
     def _note(self) -> None:
         self.history.append((self.steps, self.incumbent.matchness or 0.0))
-        self.adopted.append((self.steps, str(self.incumbent.layers)))
 
     def _stop_if_done(self) -> None:
         settings, standing = self.settings, self.incumbent
@@ -215,19 +225,27 @@ class LayerSearch:
 
     def _propose(self) -> LayerSet:
         self._proposed += 1
-        if self._thinking is None and self._proposed % self.settings.interval == 0 and len(self._observed) > 1:
+        due = self._bayesian and self._proposed % self.settings.interval == 0 and len(self._observed) > 1
+        if due and self._thinking is None:
             best = self.incumbent.layers.skipped
             arguments = ([*self._observed], best, self._skipped, int(self._rng.integers(2**31)))
             if self.executor is None:
-                return self._take(propose_bayesian(*arguments))
+                return self._take(lambda: propose_bayesian(*arguments))
             self._thinking = self.executor.submit(propose_bayesian, *arguments)
         elif self._thinking is not None and self._thinking.done():
-            proposal, self._thinking = self._thinking.result(), None
-            return self._take(proposal)
+            thought, self._thinking = self._thinking, None
+            return self._take(thought.result)
         return self._random()
 
-    def _take(self, proposal: tuple[np.ndarray, float]) -> LayerSet:
-        skipped, seconds = proposal
+    def _take(self, propose: Callable[[], tuple[np.ndarray, float]]) -> LayerSet:
+        """A Bayesian proposal, or a random one where that fails or is known already."""
+        try:
+            skipped, seconds = propose()
+        except Exception as error:
+            # The text at hand must not end because a package of the search has changed.
+            self._bayesian = False
+            logging.getLogger(__name__).warning("layer sets are proposed at random from here on: %s", error)
+            return self._random()
         self.search_s += seconds
         layers = from_skipped(self._num_layers, skipped)
         if layers in self._seen:
@@ -277,12 +295,13 @@ class LayerSearch:
         if saved["settings"]["ratio"] != self.settings.ratio:
             # What another ratio found is no set of this one's size.
             return
-        self.incumbent, self._rival = standing, None
+        self.incumbent, self._rivals = standing, []
         self._seen.add(layers)
         self._observed.extend(observed)
         self.adopted = [(steps, str(layers))]
         if saved["settings"] == dataclasses.asdict(self.settings):
-            self.steps, self.stale, self.history = steps, stale, history
+            self.steps = self._proposed = steps
+            self.stale, self.history = stale, history
             self.stopped = self.stopped or stopped
             # Not the same proposals again.
             self._rng = np.random.default_rng([self._seed, steps])

@@ -5,6 +5,7 @@ import itertools
 from typing import Literal
 
 from jaxspec.errors import ConfigError
+from jaxspec.models.layer_set import LayerSet
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -51,6 +52,8 @@ class ModelConfig:
 
     A draft may be made for one target and share its vocabulary (`shares_embedding`): it has no embedding and no head of
     its own. Such a draft may score some tokens only: `head_ids`, ascending; empty for all of them.
+
+    A draft that consists of its target's layers may lack attention or MLP blocks: `units` are those it has.
     """
 
     family: Family
@@ -71,6 +74,7 @@ class ModelConfig:
     sliding_layers: tuple[bool, ...] = ()
     shares_embedding: bool = False
     head_ids: tuple[int, ...] = ()
+    units: LayerSet | None = None
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -94,6 +98,8 @@ class ModelConfig:
             raise ConfigError(
                 f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.num_layers}"
             )
+        if self.units is not None and self.units.num_layers != self.num_layers:
+            raise ConfigError(f"units are of {self.units.num_layers} layers, the model has {self.num_layers}")
         if self.head_ids:
             if not self.shares_embedding:
                 raise ConfigError(
@@ -107,6 +113,15 @@ class ModelConfig:
     def group(self) -> int:
         """G: query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that have an attention block: those with keys and values."""
+        return tuple(index for index in range(self.num_layers) if self.blocks(index)[0])
+
+    def blocks(self, layer: int) -> tuple[bool, bool]:
+        """Whether a layer has an attention and an MLP block."""
+        return (True, True) if self.units is None else (self.units.attention[layer], self.units.mlp[layer])
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer in positions, or None where it sees everything."""

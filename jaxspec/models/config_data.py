@@ -20,6 +20,10 @@ def config_to_data(cfg: ModelConfig) -> dict[str, Any]:
     data = dataclasses.asdict(cfg)
     data["sliding_layers"] = list(cfg.sliding_layers)
     data["head_ids"] = list(cfg.head_ids)
+    if cfg.units is None:
+        del data["units"]  # what most models have no word for
+    else:
+        data["units"] = {"attention": list(cfg.units.attention), "mlp": list(cfg.units.mlp)}
     return data
 
 

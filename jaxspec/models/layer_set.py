@@ -63,6 +63,11 @@ class LayerSet:
         """Which units run, bool [L, 2]: attention and MLP of each layer."""
         return np.array([self.attention, self.mlp], bool).T
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Layers of which something runs."""
+        return tuple(index for index, runs in enumerate(self.runs) if runs.any())
+
     def __str__(self) -> str:
         """As text; `parse_layers` reads it."""
         parts = []

@@ -21,6 +21,9 @@ from pallas_kernels.linear.blocks import FORMATS, Blocks
 
 Params = dict[str, Any]
 
+# Parameters of a layer's MLP block; the others are its attention's.
+MLP_PARAMS = ("mlp_norm", "gate_up", "down")
+
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
@@ -84,7 +87,8 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             for part, part_type, heads in zip(PARTS, leaf_type, (G, 1, 1), strict=True)
         }
 
-    def declare_layer(name: str) -> Params:
+    def declare_layer(index: int) -> Params:
+        name, blocks = f"layers.{index}", cfg.blocks(index)
         down_type = storage.type_of(f"{name}.down")
         # Where the down projection is in blocks, each device's columns are whole ones.
         unit = FORMATS[down_type].values if down_type in FORMATS else 1
@@ -103,11 +107,11 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         if cfg.qk_norm:
             layer["q_norm"] = ArrayInfo((H,), jnp.float32, (None,), "ones")
             layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,), "ones")
-        return layer
+        return {leaf: info for leaf, info in layer.items() if blocks[leaf in MLP_PARAMS]}
 
     params: Params = {
         "final_norm": norm,
-        "layers": [declare_layer(f"layers.{index}") for index in range(cfg.num_layers)],
+        "layers": [declare_layer(index) for index in range(cfg.num_layers)],
     }
     for leaf in ("embed", "head"):
         if not cfg.shares_embedding and not (leaf == "head" and cfg.tied):

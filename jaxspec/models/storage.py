@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -83,8 +84,9 @@ def restrict_storage(storage: Storage, cfg: ModelConfig) -> Storage:
 def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the weight leaves of a model: what a storage gives types to."""
     top = () if cfg.shares_embedding else ("embed",) if cfg.tied else ("embed", "head")
-    layer = ("qkv", "out", "gate_up", "down")
-    return top + tuple(f"layers.{index}.{name}" for index in range(cfg.num_layers) for name in layer)
+    blocks = (("qkv", "out"), ("gate_up", "down"))
+    layers = [itertools.compress(blocks, cfg.blocks(index)) for index in range(cfg.num_layers)]
+    return top + tuple(f"layers.{index}.{name}" for index, own in enumerate(layers) for block in own for name in block)
 
 
 def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:

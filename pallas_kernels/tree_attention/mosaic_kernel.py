@@ -4,9 +4,10 @@ Letters: K KV heads, H head width, S cache slots, P parts, R query rows of one K
 group), filled up to whole blocks.
 
 One or two warpgroups compute, for 64 rows each; one more fetches tiles of 64 slots through TMA into rings in shared
-memory. It pays for itself: a tile is under way as soon as its place is free, whatever the others compute, and two
-computing warpgroups share one fetch. It also zeroes what is not finite in the value tiles that need a mask: unseen
-slots weigh nothing there, but zero times NaN is NaN. Tiles before those need no mask.
+memory. So a tile is under way as soon as its place is free, whatever the others compute, and two computing warpgroups
+share one fetch; what that gains has not been measured on a device yet. It also zeroes what is not finite in the value
+tiles that need a mask: unseen slots weigh nothing there, but zero times NaN is NaN. Prefix tiles that all rows see
+entirely need no mask.
 
 JAX's interpreter knows no transposed operands (0.10), operands in registers, or accumulators that start from a value:
 `_multiply_keys` and `_add_values` take plain products there. All else is interpreted as it runs on the device.

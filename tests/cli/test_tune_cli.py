@@ -65,7 +65,7 @@ def prompts(tmp_path):
         (["--temperature", "-1"], "temperature must lie between"),
         (["--top-p", "0"], "top_p"),
         (["--dtype", "int4"], "dtype 'int4' is not supported"),
-        (["--kernels", "mosaic"], "kernels 'mosaic' are not known"),
+        (["--kernels", "mosaic"], "kernels 'mosaic' run on NVIDIA GPUs, not on cpu"),
         (["--target-devices", "64"], "64 devices asked for"),
         (["--draft-model", ""], "draft must be the path of a checkpoint"),
     ],

@@ -1,12 +1,16 @@
 """The search for layers on its own: what it asks for, when it stops, what it keeps."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from swift_cases import models_of
 
 from jaxspec.errors import ConfigError
+from jaxspec.methods import swift_search
 from jaxspec.methods.layer_file import FORMAT, LayerFile, model_digest
+from jaxspec.methods.swift import Swift
 from jaxspec.methods.swift_bayes import propose_bayesian
 from jaxspec.methods.swift_search import LayerSearch, SearchSettings
 from jaxspec.models.layer_set import all_layers, uniform_layers
@@ -65,20 +69,94 @@ def test_it_stops_at_a_good_set_that_is_confirmed():
 
 
 def test_a_lucky_score_does_not_stay():
-    """The first candidate has 32 of 32 once, and 5 from then on; what it displaced comes back."""
-    seen = {}
+    """The second candidate has 32 of 32 once, and 5 from then on; what it displaced comes back."""
+    seen = []
 
     def score(layers, window):
         if layers == uniform_layers(LAYERS):
-            return 20
-        seen.setdefault(layers, window)
-        return 32 if layers == next(iter(seen)) and window == 1 else 5
+            return 15
+        if layers not in seen:
+            seen.append(layers)
+        return 32 if layers == seen[1 % len(seen)] and window == 1 and len(seen) == 2 else 5
 
     search = search_on(score, steps=60)
     assert search.incumbent.layers == uniform_layers(LAYERS)
     assert [layers for _, layers in search.adopted] == [
-        str(uniform_layers(LAYERS)), str(next(iter(seen))), str(uniform_layers(LAYERS)),
+        str(uniform_layers(LAYERS)), str(seen[1]), str(uniform_layers(LAYERS)),
     ]  # fmt: skip
+
+
+def test_what_is_known_of_a_set_outweighs_one_window():
+    """A score that is a little better, once, does not displace an incumbent of many windows; several do."""
+    search = LayerSearch(LAYERS, SearchSettings(tolerance=10**6))
+    for _ in range(10):
+        search.open_window()
+        asked = search.next_sets(1 + len(search._rivals))
+        search.tell(asked, [16] * len(asked.sets))
+    search.tell(search.next_sets(8), [4] * 8)
+    rival = search.next_sets(1)
+    search.tell(rival, [20])
+    assert search.incumbent.layers == uniform_layers(LAYERS)
+    for _ in range(10):
+        search.open_window()
+        asked = search.next_sets(2)
+        assert asked.layers == [uniform_layers(LAYERS), *rival.layers]
+        search.tell(asked, [16, 20])
+        if search.incumbent.layers == rival.layers[0]:
+            break
+    assert search.incumbent.layers == rival.layers[0] and search.incumbent.tokens >= 64
+
+
+def test_as_many_rivals_as_can_be_scored_again():
+    search = LayerSearch(LAYERS, SearchSettings())
+    search.open_window()
+    search.tell(search.next_sets(7), [3, 4, 8, 6, 5, 9, 7])
+    assert search.incumbent.matches == 9
+    assert [standing.matches for standing in search._rivals] == [8, 4, 3]
+    search.open_window()
+    assert [standing is not None for _, standing in search.next_sets(5).sets] == [True] * 4 + [False]
+
+
+def test_proposals_that_fail_are_random_ones(monkeypatch, caplog):
+    """A package that changed must not end a text."""
+
+    def fail(*arguments):
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(swift_search, "propose_bayesian", fail)
+    with ThreadPoolExecutor(1) as pool:
+        for executor in (None, pool):
+            caplog.clear()
+            search = LayerSearch(LAYERS, SearchSettings(interval=3), executor)
+            search.open_window()
+            while search.steps < 30:
+                asked = search.next_sets(1)
+                search.tell(asked, [5])
+                pool.submit(int).result()
+            assert caplog.text.count("at random from here on: no such argument") == 1
+
+
+def test_every_so_many_proposals_one_is_bayesian_over_all_processes(monkeypatch):
+    """Short processes, a few steps each, come to it too."""
+    asked_for = []
+
+    def propose(observed, best, count, seed):
+        asked_for.append(len(observed))
+        return best, 0.0
+
+    monkeypatch.setattr(swift_search, "propose_bayesian", propose)
+    saved = None
+    for _ in range(5):
+        search = LayerSearch(LAYERS, SearchSettings(interval=10))
+        if saved is not None:
+            search.load(saved)
+        search.open_window()
+        steps = search.steps
+        while search.steps < steps + 6:
+            asked = search.next_sets(1)
+            search.tell(asked, [5])
+        saved = json.loads(json.dumps(search.save()))
+    assert search.steps == 30 and len(asked_for) == 3
 
 
 def test_answers_of_an_older_window_are_ignored():
@@ -141,28 +219,89 @@ def test_another_process_goes_on(tmp_path):
     assert same.steps == search.steps
 
 
+def saved_as(models):
+    return json.dumps({"format": FORMAT, "models": models})
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        "", "[]", "{}", '{"format": "other", "models": {}}', json.dumps({"format": FORMAT, "models": {"m": 3}}),
-        json.dumps({"format": FORMAT, "models": {"m": {"default": {"layers": "mlp=99"}}}}),
-        json.dumps({"format": FORMAT, "models": {"m": {"default": 7}}}), "\x00\xff",
+        "", "[]", "{}", '{"format": "other", "models": {}}', '{"format": "jaxspec layer sets 2"}', "\x00\xff",
+        saved_as([]), saved_as({"m": 3}), saved_as({"m": {"tasks": {}}}),
+        saved_as({"m": {"model": "x", "tasks": {"default": 7}}}),
+        saved_as({"m": {"model": "x", "tasks": {"default": {"0.45": 7}}}}),
+        saved_as({"m": {"model": "x", "tasks": {"default": {"0.45": {"steps": "3"}}}}}),
+        saved_as({"m": {"model": "x", "tasks": {"default": {"0.45": {"steps": 3, "layers": "mlp=99"}}}}}),
     ],
 )  # fmt: skip
 def test_files_that_are_none_of_ours(tmp_path, content, caplog):
+    """An error where somebody named the file; a warning, and a new file in the end, where it lies in the cache."""
     path = tmp_path / "sets.json"
     path.write_text(content, encoding="latin-1")
-    search = LayerSearch(LAYERS, SearchSettings())
-    LayerFile(path, "m").load("default", search)
-    assert search.incumbent.layers == uniform_layers(LAYERS) and "is not used" in caplog.text
+    named = Swift()
     with pytest.raises(ConfigError, match="layer sets"):
-        LayerFile(path, "m", strict=True).load("default", search)
+        named.keep_in(LayerFile(path, "m", "x", strict=True))
+        named.search(models_of("llama"))
+    assert path.read_text(encoding="latin-1") == content
+    search = LayerSearch(LAYERS, SearchSettings())
+    file = LayerFile(path, "m", "x")
+    file.check()
+    file.load("default", search)
+    assert search.incumbent.layers == uniform_layers(LAYERS) and "is not used" in caplog.text
+    found = search_on(draw(0), steps=5)
+    file.save("default", found)
+    file.load("default", search)
+    assert search.incumbent.layers == found.incumbent.layers and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_of_another_model(tmp_path):
+    path = tmp_path / "sets.json"
+    LayerFile(path, "a", "llama-7b").save("default", search_on(draw(0), steps=5))
+    with pytest.raises(ConfigError, match="another model .llama-7b., not of mistral: name another file"):
+        LayerFile(path, "b", "mistral", strict=True).check()
+    LayerFile(path, "a", "renamed", strict=True).check()
+    # The one in the cache is for all of them.
+    LayerFile(path, "b", "mistral").check()
+    LayerFile(path, "b", "mistral").save("default", search_on(draw(0), steps=5))
+    assert set(LayerFile(path, "a").read()) == {"a", "b"}
+
+
+def test_ratios_do_not_displace_each_other(tmp_path):
+    file = LayerFile(tmp_path / "sets.json", "m")
+    for ratio in (0.2, 0.45):
+        file.save("default", search_on(draw(0), steps=9, ratio=ratio))
+    for ratio in (0.2, 0.45):
+        search = LayerSearch(LAYERS, SearchSettings(ratio=ratio))
+        file.load("default", search)
+        assert search.incumbent.matchness is not None and len(search.adopted) == 1
+    # What a tool searched anew takes the place of what was known.
+    anew = search_on(draw(1), steps=3)
+    file.save("default", anew, replace=True)
+    assert file.read()["m"]["tasks"]["default"]["0.45"]["steps"] == anew.steps < 9
 
 
 def test_a_named_file_needs_a_folder(tmp_path):
     with pytest.raises(ConfigError, match="a folder that exists"):
         LayerFile(tmp_path / "no" / "sets.json", "m", strict=True).check()
     LayerFile(tmp_path / "sets.json", "m", strict=True).check()
+
+
+def test_a_text_is_not_lost_where_its_sets_cannot_be_kept(tmp_path, monkeypatch, caplog):
+    """Whole or not at all, and never an error in the end."""
+    path = tmp_path / "sets.json"
+    file = LayerFile(path, "m", strict=True)
+    file.save("default", search_on(draw(0), steps=5))
+    before = path.read_text()
+
+    def fail(*paths):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", fail)
+    file.save("default", search_on(draw(0), steps=50))
+    assert path.read_text() == before and [*tmp_path.iterdir()] == [path]
+    path.write_text("now it is something else")
+    file.save("default", search_on(draw(0), steps=50))
+    assert caplog.text.count("cannot be written") == 2
 
 
 def test_the_digest_is_the_contents(tmp_path):

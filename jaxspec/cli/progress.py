@@ -1,0 +1,28 @@
+"""A progress bar of the commands that measure."""
+
+
+class Bar:
+    """Progress for people: nothing is shown where nobody looks."""
+
+    def __enter__(self) -> "Bar":
+        """Start drawing."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        # Drawn twice a second: the machine is to be busy with the measurement.
+        self._progress = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal, refresh_per_second=2
+        )
+        self._task = self._progress.add_task("", total=None)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop drawing."""
+        self._progress.stop()
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """What is going on, how much of it is done, and of how much."""
+        self._progress.update(self._task, description=what.replace("[", "\\["), completed=done, total=total)
