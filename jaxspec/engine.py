@@ -162,8 +162,8 @@ class Engine:
     ) -> Generator[Emitted, None, None]:
         """Decode until the caller stops listening or `max_tokens` tokens have come.
 
-        Round r is read while round r + 1 runs, so a caller that stops wastes one round at most. `prepare` must have
-        been called for this length.
+        Round r is read while round r + 1 runs, so a caller that stops wastes that one, and what lies behind the last
+        token of its own. `prepare` must have been called for this length.
 
         Args:
           params: the models' parameters, placed.
@@ -174,7 +174,7 @@ class Engine:
         assert self._runner is not None
         runner = self._runner
         limit = self.token_limit(prompt, sampling)
-        request = runner.place_request(sampling, seed)
+        request = runner.place_request(dataclasses.replace(sampling, max_tokens=limit), seed)
         idle, self._idle = self._idle, None
         state = runner.start(prompt[-1], idle)
         state = runner.prefill(params, state, np.asarray(prompt[:-1], np.int32))

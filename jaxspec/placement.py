@@ -114,7 +114,7 @@ class Placement:
     def request(self) -> Request:
         """Shapes of a request."""
         example = make_request(SamplingParams(), 0, self.cfg.vocab_size, self.padded_vocab)
-        return self._place(example, Request(processor_specs(TENSOR_AXIS), PartitionSpec()))  # pyright: ignore[reportArgumentType]
+        return self._place(example, Request(processor_specs(TENSOR_AXIS), PartitionSpec(), PartitionSpec()))  # pyright: ignore[reportArgumentType]
 
     def cache(self, slots: int) -> KVCache:
         """Shapes of a KV cache, split by (padded) KV heads."""

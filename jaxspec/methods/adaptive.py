@@ -22,6 +22,7 @@ from jaxspec.methods.matching import (
     draft_candidates,
     find_candidates,
     keep_worthwhile,
+    plain_tokens,
 )
 from jaxspec.methods.pair import outcome_shapes
 from jaxspec.methods.path_history import PathHistory
@@ -100,16 +101,16 @@ class AdaptiveDrafter:
         """
         self._side = DraftSide(placement, slots)
         self._text = TextSide(placement, slots, lookup)
-        rows = lookup.batch
+        rows, plain = lookup.batch, plain_tokens(placement, lookup.longest_path)
         scalar, row = placement.array((), jnp.int32), placement.array((rows,), jnp.int32)
-        self.drafted = Drafted(Batch(row, row, row, scalar), scalar, plain=scalar)
+        self.drafted = Drafted(Batch(row, row, row, scalar), scalar, plain=scalar if plain else None)
 
         def begin(text: LookupState, cache: KVCache) -> AdaptiveState:
             zero, pairs = jnp.int32(0), jnp.zeros((length, 2), jnp.int32)
             return AdaptiveState(text, cache, init_gauge(), pairs, pairs, zero, zero, jnp.int32(FIRST_PATIENCE))
 
         def draft(params, state, outcome, history, request):
-            return draft_round(params, placement, state, outcome, history, request, lookup, length, costs)
+            return draft_round(params, placement, state, outcome, history, request, lookup, length, costs, plain)
 
         plan = placement.plan
         shapes = jax.eval_shape(begin, self._text.state, self._side.state)
@@ -145,15 +146,19 @@ def draft_round(
     lookup: LookupSettings,
     length: int,
     costs: RoundCosts,
+    most_plain: int,
 ) -> tuple[AdaptiveState, Drafted]:
-    """Learn from the last round, decide what is worth drafting, and draft it; for one shard."""
+    """Learn from the last round, decide what is worth drafting, and draft it; for one shard.
+
+    `most_plain` is `plain_tokens`; the rest see `AdaptiveDrafter`.
+    """
     gauge, known = learn(state, outcome)
     # The keys of what the draft guessed right lie behind the prefix already, in order.
     cache = commit_rows(state.cache, known)
     text, candidates, matched = find_candidates(state.text, outcome, lookup)
-    plain_tokens = text.plain(lookup.longest_path)
+    plain = text.plain(request, most_plain) if most_plain else jnp.int32(1)
     # Tokens that are decoded plainly share what a round costs besides its passes.
-    batch_cost = jnp.asarray(costs.batch, jnp.float32).at[0].add(costs.besides * (1 / plain_tokens - 1))
+    batch_cost = jnp.asarray(costs.batch, jnp.float32).at[0].add(costs.besides * (1 / plain - 1))
     candidates, copy_rate = keep_worthwhile(candidates, batch_cost)
 
     tokens = jnp.arange(1, length + 1)
@@ -181,16 +186,16 @@ def draft_round(
             jnp.where(use_chain, rows, batch.parent),
         )
 
-    def plain() -> tuple[Batch, jax.Array, jax.Array]:
+    def nothing() -> tuple[Batch, jax.Array, jax.Array]:
         root = jnp.where(rows == 0, text.token[text.length - 1], 0)
         return Batch(root, rows, jnp.zeros_like(rows), jnp.int32(1)), jnp.full_like(rows, lookup.ngram + 1), rows
 
     rows = jnp.arange(lookup.batch, dtype=jnp.int32)
     # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
-    batch, row_matched, parent = jax.lax.cond(wanted | copies, choose, plain)
+    batch, row_matched, parent = jax.lax.cond(wanted | copies, choose, nothing)
     alone = batch.count == 1
     calm = jnp.where(alone, text.calm + 1, 0)
-    plain_tokens = jnp.where(alone, plain_tokens, 0)
+    plain = jnp.where(alone, plain, 0)
     text = dataclasses.replace(text, matched=row_matched, parent=parent, calm=calm)
     patience = jnp.where(probe, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
     state = AdaptiveState(
@@ -200,10 +205,10 @@ def draft_round(
         token=chain.token,
         kind=chain.kind,
         count=chain.count,
-        idle=jnp.where(wanted, 0, state.idle + jnp.maximum(plain_tokens, 1)),
+        idle=jnp.where(wanted, 0, state.idle + jnp.maximum(plain, 1)),
         patience=jnp.where(worth, FIRST_PATIENCE, patience),
     )
-    return state, Drafted(batch, chain.passes, plain=plain_tokens)
+    return state, Drafted(batch, chain.passes, plain=plain if most_plain else None)
 
 
 def learn(state: AdaptiveState, outcome: Outcome) -> tuple[Gauge, jax.Array]:

@@ -64,6 +64,7 @@ class LookupState:
       tried: float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting.
       accepted: float32 [ngram + 1], those that the target confirmed.
       calm: int32 [], rounds in a row that drafted nothing.
+      generated: int32 [], how many of the tokens are no prompt's.
     """
 
     token: jax.Array
@@ -73,10 +74,12 @@ class LookupState:
     tried: jax.Array
     accepted: jax.Array
     calm: jax.Array
+    generated: jax.Array
 
-    def plain(self, most: int) -> jax.Array:
-        """Tokens of a round without a draft, at most `most`; int32 []."""
-        return jnp.where(self.calm >= CALM_ROUNDS, min(CALM_TOKENS, most), 1)
+    def plain(self, request: Request, most: int) -> jax.Array:
+        """Tokens of a round without a draft, at most `most`, and none behind the end of the text; int32 []."""
+        left = jnp.maximum(request.max_tokens - self.generated, 1)
+        return jnp.where(self.calm >= CALM_ROUNDS, jnp.minimum(left, most), 1)
 
 
 class TextSide:
@@ -93,7 +96,9 @@ class TextSide:
             zeros = jnp.zeros(settings.ngram + 1)
             text = jnp.zeros(capacity, jnp.int32)
             rows = jnp.arange(settings.batch, dtype=jnp.int32)
-            return LookupState(text, jnp.int32(0), jnp.zeros_like(rows), rows, zeros, zeros, jnp.int32(0))
+            # The first round brings the prompt's last token.
+            matched, zero = jnp.zeros_like(rows), jnp.int32(0)
+            return LookupState(text, zero, matched, rows, zeros, zeros, calm=zero, generated=jnp.int32(-1))
 
         self.state = placement.replicated(jax.eval_shape(create))
         self._create = Program("lookup create", create, plan, [], self.state)
@@ -121,12 +126,13 @@ class LookupDrafter:
         """Declare the programs; for `costs` see `keep_worthwhile`."""
         self._side = TextSide(placement, slots, settings)
         scalar, row = placement.array((), jnp.int32), placement.array((settings.batch,), jnp.int32)
-        self.drafted = Drafted(Batch(row, row, row, scalar), scalar, plain=scalar)
+        plain = plain_tokens(placement, settings.longest_path)
+        self.drafted = Drafted(Batch(row, row, row, scalar), scalar, plain=scalar if plain else None)
 
-        def draft(state, outcome):
-            return look_up(state, outcome, settings, costs)
+        def draft(state, outcome, request):
+            return look_up(state, outcome, request, settings, costs, plain)
 
-        args = [self._side.state, outcome_shapes(placement, settings.longest_path)]
+        args = [self._side.state, outcome_shapes(placement, settings.longest_path), placement.request()]
         out = (self._side.state, self.drafted)
         self._draft = Program("lookup", draft, placement.plan, args, out, donate=[0])
         self.programs = (*self._side.programs, self._draft)
@@ -143,7 +149,15 @@ class LookupDrafter:
         self, params: None, state: LookupState, outcome: Outcome, history: History, request: Request
     ) -> tuple[LookupState, Drafted]:
         """See `Drafter.draft`."""
-        return self._draft(state, outcome)
+        return self._draft(state, outcome, request)
+
+
+def plain_tokens(placement: Placement, longest_path: int) -> int:
+    """Most tokens of a round without a draft; 0 where a batch is verified all the same.
+
+    On an accelerator the host would have to wait for a number of passes that is data.
+    """
+    return min(CALM_TOKENS, longest_path) if placement.plan.kernels.platform == "cpu" else 0
 
 
 def append(state: LookupState, token: jax.Array, count: jax.Array) -> LookupState:
@@ -153,15 +167,24 @@ def append(state: LookupState, token: jax.Array, count: jax.Array) -> LookupStat
 
 
 def look_up(
-    state: LookupState, outcome: Outcome, settings: LookupSettings, costs: np.ndarray
+    state: LookupState, outcome: Outcome, request: Request, settings: LookupSettings, costs: np.ndarray, most: int
 ) -> tuple[LookupState, Drafted]:
-    """Learn from the last round, add its tokens to the text, and draft; `costs` are those of `pass_costs`."""
+    """Learn from the last round, add its tokens to the text, and draft.
+
+    Args:
+      state: the text before the last round.
+      outcome: of the last round.
+      request: says where the text ends.
+      settings: what is copied.
+      costs: see `pass_costs`.
+      most: see `plain_tokens`.
+    """
     state, candidates, matched = find_candidates(state, outcome, settings)
     if settings.adaptive:
         candidates, _ = keep_worthwhile(candidates, costs)
     state, batch = draft_candidates(state, candidates, matched, settings)
     alone = batch.count == 1
-    plain = jnp.where(alone, state.plain(settings.longest_path), 0)
+    plain = jnp.where(alone, state.plain(request, most), 0) if most else None
     return dataclasses.replace(state, calm=jnp.where(alone, state.calm + 1, 0)), Drafted(
         batch, jnp.int32(0), plain=plain
     )
@@ -172,6 +195,7 @@ def find_candidates(
 ) -> tuple[LookupState, Candidates, jax.Array]:
     """Learn from the last round, add its tokens to the text, and merge what followed earlier occurrences of its end."""
     state = append(learn(state, outcome), outcome.tokens, outcome.count)
+    state = dataclasses.replace(state, generated=state.generated + outcome.count)
     return state, *merge_matches(state, acceptance(state), settings)
 
 

@@ -8,6 +8,9 @@ from jaxspec.config import SamplingParams
 from jaxspec.sampling.noise import seed_key
 from jaxspec.sampling.processors import Processors, from_sampling
 
+# Tokens of a request that names no number: more than any context holds.
+UNLIMITED = 2**30
+
 
 @struct.dataclass
 class Request:
@@ -16,12 +19,15 @@ class Request:
     Attributes:
       processors: logits processors.
       key: uint32 [2], key of the seed.
+      max_tokens: int32 [], where the text ends if nothing else ends it.
     """
 
     processors: Processors
     key: jax.Array | np.ndarray
+    max_tokens: jax.Array | np.int32 = np.int32(UNLIMITED)
 
 
 def make_request(sampling: SamplingParams, seed: int, vocab_size: int, padded_size: int) -> Request:
     """A request on the host; see `from_sampling`."""
-    return Request(from_sampling(sampling, vocab_size, padded_size), seed_key(seed))
+    max_tokens = np.int32(UNLIMITED if sampling.max_tokens is None else sampling.max_tokens)
+    return Request(from_sampling(sampling, vocab_size, padded_size), seed_key(seed), max_tokens)

@@ -10,10 +10,12 @@ import pytest
 from method_cases import Case, count_on, counting, engine_of, run
 from tiny_models import FAMILIES, place
 
+from jaxspec.config import SamplingParams
 from jaxspec.methods.base import ModelParams
 from jaxspec.methods.costs import pass_costs
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.matching import (
+    CALM_TOKENS,
     PRIOR_ACCEPTANCE,
     LookupState,
     acceptance,
@@ -23,10 +25,12 @@ from jaxspec.methods.matching import (
     merge_matches,
 )
 from jaxspec.methods.verification import Outcome
+from jaxspec.sampling.request import make_request
 from jaxspec.tree.select import Candidates, pack_best
 
 CAPACITY = 96
 PLACEMENT = place(FAMILIES["llama"])
+REQUEST = make_request(SamplingParams(), 0, FAMILIES["llama"].vocab_size, FAMILIES["llama"].vocab_size)
 GREEDY_DRAFT = PromptLookup(batch=64, ngram=3, candidates=4, length=6, adaptive=False)
 
 
@@ -69,7 +73,8 @@ def state_of(text, method, tried=None, accepted=None):
     zeros = np.zeros(method.ngram + 1, np.float32)
     rows = np.arange(method.batch, dtype=np.int32)
     tried, accepted = (zeros if x is None else np.asarray(x, np.float32) for x in (tried, accepted))
-    return LookupState(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted, np.int32(0))
+    zero = np.int32(0)
+    return LookupState(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted, zero, zero)
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -110,7 +115,7 @@ def test_the_longest_and_then_the_most_recent_match_comes_first():
 
 @functools.partial(jax.jit, static_argnames="method")
 def _look_up(state, outcome, method):
-    return look_up(state, outcome, method, pass_costs(PLACEMENT, method.batch))
+    return look_up(state, outcome, REQUEST, method, pass_costs(PLACEMENT, method.batch), CALM_TOKENS)
 
 
 def draft(text, method, state=None):
