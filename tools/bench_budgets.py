@@ -4,21 +4,24 @@
 
 The rate (tokens per target pass, bonus token included) depends on target, draft and text, and on no clock: the run may
 share the machine. SpecExec's claim (arXiv 2406.02532, figure 1) is that its rate keeps rising with the budget where the
-rate of sampled trees levels off. Every rate comes with a 95 % interval over prompts (bootstrap).
+rate of sampled trees levels off. A rate is all prompts' tokens over all their passes; its 95 % interval comes from
+drawing the prompts anew (bootstrap).
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import jaxspec
 from jaxspec.measure.prompts import BenchPrompt, load_prompts, select_prompts
-from jaxspec.measure.report import bootstrap_interval, describe_environment
+from jaxspec.measure.report import RESAMPLES, describe_environment
 from jaxspec.methods.base import Method
 
 TEMPERATURES = (0.0, 0.6)
@@ -55,8 +58,8 @@ def main() -> None:
     for (name, tokens), method in track(methods.items(), description="budgets", console=Console(stderr=True)):
         decoder = llm.with_method(method)
         for temperature in TEMPERATURES:
-            rates = [measure_rate(decoder, prompt, temperature, arguments.max_tokens) for prompt in prompts]
-            rows.append(summarise(name, tokens, temperature, rates))
+            counts = [count_passes(decoder, prompt, temperature, arguments.max_tokens) for prompt in prompts]
+            rows.append(summarise(name, tokens, temperature, counts))
     report = {
         "draft": llm.draft_path.name if llm.draft_path else None,
         "weights": str(llm.engine.target.weights),
@@ -72,7 +75,7 @@ def main() -> None:
         plot(rows, arguments.plot)
 
 
-def measure_rate(llm: jaxspec.LLM, prompt: BenchPrompt, temperature: float, max_tokens: int) -> tuple[int, int]:
+def count_passes(llm: jaxspec.LLM, prompt: BenchPrompt, temperature: float, max_tokens: int) -> tuple[int, int]:
     """Tokens and target passes of one answer."""
     sampling = jaxspec.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=1)
     completion = llm.chat([{"role": "user", "content": prompt.turns[0]}], sampling)
@@ -81,17 +84,32 @@ def measure_rate(llm: jaxspec.LLM, prompt: BenchPrompt, temperature: float, max_
     return completion.stats.completion_tokens, counters["num_spec_steps"]
 
 
-def summarise(method: str, budget: int, temperature: float, rates: list[tuple[int, int]]) -> dict[str, Any]:
-    """Tokens per pass over all prompts, and an interval of the mean over prompts."""
-    per_prompt = [tokens / passes for tokens, passes in rates]
+def summarise(method: str, budget: int, temperature: float, counts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Tokens per pass over all prompts, its interval, and what each prompt took."""
+    tokens, passes = zip(*counts, strict=True)
     return {
         "method": method,
         "budget": budget,
         "temperature": temperature,
-        "rate": sum(tokens for tokens, _ in rates) / sum(passes for _, passes in rates),
-        "interval": bootstrap_interval(per_prompt),
-        "per_prompt": per_prompt,
+        "rate": sum(tokens) / sum(passes),
+        "interval": pooled_interval(counts),
+        "tokens": tokens,
+        "passes": passes,
+        "per_prompt": [n / rounds for n, rounds in counts],
     }
+
+
+def pooled_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
+    """95 % interval of all tokens over all passes, by drawing prompts anew with replacement; None for fewer than two.
+
+    The draws are seeded: the same counts give the same interval.
+    """
+    if len(counts) < 2:
+        return None
+    tokens, passes = np.asarray(counts, np.float64).T
+    drawn = np.random.default_rng(0).integers(0, len(counts), (RESAMPLES, len(counts)))
+    low, high = np.percentile(tokens[drawn].sum(axis=1) / passes[drawn].sum(axis=1), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -27,7 +27,15 @@ from distil.batches import Packer, choose_head, split_held_out
 from distil.sample import Sampler, SampleSettings, answers_of, sample_shards, target_digest
 from distil.shards import Conversation, read_meta, read_shard, replace_text, write_meta
 from distil.student import init_student, student_config
-from distil.train import Quality, Trainer, TrainSettings, measure_quality, restore_params
+from distil.train import (
+    Quality,
+    Trainer,
+    TrainSettings,
+    batches,
+    latest_step,
+    measure_quality,
+    restore_params,
+)
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxspec import LLM
@@ -41,6 +49,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 Model = Annotated[str | None, typer.Option(help="The target's checkpoint [the default model].")]
 SETTINGS = "settings.json"
+CHECKPOINTS = "checkpoints"
 CURVE = "curve.jsonl"
 
 
@@ -48,12 +57,12 @@ CURVE = "curve.jsonl"
 def sample(
     data: Annotated[Path, typer.Argument(help="Folder of the sampled conversations.")],
     model: Model = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens to sample, at least.")] = 1_000_000,
-    branches: Annotated[int, typer.Option(help="Conversations side by side.")] = SampleSettings.branches,
-    steps: Annotated[int, typer.Option(help="Passes of a shard.")] = SampleSettings.steps,
-    top: Annotated[int, typer.Option(help="Teacher logits kept per token.")] = SampleSettings.top,
-    longest: Annotated[int, typer.Option(help="Most tokens of a conversation.")] = SampleSettings.longest,
-    seed: Annotated[int, typer.Option(help="Of everything.")] = SampleSettings.seed,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to sample, at least.")] = 1_000_000,
+    branches: Annotated[int, typer.Option(min=1, help="Conversations side by side.")] = SampleSettings.branches,
+    steps: Annotated[int, typer.Option(min=2, help="Passes of a shard.")] = SampleSettings.steps,
+    top: Annotated[int, typer.Option(min=1, help="Teacher logits kept per token.")] = SampleSettings.top,
+    longest: Annotated[int, typer.Option(min=1, help="Most tokens of a conversation.")] = SampleSettings.longest,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything.")] = SampleSettings.seed,
     passages: Annotated[
         Path | None, typer.Option(help="Sampled conversations whose answers are texts to work on in these.")
     ] = None,
@@ -78,29 +87,40 @@ def train(
     run: Annotated[Path, typer.Argument(help="Folder of the checkpoints; an existing run goes on.")],
     model: Model = None,
     layers: Annotated[str, typer.Option(help="Layers of the target that the draft starts from.")] = "0,1,29",
-    head: Annotated[int, typer.Option(help="Tokens that the draft can propose, the most frequent; 0 for all.")] = 8192,
-    steps: Annotated[int, typer.Option(help="Updates.")] = TrainSettings.steps,
-    rows: Annotated[int, typer.Option(help="Rows of a batch.")] = TrainSettings.rows,
-    length: Annotated[int, typer.Option(help="Tokens of a row; 0 for what the longest conversation takes.")] = 0,
+    head: Annotated[
+        int, typer.Option(min=0, help="Tokens that the draft can propose, the most frequent; 0 for all.")
+    ] = 8192,
+    steps: Annotated[int, typer.Option(min=1, help="Updates.")] = TrainSettings.steps,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = TrainSettings.rows,
+    length: Annotated[int, typer.Option(min=0, help="Tokens of a row; 0 for what the longest conversation takes.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Its peak.")] = TrainSettings.learning_rate,
     dtype: Annotated[str, typer.Option(help="Of the products' operands.")] = TrainSettings.dtype,
     begin_with: Annotated[
-        Path | None, typer.Option(help="Another run, whose newest weights this one starts from.")
+        Path | None,
+        typer.Option(help="Another run of the same layers, whose newest weights this one starts from."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = TrainSettings.seed,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the data.")] = TrainSettings.seed,
     more_data: Annotated[list[Path] | None, typer.Option(help="Another folder of conversations; repeatable.")] = None,
-    tokens: Annotated[int, typer.Option(help="Learn from the first shards of so many tokens; 0 for all.")] = 0,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
-    measure_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 200,
+    tokens: Annotated[int, typer.Option(min=0, help="Learn from the first shards of so many tokens; 0 for all.")] = 0,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 200,
+    measure_every: Annotated[int, typer.Option(min=1, help="Steps between looks at held-out text.")] = 200,
 ) -> None:
     """Train a draft on the teacher's logits."""
     if dtype not in ("bfloat16", "float32"):
         raise typer.BadParameter(f"--dtype {dtype!r}: must be bfloat16 or float32")
+    # Not by `min=`, which lets NaN pass.
+    if not 0 < learning_rate < math.inf:
+        raise typer.BadParameter(f"--learning-rate {learning_rate}: must be a positive number")
     settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed, dtype=dtype)
     llm = LLM(model, method="ar", dtype="float32")
     vocab_size, digest = llm.engine.target.cfg.vocab_size, target_digest(llm)
     chosen = _parse_layers(layers, llm.engine.target.cfg.num_layers)
-    conversations, prefix = _read_data([data, *(more_data or [])], tokens, digest)
+    # A run with a checkpoint of its own needs the weights that it began with no more.
+    begun = latest_step(run / CHECKPOINTS) is not None
+    base = _base_settings(begin_with, digest, chosen) if begin_with is not None and not begun else {}
+    folders = [data, *(more_data or [])]
+    metas = _read_metas(folders, digest)
+    conversations, prefix = _read_conversations(folders, tokens), metas[0]["prefix"]
     longest = len(prefix) - 1 + max(len(c.token) for c in conversations)
     length = length or longest
     if length < longest:
@@ -108,18 +128,27 @@ def train(
     learned, held_out = split_held_out(conversations)
     head_ids = choose_head(learned, vocab_size, head) if head else np.arange(vocab_size, dtype=np.int32)
     cfg = student_config(llm.engine.target.cfg, chosen, head_ids.tolist() if head else ())
-    _keep_settings(
-        run, {**dataclasses.asdict(settings), "target": digest, "layers": chosen,
-              "head_ids": head_ids.tolist() if head else [], "length": length, "begin_with": str(begin_with or ""),
-              "conversations": len(conversations), "held_out": len(held_out),
-              "tokens": sum(len(c.token) for c in learned)},
-    )  # fmt: skip
     embed, head_rows = llm.params["embed"], _head_rows(llm, head_ids)
     packer = Packer(prefix, length, head_ids, vocab_size)
+    _check_enough(packer, learned, held_out, settings)
+    noted = {
+        **dataclasses.asdict(settings), "target": digest, "layers": chosen,
+        "head_ids": head_ids.tolist() if head else [], "length": length, "begin_with": str(begin_with or ""),
+        "data": metas, "conversations": len(conversations), "held_out": len(held_out),
+        "tokens": sum(len(c.token) for c in learned),
+    }  # fmt: skip
+    old = _earlier_settings(run, noted, begun)
     params = init_student(llm.params, chosen)
-    if begin_with is not None:
-        params = restore_params(params, _settings_of(begin_with), begin_with / "checkpoints")
-    trainer = Trainer(params, cfg, embed, head_rows, packer, learned, settings, run / "checkpoints", save_every)
+    if begin_with is not None and not begun:
+        noted["begin_step"] = old.get("begin_step", base["latest"])
+        try:
+            params = restore_params(params, _as_settings(base), begin_with / CHECKPOINTS, noted["begin_step"])
+        except FileNotFoundError as error:
+            raise typer.BadParameter(f"{error}, which {run} began with; name another run") from error
+    if not begun:
+        noted["seen"] = sorted({*base.get("seen", ()), *(meta["seed"] for meta in metas)})
+        _keep_settings(run, noted, goes_on=bool(old))
+    trainer = Trainer(params, cfg, embed, head_rows, packer, learned, settings, run / CHECKPOINTS, save_every)
     curve = _Curve(run / CURVE, trainer.step)
 
     def look(step: int) -> None:
@@ -137,7 +166,10 @@ def train(
             if step % measure_every == 0 or step == steps:
                 look(step)
 
-        trainer.run(report)
+        try:
+            trainer.run(report)
+        except FloatingPointError as error:
+            raise typer.BadParameter(f"{error}; try a lower --learning-rate") from error
     typer.echo(curve.last)
 
 
@@ -167,13 +199,19 @@ def measure(
 ) -> None:
     """Compare the newest checkpoint of a run with the target on the answers of other conversations."""
     llm = LLM(model, method="ar", dtype="float32")
+    [meta] = _read_metas([data], target_digest(llm))
+    if meta["seed"] in _read_settings(run).get("seen", ()):
+        raise typer.BadParameter(f"{data}: the run has learned from text of seed {meta['seed']}; sample with another")
     cfg, trained = _trained_student(llm, run)
-    conversations, prefix = _read_data([data], 0, target_digest(llm))
+    conversations, prefix = _read_conversations([data], 0), meta["prefix"]
     vocab_size = llm.engine.target.cfg.vocab_size
     head_ids = np.array(cfg.head_ids or range(vocab_size), np.int32)
     packer = Packer(prefix, len(prefix) - 1 + max(len(c.token) for c in conversations), head_ids, vocab_size)
     head = _head_rows(llm, head_ids)
-    quality = measure_quality(trained, cfg, llm.params["embed"], head, packer, conversations)
+    try:
+        quality = measure_quality(trained, cfg, llm.params["embed"], head, packer, conversations)
+    except ValueError as error:
+        raise typer.BadParameter(f"{data}: {error}") from error
     typer.echo(json.dumps(dataclasses.asdict(quality)))
 
 
@@ -227,7 +265,7 @@ def _trained_student(llm: LLM, run: Path) -> tuple[ModelConfig, Params]:
     cfg = student_config(llm.engine.target.cfg, settings["layers"], settings["head_ids"])
     params = init_student(llm.params, settings["layers"])
     try:
-        return cfg, restore_params(params, _settings_of(run), run / "checkpoints")
+        return cfg, restore_params(params, _as_settings(settings), run / CHECKPOINTS)
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -249,9 +287,34 @@ def _read_settings(run: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def _settings_of(run: Path) -> TrainSettings:
-    settings = _read_settings(run)
+def _as_settings(settings: dict[str, Any]) -> TrainSettings:
     return TrainSettings(**{field.name: settings[field.name] for field in dataclasses.fields(TrainSettings)})
+
+
+def _base_settings(base: Path, target: str, layers: list[int]) -> dict[str, Any]:
+    """What the run that another begins with was made with, and the step of its newest checkpoint, `latest`."""
+    settings = _read_settings(base)
+    if settings["target"] != target:
+        raise typer.BadParameter(f"--begin-with {base}: was trained for another target")
+    if settings["layers"] != layers:
+        theirs = ",".join(map(str, settings["layers"]))
+        raise typer.BadParameter(f"--begin-with {base}: has the target's layers {theirs}; give the same --layers")
+    latest = latest_step(base / CHECKPOINTS)
+    if latest is None:
+        raise typer.BadParameter(f"--begin-with {base}: holds no checkpoint yet")
+    return {**settings, "latest": latest}
+
+
+def _check_enough(
+    packer: Packer, learned: Sequence[Conversation], held_out: Sequence[Conversation], settings: TrainSettings
+) -> None:
+    """There must be a batch to learn from and an answer to measure with."""
+    if all(c.answer == len(c.token) for c in held_out):
+        raise typer.BadParameter(f"none of {len(held_out)} held-out conversations has an answer; sample more")
+    try:
+        next(batches(packer, learned, settings))
+    except ValueError as error:
+        raise typer.BadParameter(f"--rows {settings.rows}: {error}") from error
 
 
 class _Curve:
@@ -281,36 +344,58 @@ class _Curve:
             file.write(self.last + "\n")
 
 
-def _read_data(folders: Sequence[Path], tokens: int, target: str) -> tuple[list[Conversation], Sequence[int]]:
-    """The conversations of all folders, in order, and what the chat template begins with; all of the same target."""
-    conversations: list[Conversation] = []
-    prefixes = []
+def _read_metas(folders: Sequence[Path], target: str) -> list[dict[str, Any]]:
+    """What the folders' conversations were sampled with; all of the same target, template and number of logits."""
+    metas = []
     for folder in folders:
         meta = read_meta(folder)
         if not meta:
             raise typer.BadParameter(f"{folder}: holds no sampled conversations; run `sample` first")
         if meta.get("target") != target:
             raise typer.BadParameter(f"{folder}: was sampled from another target")
-        prefixes.append(meta["prefix"])
-        for path in sorted(folder.glob("shard-*.npz")):
-            if tokens and sum(len(c.token) for c in conversations) >= tokens:
-                break
-            conversations += read_shard(path)
-    if any(prefix != prefixes[0] for prefix in prefixes):
-        raise typer.BadParameter("the folders were sampled with different chat templates")
-    return conversations, prefixes[0]
+        metas.append(meta)
+    for name, what in (("prefix", "chat templates"), ("top", "numbers of teacher logits")):
+        if any(meta[name] != metas[0][name] for meta in metas):
+            raise typer.BadParameter(f"the folders were sampled with different {what}")
+    return metas
 
 
-def _keep_settings(run: Path, settings: dict[str, Any]) -> None:
-    """Note what a run is made with; a run that is to go on with other settings is refused."""
-    run.mkdir(parents=True, exist_ok=True)
+def _read_conversations(folders: Sequence[Path], tokens: int) -> list[Conversation]:
+    """The conversations of all folders, in order; those of the first shards that have so many tokens, if not 0."""
+    conversations: list[Conversation] = []
+    for path in (path for folder in folders for path in sorted(folder.glob("shard-*.npz"))):
+        if tokens and sum(len(c.token) for c in conversations) >= tokens:
+            break
+        conversations += read_shard(path)
+    if not conversations:
+        raise typer.BadParameter(f"{', '.join(map(str, folders))}: no conversations yet; run `sample` first")
+    return conversations
+
+
+def _earlier_settings(run: Path, settings: dict[str, Any], begun: bool) -> dict[str, Any]:
+    """What a run that goes on was begun with; empty for a new one, and for one that may begin anew.
+
+    That is one without a checkpoint whose settings were others; with a checkpoint (`begun`) it is refused.
+    """
     path = run / SETTINGS
-    if path.exists():
-        old = json.loads(path.read_text())
-        if differing := sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key)):
-            raise typer.BadParameter(f"{run}: was begun with other settings ({', '.join(differing)}); name another run")
-    else:
-        replace_text(path, json.dumps(settings) + "\n")
+    if not path.exists():
+        if begun:
+            raise typer.BadParameter(f"{run}: holds checkpoints, but no {SETTINGS}; name another run")
+        return {}
+    old = _read_settings(run)
+    # What an earlier version of this tool did not note is not compared.
+    differing = sorted(key for key in {*old} & {*settings} if old[key] != settings[key])
+    if differing and begun:
+        raise typer.BadParameter(f"{run}: was begun with other settings ({', '.join(differing)}); name another run")
+    return {} if differing else old
+
+
+def _keep_settings(run: Path, settings: dict[str, Any], goes_on: bool) -> None:
+    """Note what a run without a checkpoint is made with; what was measured with other settings is forgotten."""
+    run.mkdir(parents=True, exist_ok=True)
+    if not goes_on:
+        (run / CURVE).unlink(missing_ok=True)
+    replace_text(run / SETTINGS, json.dumps(settings) + "\n")
 
 
 def _progress() -> Progress:

@@ -191,6 +191,9 @@ def test_a_folder_keeps_to_its_settings(tmp_path):
     write_meta(folder, meta)
     write_meta(folder, dict(reversed(meta.items())))
     assert read_meta(folder) == meta
+    write_meta(folder, meta | {"seed": 9})  # a correction: there is no shard yet
+    write_meta(folder, meta)
+    write_shard(shard_path(folder, 0), make_conversations([4]))
     for other in (meta | {"seed": 2}, meta | {"top": 3}, {"seed": 1, "prefix": [0, 1]}):
         with pytest.raises(ValueError, match=r"other settings \((seed|top|documents)\)"):
             write_meta(folder, other)

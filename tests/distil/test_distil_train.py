@@ -1,7 +1,9 @@
 """Training, what it reaches, and the tool from sampled text to a draft that decodes."""
 
+import dataclasses
 import functools
 import json
+import math
 import shutil
 
 import numpy as np
@@ -10,11 +12,12 @@ import pytest
 pytest.importorskip("optax")
 
 import distil.sample
+import distil.train
 import distil_draft
 import jax
 import jax.numpy as jnp
 from distil.batches import CONTEXT_WEIGHT, Packer
-from distil.shards import Conversation
+from distil.shards import Conversation, shard_path, write_meta, write_shard
 from distil.student import init_student, student_config, student_hidden
 from distil.train import (
     Quality,
@@ -23,6 +26,7 @@ from distil.train import (
     _run_lengths,
     batches,
     distil_loss,
+    latest_step,
     measure_quality,
     restore_params,
     student_logprob,
@@ -150,6 +154,38 @@ def test_loss_goes_down_and_agreement_up():
     assert after.positions == before.positions == sum(len(c.token) - c.answer for c in held_out)
 
 
+@pytest.mark.parametrize("part", ["params", "optimizer"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch, part, value):
+    def step(params, optimizer, *words, **settings):
+        state = {"params": params, "optimizer": optimizer}
+        leaves, tree = jax.tree.flatten(state[part])
+        if len(told) == 2:
+            at = max(range(len(leaves)), key=lambda i: leaves[i].size)
+            leaves[at] = leaves[at].at[..., -1].set(value)
+        state[part] = jax.tree.unflatten(tree, leaves)
+        return state["params"], state["optimizer"], jnp.float32(1)
+
+    told = []
+    monkeypatch.setattr(distil.train, "train_step", step)
+    trainer = Trainer(start(), CFG, *tables(), PACKER, lessons(), SETTINGS, tmp_path, save_every=1)
+    with pytest.raises(FloatingPointError, match="step 3: the weights are no longer finite"):
+        trainer.run(lambda step, loss: told.append(step))
+    assert told == [1, 2] and latest_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_ends_training(tmp_path, monkeypatch, value):
+    def step(params, optimizer, *words, **settings):
+        return params, optimizer, jnp.float32(value)
+
+    monkeypatch.setattr(distil.train, "train_step", step)
+    trainer = Trainer(start(), CFG, *tables(), PACKER, lessons(), SETTINGS, tmp_path, save_every=1)
+    with pytest.raises(FloatingPointError, match=f"step 1: the loss is {value}"):
+        trainer.run(lambda step, loss: pytest.fail("told of it"))
+    assert latest_step(tmp_path) is None
+
+
 def test_batches_go_on_epoch_after_epoch():
     stream = batches(PACKER, lessons(), SETTINGS)
     seen = [next(stream) for _ in range(40)]  # an epoch has fewer
@@ -159,6 +195,20 @@ def test_batches_go_on_epoch_after_epoch():
     assert all(np.array_equal(rows.token, next(again).token) for rows in seen)
     with pytest.raises(ValueError, match="3 conversations do not fill one batch of 4 rows"):
         next(batches(PACKER, lessons()[:3], SETTINGS))
+
+
+def test_an_epoch_that_fills_no_batch_is_passed_over(monkeypatch):
+    """How many rows an epoch has depends on its order."""
+    monkeypatch.setattr(distil.train, "epoch", lambda *words: [[[lessons()[words[-1]]]]] if words[-1] % 2 == 0 else [])
+    stream = batches(PACKER, lessons(), dataclasses.replace(SETTINGS, rows=1))
+    assert [next(stream).token.tobytes() for _ in range(3)] == [
+        PACKER.pack([[lessons()[number]]]).token.tobytes() for number in (0, 2, 4)
+    ]
+
+
+def test_held_out_text_without_an_answer():
+    with pytest.raises(ValueError, match="none of 1 held-out conversations has an answer"):
+        measure_quality(start(), CFG, *tables(), PACKER, [make_conversation(np.random.default_rng(0), 9, 9)], ROWS)
 
 
 def test_the_student_scores_as_the_draft_that_decodes():
@@ -458,3 +508,193 @@ def test_all_tokens_in_the_head(command, data, tmp_path):
     succeed(command("export", tmp_path / "run", tmp_path / "draft"))
     manifest = json.loads((tmp_path / "draft" / "jaxspec.json").read_text())
     assert not manifest["model"].get("head_ids")
+
+
+def refuse(result, *said):
+    """A message for the user, and no traceback."""
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (result.output, result.exception)
+    output = " ".join(result.output.replace("│", "").split())
+    assert all(words in output for words in said), output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--tokens", 0, "--tokens"), ("--branches", 0, "--branches"), ("--steps", 1, "--steps"), ("--top", 0, "--top"),
+        ("--longest", 0, "--longest"), ("--seed", -1, "--seed"), ("--longest", 3, "must be from 4 to"),
+        ("--longest", 10**6, "must be from 4 to"), ("--top", LLAMA.vocab_size + 1, f"from 1 to {LLAMA.vocab_size}"),
+    ],
+)  # fmt: skip
+def test_samples_that_cannot_be_taken(command, tmp_path, option, value, said):
+    refuse(command("sample", tmp_path / "data", *SAMPLE, option, value), said)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--steps", 0, "--steps"), ("--rows", 0, "--rows"), ("--head", -5, "--head"), ("--length", -1, "--length"),
+        ("--seed", -1, "--seed"), ("--tokens", -1, "--tokens"), ("--save-every", 0, "--save-every"),
+        ("--measure-every", 0, "--measure-every"),
+        ("--learning-rate", "nan", "positive"), ("--learning-rate", "inf", "positive"),
+        ("--learning-rate", 0, "positive"), ("--learning-rate", -1, "positive"), ("--dtype", "int8", "bfloat16"),
+        ("--rows", 1000, "do not fill one batch of 1000 rows"), ("--length", 7, "longest conversation takes"),
+        ("--layers", 2, "must be numbers from 0 to 1"),
+    ],
+)  # fmt: skip
+def test_a_refused_value_leaves_no_run(command, data, tmp_path, option, value, said):
+    refuse(command("train", data, tmp_path / "run", *TRAIN, option, value), said)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def stop_before_training(monkeypatch):
+    """Ends `train` where training would begin; yields the weights that it would have begun with."""
+    begun = []
+
+    def stop(params, *words):
+        begun.append(params)
+        raise Killed
+
+    monkeypatch.setattr(distil_draft, "Trainer", stop)
+    return begun
+
+
+def settings_of(run):
+    return json.loads((run / "settings.json").read_text())
+
+
+def test_a_run_without_a_checkpoint_takes_other_settings(command, data, tmp_path, stop_before_training):
+    run = tmp_path / "run"
+    assert isinstance(command("train", data, run, *TRAIN).exception, Killed)
+    (run / "curve.jsonl").write_text('{"step": 0, "places": 0}\n')
+    assert isinstance(command("train", data, run, *TRAIN).exception, Killed)
+    assert (run / "curve.jsonl").exists()
+    assert isinstance(command("train", data, run, *TRAIN, "--rows", 3).exception, Killed)
+    assert settings_of(run)["rows"] == 3
+    assert not (run / "curve.jsonl").exists()  # that was of other settings
+
+
+def test_a_diverging_run_says_so(command, data, tmp_path, monkeypatch):
+    def fail(*words):
+        raise FloatingPointError("step 5: the loss is nan")
+
+    monkeypatch.setattr(Trainer, "run", fail)
+    monkeypatch.setattr(distil_draft, "measure_quality", lambda *words: Quality(1.0, 0.0, (), (), 1))
+    refuse(command("train", data, tmp_path / "run", *TRAIN), "step 5: the loss is nan", "lower --learning-rate")
+
+
+def test_data_without_a_conversation_or_an_answer(command, data, finished, tmp_path):
+    empty, silent = tmp_path / "empty", tmp_path / "silent"
+    meta = json.loads((data / "meta.json").read_text()) | {"seed": 77}
+    write_meta(empty, meta)
+    write_meta(silent, meta)
+    rng = np.random.default_rng(0)
+    write_shard(shard_path(silent, 0), [make_conversation(rng, 9, 9) for _ in range(60)])
+    for folder, said in ((empty, "no conversations yet"), (silent, "has an answer; sample more")):
+        refuse(command("train", folder, tmp_path / "run", *TRAIN), said)
+        refuse(command("measure", finished, folder), said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_of_different_teachers_are_refused(command, data, tmp_path):
+    meta = json.loads((data / "meta.json").read_text())
+    for name, value, said in (("top", 5, "numbers of teacher logits"), ("prefix", [0, 1], "chat templates")):
+        write_meta(tmp_path / name, meta | {name: value})
+        refuse(command("train", data, tmp_path / "run", *TRAIN, "--more-data", tmp_path / name), said)
+    assert not (tmp_path / "run").exists()
+
+
+def copy_base(finished, folder, less=()):
+    """The finished run, at a time before it had some of its checkpoints."""
+    shutil.copytree(finished, folder)
+    for step in less:
+        shutil.rmtree(folder / "checkpoints" / str(step))
+    return folder
+
+
+def restored(base, step):
+    return restore_params(start(), TrainSettings(steps=6, rows=2), base / "checkpoints", step)
+
+
+def test_a_run_begins_with_the_same_weights_again(command, data, finished, tmp_path, stop_before_training):
+    base, run, words = copy_base(finished, tmp_path / "base", [6]), tmp_path / "run", [*TRAIN, "--steps", 5]
+    begin = [*words, "--begin-with", base]
+    assert isinstance(command("train", data, run, *begin).exception, Killed)
+    assert settings_of(run)["begin_step"] == 4
+    shutil.copytree(finished / "checkpoints" / "6", base / "checkpoints" / "6")  # the base goes on
+    assert isinstance(command("train", data, run, *begin).exception, Killed)
+    assert settings_of(run)["begin_step"] == 4
+    assert_same(stop_before_training[0], restored(base, 4))
+    assert_same(stop_before_training[1], restored(base, 4))
+    assert (np.asarray(restored(base, 4)["final_norm"]) != np.asarray(restored(base, 6)["final_norm"])).any()
+    shutil.rmtree(base / "checkpoints" / "4")  # and drops what was the newest
+    refuse(command("train", data, run, *begin), "no longer holds the checkpoint of step 4", "name another run")
+    # With other settings it begins anew.
+    assert isinstance(command("train", data, run, *begin, "--rows", 3).exception, Killed)
+    assert settings_of(run)["begin_step"] == 6
+    assert_same(stop_before_training[2], restored(base, 6))
+
+
+def test_a_run_with_a_checkpoint_needs_its_base_no_more(command, data, finished, tmp_path, stop_before_training):
+    base, run = copy_base(finished, tmp_path / "base"), tmp_path / "run"
+    begin = [*TRAIN, "--begin-with", base]
+    assert isinstance(command("train", data, run, *begin).exception, Killed)
+    shutil.copytree(finished / "checkpoints", run / "checkpoints")
+    shutil.rmtree(base)
+    before = content(run)
+    assert isinstance(command("train", data, run, *begin).exception, Killed)
+    assert content(run) == before
+    refuse(command("train", data, run, *TRAIN), "other settings (begin_with)")
+    refuse(command("train", data, run, *begin, "--rows", 3), "other settings (rows)")
+
+
+def test_bases_that_do_not_fit(command, data, finished, other_model, tmp_path):
+    run, begin = tmp_path / "run", ("--begin-with", finished)
+    refuse(command("train", data, run, *TRAIN, *begin, model=other_model), "trained for another target")
+    for layers in ("1", "0,1"):
+        refuse(command("train", data, run, *TRAIN, *begin, "--layers", layers), "has the target's layers 0;")
+    early = copy_base(finished, tmp_path / "early", [4, 6])
+    refuse(command("train", data, run, *TRAIN, "--begin-with", early), "holds no checkpoint yet")
+    shutil.rmtree(early / "checkpoints")
+    refuse(command("train", data, run, *TRAIN, "--begin-with", early), "holds no checkpoint yet")
+    refuse(command("train", data, run, *TRAIN, "--begin-with", tmp_path / "none"), "holds no run")
+    assert not run.exists() and not (early / "checkpoints").exists() and not (tmp_path / "none").exists()
+
+
+def test_settings_of_an_earlier_version(command, data, finished, tmp_path, stop_before_training):
+    """Which had neither the data nor the base's step."""
+    run = copy_base(finished, tmp_path / "run")
+    settings = settings_of(run)
+    settings = {name: settings[name] for name in settings if name not in ("data", "seen")}
+    (run / "settings.json").write_text(json.dumps(settings))
+    assert isinstance(command("train", data, run, *TRAIN).exception, Killed)
+    refuse(command("train", data, run, *TRAIN, "--rows", 3), "other settings (rows)")
+    (run / "settings.json").unlink()
+    refuse(command("train", data, run, *TRAIN), "holds checkpoints, but no settings.json")
+
+
+def test_a_run_keeps_to_its_data(command, data, finished, tmp_path):
+    """Of as many conversations."""
+    shutil.copytree(data, tmp_path / "data")
+    meta = json.loads((data / "meta.json").read_text())
+    (tmp_path / "data" / "meta.json").write_text(json.dumps(meta | {"seed": 3}))
+    refuse(command("train", tmp_path / "data", finished, *TRAIN), "other settings (data)")
+
+
+def test_a_run_is_not_measured_on_what_it_has_seen(command, data, finished, tmp_path, stop_before_training):
+    """Under whatever name, however much of it, and also if the run that it began with has seen it."""
+    fresh, longer = tmp_path / "fresh", tmp_path / "longer"
+    meta = json.loads((data / "meta.json").read_text())
+    for folder, other in ((fresh, {"seed": 3}), (longer, {"steps": 160})):
+        shutil.copytree(data, folder)
+        (folder / "meta.json").write_text(json.dumps(meta | other))
+    for folder in (data, longer):
+        refuse(command("measure", finished, folder), "has learned from text of seed 2")
+    quality = json.loads(succeed(command("measure", finished, fresh)))
+    assert quality["positions"] > 0 and math.isfinite(quality["loss"])
+    run = tmp_path / "run"
+    assert isinstance(command("train", fresh, run, *TRAIN, "--begin-with", finished).exception, Killed)
+    assert settings_of(run)["seen"] == [2, 3]
+    for folder, seed in ((data, 2), (fresh, 3)):
+        refuse(command("measure", run, folder), f"has learned from text of seed {seed}")

@@ -148,10 +148,15 @@ class Sampler:
     """Compiled passes of one target."""
 
     def __init__(self, llm: LLM, settings: SampleSettings, prose: Sequence[str] = ()):
-        """Compile; nothing is sampled yet. `prose` are passages to work on, see `Documents`."""
+        """Compile; nothing is sampled yet. `prose` are passages to work on, see `Documents`.
+
+        Raises:
+          ValueError: settings that this target cannot be sampled with.
+        """
         self.llm = llm
         self.settings = settings
         self.turns = find_turns(llm)
+        _check_settings(settings, self.turns, llm)
         self.documents = Documents(prose)
         target, cfg = llm.engine.target, llm.engine.target.cfg
         B, K = settings.branches, settings.top
@@ -216,6 +221,16 @@ class Sampler:
             progress(settings.branches)
         # Those that the shard's end cut off are conversations too, as far as they came.
         return done + [b.conversation(index) for b in branches if len(b.token) > 1]
+
+
+def _check_settings(settings: SampleSettings, turns: Turns, llm: LLM) -> None:
+    cfg = llm.engine.target.cfg
+    # The first token of a question's turn, the template's text behind it, and a token of an answer, at least.
+    shortest, longest = 2 + len(turns.suffix), cfg.max_context - len(turns.prefix) + 1
+    if not shortest <= settings.longest <= longest:
+        raise ValueError(f"longest is {settings.longest}: must be from {shortest} to {longest} for this target")
+    if not 1 <= settings.top <= cfg.vocab_size:
+        raise ValueError(f"top is {settings.top}: must be from 1 to {cfg.vocab_size} for this target")
 
 
 def target_digest(llm: LLM) -> str:

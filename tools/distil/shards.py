@@ -98,7 +98,8 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     old = read_meta(folder)
-    if old and old != meta:
+    # What was noted before the first shard binds nobody.
+    if old and old != meta and any(folder.glob("shard-*.npz")):
         differing = sorted(key for key in {*old, *meta} if old.get(key) != meta.get(key))
         raise ValueError(
             f"{folder}: holds shards that were sampled with other settings ({', '.join(differing)}); use another folder"

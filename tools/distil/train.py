@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -116,16 +117,25 @@ def train_step(
 
 
 def batches(packer: Packer, conversations: Sequence[Conversation], settings: TrainSettings) -> Iterator[Rows]:
-    """Batches without end, epoch after epoch."""
-    number = 0
-    while True:
+    """Batches without end, epoch after epoch.
+
+    Raises:
+      ValueError: the first epoch fills no batch. (A later one that fills none, for its conversations are packed in
+        another order, is passed over.)
+    """
+    for number in itertools.count():
         empty = True
         for rows in epoch(packer, conversations, settings.rows, settings.seed, number):
             empty = False
             yield packer.pack(rows)
-        if empty:
+        if empty and not number:
             raise ValueError(f"{len(conversations)} conversations do not fill one batch of {settings.rows} rows")
-        number += 1
+
+
+@jax.jit
+def _all_finite(state: Any) -> jax.Array:
+    """Whether every weight and every number of the optimizer's is finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]).all()
 
 
 class Trainer:
@@ -154,7 +164,11 @@ class Trainer:
         return self._state["params"]
 
     def run(self, report: Callable[[int, float], None] = lambda step, loss: None) -> Params:
-        """Train to the end; `report` is told the step and its loss, before the step is saved."""
+        """Train to the end; `report` is told the step and its loss, before the step is saved.
+
+        Raises:
+          FloatingPointError: a loss, or what a step made of the weights, is not finite; that step is not saved.
+        """
         stream = itertools.islice(batches(self._packer, self._conversations, self.settings), self.step, None)
         while self.step < self.settings.steps:
             params, optimizer, loss = train_step(
@@ -162,22 +176,33 @@ class Trainer:
                 cfg=self.cfg, settings=self.settings,
             )  # fmt: skip
             self.step, self._state = self.step + 1, {"params": params, "optimizer": optimizer}
+            if not math.isfinite(float(loss)):
+                raise FloatingPointError(f"step {self.step}: the loss is {float(loss)}")
+            if not _all_finite(self._state):
+                raise FloatingPointError(f"step {self.step}: the weights are no longer finite")
             report(self.step, float(loss))
             if self._manager is not None and (self.step % self._save_every == 0 or self.step == self.settings.steps):
                 self._manager.save(self.step, args=ocp.args.StandardSave(self._state))
         return self.params
 
 
-def restore_params(params: Params, settings: TrainSettings, folder: Path) -> Params:
-    """The student's parameters in the newest checkpoint of a run that began with `params`.
+def latest_step(folder: Path) -> int | None:
+    """Step of a run's newest checkpoint; None where there is none yet."""
+    return _open_checkpoints(folder).latest_step() if folder.is_dir() else None
+
+
+def restore_params(params: Params, settings: TrainSettings, folder: Path, step: int | None = None) -> Params:
+    """The student's parameters in a checkpoint of a run that began with `params`: the newest, or that of `step`.
 
     Raises:
       FileNotFoundError: there is none.
     """
-    manager = _open_checkpoints(folder)
-    if (latest := manager.latest_step()) is None:
+    manager = _open_checkpoints(folder) if folder.is_dir() else None
+    if manager is None or (latest := manager.latest_step()) is None:
         raise FileNotFoundError(f"{folder}: holds no checkpoint")
-    return _restore(manager, latest, _begin(params, settings))["params"]
+    if step is not None and step not in manager.all_steps():
+        raise FileNotFoundError(f"{folder}: no longer holds the checkpoint of step {step}")
+    return _restore(manager, latest if step is None else step, _begin(params, settings))["params"]
 
 
 def _begin(params: Params, settings: TrainSettings) -> dict[str, Any]:
@@ -226,8 +251,14 @@ def measure_quality(
     params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, packer: Packer,
     held_out: Sequence[Conversation], rows: int = 8, depth: int = 8,
 ) -> Quality:  # fmt: skip
-    """Compare a student with its teacher on held-out conversations."""
+    """Compare a student with its teacher on held-out conversations.
+
+    Raises:
+      ValueError: none of them has an answer.
+    """
     answered = [c for c in held_out if c.answer < len(c.token)]
+    if not answered:
+        raise ValueError(f"none of {len(held_out)} held-out conversations has an answer; sample more")
     packed = packer.fill(answered)
     matches: list[np.ndarray] = []
     greedy: list[np.ndarray] = []
