@@ -109,7 +109,7 @@ class EngineConfig:
         check_int("target_devices", self.target_devices, 1)
         if self.draft_devices is not None:
             check_int("draft_devices", self.draft_devices, 1)
-        if self.draft_platform is not None and not isinstance(self.draft_platform, str):
+        if self.draft_platform is not None and (not isinstance(self.draft_platform, str) or not self.draft_platform):
             raise ConfigError(f"draft_platform must be a name such as 'cpu', got {self.draft_platform!r}")
         if self.max_context is not None:
             check_int("max_context", self.max_context, 2)

@@ -17,12 +17,12 @@ import numpy as np
 
 from jaxspec.checkpoint.borrow import borrow_params
 from jaxspec.checkpoint.own_layers import PREFIX, open_own_layers, place_own_layers, take_layers
-from jaxspec.checkpoint.shipped import find_shipped_draft
+from jaxspec.checkpoint.shipped import find_shipped_draft, warn_of_damage
 from jaxspec.checkpoint.weights import Weights, open_weights
 from jaxspec.compile_cache import enable_compile_cache
 from jaxspec.config import DType, EngineConfig, SamplingParams
 from jaxspec.engine import Emitted, Engine, fresh_seed
-from jaxspec.errors import ConfigError
+from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.mesh.plan import MeshPlan
 from jaxspec.mesh.split import plan_pair
 from jaxspec.methods.auto import Auto
@@ -56,7 +56,8 @@ class LLM:
     Args:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model.
       draft: a draft model's checkpoint, for methods that use one; None takes the draft that ships with jaxspec if one
-        fits the model, "none" does without. "self:attention=1,3-5;mlp=2" is the model itself without these blocks.
+        fits the model (a damaged one is left out with a warning, unless the method needs one), "none" does without.
+        "self:attention=1,3-5;mlp=2" is the model itself without these blocks.
       method: a name or a method object; "auto" drafts as far as that pays (see `Auto`).
       dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
         checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
@@ -107,20 +108,41 @@ class LLM:
         self.model_path = weights.path
         self.tokenizer = load_tokenizer(weights.path)
         draft_weights = _choose_draft(draft, resolved, weights, self.tokenizer)
+        self._cache_folder = enable_compile_cache(config.compile_cache)
+        self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
+        try:
+            self._assemble(weights, draft_weights, resolved, plan, draft_plan, config, draft is None)
+            return
+        except _DamagedDraftError as error:
+            if draft is not None or draft_weights is None or resolved.needs_draft:
+                raise
+            warn_of_damage(draft_weights.path, str(error))
+        # Not while the error is handled: it holds on to what was loaded.
+        self._assemble(weights, None, resolved, plan, draft_plan, config, False)
+
+    def _assemble(
+        self,
+        weights: Weights,
+        draft_weights: Weights | None,
+        method: Method,
+        plan: MeshPlan,
+        draft_plan: MeshPlan,
+        config: EngineConfig,
+        shipped: bool,
+    ) -> None:
+        """Place, compile and load; `shipped` says where the draft comes from."""
         self.draft_path = None if draft_weights is None else draft_weights.path
-        self._shipped_draft = self.draft_path.name if self.draft_path is not None and draft is None else None
+        self._shipped_draft = self.draft_path.name if self.draft_path is not None and shipped else None
         self._figures = "built in"
         models = _place_models(weights, draft_weights, self.tokenizer, plan, draft_plan, config.dtype)
-        self._cache_folder = enable_compile_cache(config.compile_cache)
-        if isinstance(resolved, Auto):
-            resolved, self._figures = _tune(resolved, self._shipped_draft, models)
-        self.engine = Engine(models, self._own_search(resolved, models), config.max_context)
+        if isinstance(method, Auto):
+            method, self._figures = _tune(method, self._shipped_draft, models)
+        self.engine = Engine(models, self._own_search(method, models), config.max_context)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(_load_params, weights, draft_weights, models)
             self._unreported_compile_s = self.engine.prepare()
             self.model_params = loading.result()
-        self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
 
     @property
     def params(self) -> Params:
@@ -139,6 +161,10 @@ class LLM:
 
     def with_method(self, method: str | Method) -> "LLM":
         """Another decoding method on the same weights, with compiled functions and buffers of its own.
+
+        No further weights are loaded: a model that was loaded for a method without a draft model, such as "ar", has
+        none here either. "auto" then copies or decodes plainly (`stats.choice` shows the draft None), and methods that
+        need one are refused; load with method "auto" to have the shipped draft.
 
         Args:
           method: a name or a method object. One that uses no draft model leaves this one's aside.
@@ -314,6 +340,10 @@ def generate(
 _loaded: dict[tuple[Any, ...], LLM] = {}
 
 
+class _DamagedDraftError(CheckpointError):
+    """The draft's weights cannot be read; the target's can."""
+
+
 class _Clock:
     """Times of the first and the latest round, in seconds from construction."""
 
@@ -405,16 +435,33 @@ def _choose_draft(draft: object, method: Method, weights: Weights, tokenizer: To
 def _tune(method: Auto, draft: str | None, models: Models) -> tuple[Auto, str]:
     """Fill in the costs that ship with jaxspec where the caller gave none, and say where they come from.
 
-    `draft` is the name of the shipped draft, if that is the one in use.
+    Each setting is filled in for itself. All are ratios to one target pass of one row; in place of a shipped figure
+    there would not be one of this machine beside the given ones, but a built-in figure or an estimate: a worse guess.
+    A setting with the value that it has by default counts as not given.
+
+    Args:
+      method: as the caller made it.
+      draft: name of the shipped draft, if that is the one in use.
+      models: the target and the draft.
+
+    Returns:
+      The method, and "given", "shipped" or "built in"; of several, "given, rest shipped" or "given, rest built in".
     """
-    blank = Auto()
-    if any(getattr(method, name) != getattr(blank, name) for name in COST_SETTINGS):
-        return method, "given"
-    if draft is None:
-        return method, "built in"
-    target = models.target
-    tuned = tuned_settings(draft, target.plan.kernels, target.weights.default in FORMATS)
-    return dataclasses.replace(method, **tuned), "shipped" if tuned else "built in"
+    blank, target = Auto(), models.target
+    used = [name for name in COST_SETTINGS if name != "draft_cost" or models.draft is not None]
+    unset = [name for name in used if getattr(method, name) == getattr(blank, name)]
+    figures = {}
+    if draft is not None and unset:
+        figures = tuned_settings(draft, target.plan.kernels, target.weights.default in FORMATS)
+    filled = {name: figures[name] for name in unset if name in figures}
+    rest = "shipped" if filled else "built in"
+    if not unset:
+        source = "given"
+    elif len(unset) < len(used):
+        source = f"given, rest {rest}"
+    else:
+        source = rest
+    return dataclasses.replace(method, **filled), source
 
 
 def _layer_file(
@@ -491,7 +538,10 @@ def _load_params(weights: Weights, draft_weights: Weights | None, models: Models
     if draft_weights.layers is not None:
         own = take_layers(models.target, models.draft, draft_weights.layers, target)
     else:
-        own = draft_weights.load(models.draft)
+        try:
+            own = draft_weights.load(models.draft)
+        except CheckpointError as error:
+            raise _DamagedDraftError(str(error)) from error
     return ModelParams(target, own | borrow_params(models.draft, target))
 
 

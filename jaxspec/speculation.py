@@ -25,7 +25,7 @@ def count_speculation(rounds: Sequence[Emitted], num_tokens: int, budget: int) -
       d - 1 and drafted one deeper; `mean_tree_depth` and `mean_tree_size` (tokens, root not counted); `budget_used`,
       the mean size over the budget; `num_draft_passes`. `rounds_by_kind` counts rounds in which a draft model
       ran ("drafted"), others that verified copies of earlier text ("copied"), and those without any draft ("plain").
-      Where a draft on devices of its own keeps one tree through all rounds, `draft_tree`: see `count_draft_tree`.
+      Where a draft keeps one tree through all rounds, `draft_tree`: see `count_draft_tree`.
     """
     kept = []
     for emitted in rounds:

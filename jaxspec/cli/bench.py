@@ -55,6 +55,9 @@ def bench(
     draft_devices: Annotated[
         int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
     ] = None,
+    draft_platform: Annotated[
+        str | None, typer.Option(help="Where the draft's devices are, if not where the target's are: cpu.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answer --max-tokens tokens always.")
     ] = False,
@@ -78,14 +81,14 @@ def bench(
             max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
         )
         drafting = has_draft(model, draft_model)
-        own = draft_devices is not None
+        own = draft_devices is not None or draft_platform is not None
         names = default_methods(drafting, own) if methods is None else _split_list(methods, "--methods")
         columns = make_columns(names, _parse_settings(set_ or []), _parse_budgets(budgets))
         method = loading_method(columns, drafting, draft_model is not None, own)
 
         llm = LLM(
             model, draft=draft_model, method=method, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
-            target_devices=target_devices, draft_devices=draft_devices,
+            target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
         )  # fmt: skip
         with Bar() as bar:
             measured = measure(llm, columns, chosen, sampling, repeats, bar.show)

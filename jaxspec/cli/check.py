@@ -58,6 +58,9 @@ def check(
     draft_devices: Annotated[
         int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
     ] = None,
+    draft_platform: Annotated[
+        str | None, typer.Option(help="Where the draft's devices are, if not where the target's are: cpu.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
@@ -79,12 +82,12 @@ def check(
         from jaxspec.llm import LLM, has_draft
 
         drafting = has_draft(model, draft_model)
-        apart = draft_devices is not None
+        apart = draft_devices is not None or draft_platform is not None
         methods, skipped = _make_methods(method, set_ or [], drafting, draft_model is not None, apart)
         first = next((m for m in methods if drafting and m.drafts and m.own_devices >= apart), PLAIN)
         llm = LLM(
             model, draft=draft_model, method=first, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
-            target_devices=target_devices, draft_devices=draft_devices,
+            target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
         )  # fmt: skip
         plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
         encoded = [_encode(plain, text, chat) for _, text in texts]
@@ -94,7 +97,8 @@ def check(
         report: dict[str, Any] = {
             "lossless": True, "model": str(llm.model_path), "draft": draft_path, "dtype": str(llm.engine.target.dtype),
             "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
-            "target_devices": target_devices, "draft_devices": draft_devices, **options,
+            "target_devices": target_devices, "draft_devices": draft_devices, "draft_platform": draft_platform,
+            **options,
             "prompts": names, "methods": [], "skipped": skipped,
         }  # fmt: skip
 
@@ -176,7 +180,8 @@ def _make_methods(
         skipped = {name: "needs a draft model (--draft-model)" for name, fit in fits.items() if not fit}
         if apart:
             together = [name for name, kind in METHODS.items() if fits[name] and kind.drafts and not kind.own_devices]
-            skipped |= {name: "runs the draft on the target's devices (--draft-devices)" for name in together}
+            reason = "runs the draft on the target's devices (--draft-devices, --draft-platform)"
+            skipped |= dict.fromkeys(together, reason)
             fits |= dict.fromkeys(together, False)
         names = [name for name, fit in fits.items() if fit and name != PLAIN]
         if not names:
@@ -195,10 +200,13 @@ def _make_methods(
         check_draft_given(method, has_draft and method.drafts)
         if apart and method.drafts and not method.own_devices:
             raise ConfigError(
-                f"method {method.name!r} runs the draft on the target's devices: leave --draft-devices out"
+                f"method {method.name!r} runs the draft on the target's devices: "
+                "leave --draft-devices and --draft-platform out"
             )
     if apart and not any(method.drafts for method in methods):
-        raise ConfigError(f"none of the methods {', '.join(names)} uses a draft: leave --draft-devices out")
+        raise ConfigError(
+            f"none of the methods {', '.join(names)} uses a draft: leave --draft-devices and --draft-platform out"
+        )
     return methods, skipped
 
 

@@ -260,8 +260,9 @@ def _swift_line(choice: dict[str, Any], counters: dict[str, Any]) -> str:
 
 
 def _timeline_line(summary: dict[str, Any]) -> str:
-    parts = [f"{summary['rounds']} rounds"]
-    times = {"each": "round_s", "transfers": "transfer_s", "host": "host_s"}
+    rounds, passes = summary["rounds"], summary["passes"]
+    parts = [f"{rounds} rounds" if passes == rounds else f"{rounds} rounds of {passes} passes"]
+    times = {"each": "round_s", "pass": "pass_s", "sync": "sync_s", "transfers": "transfer_s", "host": "host_s"}
     parts += [f"{what} {summary[key] * 1e3:.2f} ms" for what, key in times.items() if summary[key] is not None]
     parts += [f"{name} {seconds * 1e3:.2f} ms" for name, seconds in summary["program_s"].items() if "->" not in name]
     if summary["overlap"] is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import KERNELS_HELP, check_output
+from jaxspec.cli.options import KERNELS_HELP, check_new_file, check_output
 from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import run_command
 from jaxspec.cli.tune_layers import (
@@ -73,8 +73,7 @@ def tune(
 
     def run() -> None:
         out = check_output(json_)
-        if preset is not None:
-            check_output(preset, "the preset")
+        check_new_file(preset, "the preset")
         if method not in (None, "swiftspec", "swift"):
             raise ConfigError(
                 f"--method {method!r}: only swiftspec and swift have tuners of their own; leave it out for the rest"
@@ -98,7 +97,7 @@ def tune(
         from jaxspec.measure.prompts import load_prompts, select_prompts
         from jaxspec.measure.tune import tune as find_fastest
 
-        command = shlex.join([NAME, *sys.argv[1:]])
+        command = _in_a_comment(shlex.join([NAME, *sys.argv[1:]]))
         console = Console(stderr=True)
         chosen = select_prompts(load_prompts(prompts), None, max_prompts)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -143,6 +142,11 @@ def _write(text: str, report: dict[str, Any], preset: Path | None, out: Path | N
         print(numbers) if str(out) == "-" else out.write_text(numbers + "\n", encoding="utf-8")
 
 
+def _in_a_comment(text: str) -> str:
+    """Text for a line of TOML comment, which ends at a line break and holds no control characters or surrogates."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _print(tuning: "Tuning", console: Any) -> None:
     from rich.table import Table
 
@@ -153,6 +157,9 @@ def _print(tuning: "Tuning", console: Any) -> None:
         console.print(f"draft pass: {1e3 * costs.draft_s:.2f} ms", highlight=False)
         depth = ", ".join(f"{share:.2f}" for share in tuning.acceptance)
         console.print(f"accepted by depth of a chain: {depth}", highlight=False)
+    drafted = "too few to tell" if costs.round_cost is None else f"{costs.round_cost:.3f}"
+    rounds = f"plain {costs.plain_cost:.3f}, with a draft {drafted}"
+    console.print(f"a round besides its passes, in one-row passes: {rounds}", highlight=False)
     table = Table("method", "predicted", "measured", title="speed-up over plain decoding")
     for candidate in tuning.candidates:
         table.add_row(candidate.label, _figure(candidate.predicted), _figure(candidate.measured))
@@ -163,7 +170,10 @@ def _print(tuning: "Tuning", console: Any) -> None:
 def _verdict(tuning: "Tuning") -> str:
     if tuning.best.method.name == "ar":
         return "plain decoding is the fastest here: nothing that was tried gains on it"
-    return f"the fastest here is {tuning.best.label}, {tuning.best.measured:.2f} times plain decoding"
+    gain = f"{tuning.best.measured:.2f} times plain decoding"
+    if tuning.best.method.name == "auto" and not _settings(tuning.best):
+        return f"auto as it is without a preset is the fastest here, {gain}: nothing that was tried gains on it"
+    return f"the fastest here is {tuning.best.label}, {gain}"
 
 
 def _figure(speedup: float | None) -> str:
@@ -171,19 +181,26 @@ def _figure(speedup: float | None) -> str:
 
 
 def _preset(tuning: "Tuning", given: dict[str, Any], command: str) -> str:
-    """TOML; JSON's strings, numbers and lists of numbers are TOML's too. `given` are options of the model."""
+    """TOML; `given` are options of the model."""
     options: dict[str, Any] = {"method": tuning.best.method.name, **_settings(tuning.best)}
     options |= {name: value for name, value in given.items() if value not in (None, "auto", 1)}
     if not tuning.best.method.drafts and options.get("draft_model") != "none":
         options.pop("draft_model", None)  # a method that drafts without it would refuse it
     lines = [f"# {command}", f"# {_verdict(tuning)}"]
-    lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in options.items()]
+    lines += [f"{name} = {_toml(value)}" for name, value in options.items()]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """JSON's strings, numbers and lists of numbers are TOML's too, but for one character that only TOML escapes."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _settings(candidate: "Candidate") -> dict[str, Any]:
     """The settings of a method that are not its defaults."""
     method: Any = candidate.method
+    if method == type(method)():  # whose fields may follow from others, and so differ from their own defaults
+        return {}
     blank = {field.name: field.default for field in dataclasses.fields(method)}
     return {name: value for name, value in dataclasses.asdict(method).items() if value != blank[name]}
 

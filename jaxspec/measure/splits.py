@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
-from jaxspec.measure.bench import BASELINE, Column, measure
+from jaxspec.measure.bench import BASELINE, Column, Measurement, measure
 from jaxspec.measure.passes import time_pass, time_target_pass
 from jaxspec.measure.prompts import BenchPrompt
-from jaxspec.measure.report import make_report
+from jaxspec.measure.report import MIN_RATED_TOKENS, make_report
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
 from jaxspec.methods.swiftspec import SwiftSpec
@@ -62,8 +63,8 @@ class SplitResult:
     Attributes:
       times: of the split.
       method: `SwiftSpec`, or plain decoding on the target's devices.
-      tokens_per_s: median over prompts.
-      tokens_per_pass: the generation rate.
+      tokens_per_s: median over the prompts that all splits and methods have a rate for.
+      tokens_per_pass: the generation rate on these.
       gain: geometric mean over prompts of the speed-up over plain decoding on the same split, interleaved with it.
     """
 
@@ -88,8 +89,12 @@ def profile_splits(
       repeats: answers to each prompt.
       command: for the report.
       progress: told what is going on.
+
+    Raises:
+      ConfigError: the answers are too short to have a rate.
     """
-    results = []
+    measurements = []
+    rated = list(prompts)
     for target_devices in range(1, devices):
         split = f"target {target_devices}, draft {devices - target_devices}"
         progress(f"{split}: loading")
@@ -102,11 +107,29 @@ def profile_splits(
             llm, columns, prompts, sampling, repeats,
             lambda what, done, total, split=split: progress(f"{split}: {what} ({done} of {total})"),
         )  # fmt: skip
-        report = make_report(measured, command, str(llm.model_path), str(llm.draft_path), target_devices)
-        for column in columns:
-            summary = report["overall"]["columns"][column.label]
-            results.append(_result(times, column.method, summary))
+        rated = [prompt for prompt in rated if is_rated(measured, prompt)]
+        if not rated:
+            raise ConfigError(
+                f"{split}: no prompt has answers that can be timed, which takes {MIN_RATED_TOKENS} tokens behind the "
+                "first round of plain decoding and two rounds of each other method: raise --max-tokens"
+            )
+        measurements.append((times, measured, (str(llm.model_path), str(llm.draft_path))))
+    results = []
+    for times, measured, paths in measurements:
+        # What one split could not time is left out of all.
+        measured = dataclasses.replace(measured, prompts=tuple(rated))
+        report = make_report(measured, command, *paths, target_devices=times.target_devices)
+        summaries = report["overall"]["columns"]
+        results += [_result(times, column.method, summaries[column.label]) for column in measured.columns]
     return sorted(results, key=lambda result: -result.tokens_per_s)
+
+
+def is_rated(measured: Measurement, prompt: BenchPrompt) -> bool:
+    """Whether each column's answers to a prompt have a rate, and plain decoding's are long enough for one."""
+    most = measured.sampling.max_tokens
+    enough = MIN_RATED_TOKENS if most is None else min(MIN_RATED_TOKENS, most - 1)
+    mine = [answer for answer in measured.answers if answer.prompt.question_id == prompt.question_id]
+    return all(a.tokens_per_s and (a.label != BASELINE or a.timed_tokens >= enough) for a in mine)
 
 
 def pick(results: Sequence[SplitResult]) -> SplitResult:
@@ -140,6 +163,5 @@ def _label(method: SwiftSpec) -> str:
 
 
 def _result(times: SplitTimes, method: Method, summary: Mapping[str, Any]) -> SplitResult:
-    rate = summary["tokens_per_s"] or {"median": 0.0}
-    gain = summary["speedup"] or summary["call_speedup"]
-    return SplitResult(times, method, rate["median"], summary["tokens_per_pass"], gain["geometric_mean"])
+    rate, gain = summary["tokens_per_s"]["median"], summary["speedup"]["geometric_mean"]
+    return SplitResult(times, method, rate, summary["tokens_per_pass"], gain)

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.engine import Emitted
 from jaxspec.measure.events import (
     DISPATCH,
     DRAFT,
@@ -29,6 +30,7 @@ from jaxspec.measure.events import (
     SHARED,
     TARGET,
     TRANSFERS,
+    VERIFYING,
     WAIT,
     Event,
     Summary,
@@ -38,8 +40,8 @@ from jaxspec.mesh.plan import MeshPlan
 from jaxspec.methods.base import Models
 from jaxspec.recording import Launch, Read, recording
 
-# Results that the next programs may take: two transfers a round, of a few generations at once.
-REMEMBERED = 32
+# Interleaved generations whose latest results are known.
+GENERATIONS = 32
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +55,10 @@ class _Mark:
     dispatched: float
     inputs: tuple["_Mark", ...] = ()
     end: float | None = None
+
+
+# What made them and the results themselves, by row and name of the program or transfer.
+_Latest = dict[tuple[str, str], tuple[_Mark, tuple[jax.Array, ...]]]
 
 
 class _Watcher:
@@ -108,8 +114,8 @@ class Timeline:
         self._marks: list[_Mark] = []
         self._host: list[Event] = []
         self._open: list[tuple[str, float, int, int]] = []  # host events that have begun, the innermost last
-        self._makers: dict[int, tuple[jax.Array, _Mark]] = {}  # by id of an array, which is kept so that the id is
-        self._results: dict[int, Any] = {}  # `Emitted` by round
+        self._latest: dict[int, _Latest] = {}  # by generation, the one that ran last at the end
+        self._results: dict[int, Emitted] = {}  # by round
         self._current: tuple[int, int] | None = None  # round and generation that are being dispatched
         self._rounds = self._generations = 0
         self._exit = contextlib.ExitStack()
@@ -127,7 +133,7 @@ class Timeline:
         self._exit.close()
         for watcher in self._watchers.values():
             watcher.close()
-        self._makers.clear()
+        self._latest.clear()
 
     # What `recording.Recorder` asks for.
 
@@ -166,9 +172,7 @@ class Timeline:
             return run(*args)
         mark = self._mark(row, name, args)
         results = run(*args)
-        for result in results[1:]:
-            if isinstance(result, jax.Array):
-                self._remember(result, mark)
+        self._remember(mark, *results[1:])
         # All results of a program are there at once.
         self._watchers[row].watch(mark, jax.tree.leaves(results[1:])[-1])
         return results
@@ -180,7 +184,7 @@ class Timeline:
             return move()
         mark = self._mark(TRANSFERS, f"{source}->{end}", (array,))
         arrived = move()
-        self._remember(arrived, mark)
+        self._remember(mark, arrived)
         self._watchers[TRANSFERS].watch(mark, arrived)
         return arrived
 
@@ -194,15 +198,22 @@ class Timeline:
 
     def _mark(self, row: str, name: str, args: tuple[Any, ...]) -> _Mark:
         assert self._current is not None
-        made = [self._makers[id(arg)][1] for arg in args if id(arg) in self._makers]
+        made = [
+            maker
+            for maker, results in self._latest.get(self._current[1], {}).values()
+            if any(result is arg for result in results for arg in args)
+        ]
         mark = _Mark(row, name, *self._current, time.perf_counter(), tuple(made))
         self._marks.append(mark)
         return mark
 
-    def _remember(self, array: jax.Array, mark: _Mark) -> None:
-        self._makers[id(array)] = array, mark
-        if len(self._makers) > REMEMBERED:
-            del self._makers[next(iter(self._makers))]
+    def _remember(self, mark: _Mark, *results: Any) -> None:
+        """Keep what a program made until it runs again: by then, whoever takes it has."""
+        latest = self._latest.pop(mark.generation, {})
+        latest[mark.row, mark.name] = mark, tuple(result for result in results if isinstance(result, jax.Array))
+        self._latest[mark.generation] = latest
+        if len(self._latest) > GENERATIONS:
+            del self._latest[next(iter(self._latest))]
 
     @contextlib.contextmanager
     def _on_host(self, name: str, number: int, generation: int) -> Iterator[None]:
@@ -263,7 +274,8 @@ class Timeline:
     def summary(self) -> Summary:
         """See `events.summarise`."""
         drafts = {number: result.draft for number, result in self._results.items() if result.draft is not None}
-        return summarise(self.events, drafts)
+        passes = {number: _passes(result) for number, result in self._results.items()}
+        return summarise(self.events, drafts, passes)
 
     def to_json(self) -> dict[str, Any]:
         """The trace in Chrome's trace-event form: complete events, times in microseconds, one thread per row."""
@@ -295,11 +307,18 @@ class Timeline:
 
     def _details(self, event: Event) -> dict[str, Any]:
         details: dict[str, Any] = {"round": event.round, "generation": event.generation}
-        if event.name != READ or event.round not in self._results:
+        result = self._results.get(event.round)
+        if result is None or (event.name != READ and event.name not in VERIFYING):
             return details
-        result = self._results[event.round]
+        details["passes"] = _passes(result)
+        if event.name != READ:
+            return details
         details |= {"tokens": len(result.tokens), "accepted": result.accepted, "drafted": result.drafted}
         return details if result.draft is None else details | result.draft._asdict()
+
+
+def _passes(result: Emitted) -> int:
+    return sum(1 for _ in result.steps())
 
 
 def _label(row: str, plan: MeshPlan) -> str:

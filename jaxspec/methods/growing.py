@@ -46,7 +46,7 @@ class Growth:
       reuse: whether anything is kept.
       leaves: whether a batch may hold proposals that were not evaluated (ALGORITHMS A1).
       branch_free: one pass in every turn, whatever happened, in place of a branch on whether there is something to
-        catch up with.
+        catch up with. Growth on demand, without `leaves`, is a loop on device data all the same.
     """
 
     batch: int

@@ -12,6 +12,7 @@ from flax import struct
 from jaxspec import recording
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.mesh.plan import MeshPlan
 from jaxspec.mesh.transfer import replicated, transfer
 from jaxspec.methods.base import ROUND_HEADER, Exactness, ModelParams, Models, Round, place_request
 from jaxspec.methods.chunks import cache_slots
@@ -50,7 +51,8 @@ class SwiftSpec:
         delays the target (ALGORITHMS A1).
       survivors: most nodes that are kept when the root moves; None is eight times `width`, or `batch` if that is more.
       branch_free: one draft pass between two batches in every round, in place of a branch on whether there is something
-        to catch up with; None where a branch makes the host wait, on accelerators.
+        to catch up with; None where a branch makes the host wait, on accelerators. Growth on demand, which comes with
+        `leaves=False`, branches all the same.
     """
 
     batch: int = 8
@@ -168,7 +170,7 @@ class SwiftSpecRunner:
         self._overlap = method.overlap and target.plan.devices != draft.plan.devices
         if method.overlap and not self._overlap:
             logging.getLogger(__name__).warning(
-                "draft and target share their devices: they take turns (draft_devices gives the draft its own)"
+                "draft and target share their devices: they take turns (%s)", _why_shared(target.plan)
             )
         self.slots = cache_slots(tokens, method.batch)
         self._side = TargetSide(target, self.slots)
@@ -242,3 +244,15 @@ class SwiftSpecRunner:
             if verified.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
                 break
         return draft
+
+
+def _why_shared(plan: MeshPlan) -> str:
+    """Why a draft has the target's devices, as far as one can tell from them, and what helps."""
+    used, there = len(plan.devices), len(jax.devices())
+    if used < there:
+        return "load the model with method='swiftspec', and the draft gets its own"
+    if there > 1:
+        return f"the target has all {there} devices: fewer target_devices leave the draft its own"
+    if plan.devices[0].platform == "cpu":
+        return "there is one device only"
+    return "there is one device only: draft_platform='cpu' puts the draft on the CPU"

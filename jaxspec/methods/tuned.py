@@ -17,7 +17,7 @@ def tuned_settings(draft: str, kernels: Kernels, blocks: bool) -> dict[str, Any]
       kernels: of the target.
       blocks: whether most of its weights are kept in blocks.
     """
-    file = importlib.resources.files("jaxspec_configs").joinpath("decode", f"{draft}.toml")
+    file = importlib.resources.files("jaxspec_configs").joinpath("costs", f"{draft}.toml")
     if not file.is_file():
         return {}
     tables = tomllib.loads(file.read_text(encoding="utf-8"))

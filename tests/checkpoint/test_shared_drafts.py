@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxspec.checkpoint.native import read_leaf, restore_native
 from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.checkpoint.weights import open_weights
 from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.llm import LLM
 from jaxspec.mesh.plan import plan_mesh
@@ -320,8 +322,22 @@ def test_the_shipped_draft_is_that_of_the_vocabulary_and_the_width(drafts):
     assert find_shipped_draft(TARGET, "0" * 64) == drafts / "alike"
 
 
+def test_a_damaged_draft_is_left_out_with_one_warning(drafts, caplog):
+    write_draft(drafts / "broken", vocabulary="0" * 64)
+    write_draft(drafts / "fits")
+    (drafts / "broken" / "jaxspec.json").write_text('{"format": "jaxspec"')
+    for _ in range(2):
+        assert find_shipped_draft(TARGET, DIGEST) == drafts / "fits"
+        assert find_shipped_draft(TARGET, "0" * 64) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "the draft broken, which ships with jaxspec, is damaged and left out: " in record.getMessage()
+
+
 def test_the_shipped_drafts_of_this_package_open():
-    for draft in shipped.shipped_drafts():
+    drafts = shipped.shipped_drafts()
+    assert len(drafts) == len(list(Path(shipped.importlib.resources.files("jaxspec_drafts")).glob("*/jaxspec.json")))
+    for draft in drafts:
         assert draft.config.shares_embedding and draft.vocabulary
 
 
@@ -359,6 +375,12 @@ def load(model):
     return load
 
 
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Models load, and do not decode."""
+    monkeypatch.setattr(Engine, "prepare", lambda self, tokens=None: 0.0)
+
+
 def test_a_draft_decodes_with_its_target(tmp_path, load, model, drafts):
     """Given by its path, or found by its vocabulary; blocks or numbers; and the text is the target's own."""
     write_draft(drafts / "small", quantize="q8_0")
@@ -378,9 +400,9 @@ def test_a_draft_decodes_with_its_target(tmp_path, load, model, drafts):
 def test_auto_takes_the_shipped_draft_and_its_figures_and_says_so(load, drafts):
     write_draft(drafts / "small")
     kernels = plan_mesh(1).kernels
-    (drafts / "decode").mkdir()
+    (drafts / "costs").mkdir()
     table = ".".join(json.dumps(key) for key in (kernels.platform, kernels.name, "numbers"))
-    (drafts / "decode" / "small.toml").write_text(f"[{table}]\ndraft_cost = 0.125\npass_cost = [1, 1.25]\n")
+    (drafts / "costs" / "small.toml").write_text(f"[{table}]\ndraft_cost = 0.125\npass_cost = [1, 1.25]\n")
     llm = load(draft=None)
     assert (llm.engine.method.draft_cost, llm.engine.method.pass_cost) == (0.125, (1, 1.25))
     out = llm.generate("w3 w1 w4", SamplingParams(max_tokens=20, ignore_eos=True))
@@ -400,6 +422,16 @@ def test_none_does_without_the_shipped_one(load, drafts):
     assert llm.engine.method.name == "auto"
     with pytest.raises(ConfigError, match="needs a draft model"):
         load(draft="none", method="chain")
+
+
+def test_a_model_loaded_without_a_draft_has_none_for_other_methods_either(load, drafts):
+    write_draft(drafts / "small")
+    llm = load(method="ar").with_method("auto")
+    choice = llm.generate("w3 w1 w4", SamplingParams(max_tokens=4)).stats.choice
+    assert (llm.draft_path, choice["draft"], choice["figures"]) == (None, None, "built in")
+    assert "draft_cost" not in choice and choice["rounds"]["drafted"] == 0
+    with pytest.raises(ConfigError, match="needs a draft model"):
+        llm.with_method("chain")
 
 
 def test_without_a_fitting_draft_methods_that_need_one_are_refused(load, drafts):
@@ -424,11 +456,29 @@ def test_a_draft_is_no_model(tmp_path):
         LLM(tmp_path / "draft")
 
 
-def test_a_damaged_shipped_draft_is_named(drafts, load):
+def test_a_damaged_shipped_draft_stops_only_methods_that_need_it(drafts, load, uncompiled, caplog):
+    """Its arrays, which are read last."""
     write_draft(drafts / "small")
     shutil.rmtree(drafts / "small" / "arrays")
     with pytest.raises(CheckpointError, match="small"):
         load(method=Chain(3))
+    with pytest.raises(CheckpointError, match="small"):
+        load(draft=drafts / "small")
+    assert not caplog.records
+    llm = load()
+    assert (llm.draft_path, llm.draft_params, llm.engine.models.draft) == (None, None, None)
+    assert llm.model_params.draft is None and llm.params["embed"].shape == (VOCAB, TARGET.embed_dim)
+    (record,) = caplog.records
+    assert "the draft small, which ships with jaxspec, is damaged and left out: " in record.getMessage()
+
+
+def test_a_shipped_draft_with_a_damaged_manifest_stops_only_methods_that_need_it(drafts, load, uncompiled, caplog):
+    write_draft(drafts / "small")
+    (drafts / "small" / "jaxspec.json").write_text("")
+    assert load().draft_path is None
+    with pytest.raises(ConfigError, match="needs a draft model"):
+        load(method="chain")
+    assert len(caplog.records) == 1
 
 
 def test_the_digest_is_that_of_the_tokenizer_as_it_loads(model):

@@ -35,10 +35,21 @@ def test_a_trace_and_its_summary(decode, tiny_model, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
     assert stats["timeline"] == trace["otherData"]
     assert stats["timeline"]["rounds"] == stats["speculative_decoding"]["num_spec_steps"]
+    assert stats["timeline"]["passes"] == stats["timeline"]["rounds"] and stats["timeline"]["sync_s"] > 0
     assert stats["timeline"]["draft_tree"] == stats["speculative_decoding"]["draft_tree"]
     assert set(stats["timeline"]["idle"]) == {"target", "draft"}
     for word in (f"{stats['num_programs']} programs", "evaluated", "overlap", "target idle", "draft idle", "verify"):
         assert word in err
+
+
+def test_a_trace_counts_passes_as_the_counters_do(decode, tiny_model, tmp_path):
+    words = ("--model", tiny_model, "--method", "lookup", "--temperature", "1", "--seed", "0", "--compile-cache", "")
+    path = str(tmp_path / "out.json")
+    status, out, err = decode(*words, "-n", "30", "--ignore-eos", "--trace", path, "--json", "--stats", "w1 w2")
+    assert status == 0, err
+    stats = json.loads(out)["stats"]
+    assert stats["timeline"]["passes"] == stats["speculative_decoding"]["num_spec_steps"] > stats["timeline"]["rounds"]
+    assert f"{stats['timeline']['rounds']} rounds of {stats['timeline']['passes']} passes" in err
 
 
 def test_without_a_trace_there_is_no_timeline(decode, tiny_model):

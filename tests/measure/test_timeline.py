@@ -6,6 +6,8 @@ import json
 import threading
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from pause import pause
@@ -22,6 +24,7 @@ from jaxspec.methods import growing, swiftspec
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.chain import Chain
+from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.messages import DraftCounts
 from jaxspec.methods.swiftspec import SwiftSpec
 from jaxspec.placement import Placement
@@ -63,14 +66,15 @@ def test_summary_by_hand():
     events = [e for n in range(3) for e in hand_made_round(n, 6.5 * n)]
     events += [e for e in hand_made_round(3, 19.5) if e.name != "read"]  # in flight when the text ended
     summary = summarise(events[::-1])
-    assert summary.rounds == 3
+    assert summary.rounds == summary.passes == 3
     assert summary.overlap == pytest.approx(2.5 / 3)
     span = 2 * 6.5 + 6
     assert summary.idle == pytest.approx({"target": 1 - 12 / span, "draft": 1 - 12 / span})
     assert summary.round_s == pytest.approx(6.5)
     expected = {"turn": 1, "grow": 3, "verify": 4, "target->draft": 0.5, "draft->target": 0.5}
     assert summary.program_s == pytest.approx(expected)
-    assert summary.transfer_s == pytest.approx(1)
+    assert summary.transfer_s == pytest.approx(1) and summary.pass_s == pytest.approx(4)
+    assert summary.sync_s == pytest.approx(2)
     # From one read to the next, 5 of 6.5 seconds are waiting.
     assert summary.host_s == pytest.approx(1.5)
     assert summary.dispatch_s == pytest.approx(0.25) and summary.read_s == pytest.approx(0.125)
@@ -93,8 +97,22 @@ def test_growth_in_turn_overlaps_nothing():
         ]
 
     summary = summarise([*in_turn(0, 0.0), *in_turn(1, 9.5)])
-    assert summary.overlap == 0
+    assert summary.overlap == 0 and summary.sync_s == pytest.approx(4)
     assert summary.idle == pytest.approx({"target": 1 - 10 / 18.5, "draft": 1 - 8 / 18.5})
+
+
+def test_rounds_of_several_passes():
+    """One pass of 2 s, three of 1 s each in one program, and one of 3 s."""
+    events, start = [], 0.0
+    for number, length in enumerate((2, 3, 3)):
+        events += [Event("devices", "lookup", start, start + 0.5, number)]
+        events += [Event("devices", "verify", start + 0.5, start + 0.5 + length, number)]
+        events += [Event("host", "read", start + 0.5 + length, start + 1 + length, number)]
+        start += 1 + length
+    summary = summarise(events, passes={1: 3, 7: 5})
+    assert (summary.rounds, summary.passes) == (3, 5)
+    assert summary.pass_s == pytest.approx(2) and summary.program_s["verify"] == pytest.approx(3)
+    assert summary.sync_s is None
 
 
 def test_growth_behind_the_last_verification_is_not_counted():
@@ -138,8 +156,8 @@ class Traced(NamedTuple):
     rounds: list[Emitted]
 
 
-def slow_models(patch):
-    """Programs that are traced from now on verify in `VERIFY_S` and grow in `GROW_S`."""
+def slow_models(patch, grow_s):
+    """Programs that are traced from now on verify in `VERIFY_S` and grow in `grow_s`."""
     verify, grow = swiftspec.verify, growing.grow_tree
 
     def slow_verify(*args, **settings):
@@ -150,7 +168,7 @@ def slow_models(patch):
 
     def slow_grow(*args):
         state = grow(*args)
-        return dataclasses.replace(state, tree=dataclasses.replace(state.tree, size=pause(state.tree.size, GROW_S)))
+        return dataclasses.replace(state, tree=dataclasses.replace(state.tree, size=pause(state.tree.size, grow_s)))
 
     patch.setattr(swiftspec, "verify", slow_verify)
     patch.setattr(growing, "grow_tree", slow_grow)
@@ -172,11 +190,11 @@ def trace(engine, params, tokens=TOKENS):
     return Traced(timeline, rounds)
 
 
-def slow_trace(method):
+def slow_trace(method, grow_s=GROW_S, tokens=TOKENS):
     with pytest.MonkeyPatch.context() as patch:
-        slow_models(patch)
+        slow_models(patch, grow_s)
         engine = make_engine(method, draft_device=1)
-    return trace(*engine)
+    return trace(*engine, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +279,51 @@ def test_waiting_within_a_round_is_not_the_hosts_work(quick, tmp_path):
     names = {"turn", "grow once", "verify", "target->draft", "draft->target"}
     check_trace(traced, tmp_path, names, ["target", "draft", "transfers", "host"])
     assert traced.timeline.summary().host_s < traced.timeline.summary().round_s
+
+
+def test_the_outcome_leaves_when_it_is_there_however_long_a_tree_grew():
+    timeline, rounds = slow_trace(SwiftSpec(4, 2, depth=8, adaptive=True), grow_s=1e-4, tokens=8)
+    verifies, moves = by_name(timeline, "verify"), by_name(timeline, "target->draft")
+    assert len(rounds) > 2
+    for number in range(1, len(rounds)):
+        assert moves[number].start >= verifies[number - 1].end
+    grown = [e.round for e in timeline.events if e.name == "grow once"]
+    assert max(map(grown.count, grown)) > 4
+    assert timeline.summary().transfer_s < VERIFY_S / 2
+
+
+def test_what_a_transfer_takes_is_known_whatever_ran_since():
+    target, draft = place(FAMILIES["llama"]), Placement(FAMILIES["llama"], plan_mesh(1, 1), np.dtype("float32"))
+    slow = jax.jit(lambda x: pause(x, VERIFY_S))
+    one, other = (jax.device_put(jnp.zeros(3), p.plan.devices[0]) for p in (target, draft))
+
+    def round_():
+        _, verified = timeline.program("verify", target.plan, lambda: (0, slow(one)), ())
+        for _ in range(100):
+            timeline.program("grow once", draft.plan, lambda: (0, other + 1), ())
+        timeline.transfer(lambda: jax.device_put(verified, other.sharding), verified, draft.plan)
+
+    with Timeline(Models(target, draft)) as timeline:
+        # Others run in between.
+        launches = [timeline.generation((), round_, max)[0] for _ in range(3)]
+        for launch in launches * 2:
+            launch()
+    verifies, moves = by_name(timeline, "verify"), by_name(timeline, "target->draft")
+    assert len(moves) == 6
+    for number, move in moves.items():
+        assert move.start >= verifies[number].end
+
+
+def test_passes_of_plain_rounds_are_counted():
+    engine = make_engine(PromptLookup(), draft_device=0)
+    timeline, steps = trace(*engine)
+    summary = timeline.summary()
+    assert summary.rounds == timeline.rounds_read < summary.passes == len(steps)
+    assert summary.pass_s < summary.program_s["verify"]
+    for name in ("read", "verify"):
+        found = [e["args"] for e in timeline.to_json()["traceEvents"] if e["name"] == name]
+        passes = {args["round"]: args["passes"] for args in found if "passes" in args}
+        assert sum(passes.values()) == len(steps) and len(passes) == summary.rounds
 
 
 def test_a_trace_changes_nothing_and_leaves_nothing(quick):

@@ -201,6 +201,9 @@ def test_where_nothing_pays_a_round_decodes_several_tokens(monkeypatch):
         # One round is in flight when the last token comes; the first of each calm stretch hold one token.
         assert len(launched) < len(rounds) - len(alone) + 2 * len(alone) // 3
         assert sum(emitted.draft_passes for emitted in rounds) < 40
+        # Nobody waits for tokens behind the end: one round was under way when the last token was read.
+        ended = engine._idle
+        assert int(ended.draft.text.generated) + int(ended.outcome.count) <= count + 2
 
 
 @pytest.mark.parametrize("draft", ["constant", "broken"])
@@ -388,7 +391,7 @@ def shipped_figures(monkeypatch):
 
     def figures(draft, kernels, blocks):
         calls.append((draft, kernels, blocks))
-        return {"draft_cost": 0.02, "pass_cost": [1.0, 1.1, 1.3]} if draft == "known" else {}
+        return {"draft_cost": 0.02, "pass_cost": [1.0, 1.1, 1.3], "round_cost": 0.15} if draft == "known" else {}
 
     monkeypatch.setattr(llm_module, "tuned_settings", figures)
     return calls
@@ -397,17 +400,33 @@ def shipped_figures(monkeypatch):
 def test_shipped_figures_fill_in_what_nobody_gave(shipped_figures):
     models = models_of(LLAMA_AUTO)
     method, source = _tune(Auto(ngram=5), "known", models)
-    assert (method, source) == (Auto(ngram=5, draft_cost=0.02, pass_cost=(1.0, 1.1, 1.3)), "shipped")
+    assert (method, source) == (Auto(ngram=5, draft_cost=0.02, pass_cost=(1.0, 1.1, 1.3), round_cost=0.15), "shipped")
     assert shipped_figures == [("known", models.target.plan.kernels, False)]
     # What was given besides stays.
     method, source = _tune(Auto(length=3), "known", models)
     assert (method.length, method.draft_cost, source) == (3, 0.02, "shipped")
 
 
-@pytest.mark.parametrize("given", [{"draft_cost": 0.1}, {"pass_cost": (1.0, 1.2)}, {"round_cost": 0.1}])
-def test_given_figures_are_not_mixed_with_shipped_ones(shipped_figures, given):
-    assert _tune(Auto(**given), "known", models_of(LLAMA_AUTO)) == (Auto(**given), "given")
-    assert _tune(Auto(**given), None, models_of(LLAMA_LOOKUP)) == (Auto(**given), "given")
+ALL_GIVEN = {"draft_cost": 0.1, "pass_cost": (1.0, 1.2), "round_cost": 0.2}
+SHIPPED = {"draft_cost": 0.02, "pass_cost": (1.0, 1.1, 1.3), "round_cost": 0.15}
+
+
+@pytest.mark.parametrize("name", ALL_GIVEN)
+def test_a_given_figure_drops_no_other_shipped_one(shipped_figures, name):
+    given = {name: ALL_GIVEN[name]}
+    assert _tune(Auto(**given), "known", models_of(LLAMA_AUTO)) == (Auto(**SHIPPED | given), "given, rest shipped")
+    # A draft that somebody else made has no figures.
+    assert _tune(Auto(**given), None, models_of(LLAMA_AUTO)) == (Auto(**given), "given, rest built in")
+    assert _tune(Auto(**given), "unknown", models_of(LLAMA_AUTO)) == (Auto(**given), "given, rest built in")
+
+
+def test_given_figures_are_the_callers(shipped_figures):
+    assert _tune(Auto(**ALL_GIVEN), "known", models_of(LLAMA_AUTO)) == (Auto(**ALL_GIVEN), "given")
+    # What a draft costs says nothing where there is none.
+    two = {name: ALL_GIVEN[name] for name in ("pass_cost", "round_cost")}
+    assert _tune(Auto(**two), None, models_of(LLAMA_LOOKUP)) == (Auto(**two), "given")
+    one = Auto(draft_cost=0.1)
+    assert _tune(one, None, models_of(LLAMA_LOOKUP)) == (one, "built in")
     assert shipped_figures == []
 
 
@@ -418,9 +437,9 @@ def test_without_shipped_figures_built_in_ones_hold(shipped_figures):
 
 def test_figures_are_read_by_draft_kernels_and_storage(tmp_path, monkeypatch):
     kernels = models_of(LLAMA_AUTO).target.plan.kernels
-    (tmp_path / "decode").mkdir()
+    (tmp_path / "costs").mkdir()
     table = ".".join(json.dumps(key) for key in (kernels.platform, kernels.name))
-    (tmp_path / "decode" / "known.toml").write_text(
+    (tmp_path / "costs" / "known.toml").write_text(
         f"[{table}.blocks]\ndraft_cost = 0.5\n[{table}.numbers]\npass_cost = [1, 1.5]\n"
     )
     monkeypatch.setattr(tuned.importlib.resources, "files", lambda package: tmp_path)

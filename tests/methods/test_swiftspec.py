@@ -6,6 +6,7 @@ sampling, taken in turn, so that over all engines every draft meets every way of
 """
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import itertools
@@ -50,11 +51,13 @@ from swiftspec_cases import (
     overlaps,
     params_of,
 )
-from tiny_models import FAMILIES
+from native_models import LLAMA, write_native, write_tokenizer
+from tiny_models import FAMILIES, quick_compilation
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
+from jaxspec.llm import LLM
 from jaxspec.mesh.plan import MeshPlan, plan_mesh
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
@@ -159,6 +162,42 @@ def test_generations_may_be_closed_after_any_round(case):
         with contextlib.closing(engine.rounds(params[draft], PROMPT, options, count)) as rounds:
             assert len(list(itertools.islice(rounds, count))) == count
         assert tokens_of(decode(case, LONG_PROMPT, 8, draft)) == expected
+
+
+@pytest.fixture(scope="module")
+def pair_and_plain(tmp_path_factory):
+    """A tiny checkpoint that drafts for itself, and plain decoding of it."""
+    folder = tmp_path_factory.mktemp("swiftspec") / "model"
+    write_native(folder, LLAMA)
+    write_tokenizer(folder, LLAMA.vocab_size)
+    with quick_compilation():
+        pair = LLM(folder, draft=folder, method=SwiftSpec(8, 4, depth=3), compile_cache="")
+        return pair, LLM(folder, method="ar", compile_cache="")
+
+
+def test_an_end_token_may_fall_anywhere_on_an_accepted_path(pair_and_plain):
+    """It is the last token, and what was accepted behind it is neither emitted nor counted."""
+    (pair, plain_model), places, inside = pair_and_plain, set(), set()
+    with quick_compilation():
+        for seed in range(6):
+            sampling = SamplingParams(max_tokens=16, temperature=0.5, seed=seed, ignore_eos=True)
+            tokens = plain_model.generate("w1 w2 w3", sampling).token_ids
+            sampling = dataclasses.replace(sampling, ignore_eos=False)
+            for place in range(16):
+                if tokens[place] in tokens[:place]:
+                    continue
+                other = copy.copy(pair)
+                other.eos_ids = (tokens[place],)
+                out = other.generate("w1 w2 w3", sampling)
+                assert out.token_ids == tokens[: place + 1] and out.finish_reason == "stop"
+                accepted = out.stats.speculative_decoding["per_step_accepted"]
+                last = place + 1 - sum(n + 1 for n in accepted[:-1])
+                assert last >= 1 and accepted[-1] in (last, last - 1)
+                places.add(place)
+                inside.add((last, accepted[-1]))
+    assert places == set(range(16))
+    # A drafted token of either place of a path, and the bonus token behind none, one, and two.
+    assert inside >= {(1, 1), (2, 2), (1, 0), (2, 1), (3, 2)}
 
 
 @pytest.mark.parametrize("case", [BASIC, SERIAL], ids=case_id)
@@ -367,11 +406,18 @@ def test_methods_without_a_draft_leave_it_aside():
         method.check(Models(TARGET, BESIDE))
 
 
-def test_sharing_devices_is_said(caplog):
+def test_sharing_devices_is_said(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         SwiftSpec().bind(Models(TARGET, TARGET), 64)
-        assert "they take turns" in caplog.text
+        assert "they take turns (load the model with method='swiftspec'" in caplog.text
         caplog.clear()
+        for devices, why in ((2, "the target has all 2 devices: fewer target_devices"), (1, "there is one device only)")):
+            every = Models(*[dataclasses.replace(TARGET, plan=plan_mesh(devices))] * 2)
+            with monkeypatch.context() as patch:
+                patch.setattr("jaxspec.methods.swiftspec.jax.devices", lambda n=devices: every.target.plan.devices[:n])
+                SwiftSpec().bind(every, 64)
+            assert f"they take turns ({why}" in caplog.text
+            caplog.clear()
         SwiftSpec().bind(Models(TARGET, BESIDE), 64)
         SwiftSpec(overlap=False).bind(Models(TARGET, TARGET), 64)
         assert caplog.text == ""
