@@ -69,6 +69,7 @@ def test_stop_is_one_string_or_several():
     [
         ("dtype", "int3", "'int3' is not supported"),
         ("target_devices", 0, "at least 1"),
+        ("draft_platform", "", "must be a name"),
         ("max_context", 1, "at least 2"),
     ],
 )

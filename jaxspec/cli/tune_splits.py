@@ -59,7 +59,7 @@ def print_splits(results: "Sequence[SplitResult]", console: Any) -> None:
             f"{result.tokens_per_s:.1f}", f"{result.tokens_per_pass:.2f}", f"{result.gain:.2f}",
         )  # fmt: skip
     console.print(table)
-    console.print(_verdict(results), highlight=False)
+    console.print(_verdict(results), highlight=False, soft_wrap=True)
 
 
 def splits_preset(results: "Sequence[SplitResult]", given: Mapping[str, Any], command: str) -> str:
@@ -94,7 +94,8 @@ def _verdict(results: "Sequence[SplitResult]") -> str:
     from jaxspec.measure.splits import pick
 
     best = pick(results)
-    where = f"{best.times.target_devices} devices for the target"
+    count = best.times.target_devices
+    where = f"{count} device{'s'[: count > 1]} for the target"
     if not best.method.drafts:
         return f"plain decoding on {where} is the fastest here: no split gains on it"
     return f"the fastest here is {_name(best)} with {where} and {best.times.draft_devices} for the draft"

@@ -111,7 +111,8 @@ def profile_splits(
         if not rated:
             raise ConfigError(
                 f"{split}: no prompt has answers that can be timed, which takes {MIN_RATED_TOKENS} tokens behind the "
-                "first round of plain decoding and two rounds of each other method: raise --max-tokens"
+                "first round of plain decoding and two rounds of each other method: raise --max-tokens or give "
+                "other --prompts"
             )
         measurements.append((times, measured, (str(llm.model_path), str(llm.draft_path))))
     results = []

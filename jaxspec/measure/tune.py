@@ -56,7 +56,7 @@ class StepCosts:
       target_s: of the target, by number of rows.
       draft_s: of the draft, one row; 0 without a draft.
       round_cost: of a round of `auto` with a draft besides its passes, in target passes of one row; None where too few
-        were seen.
+        were seen. Below 0 where passes take less time in a round than alone.
       plain_cost: the same of a round of plain decoding.
     """
 
@@ -82,7 +82,7 @@ class StepCosts:
     def auto(self) -> Auto:
         """`auto` with these costs; one that was not measured stays at its default."""
         costs: dict[str, Any] = {"pass_cost": self.pass_cost(), "draft_cost": self.draft_cost}
-        return Auto(**costs) if self.round_cost is None else Auto(**costs, round_cost=self.round_cost)
+        return Auto(**costs) if self.round_cost is None else Auto(**costs, round_cost=max(0.0, self.round_cost))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +196,8 @@ def measure_rounds(llm: LLM, costs: StepCosts, prompts: Sequence[BenchPrompt], s
 
     Plain decoding and `auto`, which takes rounds to cost nothing and so drafts a little more than it will, answer a few
     prompts in turn. One round runs while the one before is read, so that the time from one to the next is that of a
-    round. The passes that its counters name are taken off at the times of `costs`, scaled by a one-row pass timed
-    beside each prompt, since a machine's speed drifts; the median of what remains counts. It holds whatever makes a
+    round. The passes that its counters name are taken off at the times of `costs`, scaled by one-row passes timed
+    before each answer, since a machine's speed drifts; the median of what remains counts. It holds whatever makes a
     pass in a round differ from one alone, too: what `auto` adds up is the time that rounds took.
     """
     passes = costs.pass_cost()
@@ -207,14 +207,14 @@ def measure_rounds(llm: LLM, costs: StepCosts, prompts: Sequence[BenchPrompt], s
     rest: tuple[list[float], list[float]] = [], []
     short = dataclasses.replace(sampling, max_tokens=min(ROUND_TOKENS, sampling.max_tokens or ROUND_TOKENS))
     for prompt in prompts[:ROUND_PROMPTS]:
-        unit = statistics.median(one_row() for _ in range(PASS_REPEATS))
         for model, found in zip(models, rest, strict=True):
+            unit = statistics.median(one_row() for _ in range(PASS_REPEATS))
             for emitted, seconds in time_rounds(model, _encode(model, prompt), short):
                 # Rounds of `auto` without a draft may share what a round costs among several tokens.
                 if emitted.drafted or model is models[0]:
                     known = passes[emitted.drafted] + emitted.draft_passes * costs.draft_cost
                     found.append(seconds / unit - known)
-    plain, drafted = (round(max(0.0, statistics.median(found)), 4) if found else 0.0 for found in rest)
+    plain, drafted = (round(statistics.median(found), 4) if found else 0.0 for found in rest)
     return dataclasses.replace(costs, plain_cost=plain, round_cost=drafted if len(rest[1]) >= ENOUGH_ROUNDS else None)
 
 
@@ -264,11 +264,12 @@ def predict(costs: StepCosts, acceptance: Sequence[float]) -> list[Candidate]:
     ]
     if not acceptance:
         return candidates
+    besides = auto.round_cost if costs.round_cost is None else costs.round_cost
     passes, length, reached = costs.pass_cost(), 1.0, 1.0
     for tokens in range(1, LONGEST_CHAIN + 1):
         reached *= acceptance[tokens - 1]
         length += reached
-        round_ = passes[tokens] + tokens * costs.draft_cost + auto.round_cost
+        round_ = passes[tokens] + tokens * costs.draft_cost + besides
         speedup = length * (1 + costs.plain_cost) / round_
         candidates.append(Candidate(f"chain {tokens}", Chain(tokens), round(speedup, 3)))
     candidates += [Candidate(f"specexec {budget}", SpecExec(budget), None) for budget in BUDGETS]

@@ -196,11 +196,29 @@ def test_prompts_of_a_file_are_spread(call, tmp_path):
         (["--method", "twin", "-n", "64", "w1"], "exceed the context of 64"),
         (["--method", "twin", "--dtype", "int4", "w1"], "dtype 'int4' is not supported"),
         (["--method", "twin", "--target-devices", "64", "w1"], "64 devices asked for"),
+        (
+            ["--method", "twin", "--draft-platform", "cpu", "w1"],
+            "uses a draft: leave --draft-devices and --draft-platform",
+        ),
         (["--method", "twin", "--json", "no/such/out.json", "w1"], "it must be a file in a folder that exists"),
     ],
 )
 def test_wrong_words_are_status_2_and_one_line(call, arguments, message):
     status, out, err = call(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("method", "platform", "message"),
+    [
+        ("swiftspec", "abacus", "no devices of platform 'abacus'"),
+        ("swiftspec", "", "draft_platform must be a name such as 'cpu', got ''"),
+        ("chain", "cpu", "method 'chain' runs the draft on the target's devices: leave --draft-devices and"),
+    ],
+)
+def test_platforms_of_the_draft_that_do_not_fit(call, tiny_model, method, platform, message):
+    status, out, err = call("--method", method, "--draft-model", tiny_model, "--draft-platform", platform, "w1")
     assert (status, out) == (2, "")
     assert message in err and "Traceback" not in err
 

@@ -114,7 +114,8 @@ def test_a_run_writes_a_preset_that_decodes(call, monkeypatch, tiny_model, promp
     assert all(row["measured"] > 0 for row in found["candidates"])
     default, auto = (next(row for row in found["candidates"] if row["label"] == label) for label in (DEFAULT, TUNED))
     assert default["settings"] == {}
-    assert auto["settings"].get("round_cost") == found["costs"]["round_cost"] and found["costs"]["plain_cost"] >= 0
+    measured = found["costs"]["round_cost"]
+    assert auto["settings"].get("round_cost") == (None if measured is None else max(0, measured))
     assert len(auto["settings"]["pass_cost"]) == 16 and auto["settings"]["pass_cost"][0] == 1
     assert found["confirmation"]["overall"]["prompts"] == 1 and found["confirmation"]["draft"] is None
 
@@ -209,10 +210,10 @@ def test_what_rounds_cost_besides_their_passes(monkeypatch, enough):
     assert methods == [Autoregressive(), dataclasses.replace(COSTS.auto(), round_cost=0.0)] and asked == [20] * 4
     # Two prompts: ten rounds with drafts, or four, which are too few.
     assert found == dataclasses.replace(before, plain_cost=0.125, round_cost=0.25 if enough else None)
-    # A machine that drifted against us makes no negative cost.
+    # Where passes are faster in a round than alone, predictions take that into account; `auto` has no negative costs.
     monkeypatch.setattr(tuning, "time_rounds", lambda *_: [(emitted([1, 2], 1), 0.01)] * 8)
     found = measure_rounds(llm, before, prompts, SamplingParams(max_tokens=200))
-    assert (found.round_cost, found.plain_cost, asked[-1]) == (0.0, 0.0, 20)
+    assert (found.round_cost, found.plain_cost) == (-0.6, -0.6) and found.auto().round_cost == 0
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])

@@ -448,3 +448,11 @@ def test_figures_are_read_by_draft_kernels_and_storage(tmp_path, monkeypatch):
     assert tuned.tuned_settings("unknown", kernels, False) == {}
     other = dataclasses.replace(kernels, platform="elsewhere")
     assert tuned.tuned_settings("known", other, False) == {}
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_figures_of_the_shipped_draft_are_found_and_make_sense(blocks):
+    kernels = dataclasses.replace(models_of(LLAMA_AUTO).target.plan.kernels, platform="cpu", name="cpu")
+    figures = tuned.tuned_settings("smollm2-135m", kernels, blocks)
+    assert sorted(figures) == sorted(tuned.COST_SETTINGS)
+    assert len(Auto(**figures).pass_cost) == Auto().batch

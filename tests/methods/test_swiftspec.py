@@ -29,6 +29,7 @@ from method_cases import (
     run,
     tokens_of,
 )
+from native_models import LLAMA, write_native, write_tokenizer
 from swiftspec_cases import (
     ADAPTIVE,
     BASIC,
@@ -51,7 +52,6 @@ from swiftspec_cases import (
     overlaps,
     params_of,
 )
-from native_models import LLAMA, write_native, write_tokenizer
 from tiny_models import FAMILIES, quick_compilation
 
 from jaxspec.config import SamplingParams
@@ -411,10 +411,13 @@ def test_sharing_devices_is_said(caplog, monkeypatch):
         SwiftSpec().bind(Models(TARGET, TARGET), 64)
         assert "they take turns (load the model with method='swiftspec'" in caplog.text
         caplog.clear()
-        for devices, why in ((2, "the target has all 2 devices: fewer target_devices"), (1, "there is one device only)")):
+        for devices, why in (
+            (2, "the target has all 2 devices: fewer target_devices"),
+            (1, "there is one device only)"),
+        ):
             every = Models(*[dataclasses.replace(TARGET, plan=plan_mesh(devices))] * 2)
             with monkeypatch.context() as patch:
-                patch.setattr("jaxspec.methods.swiftspec.jax.devices", lambda n=devices: every.target.plan.devices[:n])
+                patch.setattr("jaxspec.methods.swiftspec.jax.devices", lambda there=every.target.plan.devices: there)
                 SwiftSpec().bind(every, 64)
             assert f"they take turns ({why}" in caplog.text
             caplog.clear()
