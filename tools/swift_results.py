@@ -59,8 +59,8 @@ def matchness(
     settings = SearchSettings(ratio=ratio, steps=steps, tolerance=steps, interval=interval)
     runs = []
     for seed in range(seeds):
-        for kind, interval in (("search", settings.interval), ("random", NEVER)):
-            search = search_layers(scorer, seen, SearchSettings(**vars(settings) | {"interval": interval}), seed)
+        for kind, every in (("search", interval), ("random", NEVER)):
+            search = search_layers(scorer, seen, dataclasses.replace(settings, interval=every), seed)
             layers = search.incumbent.layers
             [judgement] = scorer.matchness(judged, [layers])
             run = {
