@@ -35,7 +35,7 @@ class Emitted:
       drafted: tokens that the target verified; those that a cut hides are not counted.
       depth: of their tree.
       draft_passes: passes of the draft model.
-      draft: what a draft on devices of its own did for this round; None elsewhere.
+      draft: what a draft whose tree outlives the rounds did for this one; None elsewhere.
     """
 
     tokens: tuple[int, ...]

@@ -267,7 +267,7 @@ def loading_method(columns: Sequence[Column], has_draft: bool, given: bool = Tru
     together = [column.label for column in drafting if not column.method.own_devices]
     if apart and (together or not drafting):
         others = ", ".join(together) or "plain decoding"
-        raise ConfigError(f"draft_devices are the draft's own, for swiftspec; {others} cannot use them")
+        raise ConfigError(f"draft_devices and draft_platform are for swiftspec; {others} cannot use them")
     return (drafting or columns)[0].method
 
 
