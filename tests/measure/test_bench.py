@@ -89,7 +89,7 @@ def test_drafts_are_used_or_refused():
 def test_a_draft_on_devices_of_its_own_is_for_methods_that_can_use_it():
     assert default_methods(True, apart=True) == ["ar", "lookup", "swiftspec"]
     assert loading_method(columns("lookup", "swiftspec"), True, apart=True).name == "swiftspec"
-    with pytest.raises(ConfigError, match="draft_devices and draft_platform are for swiftspec; specexec cannot use them"):
+    with pytest.raises(ConfigError, match="draft_platform are for swiftspec; specexec cannot use them"):
         loading_method(columns("specexec", "swiftspec"), True, apart=True)
     with pytest.raises(ConfigError, match="plain decoding cannot use them"):
         loading_method(columns("lookup"), True, given=False, apart=True)
