@@ -92,6 +92,7 @@ def test_settings_reach_the_method():
     for name, method in METHODS.items():
         for field in dataclasses.fields(method):
             changed = {
+                "batch": 40,
                 "rule": "rejection", "score_temperature": "sampling", "expansion": (1, 2), "decay": 0.5,
                 "min_probability": 0.25, "replacement": False, "pass_cost": (1.0, 2.0), "ratio": 0.3,
                 "threshold": 0.5, "siblings": (1, 2, 3, 4), "layers": "none", "context": "first", "max_score": 0.5,
