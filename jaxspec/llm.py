@@ -278,7 +278,11 @@ class LLM:
         clock = _Clock()
         events = _EventMaker(text, sampling.logprobs)
         received: list[Emitted] = []
-        with contextlib.closing(self.engine.rounds(self.model_params, ids, sampling, seed)) as rounds:
+        with contextlib.ExitStack() as stack:
+            if isinstance(self.engine.method, Swift):
+                # Whoever stops listening keeps what was found on the way.
+                stack.callback(self.engine.method.finish)
+            rounds = stack.enter_context(contextlib.closing(self.engine.rounds(self.model_params, ids, sampling, seed)))
             for emitted in rounds:
                 clock.tick(len(emitted.tokens))
                 received.append(emitted)
@@ -300,7 +304,6 @@ class LLM:
                 why = {"draft": draft, "figures": self._figures, **method.explain(self.engine.models)}
                 stats = dataclasses.replace(stats, choice=why | {"rounds": counters["rounds_by_kind"]})
             if isinstance(method, Swift):
-                method.finish()
                 why = method.explain(self.engine.models)
                 stats = dataclasses.replace(stats, choice=why | {"rounds": counters["rounds_by_kind"]})
         completion = Completion(

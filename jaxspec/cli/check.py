@@ -124,14 +124,21 @@ def check(
         faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
         if plain.kernels.native and report["rows"]["bitwise"] is False:
             faulty.append("passes of several rows")
-        report["lossless"] = not faulty
-        for name, reason in skipped.items():
+        calls = llm.kernels.own_calls().values()
+        refused = [call.refused for call in calls if call.refused is not None]
+        report["kernels_refused"] = refused
+        # By whatever else these were carried out.
+        unused = bool(refused) and not any(call.taken for call in calls)
+        report["lossless"] = not faulty and not unused
+        for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
             console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
         if json_ is not None:
             text = json.dumps(_jsonable(report), ensure_ascii=False, allow_nan=False)
             print(text) if str(json_) == "-" else json_.write_text(text + "\n", encoding="utf-8")
         if faulty:
             raise JaxspecError(f"not lossless here: {', '.join(faulty)}")
+        if unused:
+            raise JaxspecError(f"kernels {kernels!r} take no call of this model: others were checked; use auto or xla")
 
     run_command(NAME, run)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.options import OptionTypes
+from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.methods.base import Method
@@ -31,6 +32,11 @@ def method_from(options: Mapping[str, Any]) -> "Method":
     from jaxspec.methods.registry import make_method
 
     settings = {name: options[name] for name in METHOD_OPTIONS if name in options}
+    method = options.get("method", "auto")
     if "swift_layers" in options:
+        if method != "swift":
+            raise ConfigError(f"--swift-layers is for method swift, not {method}")
+        if "layers_file" in settings:
+            raise ConfigError("--swift-layers and layers_file both name a file of layer sets: give one")
         settings["layers_file"] = options["swift_layers"]
-    return make_method(options.get("method", "auto"), settings)
+    return make_method(method, settings)

@@ -50,7 +50,8 @@ def setting_types(method: Any) -> dict[str, OptionTypes]:
     def types(field: Any) -> OptionTypes:
         default = field.default
         if default is None:
-            return (bool,) if bool in typing.get_args(field.type) else (int,)
+            known = typing.get_args(field.type)
+            return (bool,) if bool in known else (int, float) if float in known else (int,)
         if isinstance(default, float):
             return (int, float)
         return (list,) if isinstance(default, tuple) else (type(default),)

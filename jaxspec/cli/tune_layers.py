@@ -140,7 +140,7 @@ def layers_preset(tuning: "LayerTuning", given: Mapping[str, Any], options: Laye
         if options.task != TASK:
             settings["task"] = options.task
         if options.layers_file is not None:
-            settings["swift_layers"] = str(options.layers_file)
+            settings["swift_layers"] = str(options.layers_file.resolve())
     settings |= {name: value for name, value in given.items() if value not in (None, "auto", 1, "none")}
     lines = [f"# {command}", f"# {_verdict(tuning)}"]
     lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in settings.items()]

@@ -157,7 +157,8 @@ class RatioResult:
       search: it has ended.
       matchness: of its set, on texts that the search did not see where there are enough.
       predicted: speed-up over plain decoding by the cost model.
-      measured: the same, decoded; None where another ratio promised more.
+      measured: the same, decoded, over the faster of plain decoding and rounds without a draft; None where another
+        ratio promised more.
     """
 
     ratio: float
@@ -239,10 +240,19 @@ def tune_layers(
     [uniform] = scorer.matchness(judged, [uniform_layers(target.cfg.num_layers)])
     chosen = max(results, key=lambda result: result.predicted)
     column = Column("swift", Swift(layers=str(chosen.layers)))
-    measured = measure(llm, [Column(BASELINE, Autoregressive()), column], prompts, sampling, repeats, progress)
-    report = make_report(measured, command, str(llm.model_path), None, target.plan.tensor)
-    speedup = report["overall"]["columns"][column.label]["speedup"]
-    confirmed = dataclasses.replace(chosen, measured=speedup and speedup["mean"])
+    # Its rounds without a draft may be faster than plain decoding's: that is no merit of drafts.
+    idle = Column("swift without a draft", Swift(layers="none"))
+    columns = [Column(BASELINE, Autoregressive()), idle, column]
+    report = make_report(
+        measure(llm, columns, prompts, sampling, repeats, progress),
+        command,
+        str(llm.model_path),
+        None,
+        target.plan.tensor,
+    )
+    speedup, without = (report["overall"]["columns"][each.label]["speedup"] for each in (column, idle))
+    gain = speedup["mean"] / max(1.0, without["mean"]) if speedup and without else None
+    confirmed = dataclasses.replace(chosen, measured=gain)
     results[results.index(chosen)] = confirmed
     tokens = sum(len(passage.windows(width)) for passage in judged) * width
     best = confirmed if (confirmed.measured or 0.0) >= LEAST_GAIN else None

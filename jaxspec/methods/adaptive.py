@@ -34,7 +34,7 @@ from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.placement import Placement
 from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
-from jaxspec.tree.select import Candidates, pack_best
+from jaxspec.tree.select import Candidates, pack_best, root_alone
 from jaxspec.tree.topology import Batch
 
 # Verified tokens that the draft takes in one pass when it catches up.
@@ -187,8 +187,7 @@ def draft_round(
         )
 
     def nothing() -> tuple[Batch, jax.Array, jax.Array]:
-        root = jnp.where(rows == 0, text.token[text.length - 1], 0)
-        return Batch(root, rows, jnp.zeros_like(rows), jnp.int32(1)), jnp.full_like(rows, lookup.ngram + 1), rows
+        return root_alone(text.token[text.length - 1], lookup.batch), jnp.full_like(rows, lookup.ngram + 1), rows
 
     rows = jnp.arange(lookup.batch, dtype=jnp.int32)
     # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.

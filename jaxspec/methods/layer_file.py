@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.methods.swift_search import LayerSearch
 from jaxspec.models.config import ModelConfig
 
-FORMAT = "jaxspec layer sets 2"
+FORMAT = "jaxspec layer sets 3"
 # What of a checkpoint's files tells it from another: of the largest ones the size and so many bytes of the end, where
 # weights are.
 SAMPLED_FILES, SAMPLED_BYTES = 4, 1 << 16
@@ -37,12 +38,13 @@ class LayerFile:
     strict: bool = False
 
     def check(self) -> None:
-        """Refuse at once what could not be read now or written at the end.
+        """Refuse at once what could not be read now, or neither read nor written; what can only be read may be used.
 
         Raises:
           ConfigError: `strict`, and there is no such folder, the file is none of ours, or it is of other models only.
         """
-        if self.strict and (self.path.is_dir() or not os.access(self.path.absolute().parent, os.W_OK)):
+        writable = os.access(self.path.absolute().parent, os.W_OK) or self.path.is_file()
+        if self.strict and (self.path.is_dir() or not writable):
             raise ConfigError(
                 f"layer sets {self.path} cannot be written: it must be a file in a folder that exists and is writable"
             )
@@ -63,7 +65,7 @@ class LayerFile:
             return _parse(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self._refuse(f"layer sets {self.path} cannot be read: {error}", error)
             return {}
 
@@ -84,16 +86,15 @@ class LayerFile:
     def save(self, task: str, search: LayerSearch, *, replace: bool = False) -> None:
         """Keep what a search found, unless more is known already that it is not to `replace`.
 
-        A file that cannot be written is a warning.
+        A file that cannot be written is a warning. Of several processes that write at once, the last one's is kept.
         """
-        if not search.steps:
+        if not search.steps and not search.decoded_s:
             return
         try:
             models = self.read()
             tasks = models.setdefault(self.digest, {"model": self.model, "tasks": {}})["tasks"]
             by_ratio, ratio, found = tasks.setdefault(task, {}), _ratio_key(search), search.save()
-            known = by_ratio.get(ratio, {"steps": -1})
-            if not replace and known.get("settings") == found["settings"] and known["steps"] >= search.steps:
+            if not replace and ratio in by_ratio and not _is_more(found, by_ratio[ratio]):
                 return
             by_ratio[ratio] = found
             _replace(self.path.resolve(), json.dumps({"format": FORMAT, "models": models}))
@@ -120,6 +121,13 @@ def model_digest(path: Path, cfg: ModelConfig) -> str:
     for sample in sorted(samples):
         digest.update(sample)
     return digest.hexdigest()[:32]
+
+
+def _is_more(found: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Whether one search went further than another; one with other settings began anew, from what the other found."""
+    if found["settings"] != known.get("settings"):
+        return found["steps"] >= known["steps"]
+    return (found["steps"], found["decoded_s"]) > (known["steps"], known.get("decoded_s", 0.0))
 
 
 def _ratio_key(search: LayerSearch) -> str:
@@ -157,6 +165,8 @@ def _replace(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        if path.exists():
+            shutil.copymode(path, name)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

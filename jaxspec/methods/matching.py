@@ -78,8 +78,7 @@ class LookupState:
 
     def plain(self, request: Request, most: int) -> jax.Array:
         """Tokens of a round without a draft, at most `most`, and none behind the end of the text; int32 []."""
-        left = jnp.maximum(request.max_tokens - self.generated, 1)
-        return jnp.where(self.calm >= CALM_ROUNDS, jnp.minimum(left, most), 1)
+        return jnp.where(self.calm >= CALM_ROUNDS, jnp.minimum(request.left(self.generated), most), 1)
 
 
 class TextSide:

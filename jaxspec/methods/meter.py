@@ -79,7 +79,7 @@ class Meter:
 
     @property
     def plain_s(self) -> float | None:
-        """Seconds of a plain round, which gives one token; the median of the latest ones."""
+        """Seconds of a token without a draft; the median of the latest rounds."""
         return statistics.median(self._plain) if self._plain else None
 
     @property
@@ -136,7 +136,8 @@ class Meter:
         self._waiting_s += seconds
         if not rounds:
             return
-        usual, passes = sum(map(self._usual, rounds)), sum(round_.delayed for round_ in rounds)
+        each_usual = [self._usual(round_) for round_ in rounds]
+        usual, passes = sum(each_usual), sum(round_.delayed for round_ in rounds)
         seconds, self._waiting_s = self._waiting_s, 0.0
         expected = usual + passes * (self.pass_s or 0.0)
         if usual and seconds > LONGEST * expected:
@@ -147,25 +148,25 @@ class Meter:
             self.passes += passes
             self.search_s += max(0.0, seconds - usual)
             return
-        for round_ in rounds:
-            each = seconds / len(rounds)
+        for round_, own in zip(rounds, each_usual, strict=True):
+            each = seconds * own / usual if usual else seconds / len(rounds)
             if round_.drafted:
                 self._drafted.append((round_.tokens, each))
                 self._ever[0] += round_.tokens
                 self._ever[1] += each
             elif not round_.allowed:
-                self._plain.append(each)
+                self._plain.append(each / round_.tokens)
 
-    def report(self, more_search_s: float = 0.0) -> dict[str, Any]:
-        """For the statistics of a generation; `more_search_s` was spent beside the passes."""
+    def report(self) -> dict[str, Any]:
+        """For the statistics of a generation."""
         tokens, seconds = self._ever
         gain = tokens / seconds * self.plain_s if seconds and self.plain_s is not None else None
-        share = (self.search_s + more_search_s) / self.total_s if self.total_s else 0.0
-        return {"search_share": share, "search_passes": self.passes, "gain": gain}
+        return {"search_passes": self.passes, "gain": gain}
 
     @property
     def _drafted_s(self) -> float | None:
         return statistics.median(seconds for _, seconds in self._drafted) if self._drafted else None
 
     def _usual(self, round_: Finished) -> float:
-        return (round_.drafted and self._drafted_s) or self.plain_s or self._forgotten_s or 0.0
+        plain_s = None if self.plain_s is None else self.plain_s * (1 if round_.drafted else round_.tokens)
+        return (round_.drafted and self._drafted_s) or plain_s or self._forgotten_s or 0.0

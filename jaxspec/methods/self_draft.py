@@ -25,7 +25,8 @@ from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.placement import Placement
 from jaxspec.sampling.choose import choose_ranked
 from jaxspec.sampling.request import Request
-from jaxspec.tree.select import Candidates, pack_best
+from jaxspec.tree.select import Candidates, pack_best, root_alone
+from jaxspec.tree.topology import Batch
 
 # Bounds between levels of confidence: each has its number of children (ALGORITHMS 4.3).
 LEVELS = (0.95, 0.8, 0.5)
@@ -33,7 +34,7 @@ LEVELS = (0.95, 0.8, 0.5)
 PRIOR_MEAN = 0.8
 # Of its next choices, in order, where the first one was refused; each next one is this much less likely.
 PRIOR_SECOND, PRIOR_DECAY = 0.5, 0.4
-# Rounds without a draft before it is tried again, though it seemed not to pay: the first time, and at most.
+# Tokens without a draft before it is tried again, though it seemed not to pay: the first time, and at most.
 FIRST_PATIENCE, LONGEST_PATIENCE = 8, 256
 
 
@@ -99,8 +100,9 @@ class SpineMemory:
       token: int32 [n, k], choices of each step, best first.
       kind: int32 [n], class of each step's first choice.
       count: int32 [], steps.
-      idle: int32 [], rounds without a draft.
+      idle: int32 [], tokens since the last draft.
       patience: int32 [], after how many one is made all the same.
+      generated: int32 [], tokens of this text behind its prompt.
       serial: int32 [], the layer set's.
     """
 
@@ -112,7 +114,15 @@ class SpineMemory:
     count: jax.Array
     idle: jax.Array
     patience: jax.Array
+    generated: jax.Array
     serial: jax.Array
+
+    def plain(self, request: Request, most: int) -> jax.Array:
+        """Tokens of a round without a draft, at most `most` and none behind the end of the text; int32 [].
+
+        The first ones come one by one: somebody waits for them.
+        """
+        return jnp.minimum(jnp.clip(self.generated, 1, most), request.left(self.generated))
 
 
 @struct.dataclass
@@ -152,7 +162,14 @@ def init_memory(settings: SpineSettings) -> SpineMemory:
     n, k = settings.length, settings.branch
     zero, ranks = jnp.int32(0), jnp.zeros(k - 1)
     token, kind = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32)
-    return SpineMemory(init_gauge(), ranks, ranks, token, kind, zero, zero, jnp.int32(FIRST_PATIENCE), zero)
+    patience = jnp.int32(FIRST_PATIENCE)
+    # The first round brings the prompt's last token.
+    return SpineMemory(init_gauge(), ranks, ranks, token, kind, zero, zero, patience, jnp.int32(-1), zero)
+
+
+def restart(memory: SpineMemory) -> SpineMemory:
+    """For another text: what was learned of the draft outlives one."""
+    return dataclasses.replace(memory, count=jnp.int32(0), idle=jnp.int32(0), generated=jnp.int32(-1))
 
 
 def draft_spine(
@@ -167,6 +184,7 @@ def draft_spine(
     layers: LayerSet | None,
     settings: SpineSettings,
     costs: np.ndarray,
+    most_plain: int,
 ) -> tuple[TargetState, SpineMemory, Drafted]:
     """Learn from the last round, and draft; for one shard.
 
@@ -181,10 +199,11 @@ def draft_spine(
       layers: the units that run; None leaves that to `control`.
       settings: how drafts are grown.
       costs: float64 [bs], of target passes of 1, 2, ... rows with what a round costs besides, in target passes of one.
+      most_plain: see `plain_tokens`.
     """
     known = learn(memory, outcome)
     fresh = memory.serial != control.serial
-    blank = init_memory(settings)
+    blank = dataclasses.replace(init_memory(settings), generated=known.generated)
     known = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), blank, known)
 
     tokens = jnp.arange(1, settings.length + 1)
@@ -196,32 +215,43 @@ def draft_spine(
 
     units = control.units if layers is None else layers
     spine = grow_spine(params, placement, state, known, request, control, wanted, units, settings, costs)
-    candidates = spine.candidates()
-    if settings.adaptive:
-        candidates, _ = keep_worthwhile(candidates, jnp.asarray(costs) + control.cost * spine.count)
-    batch = pack_best(state.root, candidates, settings.batch_rows)
+
+    def pack() -> Batch:
+        candidates = spine.candidates()
+        if settings.adaptive:
+            candidates, _ = keep_worthwhile(candidates, jnp.asarray(costs) + control.cost * spine.count)
+        return pack_best(state.root, candidates, settings.batch_rows)
+
+    # Where nothing pays most rounds draft nothing, and they should not sort empty lists.
+    batch = jax.lax.cond(wanted, pack, lambda: root_alone(state.root, settings.batch_rows))
+    plain = jnp.where(batch.count == 1, known.plain(request, most_plain), 0) if most_plain else None
     patience = jnp.where(probe, jnp.minimum(2 * known.patience, LONGEST_PATIENCE), known.patience)
     memory = dataclasses.replace(
         known,
         token=spine.token,
         kind=spine.kind,
         count=spine.count,
-        idle=jnp.where(wanted, 0, known.idle + 1),
+        idle=jnp.where(wanted, 0, known.idle + (1 if plain is None else plain)),
         patience=jnp.where(pays, FIRST_PATIENCE, patience),
         serial=control.serial,
     )
-    return dataclasses.replace(state, cache=spine.cache), memory, Drafted(batch, spine.count)
+    return dataclasses.replace(state, cache=spine.cache), memory, Drafted(batch, spine.count, plain=plain)
 
 
 def draft_nothing(
-    root: jax.Array, memory: SpineMemory, outcome: Outcome, settings: SpineSettings
+    root: jax.Array,
+    memory: SpineMemory,
+    outcome: Outcome,
+    request: Request,
+    *,
+    settings: SpineSettings,
+    most_plain: int,
 ) -> tuple[SpineMemory, Drafted]:
     """As `draft_spine` where nothing may be drafted; it does not need the model."""
     known = learn(memory, outcome)
-    none = jnp.zeros(1, jnp.int32)
-    nothing = Candidates(none, none, none, jnp.full(1, -jnp.inf))
-    memory = dataclasses.replace(known, count=jnp.int32(0), idle=known.idle + 1)
-    return memory, Drafted(pack_best(root, nothing, settings.batch_rows), jnp.int32(0))
+    plain = known.plain(request, most_plain) if most_plain else None
+    memory = dataclasses.replace(known, count=jnp.int32(0), idle=known.idle + (1 if plain is None else plain))
+    return memory, Drafted(root_alone(root, settings.batch_rows), jnp.int32(0), plain=plain)
 
 
 def learn(memory: SpineMemory, outcome: Outcome) -> SpineMemory:
@@ -240,6 +270,7 @@ def learn(memory: SpineMemory, outcome: Outcome) -> SpineMemory:
         gauge=gauge,
         tried=memory.tried * kept + refused.any(),
         accepted=memory.accepted * kept + (refused[:, None] & hit)[:, 1:].any(0),
+        generated=memory.generated + outcome.count,
     )
 
 

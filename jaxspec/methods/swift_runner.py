@@ -15,11 +15,20 @@ from jaxspec.config import SamplingParams
 from jaxspec.methods.base import ROUND_HEADER, ModelParams, Round, place_request
 from jaxspec.methods.chunks import cache_slots
 from jaxspec.methods.costs import pass_costs, relative_set_cost
+from jaxspec.methods.matching import plain_tokens
 from jaxspec.methods.matchness import matchness_program
 from jaxspec.methods.meter import Finished, Meter
 from jaxspec.methods.pair import outcome_shapes
 from jaxspec.methods.program import Program
-from jaxspec.methods.self_draft import Control, SpineMemory, SpineSettings, draft_nothing, draft_spine, init_memory
+from jaxspec.methods.self_draft import (
+    Control,
+    SpineMemory,
+    SpineSettings,
+    draft_nothing,
+    draft_spine,
+    init_memory,
+    restart,
+)
 from jaxspec.methods.swift_search import Asked, LayerSearch
 from jaxspec.methods.target import TargetSide, TargetState
 from jaxspec.methods.verification import Drafted, Outcome, match, verify
@@ -131,7 +140,8 @@ class SwiftRunner:
         self._outcome = outcome_shapes(target, steps)
         self._memory = target.replicated(jax.eval_shape(lambda: init_memory(spine)))
         batch, scalar, plan = target.array((spine.batch_rows,), jnp.int32), target.array((), jnp.int32), target.plan
-        self._drafted = Drafted(Batch(batch, batch, batch, scalar), scalar)
+        self._most_plain = most_plain = plain_tokens(target, steps)
+        self._drafted = Drafted(Batch(batch, batch, batch, scalar), scalar, plain=scalar if most_plain else None)
         units = target.array((target.cfg.num_layers, 2), jnp.bool_)
         self._control_shapes = Control(units, target.array((), jnp.float32), scalar)
 
@@ -144,13 +154,10 @@ class SwiftRunner:
         self._verify = Program("verify", check, plan, args, out, donate=[1])
         self._create = Program("draft create", lambda: init_memory(spine), plan, [], self._memory)
 
-        def restart(memory):
-            return dataclasses.replace(memory, count=jnp.int32(0), idle=jnp.int32(0))
+        def skip(root, memory, outcome, request):
+            return draft_nothing(root, memory, outcome, request, settings=spine, most_plain=most_plain)
 
-        def skip(root, memory, outcome):
-            return draft_nothing(root, memory, outcome, spine)
-
-        args = [scalar, self._memory, self._outcome]
+        args = [scalar, self._memory, self._outcome, target.request()]
         self._skip = Program("draft nothing", skip, plan, args, (self._memory, self._drafted), donate=[1])
         self._restart = Program("draft restart", restart, plan, [self._memory], self._memory, donate=[0])
         self._score = matchness_program(target, self._side.state, sets, window, branching) if self._searches else None
@@ -212,7 +219,7 @@ class SwiftRunner:
                 params.target, target, state.memory, state.outcome, request, self._control
             )
         else:
-            memory, drafted = self._skip(target.root, state.memory, state.outcome)
+            memory, drafted = self._skip(target.root, state.memory, state.outcome, request)
         target, outcome, round_ = self._verify(params.target, target, drafted, request)
         self._launched += 1
         text.launched = self._launched
@@ -230,20 +237,29 @@ class SwiftRunner:
             count, _, _, passes = packed[:ROUND_HEADER]
             text.tokens += packed[ROUND_HEADER : ROUND_HEADER + count]
             finished.append(Finished(count, launched.allowed, passes > 0, launched.delayed))
-        self.meter.lap(finished, first=not text.launched)
+        meter, search = self.meter, self._search
+        total_s, search_s = meter.total_s, meter.search_s
+        meter.lap(finished, first=not text.launched)
+        if self._searches and search.stopped is None:
+            search.decoded_s += meter.total_s - total_s
+            search.spent_s += meter.search_s - search_s
         if self._pending is not None and is_ready(self._pending[1]):
             asked, matches = self._pending
-            self._search.tell(asked, np.asarray(matches).tolist())
+            search.tell(asked, np.asarray(matches).tolist())
             self._pending = None
 
     def _dispatch_scores(self, params: Params, target: TargetState, text: HostText) -> TargetState:
         """A step of the search, if it is due: it runs behind the round that was launched last."""
         search = self._search
-        if self._score is None or search.stopped is not None or self._pending is not None or not self._affordable():
+        if self._score is None or search.stopped is not None or self._pending is not None:
+            return target
+        cost = self.meter.pass_s
+        spare_s = float("inf") if self._share == 1 else self._share * search.decoded_s - search.spent_s
+        if spare_s < float("inf") and (cost is None or cost > spare_s):
             return target
         if (window := self._next_window(text)) is None:
             return target
-        asked = search.next_sets(self._sets)
+        asked = search.next_sets(self._sets, spare_s)
         units = np.stack([layers.runs for layers in asked.layers])
         tokens = np.array(text.tokens[window.start : window.start + search.settings.window + 1], np.int32)
         target, matches = self._score(params, target, tokens, np.int32(window.start), units)
@@ -268,13 +284,6 @@ class SwiftRunner:
         self._window = Window(text, start)
         search.open_window()
         return self._window
-
-    def _affordable(self) -> bool:
-        if self._share == 1:
-            return True
-        cost = self.meter.pass_s
-        spent = self.meter.search_s + self._search.search_s
-        return cost is not None and spent + cost <= self._share * self.meter.total_s
 
     def _adopt(self) -> None:
         """Draft with the search's best set, once its program is there."""
@@ -306,12 +315,10 @@ class SwiftRunner:
         return program
 
     def _declare(self, layers: LayerSet | None) -> Program:
-        target, spine, costs = self._target, self._spine, self._costs
+        target, settings = self._target, {"settings": self._spine, "costs": self._costs, "most_plain": self._most_plain}
 
-        def draft(params, state, memory, outcome, request, control):
-            return draft_spine(
-                params, target, state, memory, outcome, request, control, layers=layers, settings=spine, costs=costs
-            )
+        def draft(params, *rest):
+            return draft_spine(params, target, *rest, layers=layers, **settings)
 
         args: list[Any] = [
             target.params(), self._side.state, self._memory, self._outcome, target.request(), self._control_shapes,

@@ -1,9 +1,11 @@
 """The search for the layers to skip (SWIFT, arXiv 2410.06916, section 4.2): on the host, a step at a time.
 
 A step scores one candidate on a *window*, tokens of the text at hand. The best set so far, the incumbent, is scored on
-every new window too (ALGORITHMS B2). A candidate that does better there becomes a rival, and rivals are scored with the
+new windows too (ALGORITHMS B2). A candidate that does better there becomes a rival, and rivals are scored with the
 incumbent from then on: the best by all that is known of it is the incumbent. One window says little, and the best of
-hundreds of scores is a lucky one. Whoever runs the search asks `next_sets` for work and gives `tell` the results.
+hundreds of scores is a lucky one. Where windows get few scores each, half of all are candidates' nevertheless, and
+those that have to be scored again take turns. Whoever runs the search asks `next_sets` for work and gives `tell` the
+results.
 """
 
 import collections
@@ -35,6 +37,8 @@ CONFIRMING_WINDOWS = 2
 # Sets that are scored on every window beside the incumbent, and the weight of the mean candidate in what is believed of
 # a set, in windows.
 RIVALS, PRIOR_WINDOWS = 3, 1.0
+# What the first Bayesian proposal of a process is taken to cost, in seconds: it imports what it needs.
+FIRST_PROPOSAL_S = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +112,8 @@ class LayerSearch:
       stopped: why the search ended; None while it goes on.
       history: (step, matchness of the incumbent) whenever it was scored.
       adopted: (step, layer set as text), every incumbent so far.
+      decoded_s: seconds of decoding beside which it ran, those of earlier processes included.
+      spent_s: of these, seconds that it took.
     """
 
     def __init__(self, num_layers: int, settings: SearchSettings, executor: Executor | None = None, seed: int = 0):
@@ -130,13 +136,14 @@ class LayerSearch:
         self.stopped: str | None = None if 0 < self._skipped < self._units else "there is nothing to choose"
         self.history: list[tuple[int, float]] = []
         self.adopted: list[tuple[int, str]] = [(0, str(start))]
-        self.search_s = 0.0  # spent on proposals
+        self.decoded_s = self.spent_s = 0.0
         self._rivals: list[Standing] = []
         self._judged = Standing(start)  # of all candidates together
         self._due: collections.deque[Standing] = collections.deque()
         self._window_number = 0
         self._on_window = 0
-        self._proposed = 0
+        self._proposed = self._again = 0  # scores that were asked for, of candidates and of what was one before
+        self._num_bayesian, self._proposal_s = 0, FIRST_PROPOSAL_S
         self._seen: set[LayerSet] = {start}
         self._observed: collections.deque[tuple[np.ndarray, float]] = collections.deque(maxlen=MEMORY)
         self._thinking: Future[Any] | None = None
@@ -151,19 +158,26 @@ class LayerSearch:
         """What is asked for from now on is scored on other text than before; answers that are still out are ignored."""
         self._window_number += 1
         self._on_window = 0
-        self._due = collections.deque([self.incumbent, *self._rivals])
-        for standing in self._due:
+        standings = [self.incumbent, *self._rivals]
+        late = [due for due in self._due if any(due is standing for standing in standings)]
+        others = [standing for standing in standings if all(standing is not due for due in late)]
+        self._due = collections.deque([*late, *others])
+        for standing in standings:
             standing.here = None
 
-    def next_sets(self, count: int) -> Asked:
-        """`count` sets to be scored on the present window: first what has to be scored again, then candidates."""
+    def next_sets(self, count: int, spare_s: float = float("inf")) -> Asked:
+        """`count` sets to be scored on the present window: what has to be scored again, and candidates.
+
+        A Bayesian proposal has to cost no more than `spare_s` seconds.
+        """
         chosen: list[tuple[LayerSet, Standing | None]] = []
         while len(chosen) < count:
-            if self._due:
+            if self._due and (self._again <= self._proposed + RIVALS or self.incumbent.matchness is None):
                 standing = self._due.popleft()
                 chosen.append((standing.layers, standing))
+                self._again += 1
             else:
-                chosen.append((self._propose(), None))
+                chosen.append((self._propose(spare_s), None))
                 self._on_window += 1
         return Asked(self._window_number, tuple(chosen))
 
@@ -183,10 +197,11 @@ class LayerSearch:
         self._stop_if_done()
 
     def _judge(self, layers: LayerSet, matches: int) -> None:
-        """A candidate's score, on the window on which the incumbent was scored before."""
-        here = self.incumbent.here
-        assert here is not None and self.incumbent.matchness is not None
+        """A candidate's score, beside the incumbent's on the same window, or on others where it was not due."""
+        assert self.incumbent.matchness is not None
         window = self.settings.window
+        usual = self.incumbent.matchness * window
+        here = usual if self.incumbent.here is None else self.incumbent.here
         # How hard this window is shows in the incumbent, whose average is known.
         self._observed.append((layers.skipped, (matches - here) / window + self.incumbent.matchness))
         self._judged.add(matches, window)
@@ -223,10 +238,12 @@ class LayerSearch:
         elif self.stale >= settings.tolerance:
             self.stopped = f"{settings.tolerance} steps without a better set"
 
-    def _propose(self) -> LayerSet:
+    def _propose(self, spare_s: float) -> LayerSet:
         self._proposed += 1
-        due = self._bayesian and self._proposed % self.settings.interval == 0 and len(self._observed) > 1
+        owed = self._proposed // self.settings.interval > self._num_bayesian
+        due = self._bayesian and owed and len(self._observed) > 1 and self._proposal_s <= spare_s
         if due and self._thinking is None:
+            self._num_bayesian += 1
             best = self.incumbent.layers.skipped
             arguments = ([*self._observed], best, self._skipped, int(self._rng.integers(2**31)))
             if self.executor is None:
@@ -246,7 +263,8 @@ class LayerSearch:
             self._bayesian = False
             logging.getLogger(__name__).warning("layer sets are proposed at random from here on: %s", error)
             return self._random()
-        self.search_s += seconds
+        self.spent_s += seconds
+        self._proposal_s = seconds
         layers = from_skipped(self._num_layers, skipped)
         if layers in self._seen:
             return self._random()
@@ -275,6 +293,9 @@ class LayerSearch:
             "layers": str(standing.layers), "matches": standing.matches, "tokens": standing.tokens,
             "steps": self.steps, "stale": self.stale, "stopped": self.stopped,
             "settings": dataclasses.asdict(self.settings), "history": self.history[-MEMORY:], "observed": observed,
+            "rivals": [[str(rival.layers), rival.matches, rival.tokens] for rival in self._rivals],
+            "judged": [self._judged.matches, self._judged.tokens], "again": self._again, "proposed": self._proposed,
+            "bayesian": self._num_bayesian, "decoded_s": self.decoded_s, "spent_s": self.spent_s,
         }  # fmt: skip
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -283,25 +304,36 @@ class LayerSearch:
         Raises:
           ValueError: it is none (`ConfigError` and `KeyError`, `TypeError` besides).
         """
-        layers = parse_layers(saved["layers"], self._num_layers)
-        standing = Standing(layers, int(saved["matches"]), int(saved["tokens"]))
-        if not 0 <= standing.matches <= standing.tokens:
-            raise ValueError(f"{standing.matches} matches of {standing.tokens} tokens")
+        standing = self._standing(saved["layers"], saved["matches"], saved["tokens"])
+        rivals = [self._standing(*rival) for rival in saved["rivals"]]
+        judged = self._standing(saved["layers"], *saved["judged"])
         observed = [(np.array([c == "1" for c in bits], bool), float(score)) for bits, score in saved["observed"]]
         if any(len(skipped) != self._units for skipped, _ in observed):
             raise ValueError("observations of a model of another depth")
         steps, stale, stopped = int(saved["steps"]), int(saved["stale"]), saved["stopped"]
         history = [(int(step), float(score)) for step, score in saved["history"]]
+        again, proposed, num_bayesian = (int(saved[name]) for name in ("again", "proposed", "bayesian"))
+        decoded_s, spent_s = (float(saved[name]) for name in ("decoded_s", "spent_s"))
         if saved["settings"]["ratio"] != self.settings.ratio:
             # What another ratio found is no set of this one's size.
             return
-        self.incumbent, self._rivals = standing, []
-        self._seen.add(layers)
+        self.incumbent, self._rivals, self._judged = standing, rivals[:RIVALS], judged
+        known = [standing, *self._rivals]
+        self._seen.update(one.layers for one in known)
+        # Who was scored least is the first: a process may be too short for more.
+        self._due = collections.deque(sorted(known, key=lambda one: one.tokens))
         self._observed.extend(observed)
-        self.adopted = [(steps, str(layers))]
+        self.adopted = [(steps, str(standing.layers))]
         if saved["settings"] == dataclasses.asdict(self.settings):
-            self.steps = self._proposed = steps
-            self.stale, self.history = stale, history
+            self.steps, self.stale, self.history = steps, stale, history
+            self._again, self._proposed, self._num_bayesian = again, proposed, num_bayesian
+            self.decoded_s, self.spent_s = decoded_s, spent_s
             self.stopped = self.stopped or stopped
             # Not the same proposals again.
-            self._rng = np.random.default_rng([self._seed, steps])
+            self._rng = np.random.default_rng([self._seed, proposed])
+
+    def _standing(self, layers: str, matches: Any, tokens: Any) -> Standing:
+        standing = Standing(parse_layers(layers, self._num_layers), int(matches), int(tokens))
+        if not 0 <= standing.matches <= standing.tokens:
+            raise ValueError(f"{standing.matches} matches of {standing.tokens} tokens")
+        return standing

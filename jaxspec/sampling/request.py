@@ -1,6 +1,7 @@
 """What one generation asks of every round: processors and a random key, as traced values."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -25,6 +26,10 @@ class Request:
     processors: Processors
     key: jax.Array | np.ndarray
     max_tokens: jax.Array | np.int32 = np.int32(UNLIMITED)
+
+    def left(self, generated: jax.Array) -> jax.Array:
+        """Tokens to come behind so many, int32 []; at least 1, for a round that was launched ahead and is not read."""
+        return jnp.maximum(self.max_tokens - generated, 1)
 
 
 def make_request(sampling: SamplingParams, seed: int, vocab_size: int, padded_size: int) -> Request:

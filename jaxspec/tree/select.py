@@ -44,6 +44,12 @@ def proposals(tree: Tree) -> Candidates:
     return Candidates(tree.child_token.reshape(-1), origin[maker], tree.depth[maker] + 1, tree.child_score.reshape(-1))
 
 
+def root_alone(root: jax.Array, rows: int) -> Batch:
+    """A batch of `rows` rows without a draft."""
+    own = jnp.arange(rows, dtype=jnp.int32)
+    return Batch(jnp.where(own == 0, root, 0), own, jnp.zeros_like(own), jnp.int32(1))
+
+
 def pack_best(root: jax.Array, candidates: Candidates, rows: int) -> Batch:
     """The root and the `rows - 1` candidates of highest score, the earlier one on a tie, as a batch.
 

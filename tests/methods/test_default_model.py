@@ -5,7 +5,7 @@ import copy
 import pytest
 
 import jaxspec
-from jaxspec import Chain, PromptLookup, SamplingParams, SpecExec, SpecInfer
+from jaxspec import Chain, PromptLookup, SamplingParams, SpecExec, SpecInfer, Swift
 from jaxspec.checkpoint.default import default_model_path
 
 TEXT = "The lighthouse stood on the cliff. The lighthouse keeper walked down the cliff. The lighthouse"
@@ -14,7 +14,13 @@ SAMPLINGS = [
     SamplingParams(max_tokens=16),
     SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, frequency_penalty=0.3, seed=11),
 ]
-METHODS = [Chain(4), SpecExec(12, width=4, depth=4), SpecInfer((2, 1, 1)), PromptLookup()]
+METHODS = [
+    Chain(4),
+    SpecExec(12, width=4, depth=4),
+    SpecInfer((2, 1, 1)),
+    PromptLookup(),
+    Swift(length=4, threshold=0.1, adaptive=False, layers="mlp=12,20"),
+]
 
 
 @pytest.fixture(scope="module")

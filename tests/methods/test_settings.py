@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_models import FAMILIES
 
-from jaxspec.cli.method_options import METHOD_OPTIONS
+from jaxspec.cli.method_options import METHOD_OPTIONS, method_from
 from jaxspec.cli.options import setting_types
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
@@ -77,6 +77,20 @@ def test_out_of_range(method, settings, word):
 def test_unknown_words(name, settings, word):
     with pytest.raises(ConfigError, match=word):
         make_method(name, settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"method": "ar"}, "--swift-layers is for method swift, not ar"),
+        ({}, "--swift-layers is for method swift, not auto"),
+        ({"method": "swift", "layers_file": "b.json"}, "both name a file"),
+        ({"method": "swift", "layers": "none"}, "leave out layers_file"),
+    ],
+)
+def test_a_file_of_layers_where_there_is_no_use_for_it(options, word):
+    with pytest.raises(ConfigError, match=word):
+        method_from({"swift_layers": "a.json", **options})
 
 
 def test_numbers_of_numpy():

@@ -91,9 +91,7 @@ def test_what_is_known_of_a_set_outweighs_one_window():
     search = LayerSearch(LAYERS, SearchSettings(tolerance=10**6))
     for _ in range(10):
         search.open_window()
-        asked = search.next_sets(1 + len(search._rivals))
-        search.tell(asked, [16] * len(asked.sets))
-    search.tell(search.next_sets(8), [4] * 8)
+        search.tell(search.next_sets(4), [16, 4, 4, 4])
     rival = search.next_sets(1)
     search.tell(rival, [20])
     assert search.incumbent.layers == uniform_layers(LAYERS)
@@ -115,6 +113,55 @@ def test_as_many_rivals_as_can_be_scored_again():
     assert [standing.matches for standing in search._rivals] == [8, 4, 3]
     search.open_window()
     assert [standing is not None for _, standing in search.next_sets(5).sets] == [True] * 4 + [False]
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3, 5])
+def test_short_texts_have_candidates_scored_too(passes):
+    """So few scores a window that the incumbent and its rivals alone would take them all."""
+    search = LayerSearch(LAYERS, SearchSettings(steps=200, tolerance=10**6, max_score=1.0))
+    score, windows, again = draw(0), 0, {}
+    while search.stopped is None:
+        windows += 1
+        search.open_window()
+        for _ in range(passes):
+            asked = search.next_sets(1)
+            [(layers, standing)] = asked.sets
+            if standing is not None:
+                again[layers] = again.get(layers, 0) + 1
+            search.tell(asked, [score(layers, windows)])
+    assert search.steps >= windows * passes / 2 - 2
+    # Whoever stayed was scored again and again, and what was found is good.
+    assert again[search.incumbent.layers] >= 10
+    assert chance(search.incumbent.layers) > chance(uniform_layers(LAYERS))
+
+
+def test_proposals_wait_until_they_can_be_afforded(monkeypatch):
+    """The first one imports packages, later ones cost what the last one did; none is forgotten."""
+    monkeypatch.setattr(swift_search, "propose_bayesian", lambda observed, best, count, seed: (best, 0.25))
+    search = LayerSearch(LAYERS, SearchSettings(interval=4, tolerance=10**6))
+    search.open_window()
+    for spare_s, affordable in ((0.1, False), (1.4, False), (1.6, True), (0.2, False), (0.3, True)):
+        before, steps = search._num_bayesian, search.steps
+        while search.steps < steps + 12:
+            search.tell(search.next_sets(1, spare_s), [5])
+        assert search._num_bayesian == (search._proposed // 4 if affordable else before)
+    assert search.spent_s == 0.25 * search._num_bayesian
+
+
+def test_short_processes_share_a_budget_and_what_is_known(tmp_path):
+    """One score each: together they come as far as one that goes on."""
+    file, score = LayerFile(tmp_path / "sets.json", "m"), draw(0)
+    for number in range(60):
+        search = LayerSearch(LAYERS, SearchSettings(interval=10**6, tolerance=10**6, max_score=1.0))
+        file.load("default", search)
+        assert search.decoded_s == pytest.approx(2.5 * number) and search.spent_s == pytest.approx(0.05 * number)
+        search.decoded_s += 2.5
+        search.spent_s += 0.05
+        search.open_window()
+        asked = search.next_sets(1)
+        search.tell(asked, [score(asked.layers[0], number)])
+        file.save("default", search)
+    assert search.steps >= 28 and search._rivals and search.incumbent.tokens >= 5 * 32
 
 
 def test_proposals_that_fail_are_random_ones(monkeypatch, caplog):
@@ -210,13 +257,14 @@ def test_another_process_goes_on(tmp_path):
     other = LayerSearch(LAYERS, SearchSettings(ratio=0.2))
     file.load("poems", other)
     assert other.incumbent.layers == uniform_layers(LAYERS)
-    # Less than is known already is not kept.
-    shorter = LayerSearch(LAYERS, search.settings)
-    file.save("poems", shorter)
-    shorter.steps = 5
-    file.save("poems", shorter)
-    file.load("poems", same)
-    assert same.steps == search.steps
+    # Less than is known already is not kept, whatever its settings.
+    for settings in (search.settings, SearchSettings(tolerance=7)):
+        shorter = LayerSearch(LAYERS, settings)
+        file.save("poems", shorter)
+        shorter.steps = 5
+        file.save("poems", shorter)
+        file.load("poems", same)
+        assert same.steps == search.steps
 
 
 def saved_as(models):
@@ -226,8 +274,8 @@ def saved_as(models):
 @pytest.mark.parametrize(
     "content",
     [
-        "", "[]", "{}", '{"format": "other", "models": {}}', '{"format": "jaxspec layer sets 2"}', "\x00\xff",
-        saved_as([]), saved_as({"m": 3}), saved_as({"m": {"tasks": {}}}),
+        "", "[]", "{}", '{"format": "other", "models": {}}', '{"format": "jaxspec layer sets 3"}', "\x00\xff",
+        "[" * 100_000, saved_as([]), saved_as({"m": 3}), saved_as({"m": {"tasks": {}}}),
         saved_as({"m": {"model": "x", "tasks": {"default": 7}}}),
         saved_as({"m": {"model": "x", "tasks": {"default": {"0.45": 7}}}}),
         saved_as({"m": {"model": "x", "tasks": {"default": {"0.45": {"steps": "3"}}}}}),
@@ -284,6 +332,25 @@ def test_a_named_file_needs_a_folder(tmp_path):
     with pytest.raises(ConfigError, match="a folder that exists"):
         LayerFile(tmp_path / "no" / "sets.json", "m", strict=True).check()
     LayerFile(tmp_path / "sets.json", "m", strict=True).check()
+
+
+def test_a_file_that_can_only_be_read(tmp_path, monkeypatch, caplog):
+    """It serves; what is found is not kept, and that is said. Who may write it stays as it was."""
+    file = LayerFile(tmp_path / "sets.json", "m", strict=True)
+    file.save("default", search_on(draw(0), steps=5))
+    file.path.chmod(0o664)
+    file.save("default", search_on(draw(0), steps=9))
+    assert file.path.stat().st_mode & 0o777 == 0o664
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("tempfile.mkstemp", lambda **settings: (_ for _ in ()).throw(PermissionError("read-only")))
+    file.check()
+    again = LayerSearch(LAYERS, SearchSettings())
+    file.load("default", again)
+    assert again.incumbent.matchness is not None
+    file.save("default", search_on(draw(0), steps=50))
+    assert "read-only" in caplog.text
+    with pytest.raises(ConfigError, match="a folder that exists"):
+        LayerFile(tmp_path / "other.json", "m", strict=True).check()
 
 
 def test_a_text_is_not_lost_where_its_sets_cannot_be_kept(tmp_path, monkeypatch, caplog):
