@@ -7,10 +7,10 @@ GPU kernels plug in by name. The implementation `mosaic` of the operation `tree_
 
 * `tree_attention(...)`: the operation, with the contract that its `api.py` states;
 * `supports(...) -> bool`: whether it takes a call, by shapes and dtypes of the operands (they may be abstract) and by
-  `current()`. The XLA form takes the others.
+  `current()`. The next implementation that does takes the others, in the end XLA's.
 
 `current().interpret` tells both to run in Pallas' interpreter: tests, on machines without a GPU. Every implementation
-is run once on a tiny input before it is used (`self_check.find_kernel_difference`).
+is run once on a few tiny calls before it is used (`kernel_check`).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -58,12 +58,13 @@ NEEDS = {
 }
 
 # Of each set: the implementation that it is named after, and of each operation the implementations in the order they
-# are tried. What the set is named after must work where the set is asked for by name.
+# are tried. What the set is named after must work where the set is asked for by name. Pallas' SwiGLU goes first: CI
+# compares it with the reference, and does not install jax-triton.
 OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"}
 SETS = {
-    "auto": {"tree_attention": ("mosaic", "triton"), "swiglu": ("jax_triton", "triton")},
+    "auto": {"tree_attention": ("mosaic", "triton"), "swiglu": ("triton", "jax_triton")},
     "pallas-triton": {"tree_attention": ("triton",), "swiglu": ("triton",)},
-    "mosaic": {"tree_attention": ("mosaic",), "swiglu": ("jax_triton", "triton")},
+    "mosaic": {"tree_attention": ("mosaic",), "swiglu": ("triton", "jax_triton")},
     "jax-triton": {"tree_attention": ("triton",), "swiglu": ("jax_triton",)},
 }
 
@@ -76,9 +77,12 @@ class Kernels:
       name: "xla"; "cpu" for the native ones, whose rows do not depend on the rows beside them; or a set of GPU kernels.
       platform: of the devices: "cpu", "gpu", ...; XLA's forms differ.
       threads: most threads that one native call uses.
-      implementations: of GPU kernels, (operation, implementation); XLA carries out the other operations.
+      implementations: of GPU kernels, (operation, implementation), those of an operation in the order they are tried;
+        XLA carries out the other operations, and what none of them takes.
+      own: the implementation that users asked for by name, or None: they are told if it does not take a call.
       capability: compute capability of the GPU, or None.
       device_kind: JAX's name of the GPU, by which tuned block sizes are found.
+      multiprocessors: of the GPU; a small one's where JAX does not say.
       interpret: run Pallas kernels in their interpreter, which is for tests.
     """
 
@@ -86,8 +90,10 @@ class Kernels:
     platform: str
     threads: int = 1
     implementations: tuple[tuple[str, str], ...] = ()
+    own: str | None = None
     capability: Capability | None = None
     device_kind: str = ""
+    multiprocessors: int = 64
     interpret: bool = False
 
     @property
@@ -95,11 +101,29 @@ class Kernels:
         """Whether operations go to the native CPU library, which takes the number of live rows as data."""
         return self.name == "cpu"
 
-    def implementation(self, operation: str) -> ModuleType | None:
-        """The module whose kernels carry out an operation, or None."""
-        name = dict(self.implementations).get(operation)
-        # Imported here because Pallas takes a second to import, which CPU users would pay for nothing.
-        return importlib.import_module(f"pallas_kernels.{operation}.{name}") if name else None
+    def candidates(self, operation: str) -> tuple[str, ...]:
+        """Implementations of an operation, in the order they are tried."""
+        return tuple(implementation for named, implementation in self.implementations if named == operation)
+
+    def find(self, operation: str, *operands: Any, **options: Any) -> ModuleType | None:
+        """The module of the first implementation of an operation that takes a call, or None for XLA."""
+        for name in self.candidates(operation):
+            module = import_implementation(operation, name)
+            taken = module.supports(*operands, **options)
+            if name == self.own:
+                _record_call(self.name, operation, None if taken else f"{operation} of {_describe(operands)}")
+            if taken:
+                return module
+        return None
+
+    def own_calls(self) -> dict[str, "OwnCalls"]:
+        """What became of the calls to the implementation that was asked for by name, by operation, so far."""
+        return {operation: calls for (name, operation), calls in _own_calls.items() if self.own and name == self.name}
+
+
+def import_implementation(operation: str, implementation: str) -> ModuleType:
+    """The module of an implementation; Pallas takes a second to import, which CPU users would pay for nothing."""
+    return importlib.import_module(f"pallas_kernels.{operation}.{implementation}")
 
 
 _current: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar("kernels", default=None)
@@ -127,14 +151,15 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
       name: one of `KERNEL_NAMES`. "xla": no kernels. "cpu": the native library. "pallas-triton": Pallas kernels for
         NVIDIA GPUs from Ampere on. "mosaic": attention for Hopper. "jax-triton": SwiGLU through jax-triton, which is an
         extra, and the attention of "pallas-triton". "auto": the fastest that works here: what is missing, does not run
-        here, or fails its check against the reference is replaced by the next best, in the end by XLA; one warning per
-        process tells of what should have worked.
+        here, fails its check against the reference, or does not take a call's shapes is replaced by the next best, in
+        the end by XLA; one warning per process tells of what should have worked.
       platform: of the devices.
       devices: their number.
       device: one of them, of which GPU kernels depend; None is JAX's first of the platform.
 
     Raises:
-      ValueError: an unknown name, or kernels that cannot run here, and why.
+      ValueError: an unknown name, or kernels that cannot run here, and why; or a table of tuned block sizes that cannot
+        be read.
     """
     if name not in KERNEL_NAMES:
         raise ValueError(f"kernels {name!r} are not known; use {', '.join(KERNEL_NAMES)}")
@@ -160,26 +185,30 @@ def _choose_native(name: str, platform: str, devices: int) -> Kernels:
 
 
 def _choose_gpu(name: str, device: Any) -> Kernels:
-    """Of each operation the first implementation of the set that runs here and passes its check."""
+    """Of each operation the implementations of the set that run here and pass their check."""
+    # A table that cannot be read should say so now, not where a program is traced.
+    for operation in SETS[name]:
+        importlib.import_module(f"pallas_kernels.{operation}.config").load_table()
     base = Kernels("xla", "gpu", capability=_capability(device), device_kind=device.device_kind)
-    chosen = {}
+    if cores := getattr(device, "core_count", None):
+        base = dataclasses.replace(base, multiprocessors=cores)
+    chosen, own = [], OWN.get(name)
     for operation, candidates in SETS[name].items():
         for candidate in candidates:
             obstacle = find_obstacle(candidate, base.capability)
             problem = obstacle or find_failure(operation, candidate, base, device)
             if problem is None:
-                chosen[operation] = candidate
-                break
-            if candidate == OWN.get(name):
+                chosen.append((operation, candidate))
+            elif candidate == own:
                 raise ValueError(f"kernels {name!r} cannot be used: {problem}")
-            if obstacle is None:
+            elif obstacle is None:
                 _warn_of_failure(operation, candidate, problem)
     if not chosen:
         return base
-    if name == "auto":
-        own = next(iter(chosen.values()))
-        name = next(named for named, implementation in OWN.items() if implementation == own)
-    return dataclasses.replace(base, name=name, implementations=tuple(chosen.items()))
+    if own is None:
+        _, first = chosen[0]
+        name = next(named for named, implementation in OWN.items() if implementation == first)
+    return dataclasses.replace(base, name=name, implementations=tuple(chosen), own=own)
 
 
 def _capability(device: Any) -> Capability | None:
@@ -209,7 +238,7 @@ def _dotted(capability: Capability) -> str:
 
 @functools.cache
 def find_failure(operation: str, implementation: str, base: Kernels, device: Any) -> str | None:
-    """What is wrong with a GPU kernel, or None; found out once per process by running it on a tiny input.
+    """What is wrong with a GPU kernel, or None; found out once per process by running a few tiny calls.
 
     Args:
       operation: name of its folder.
@@ -217,12 +246,11 @@ def find_failure(operation: str, implementation: str, base: Kernels, device: Any
       base: the GPU, or the interpreter.
       device: that it runs on.
     """
-    from pallas_kernels.self_check import find_kernel_difference
+    from pallas_kernels.kernel_check import find_kernel_difference
 
     named = f"{operation} by {implementation}"
-    kernels = dataclasses.replace(base, name="check", implementations=((operation, implementation),))
     try:
-        difference = find_kernel_difference(operation, kernels, device)
+        difference = find_kernel_difference(operation, implementation, base, device)
     # A compiler for another GPU, driver or JAX fails in ways of its own: none of them is a reason not to decode.
     except Exception as error:
         return f"{named} cannot be run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
@@ -233,6 +261,36 @@ def find_failure(operation: str, implementation: str, base: Kernels, device: Any
 def _warn_of_failure(operation: str, implementation: str, problem: str) -> None:
     """Tell once per process that a GPU kernel is not used."""
     logging.getLogger(__name__).warning("a GPU kernel is not used: %s", problem)
+
+
+@dataclasses.dataclass
+class OwnCalls:
+    """Whether an implementation that was asked for by name took any call, and the first one that it did not take."""
+
+    taken: bool = False
+    refused: str | None = None
+
+
+# Of this process, by set and operation.
+_own_calls: dict[tuple[str, str], OwnCalls] = {}
+
+
+def _record_call(name: str, operation: str, refused: str | None) -> None:
+    """Remember a call; tell once per process that what was asked for by name leaves some to others."""
+    calls = _own_calls.setdefault((name, operation), OwnCalls())
+    if refused is None:
+        calls.taken = True
+    elif calls.refused is None:
+        calls.refused = refused
+        logging.getLogger(__name__).warning(
+            "kernels %r were asked for, but do not take %s, and maybe other calls like it", name, refused
+        )
+
+
+def _describe(operands: Sequence[Any]) -> str:
+    """Dtypes and shapes of operands that have some; weights in blocks have a format in the dtype's place."""
+    kinds = [(getattr(each, "dtype", getattr(each, "format", None)), getattr(each, "shape", None)) for each in operands]
+    return ", ".join(f"{kind}{list(shape)}" for kind, shape in kinds if kind is not None and shape)
 
 
 @functools.cache

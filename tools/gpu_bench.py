@@ -2,7 +2,8 @@
 
     python tools/gpu_bench.py [--json docs/results/gpu-DEVICE.json] [--minutes 10] [--parts steps,decode] [--smoke]
 
-Ten minutes, no network. It writes one JSON object, and the same as tables into a Markdown file beside it.
+Ten minutes, no network. It writes one JSON object, and the same as tables into a Markdown file beside it; both anew
+after each part, so that what is cut off leaves what it has measured. The device's part runs whatever `--parts` says.
 
   device          the GPU, and what a copy reaches of its bandwidth
   tests           tests/gpu: every kernel against its reference on the device, small decodes through each `--kernels`
@@ -13,22 +14,26 @@ Ten minutes, no network. It writes one JSON object, and the same as tables into 
 
 Each part is a process of its own with a share of the time: what crashes, hangs or is late is recorded by name, and the
 rest still runs. With `--smoke` tiny shapes run in this process on any device, Pallas kernels in their interpreter: that
-the tool works, in seconds, with times that say nothing.
+the tool works, in seconds, with times that say nothing; they are only written where `--json` says.
 """
 
 import argparse
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernel_bench.parts import GRACE, describe_error, run_child, run_rows
+from kernel_bench.device import published_bandwidth
+from kernel_bench.parts import describe_error, divide_slice, read_part, run_child, run_rows, write_whole
 from kernel_bench.report import render
 from kernel_bench.targets import judge
 
@@ -36,7 +41,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 
 # Shares of the time, in the order of the parts.
-SHARES = {"device": 0.04, "tests": 0.22, "tree_attention": 0.2, "swiglu": 0.12, "steps": 0.24, "decode": 0.18}
+SHARES = {"device": 0.08, "tests": 0.22, "tree_attention": 0.2, "swiglu": 0.12, "steps": 0.22, "decode": 0.16}
+# Seconds of the whole time that no part gets: for the start of this process, and for its end.
+RESERVE = 15.0
+# Of the tests, these come before all others: without them no time says anything.
+FIRST_TESTS = ("test_kernels.py", "test_decode.py")
+TAIL_LINES = 40  # of what pytest says that are kept if it fails
 
 
 def main() -> None:
@@ -53,19 +63,19 @@ def main() -> None:
     if unknown := [name for name in chosen if name not in SHARES]:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(SHARES)}")
     if arguments.child:
-        rows = make_parts(arguments.model, arguments.smoke)[chosen[0]]
-        run_rows(chosen[0], rows, Path(arguments.child), 60 * arguments.minutes)
+        budget = 60 * arguments.minutes
+        rows = make_parts(arguments.model, arguments.smoke, budget)[chosen[0]]
+        run_rows(chosen[0], rows, Path(arguments.child), budget)
         return
-    result = run_all(chosen, arguments)
-    path = arguments.json or RESULTS / f"gpu-{slug(result['device'])}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
-    page = render(result)
-    path.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(page)
+    if not arguments.smoke:
+        # What ends this tool must end the part that runs too: by default Python would leave without a word.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    output = Output(arguments.json, arguments.smoke)
+    run_all(chosen, arguments, output.save)
+    print(output.page)
 
 
-def make_parts(model: str | None, smoke: bool) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
+def make_parts(model: str | None, smoke: bool, budget_s: float) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
     """What makes the rows of each part; nothing is imported before it is called."""
 
     def measure_operation(operation: str) -> Iterator[dict[str, Any]]:
@@ -85,7 +95,7 @@ def make_parts(model: str | None, smoke: bool) -> dict[str, Callable[[], Iterato
 
     return {
         "device": lambda: describe_device(smoke),
-        "tests": lambda: run_tests(smoke),
+        "tests": lambda: run_tests(smoke, budget_s),
         "tree_attention": lambda: measure_operation("tree_attention"),
         "swiglu": lambda: measure_operation("swiglu"),
         "steps": measure_steps,
@@ -93,38 +103,90 @@ def make_parts(model: str | None, smoke: bool) -> dict[str, Callable[[], Iterato
     }
 
 
-def run_all(chosen: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every chosen part, and what follows from their results."""
+def run_all(chosen: Sequence[str], arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Every chosen part, the device's before all others; `save` is given the result after each."""
     start = time.monotonic()
-    seconds = 60 * arguments.minutes
+    deadline = start + 60 * arguments.minutes - RESERVE
+    names = [name for name in SHARES if name in chosen or name == "device"]
     parts: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in (name for name in SHARES if name in chosen):
+        for index, name in enumerate(names):
             # What earlier parts left over goes to the later ones.
-            ahead = sum(SHARES[other] for other in SHARES if other in chosen and other not in parts)
-            left = seconds - (time.monotonic() - start)
-            budget = max(left * SHARES[name] / ahead - GRACE, 5.0)
+            share = SHARES[name] / sum(SHARES[other] for other in names[index:])
+            budget, grace = divide_slice(max(deadline - time.monotonic(), 0.0) * share)
             path = Path(folder) / f"{name}.json"
             print(f"{name}: up to {budget:.0f} s", file=sys.stderr, flush=True)
-            if arguments.smoke:
-                parts[name] = run_rows(name, make_parts(arguments.model, True)[name], path, budget)
-            else:
-                parts[name] = run_child(name, child_command(name, path, budget, arguments), path, budget)
+            try:
+                if arguments.smoke:
+                    rows = make_parts(arguments.model, True, budget)[name]
+                    parts[name] = run_rows(name, rows, path, budget)
+                else:
+                    command = child_command(name, path, budget, arguments)
+                    parts[name] = run_child(name, command, path, budget, grace)
+            except BaseException:
+                # Whoever ends this gets the rows that there are.
+                parts[name] = read_part(name, path) | {"error": "was interrupted"}
+                save(summarise(parts, arguments, time.monotonic() - start))
+                raise
             if not arguments.smoke and any(row.get("platform") == "cpu" for row in parts[name]["rows"]):
                 sys.exit("JAX finds no GPU here; --smoke runs tiny shapes on any device")
-    device = next(iter(parts.get("device", {}).get("rows", ())), {})
-    published, measured = device.get("published_bandwidth"), device.get("measured_bandwidth")
+            save(summarise(parts, arguments, time.monotonic() - start))
+
+
+def summarise(parts: dict[str, dict[str, Any]], arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """The result of the parts that there are, and what follows from them."""
+    device = next(iter(parts["device"]["rows"]), {})
+    # Where the device's own part failed, others know its name, and by that its bandwidth.
+    name = next((row["device"] for part in parts.values() for row in part["rows"] if row.get("device")), None)
+    published = published_bandwidth(name) if name else None
+    measured = device.get("measured_bandwidth")
     bandwidth = {"published": published, "measured": measured, "used": published or measured}
-    return {
+    result = {
         "command": shlex.join(["python", "tools/gpu_bench.py", *sys.argv[1:]]),
-        "device": device.get("device", "unknown device"),
+        "device": name or "unknown device",
         "environment": device.get("environment"),
         "smoke": arguments.smoke,
-        "seconds": time.monotonic() - start,
+        "seconds": seconds,
         "bandwidth": bandwidth,
-        "targets": judge(parts, bandwidth["used"]),
+        "targets": [],
+        "error": None,
         "parts": parts,
     }
+    try:
+        result["targets"] = judge(parts, bandwidth["used"])
+    except Exception as error:
+        result["error"] = describe_error(error)
+    return result
+
+
+class Output:
+    """Where results go: the JSON first, since tables can be made of it later."""
+
+    def __init__(self, path: Path | None, smoke: bool):
+        """`path`: of the JSON; None is by the device's name in docs/results, and nowhere where nothing is measured."""
+        self._given, self._smoke = path, smoke
+        self._written: Path | None = None
+        self.page = ""
+
+    def save(self, result: dict[str, Any]) -> None:
+        """Write a result over the one before it."""
+        path = self._given
+        if path is None and not self._smoke:
+            path = RESULTS / f"gpu-{slug(result['device'])}.json"
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(result, indent=1, default=str) + "\n")
+            if self._written not in (None, path):
+                # A later part has found out the device's name.
+                for suffix in (".json", ".md"):
+                    self._written.with_suffix(suffix).unlink(missing_ok=True)
+            self._written = path
+        try:
+            self.page = render(result)
+        except Exception as error:
+            self.page = f"The tables cannot be made: {describe_error(error)}\n"
+        if path is not None:
+            write_whole(path.with_suffix(".md"), self.page)
 
 
 def child_command(name: str, path: Path, budget: float, arguments: argparse.Namespace) -> list[str]:
@@ -150,18 +212,49 @@ def describe_device(smoke: bool) -> Iterator[dict[str, Any]]:
     yield row
 
 
-def run_tests(smoke: bool) -> Iterator[dict[str, Any]]:
-    """One row for each file of tests/gpu: what pytest says of it; `--smoke` only collects them."""
-    for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py"), reverse=True):  # kernels before decoding
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-        if smoke:
-            command.append("--collect-only")
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        name = str(file.relative_to(ROOT))
-        row: dict[str, Any] = {"name": name, "status": done.returncode, "output": done.stdout[-4000:]}
-        if done.returncode:
-            row["error"] = f"pytest ended with status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
-        yield row
+def run_tests(smoke: bool, budget_s: float) -> Iterator[dict[str, Any]]:
+    """The files of tests/gpu, a row for each test as it ends, and one for each file; `--smoke` only collects them.
+
+    Each file gets half of the time that is left, the last one all of it, and is ended behind it.
+    """
+    folder = ROOT / "tests" / "gpu"
+    files = [folder / name for name in FIRST_TESTS]
+    files += sorted({*folder.glob("test_*.py")} - {*files})
+    yield {"name": "tests", "planned": [str(file.relative_to(ROOT)) for file in files]}
+    start = time.monotonic()
+    for index, file in enumerate(files):
+        left = budget_s - (time.monotonic() - start)
+        yield from run_test_file(file, max(left, 1.0) / (1 if index == len(files) - 1 else 2), smoke)
+
+
+def run_test_file(file: Path, seconds: float, smoke: bool = False) -> Iterator[dict[str, Any]]:
+    """A row for each test of a file as pytest tells of it, then one for the file."""
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-pno:cacheprovider", "-pno:xdist", str(file)]
+    counts, tail = {outcome: 0 for outcome in ("passed", "failed", "skipped")}, []
+    with subprocess.Popen(
+        [*command, "--collect-only"] if smoke else command, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+    ) as tests:  # fmt: skip
+        timer = threading.Timer(seconds, tests.kill)
+        timer.start()
+        try:
+            for line in tests.stdout or ():
+                tail = [*tail[-TAIL_LINES:], line]
+                if found := re.match(r"(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
+                    outcome = {"PASSED": "passed", "SKIPPED": "skipped"}.get(found[2], "failed")
+                    counts[outcome] += 1
+                    yield {"name": found[1], "outcome": outcome}
+            status = tests.wait()
+        finally:
+            timer.cancel()
+            tests.kill()
+    row: dict[str, Any] = {"name": str(file.relative_to(ROOT)), "status": status, **counts}
+    if status:
+        late = f" (it had {seconds:.0f} s)" if status < 0 else ""
+        row["error"] = f"pytest ended with status {status}{late}: {''.join(tail)[-1500:]}"
+    elif not smoke and not counts["passed"]:
+        row["error"] = f"nothing was tested: {counts['skipped']} tests were skipped"
+    yield row
 
 
 def slug(device: str) -> str:

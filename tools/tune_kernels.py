@@ -3,18 +3,23 @@
     python tools/tune_kernels.py [--operations tree_attention,swiglu] [--minutes 45] [--folder FOLDER] [--smoke]
 
 Every shape of tools/kernel_bench/cases.py is timed with the heuristic's block sizes and with those beside them, by the
-profiler's device time. One table per operation holds the winners by device kind; other kinds' rows in it stay. A shape
-keeps the heuristic unless something is faster by more than `MARGIN`. What cannot be compiled or run is passed over, and
-named at the end. When the time is up, what was found until then is written.
+profiler's device time: a few sizes at a time, the others as they were best so far, because each candidate is compiled.
+The shapes that programs run most come first.
 
-`--smoke` takes tiny shapes in Pallas' interpreter and two block sizes each: that the tool works. It writes nothing
+One table per operation holds the winners by device kind; other kinds' rows in it stay. A shape keeps the heuristic
+unless something is faster by more than `MARGIN`. What cannot be compiled or run is passed over, and named at the end.
+When the time is up, what was found until then is written.
+
+`--smoke` takes tiny shapes in Pallas' interpreter and two candidates each: that the tool works. It writes nothing
 unless a folder is given.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +43,8 @@ from pallas_kernels.tree_attention import config as attention_config
 MARGIN = 0.03
 # Calls that one timing is the mean of.
 CALLS, SMOKE_CALLS = 20, 2
+# T, by how much of decoding they are: a tree, a plain step, wider trees, and what drafts grow by.
+ROWS = (8, 1, 16, 64, 4, 32, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +54,20 @@ class Operation:
     Attributes:
       table: file of the winners.
       bucket: the table's row of a case.
-      default: the heuristic's block sizes for a case on a device kind.
-      candidates: block sizes to try beside them.
+      default: the heuristic's block sizes for a case on a device kind with given kernels.
+      steps: each gives the block sizes to try beside the best so far.
       call: a case's function with given block sizes.
     """
 
     table: Path
     bucket: Callable[[Case], str]
-    default: Callable[[str, Case], Any]
-    candidates: Callable[[Case, Any], Iterator[Any]]
+    default: Callable[[str, Kernels, Case], Any]
+    steps: tuple[Callable[[Case, Any], Iterator[Any]], ...]
     call: Callable[[Case, Any], Any]
+
+
+class Stop(Exception):
+    """Nothing more can be tuned, and why."""
 
 
 def main() -> None:
@@ -99,32 +110,61 @@ def tune(
       smoke: see the module.
       console: shows the progress.
     """
-    operation, cases = OPERATIONS[name], list_cases(name, smoke)
+    operation, cases = OPERATIONS[name], {}
+    for case in list_cases(name, smoke, ROWS):
+        cases.setdefault(operation.bucket(case), case)
     found: dict[str, dict[str, int]] = {}
     failures: list[str] = []
     columns = (MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(cases))
-        for case in cases:
-            default = operation.default(kind, case)
-            others = [c for c in dict.fromkeys(operation.candidates(case, default)) if c != default]
-            seconds: dict[Any, float] = {}
-            for sizes in [default, *(others[:1] if smoke else others)]:
-                if time.monotonic() > deadline:
-                    failures.append(f"{case.name}: the time is up")
-                    return found, failures
-                progress.update(task, description=f"{case.name} {dataclasses.astuple(sizes)}")
-                try:
-                    function = bind(operation.call(case, sizes), kernels)
-                    copies = case.copies(1 if smoke else None)
-                    seconds[sizes] = time_calls(function, copies, SMOKE_CALLS if smoke else CALLS).seconds
-                except Exception as error:
-                    failures.append(f"{case.name} {sizes}: {describe_error(error)}")
-            best = min(seconds, key=seconds.__getitem__, default=default)
-            if best != default and seconds[best] < (1 - MARGIN) * seconds.get(default, float("inf")):
-                found[operation.bucket(case)] = dataclasses.asdict(best)
-            progress.advance(task)
+
+        def measure(case: Case, sizes: Any) -> float:
+            if time.monotonic() > deadline:
+                raise Stop(f"{case.name}: the time is up")
+            progress.update(task, description=f"{case.name} {dataclasses.astuple(sizes)}")
+            try:
+                function = bind(operation.call(case, sizes), kernels)
+                timing = time_calls(function, case.copies(1 if smoke else None), SMOKE_CALLS if smoke else CALLS)
+            except Exception as error:
+                failures.append(f"{case.name} {sizes}: {describe_error(error)}")
+                return math.inf
+            # A clock around a loop counts gaps between launches, which are none of the kernel's.
+            if timing.method != "trace" and not smoke:
+                raise Stop(f"{case.name} {sizes}: not timed by the profiler; nothing is tuned by a clock")
+            return timing.seconds
+
+        try:
+            for bucket, case in cases.items():
+                default = operation.default(kind, kernels, case)
+                best = tune_case(operation, case, default, functools.partial(measure, case), 2 if smoke else None)
+                if best != default:
+                    found[bucket] = dataclasses.asdict(best)
+                progress.advance(task)
+        except Stop as stop:
+            failures.append(str(stop))
     return found, failures
+
+
+def tune_case(
+    operation: Operation, case: Case, default: Any, measure: Callable[[Any], float], most: int | None = None
+) -> Any:
+    """The fastest block sizes for a case, or `default` unless others are faster by more than `MARGIN`.
+
+    Args:
+      operation: its steps say what is tried.
+      case: see there.
+      default: block sizes.
+      measure: seconds with some block sizes; infinite where these fail.
+      most: block sizes to try at most.
+    """
+    seconds = {default: measure(default)}
+    for step in operation.steps:
+        for sizes in step(case, min(seconds, key=seconds.__getitem__)):
+            if sizes not in seconds and (most is None or len(seconds) < most):
+                seconds[sizes] = measure(sizes)
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] < (1 - MARGIN) * seconds[default] else default
 
 
 def write_table(path: Path, kind: str, found: dict[str, dict[str, int]]) -> None:
@@ -148,15 +188,35 @@ def _attention_bucket(case: Case) -> str:
     return attention_config.bucket(*_attention_sizes(case), **_attention_extra(case))
 
 
-def _attention_default(kind: str, case: Case) -> attention_config.Config:
-    return attention_config.choose(kind, *_attention_sizes(case), **_attention_extra(case))
+def _attention_default(kind: str, kernels: Kernels, case: Case) -> attention_config.Config:
+    return attention_config.choose(kind, kernels.multiprocessors, *_attention_sizes(case), **_attention_extra(case))
 
 
-def _attention_candidates(case: Case, default: attention_config.Config) -> Iterator[attention_config.Config]:
-    splits = {max(1, default.splits * factor // 4) for factor in (2, 4, 8, 16)}
-    for block_k, parts, warps, stages in itertools.product((32, 64, 128), sorted(splits), (4, 8), (2, 4)):
-        if parts * block_k <= case.state[0].shape[1] or parts == 1:
-            yield attention_config.Config(default.block_q, block_k, parts, warps, stages)
+def _attention_tiles(case: Case, best: attention_config.Config) -> Iterator[attention_config.Config]:
+    del case
+    for block_k, warps in itertools.product((32, 64, 128), (4, 8)):
+        yield dataclasses.replace(best, block_k=block_k, warps=warps)
+
+
+def _attention_parts(case: Case, best: attention_config.Config) -> Iterator[attention_config.Config]:
+    slots = case.state[0].shape[1]
+    for splits in (best.splits // 2, best.splits * 2, best.splits * 4):
+        if splits and splits * best.block_k <= slots:
+            yield dataclasses.replace(best, splits=splits)
+
+
+def _attention_rows(case: Case, best: attention_config.Config) -> Iterator[attention_config.Config]:
+    most = attention_config.power_of_two(case.sizes["T"] * case.sizes["G"])
+    for block_q in (best.block_q // 2, best.block_q * 2):
+        if 16 <= block_q <= min(most, 128):
+            yield dataclasses.replace(best, block_q=block_q)
+
+
+def _stages(case: Case, best: Any) -> Iterator[Any]:
+    del case
+    for stages in (best.stages - 1, best.stages + 1):
+        if stages:
+            yield dataclasses.replace(best, stages=stages)
 
 
 def _attention_call(case: Case, sizes: attention_config.Config) -> Any:
@@ -178,13 +238,22 @@ def _swiglu_sizes(case: Case) -> tuple[int, int, int, int]:
     return case.sizes["T"], case.sizes["D"], case.sizes["F"], case.operands[2].dtype.itemsize
 
 
-def _swiglu_candidates(case: Case, default: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
+def _swiglu_tiles(case: Case, best: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
+    for block_f, warps in itertools.product((16, 32, 64), (4, 8)):
+        yield from _if_it_fits(case, dataclasses.replace(best, block_f=block_f, warps=warps))
+
+
+def _swiglu_inputs(case: Case, best: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
+    for block_k, stages in itertools.product((64, 128), (3, 4, 6)):
+        yield from _if_it_fits(case, dataclasses.replace(best, block_k=block_k, stages=stages))
+
+
+def _if_it_fits(case: Case, sizes: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
+    """Into an H100's shared memory: else it would only fail to compile."""
     rows, _, _, itemsize = _swiglu_sizes(case)
-    rows = swiglu_config.block_rows(rows)
-    for block_f, block_k, warps, stages in itertools.product((16, 32, 64), (64, 128), (4, 8), (3, 4, 6)):
-        # What does not fit into an H100's shared memory would only fail to compile.
-        if stages * swiglu_config.step_bytes(rows, block_f, block_k, itemsize) <= 220 << 10:
-            yield swiglu_config.Config(block_f, block_k, warps, stages)
+    step = swiglu_config.step_bytes(swiglu_config.block_rows(rows), sizes.block_f, sizes.block_k, itemsize)
+    if sizes.stages * step <= 220 << 10:
+        yield sizes
 
 
 def _swiglu_call(case: Case, sizes: swiglu_config.Config) -> Any:
@@ -201,13 +270,17 @@ def _swiglu_call(case: Case, sizes: swiglu_config.Config) -> Any:
 
 OPERATIONS = {
     "tree_attention": Operation(
-        attention_config.TABLE, _attention_bucket, _attention_default, _attention_candidates, _attention_call
+        attention_config.TABLE,
+        _attention_bucket,
+        _attention_default,
+        (_attention_tiles, _attention_parts, _attention_rows, _stages),
+        _attention_call,
     ),
     "swiglu": Operation(
         swiglu_config.TABLE,
         lambda case: swiglu_config.bucket(*_swiglu_sizes(case)),
-        lambda kind, case: swiglu_config.choose(kind, *_swiglu_sizes(case)),
-        _swiglu_candidates,
+        lambda kind, _, case: swiglu_config.choose(kind, *_swiglu_sizes(case)),
+        (_swiglu_tiles, _swiglu_inputs),
         _swiglu_call,
     ),
 }

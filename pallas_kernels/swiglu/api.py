@@ -1,5 +1,8 @@
 """Gate and up projection of a SwiGLU block, fused with the activation that joins them and the norm before them."""
 
+from types import ModuleType
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +11,7 @@ from pallas_kernels.linear.api import check_operands, live_rows, native_weight
 from pallas_kernels.linear.blocks import Weight
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.swiglu import reference
+from pallas_kernels.swiglu.config import MAX_ROWS
 
 
 def swiglu(x: jax.Array, gate_up: Weight, live: jax.Array | None = None) -> jax.Array:  # [T, I], [2F, I] -> [T, F]
@@ -24,10 +28,8 @@ def swiglu(x: jax.Array, gate_up: Weight, live: jax.Array | None = None) -> jax.
     _check(x, gate_up)
     kernels = registry.current()
     if not kernels.native:
-        fused = kernels.implementation("swiglu")
-        if fused is not None and fused.supports(x, gate_up):
-            return fused.swiglu(x, gate_up)
-        return reference.swiglu(x, gate_up)
+        fused = _find(x, gate_up)
+        return (fused or reference).swiglu(x, gate_up)
     data, weight_format = native_weight(gate_up)
     out = jax.ShapeDtypeStruct((x.shape[0], gate_up.shape[0] // 2), jnp.float32)
     return native.call(
@@ -51,11 +53,15 @@ def norm_swiglu(
       ValueError: shapes do not fit together.
     """
     _check(x, gate_up)
-    kernels = registry.current()
-    fused = None if kernels.native else kernels.implementation("swiglu")
-    if fused is None or scale.shape != x.shape[1:] or not fused.supports(x, gate_up, scale, eps):
+    fused = _find(x, gate_up, scale, eps) if scale.shape == x.shape[1:] else None
+    if fused is None:
         return swiglu(rms_norm(x, scale, eps), gate_up, live)
     return fused.swiglu(x, gate_up, scale, eps)
+
+
+def _find(x: jax.Array, gate_up: Weight, *norm: Any) -> ModuleType | None:
+    """The GPU kernels that take a call; many rows are XLA's without asking, and without a word to users."""
+    return registry.current().find("swiglu", x, gate_up, *norm) if x.shape[0] <= MAX_ROWS else None
 
 
 def _check(x: jax.Array, gate_up: Weight) -> None:

@@ -1,16 +1,11 @@
-"""Block sizes of the fused kernels: a tuned table for each kind of GPU, and a heuristic for everything else.
-
-The table is `pallas_kernels/tuned/swiglu.json`, written by tools/tune_kernels.py:
-`{device kind: {bucket: {"block_f": .., "block_k": .., "warps": .., "stages": ..}}}`, with `bucket` from the function
-of that name.
-"""
+"""Block sizes of the fused kernels: a tuned table for each kind of GPU, and a heuristic for everything else."""
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 
-TABLE = Path(__file__).parents[1] / "tuned" / "swiglu.json"
+from pallas_kernels import tables
+
+TABLE = tables.FOLDER / "swiglu.json"
 
 # More rows are bound by arithmetic, for which XLA's products are made.
 MAX_ROWS = 64
@@ -60,8 +55,8 @@ def choose(device_kind: str, T: int, D: int, F: int, itemsize: int = 2) -> Confi
       F: output columns.
       itemsize: bytes of a weight.
     """
-    found = _load_table().get(device_kind, {}).get(bucket(T, D, F, itemsize))
-    return _guess(block_rows(T), D, F, itemsize) if found is None else Config(**found)
+    found = load_table().get(device_kind, {}).get(bucket(T, D, F, itemsize))
+    return found or _guess(block_rows(T), D, F, itemsize)
 
 
 def bucket(T: int, D: int, F: int, itemsize: int = 2) -> str:
@@ -93,5 +88,10 @@ def _guess(rows: int, D: int, F: int, itemsize: int) -> Config:
 
 
 @functools.cache
-def _load_table() -> dict[str, dict[str, dict[str, int]]]:
-    return json.loads(TABLE.read_text()) if TABLE.is_file() else {}
+def load_table() -> dict[str, dict[str, Config]]:
+    """The tuned table.
+
+    Raises:
+      ValueError: see `tables.load_table`.
+    """
+    return tables.load_table(TABLE, Config)

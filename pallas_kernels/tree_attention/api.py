@@ -45,7 +45,8 @@ def tree_attention(
       length: committed prefix length.
       window_mask: row t sees window slot j; None for a causal chunk.
       position: logical position of each row, by which the sliding window cuts the prefix; None for a causal chunk.
-      offset: row t is written at slot `length + offset + t`, all of them within the cache; None is 0.
+      offset: row t is written at slot `length + offset + t`, all of them within the cache; None is 0, as it is for a
+        causal chunk and where the window is no wider than the rows.
       sliding_window: positions a row sees, itself included; None for all.
       live: rows that matter, at least 1; the rest comes out arbitrary but finite. None for all.
       write_only: only the cache is wanted; the first result is arbitrary.
@@ -58,17 +59,16 @@ def tree_attention(
     Raises:
       ValueError: shapes do not fit together.
     """
-    _check(qkv, cos, sin, key, value, window_mask, position)
+    _check(qkv, cos, sin, key, value, window_mask, position, offset)
     kernels = registry.current()
     if not kernels.native:
         operands = (qkv, cos, sin, key, value, length, window_mask, position)
         options: dict[str, Any] = {
             "offset": offset, "sliding_window": sliding_window, "live": live, "write_only": write_only,
         }  # fmt: skip
-        fused = kernels.implementation("tree_attention")
-        if fused is not None and fused.supports(*operands, **options):
-            return fused.tree_attention(*operands, **options)
-        return xla.tree_attention(*operands, **options)
+        # Where nothing is attended to, XLA's update in place is as good as any.
+        fused = None if write_only else kernels.find("tree_attention", *operands, **options)
+        return (fused or xla).tree_attention(*operands, **options)
     T, K, rows, H = qkv.shape
     return native.call(
         "tree_attention",
@@ -85,7 +85,7 @@ def tree_attention(
     )  # fmt: skip
 
 
-def _check(qkv, cos, sin, key, value, window_mask, position) -> None:
+def _check(qkv, cos, sin, key, value, window_mask, position, offset) -> None:
     if qkv.ndim != 4 or qkv.shape[2] < 3 or qkv.dtype != jnp.float32:
         raise ValueError(f"qkv must be float32 [T, K, G + 2, H], got {qkv.dtype} {qkv.shape}")
     T, K, _, H = qkv.shape
@@ -103,8 +103,12 @@ def _check(qkv, cos, sin, key, value, window_mask, position) -> None:
     if (window_mask is None) != (position is None):
         raise ValueError("window_mask and position are given together, or neither for a causal chunk")
     if window_mask is None:
+        if offset is not None:
+            raise ValueError("a causal chunk lies right behind the prefix: it takes no offset")
         return
     if window_mask.ndim != 2 or len(window_mask) != T or window_mask.dtype != bool:
         raise ValueError(f"window_mask must be bool [{T}, W], got {window_mask.dtype} {window_mask.shape}")
     if position.shape != (T,) or position.dtype != jnp.int32:
         raise ValueError(f"position must be int32 [{T}], got {position.dtype} {position.shape}")
+    if offset is None and window_mask.shape[1] > T:
+        raise ValueError(f"a window of {window_mask.shape[1]} slots for {T} rows needs the rows' offset in it")

@@ -1,23 +1,12 @@
-"""Block sizes of the Triton attention: a tuned table for each kind of GPU, and a heuristic for everything else.
-
-The table is `pallas_kernels/tuned/tree_attention_triton.json`, written by tools/tune_kernels.py:
-`{device kind: {bucket: {"block_q": .., "block_k": .., "splits": .., "warps": .., "stages": ..}}}`, with `bucket` from
-the function of that name.
-"""
+"""Block sizes of the Triton attention: a tuned table for each kind of GPU, and a heuristic for everything else."""
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
+import math
 
-TABLE = Path(__file__).parents[1] / "tuned" / "tree_attention_triton.json"
+from pallas_kernels import tables
 
-# Streaming multiprocessors, by a part of JAX's name of the device.
-MULTIPROCESSORS = {
-    "H100": 132, "H200": 132, "H20": 78, "GH200": 132, "A100": 108, "A10G": 80, "A30": 56, "A40": 84, "A6000": 84,
-    "L40": 142, "L4": 58, "3090": 82, "4090": 128, "5090": 170, "B200": 148, "B100": 148,
-}  # fmt: skip
-SMALLEST_GPU = 64  # of an unknown name
+TABLE = tables.FOLDER / "tree_attention_triton.json"
 
 # A program's tiles of queries, keys and values must fit into the shared memory of the smallest GPU: 99 KiB on consumer
 # Ampere and Ada.
@@ -51,12 +40,14 @@ class Config:
 
 
 def choose(
-    device_kind: str, T: int, group: int, head_width: int, slots: int, *, kv_heads: int = 8, itemsize: int = 2
-) -> Config:
+    device_kind: str, multiprocessors: int, T: int, group: int, head_width: int, slots: int,
+    *, kv_heads: int = 8, itemsize: int = 2,
+) -> Config:  # fmt: skip
     """Block sizes for one call.
 
     Args:
       device_kind: JAX's name of the GPU.
+      multiprocessors: of the GPU.
       T: rows.
       group: query heads per KV head.
       head_width: H.
@@ -64,9 +55,9 @@ def choose(
       kv_heads: K, of this shard.
       itemsize: bytes of a number of the cache.
     """
-    tuned = _load_table().get(device_kind, {}).get(bucket(T, group, head_width, slots, kv_heads, itemsize))
+    tuned = load_table().get(device_kind, {}).get(bucket(T, group, head_width, slots, kv_heads, itemsize))
     if tuned is not None:
-        return Config(**tuned)
+        return tuned
     width = max(power_of_two(head_width), 16)
     # Results stay in registers. Full float32 products go through them too, and large tiles would overflow them.
     most_q, most_k = (min(128, 16384 // width), 64) if itemsize == 2 else (32, 32)
@@ -78,22 +69,18 @@ def choose(
     stages = min(max(left // (block_k * pair), 1), 3) + 1
     programs = kv_heads * -(-T * group // block_q)
     # Two programs on each multiprocessor hide each other's waits; parts of fewer than two tiles are not worth a merge.
-    splits = min(2 * multiprocessors(device_kind) // programs, slots // (2 * block_k), 64)
+    splits = min(2 * multiprocessors // programs, slots // (2 * block_k), 64)
     return Config(block_q, block_k, _floor_power(max(splits, 1)), 8 if block_q * width >= 8192 else 4, stages)
 
 
 def bucket(T: int, group: int, head_width: int, slots: int, kv_heads: int, itemsize: int = 2) -> str:
-    """Name of the table's row for calls like this one; rows and slots count as the next power of two."""
-    return f"T{power_of_two(T)} G{group} H{head_width} S{power_of_two(slots)} K{kv_heads} x{itemsize}"
+    """Name of the table's row for calls like this one.
 
-
-def multiprocessors(device_kind: str) -> int:
-    """Streaming multiprocessors of a GPU."""
-    # The longest name first: GH200 holds H20.
-    for name in sorted(MULTIPROCESSORS, key=len, reverse=True):
-        if name in device_kind:
-            return MULTIPROCESSORS[name]
-    return SMALLEST_GPU
+    Rows count as the next power of two, as tiles do. Slots count as the nearest one: caches have a power of two of
+    them, or a prompt's and the tokens' that follow it.
+    """
+    near = 1 << round(math.log2(slots))
+    return f"T{power_of_two(T)} G{group} H{head_width} S{near} K{kv_heads} x{itemsize}"
 
 
 def power_of_two(number: int) -> int:
@@ -106,5 +93,10 @@ def _floor_power(number: int) -> int:
 
 
 @functools.cache
-def _load_table() -> dict[str, dict[str, dict[str, int]]]:
-    return json.loads(TABLE.read_text()) if TABLE.is_file() else {}
+def load_table() -> dict[str, dict[str, Config]]:
+    """The tuned table.
+
+    Raises:
+      ValueError: see `tables.load_table`.
+    """
+    return tables.load_table(TABLE, Config)

@@ -23,12 +23,11 @@ from pallas_kernels.tree_attention.reference import MASKED
 WIDTHS = (64, 128)
 # Of the 227 KiB of shared memory that a CTA of Hopper may have, some is for barriers and reductions over warps.
 SHARED_BYTES = 223 * 1024
-MULTIPROCESSORS = 132  # of an H100 SXM or H200; each runs one CTA at a time
 MOST_PARTS = 32  # more would take longer to merge than they save
 MOST_STAGES = 4
 
 
-def choose_config(rows: int, heads: int, width: int, slots: int, words: int) -> Config | None:
+def choose_config(rows: int, heads: int, width: int, slots: int, words: int, *, multiprocessors: int) -> Config | None:
     """Cut up the work of `rows` query rows for each of `heads` KV heads, or None if it does not fit.
 
     Args:
@@ -37,10 +36,11 @@ def choose_config(rows: int, heads: int, width: int, slots: int, words: int) -> 
       width: of a head.
       slots: of the cache.
       words: of mask bits for each row.
+      multiprocessors: of the GPU, each of which runs one CTA at a time.
     """
     groups = 1 if rows <= TILE else 2
     blocks = -(-rows // (groups * TILE))
-    parts = max(1, min(MOST_PARTS, MULTIPROCESSORS // (heads * blocks), -(-slots // TILE)))
+    parts = max(1, min(MOST_PARTS, multiprocessors // (heads * blocks), -(-slots // TILE)))
     for stages in range(MOST_STAGES, 1, -1):
         config = Config(groups, parts, stages)
         if shared_bytes(config, width, words) <= SHARED_BYTES:
@@ -59,7 +59,8 @@ def supports(
     if write_only or T == 0 or key.dtype != jnp.bfloat16 or H not in WIDTHS or slots < TILE or slots % 8:
         return False
     window = T if window_mask is None else window_mask.shape[1]
-    return choose_config(T * (heads - 2), K, H, slots, _count_words(window, sliding_window)) is not None
+    words, processors = _count_words(window, sliding_window), registry.current().multiprocessors
+    return choose_config(T * (heads - 2), K, H, slots, words, multiprocessors=processors) is not None
 
 
 def tree_attention(
@@ -84,13 +85,14 @@ def tree_attention(
     elif offset is None:
         used = window_mask.shape[1]
     words = _count_words(window_mask.shape[1], sliding_window)
-    config = config or choose_config(T * G, K, H, key.shape[1], words)
+    kernels = registry.current()
+    config = config or choose_config(T * G, K, H, key.shape[1], words, multiprocessors=kernels.multiprocessors)
     assert config is not None, "what it does not support goes elsewhere"
 
     filled = -(-T * G // (config.groups * TILE)) * config.groups * TILE
     query = reference.fold_rows(xla.rotate(query, cos, sin)).astype(key.dtype)
     interpret = None
-    if registry.current().interpret:
+    if kernels.interpret:
         # TMA fills with zeros what lies behind the end of an array; the interpreter with NaN, which shows more.
         interpret = _compat.mosaic_interpreter(out_of_bounds_reads="uninitialized")
     with jax.named_scope("tree_attention/mosaic"):

@@ -60,7 +60,9 @@ def tree_attention(
     del write_only
     T, K, rows, H = qkv.shape
     G, S, kernels = rows - 2, key.shape[1], registry.current()
-    config = config or choose(kernels.device_kind, T, G, H, S, kv_heads=K, itemsize=key.dtype.itemsize)
+    config = config or choose(
+        kernels.device_kind, kernels.multiprocessors, T, G, H, S, kv_heads=K, itemsize=key.dtype.itemsize
+    )
     call = Call(T, K, G, H, S, config, window_mask is None, offset is not None, sliding_window)
     words, call = _pack_window(call, window_mask, offset)
     numbers = [length, 0 if offset is None else offset, T if live is None else jnp.minimum(live, T)]
@@ -369,8 +371,10 @@ def _add_new_rows(
     values = plt.load(qkv.at[row[:, None], kv_head, call.G + 1, column[None, :]], mask=mask, other=0.0)
     values = _finite(values).astype(new_value.dtype)
     place = (kv_head, first + row[:, None], column[None, :])
-    plt.store(new_key.at[place], keys, mask=mask & writes)
-    plt.store(new_value.at[place], values, mask=mask & writes)
+    # Behind a KV head's last slot lies the next head's first.
+    inside = mask & writes & (first + row < call.S)[:, None]
+    plt.store(new_key.at[place], keys, mask=inside)
+    plt.store(new_value.at[place], values, mask=inside)
     if call.causal:
         distance = rows.row[:, None] - row[None, :]
         seen = distance >= 0

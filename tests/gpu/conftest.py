@@ -1,7 +1,19 @@
 """Tests that need a GPU: skipped, all of them, where JAX finds none."""
 
+import os
+import sys
+from pathlib import Path
+
 import jax
 import pytest
+
+# Processes of one run share the GPU: none may take most of its memory at once, as JAX does unless told.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+# Calls of kernels and their exact results are those of the tests without a GPU.
+KERNEL_TESTS = str(Path(__file__).parents[1] / "kernels")
+if KERNEL_TESTS not in sys.path:
+    sys.path.append(KERNEL_TESTS)
 
 
 def find_gpu():

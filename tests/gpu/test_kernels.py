@@ -1,20 +1,27 @@
-"""Every kernel on the device, against the same operation in float32 on the host."""
+"""Every kernel on the device: attention against plain numpy, SwiGLU against float32 on the host."""
 
+import dataclasses
 import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import assert_attention, assert_cache, grown_case, poisoned, random_case, random_parents
 
 from pallas_kernels import registry
 from pallas_kernels.swiglu import norm_swiglu, swiglu
 from pallas_kernels.tree_attention import tree_attention
 
 ORACLE = registry.Kernels("xla", "cpu")
-# Relative to the largest number of a result: bfloat16 rounds to 2^-9, and a result is a sum of many rounded products.
-TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+# Of attention, by norm: the query and the weights are rounded to the cache's dtype. Of SwiGLU, relative to the largest
+# number: a result is a sum of rounded products.
+ROUNDING = {"bfloat16": 6e-3, "float32": 1e-5}
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 EPS = 1e-5
+
+ATTENTION = {"triton": "pallas-triton", "mosaic": "mosaic"}
+MOSAIC_WIDTHS = (64, 128)
 
 
 def kernels_for(name, device, operation, implementation):
@@ -23,67 +30,176 @@ def kernels_for(name, device, operation, implementation):
     if obstacle:
         pytest.skip(f"{name}: {obstacle}")
     kernels = registry.choose(name, "gpu", device=device)
-    assert dict(kernels.implementations).get(operation) == implementation
+    assert kernels.candidates(operation)[0] == implementation
     return kernels
 
 
 def run(function, operands, kernels, device):
-    """The results on a device, as float32 numbers."""
+    """The results on a device, as numpy."""
 
     def call(operands):
         with registry.using(kernels):
             return function(*operands)
 
     with jax.default_device(device):
-        placed = jax.device_put(operands, device)
-        return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), jax.jit(call)(placed))
+        return jax.tree.map(np.asarray, jax.jit(call)(jax.device_put(operands, device)))
 
 
-def assert_near(got, exact, dtype):
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
-        assert np.isfinite(mine).all()
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=TOLERANCE[dtype] * max(1.0, np.abs(theirs).max()))
+def attend(case, implementation, device, live=None):
+    """A case by an implementation, which takes it; numbers that are data in programs are data."""
+    kernels = kernels_for(ATTENTION[implementation], device, "tree_attention", implementation)
+    numbers = {"offset": case.offset, "live": live}
+    numbers = {name: np.int32(number) for name, number in numbers.items() if number is not None}
+    tree = () if case.mask is None else (case.mask, case.position)
+
+    def call(numbers, *operands):
+        options = {"offset": None, "live": None, "sliding_window": case.sliding_window, "write_only": False} | numbers
+        attention = (*operands[:6], *(operands[6:] or (None, None)))
+        assert kernels.find("tree_attention", *attention, **options).__name__.endswith(f".{implementation}")
+        return tree_attention(*operands, **numbers, sliding_window=case.sliding_window)
+
+    operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), *tree)
+    return run(call, (numbers, *operands), kernels, device)
+
+
+def assert_right(case, implementation, device):
+    """With NaN wherever no row may look."""
+    case = poisoned(case)
+    out, key, value = attend(case, implementation, device)
+    assert_cache(case, key, value)
+    assert_attention(case, out, key, value, ROUNDING[case.key.dtype.name])
+
+
+def implementations(width, dtypes=("bfloat16", "float32")):
+    """Pairs of implementation and dtype that take heads of a width."""
+    pairs = [("triton", dtype) for dtype in dtypes]
+    return [*pairs, ("mosaic", "bfloat16")] if width in MOSAIC_WIDTHS else pairs
+
+
+def over_implementations(shapes):
+    """Parameters of a test: shapes, which end in (K, G, H), for each implementation and dtype."""
+    return [(*pair, *shape) for shape in shapes for pair in implementations(shape[-1][2])]
+
+
+# Rows, prefix, K, G, H: lone rows, trees of one and several blocks, edges of tiles of 64 slots, odd widths.
+TREES = [
+    (1, 0, (8, 4, 128)),
+    (1, 1, (3, 3, 64)),
+    (8, 1000, (8, 4, 128)),
+    (16, 64, (3, 3, 64)),
+    (33, 63, (1, 8, 128)),
+    (64, 2900, (1, 8, 128)),
+    (128, 300, (2, 8, 64)),
+    (8, 127, (2, 2, 80)),
+    (40, 65, (1, 3, 96)),
+    (5, 129, (2, 1, 256)),
+    (1024, 700, (1, 1, 64)),
+]
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "rows", "prefix", "model"), over_implementations(TREES))
+def test_trees(gpu, implementation, dtype, rows, prefix, model):
+    rng = np.random.default_rng(rows)
+    slots = -(-(prefix + rows) // 64) * 64
+    assert_right(
+        random_case(rng, (*model, dtype), rows, prefix, random_parents(rng, rows), slots=slots), implementation, gpu
+    )
+
+
+# Positions that a row sees; new rows, prefix, older rows, slots of the window; K, G, H.
+GROWING = [
+    (None, 5, 0, 0, 70, (2, 4, 64)),
+    (None, 5, 120, 35, 70, (2, 4, 128)),
+    (7, 5, 64, 31, 70, (2, 4, 64)),
+    (200, 16, 1000, 200, 300, (1, 8, 128)),
+    (300, 8, 2000, 64, 128, (2, 2, 80)),
+]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "sliding", "rows", "prefix", "offset", "window", "model"),
+    over_implementations(GROWING),
+)
+def test_trees_that_grow(gpu, implementation, dtype, sliding, rows, prefix, offset, window, model):
+    rng = np.random.default_rng(prefix)
+    slots = -(-(prefix + window) // 64) * 64
+    assert_right(grown_case(rng, (*model, dtype), rows, prefix, offset, window, sliding, slots), implementation, gpu)
+
+
+# Positions that a row sees; rows, prefix; K, G, H.
+CHUNKS = [
+    (None, 40, 0, (2, 3, 64)),
+    (None, 512, 1000, (1, 4, 128)),
+    (7, 40, 64, (2, 3, 64)),
+    (300, 512, 1000, (1, 4, 128)),
+]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "sliding", "rows", "prefix", "model"), over_implementations(CHUNKS)
+)
+def test_causal_chunks(gpu, implementation, dtype, sliding, rows, prefix, model):
+    rng = np.random.default_rng(prefix)
+    slots = -(-(prefix + rows) // 64) * 64
+    case = random_case(rng, (*model, dtype), rows, prefix, sliding_window=sliding, slots=slots)
+    assert_right(case, implementation, gpu)
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "model"), over_implementations([((2, 3, 64),), ((1, 4, 128),)]))
+def test_live_rows(gpu, implementation, dtype, model):
+    """Garbage in the other rows reaches nothing, and what they give is finite."""
+    rng = np.random.default_rng(4)
+    case = poisoned(random_case(rng, (*model, dtype), 40, 100, random_parents(rng, 40), slots=192))
+    for live in (1, 25, 40):
+        qkv = case.qkv.copy()
+        qkv[live:] = rng.choice([np.nan, np.inf])
+        out, key, value = attend(dataclasses.replace(case, qkv=qkv), implementation, gpu, live)
+        assert np.isfinite(value[:, case.written].astype(np.float32)).all()
+        # The exact result of the other rows is not asked for, and their keys may be anything.
+        key = np.where(np.isfinite(key.astype(np.float32)), key, np.zeros_like(key))
+        assert_attention(case, out, key, value, ROUNDING[dtype], live)
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "model"), over_implementations([((2, 3, 64),)]))
+def test_one_broken_row_does_not_reach_others(gpu, implementation, dtype, model):
+    rng = np.random.default_rng(5)
+    case = random_case(rng, (*model, dtype), 13, 100, [-1] * 13, slots=192)
+    whole, *_ = attend(case, implementation, gpu)
+    others = np.arange(13) != 3
+    for garbage in (np.nan, np.inf):
+        qkv = case.qkv.copy()
+        qkv[3] = garbage
+        out, *_ = attend(dataclasses.replace(case, qkv=qkv), implementation, gpu)
+        np.testing.assert_array_equal(out[others], whole[others])
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "model"), over_implementations([((2, 4, 64),)]))
+def test_sequences_in_a_batch(gpu, implementation, dtype, model):
+    """Of different lengths; the caches are given away, as engines do."""
+    kernels = kernels_for(ATTENTION[implementation], gpu, "tree_attention", implementation)
+    rng = np.random.default_rng(7)
+    lengths = (10, 150)
+    cases = [poisoned(random_case(rng, (*model, dtype), 8, n, random_parents(rng, 8), slots=192)) for n in lengths]
+    fields = ("qkv", "cos", "sin", "length", "mask", "position")
+    rows = [np.stack([np.asarray(getattr(case, name)) for case in cases]) for name in fields]
+    rows = [x.astype(np.int32) if x.dtype == np.int64 else x for x in rows]
+    caches = [np.stack([getattr(case, name) for case in cases]) for name in ("key", "value")]
+
+    def call(caches, rows):
+        qkv, cos, sin, length, mask, position = rows
+        with registry.using(kernels):
+            return jax.vmap(tree_attention)(qkv, cos, sin, *caches, length, mask, position)
+
+    with jax.default_device(gpu):
+        given = jax.device_put(caches, gpu)
+        results = jax.tree.map(np.asarray, jax.jit(call, donate_argnums=0)(given, jax.device_put(rows, gpu)))
+    for case, out, key, value in zip(cases, *results, strict=True):
+        assert_cache(case, key, value)
+        assert_attention(case, out, key, value, ROUNDING[dtype])
 
 
 def as_float32(operands):
-    return [np.asarray(o, np.float32) if jnp.issubdtype(o.dtype, jnp.floating) else o for o in operands]
-
-
-def tree_mask(rng, rows):
-    """A random tree's ancestors, each row's own slot among them, and depths."""
-    mask, depth = np.eye(rows, dtype=bool), np.zeros(rows, np.int32)
-    for row in range(1, rows):
-        parent = rng.integers(row)
-        mask[row] |= mask[parent]
-        depth[row] = depth[parent] + 1
-    return mask, depth
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("name", "implementation"), [("pallas-triton", "triton"), ("mosaic", "mosaic")])
-@pytest.mark.parametrize(
-    ("rows", "prefix", "heads", "group", "width"),
-    [(1, 0, 8, 4, 128), (8, 1000, 8, 4, 128), (16, 64, 3, 3, 64), (64, 4097, 1, 8, 128), (128, 300, 2, 8, 64)],
-)
-def test_attention(gpu, name, implementation, dtype, rows, prefix, heads, group, width):
-    if implementation == "mosaic" and dtype == "float32":
-        pytest.skip("Mosaic's attention is for bfloat16 caches")
-    kernels = kernels_for(name, gpu, "tree_attention", implementation)
-    rng = np.random.default_rng(rows)
-    mask, depth = tree_mask(rng, rows)
-    slots = -(-(prefix + rows) // 64) * 64
-    position = (prefix + depth).astype(np.int32)
-    angle = position[:, None] * 10.0 ** -np.linspace(0, 4, width // 2)
-    cache = [rng.normal(size=(heads, slots, width)).astype(jnp.dtype(dtype)) for _ in range(2)]
-    operands = [
-        rng.normal(size=(rows, heads, group + 2, width)).astype(np.float32),
-        np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32),
-        *cache, np.int32(prefix), mask, position,
-    ]  # fmt: skip
-    got = run(tree_attention, operands, kernels, gpu)
-    exact = run(tree_attention, as_float32(operands), ORACLE, jax.devices("cpu")[0])
-    used = prefix + rows
-    assert_near((got[0], got[1][:, :used], got[2][:, :used]), (exact[0], exact[1][:, :used], exact[2][:, :used]), dtype)
+    return [np.asarray(o, np.float32) for o in operands]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -101,9 +217,11 @@ def test_swiglu(gpu, name, implementation, dtype, rows, inputs, columns):
     def normed(x, scale, weight):
         return norm_swiglu(x, scale, weight, EPS)
 
-    exact = run(normed, as_float32([x, scale, weight]), ORACLE, host)
-    assert_near(run(normed, [x, scale, weight], kernels, gpu), exact, dtype)
-    assert_near(run(swiglu, [x, weight], kernels, gpu), run(swiglu, as_float32([x, weight]), ORACLE, host), dtype)
+    for function, operands in ((normed, [x, scale, weight]), (swiglu, [x, weight])):
+        got = run(function, operands, kernels, gpu)
+        exact = run(function, as_float32(operands), ORACLE, host)
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, exact, rtol=0, atol=TOLERANCE[dtype] * np.abs(exact).max())
 
 
 def test_auto_finds_kernels(gpu):

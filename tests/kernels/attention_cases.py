@@ -52,18 +52,15 @@ def rotate(x, cos, sin):
 
 def visible(case):
     """bool `[T, S]`: which slots each row sees."""
-    seen = np.zeros((case.rows, case.key.shape[1]), bool)
-    window = case.sliding_window or 10**9
-    for row in range(case.rows):
-        position = case.length + row if case.position is None else case.position[row]
-        for slot in range(case.length):
-            seen[row, slot] = slot > position - window
-        if case.mask is None:
-            for other in range(max(0, row - window + 1), row + 1):
-                seen[row, case.length + other] = True
-        else:
-            marked = np.flatnonzero(case.mask[row])
-            seen[row, case.length + marked] = True
+    row, slot = np.arange(case.rows), np.arange(case.key.shape[1])
+    reach = case.sliding_window or 10**9
+    position = case.length + row if case.position is None else case.position
+    seen = (slot < case.length) & (slot > position[:, None] - reach)
+    distance = row[:, None] - row
+    window = (distance >= 0) & (distance < reach) if case.mask is None else case.mask
+    width = min(window.shape[1], len(slot) - case.length)
+    assert not window[:, width:].any()
+    seen[:, case.length : case.length + width] = window[:, :width]
     return seen
 
 
@@ -113,6 +110,23 @@ def expected_and_bound(case, key, value):
     return out, bound
 
 
+def poisoned(case):
+    """The case with NaN in every slot that no row sees, and in those that rows are written at."""
+    hidden = ~visible(case).any(axis=0)
+    hidden[case.written] = True
+    key, value = case.key.copy(), case.value.copy()
+    key[:, hidden], value[:, hidden] = np.nan, np.nan
+    return dataclasses.replace(case, key=key, value=value)
+
+
+def assert_attention(case, out, key, value, rounding, live=None):
+    """The first `live` rows' results by norm, from the caches as they were written; the others' are finite."""
+    assert out.dtype == np.float32 and np.isfinite(out).all()
+    exact, _ = expected_and_bound(case, key, value)
+    error = np.linalg.norm((out - exact)[:live])
+    assert error <= rounding * np.linalg.norm(exact[:live]), f"length {case.length}"
+
+
 @functools.cache
 def rope(width):
     """Tables for every position, so that a row's depend on nothing else."""
@@ -131,7 +145,11 @@ def random_parents(rng, rows):
 
 def path_to(parents, row):
     """Rows from a root down to `row`."""
-    return [] if row < 0 else [*path_to(parents, parents[row]), row]
+    path = []
+    while row >= 0:
+        path.append(row)
+        row = parents[row]
+    return path[::-1]
 
 
 def tree_mask(parents, sliding_window=None, width=None):
@@ -160,3 +178,15 @@ def random_case(rng, model, rows, length, parents=None, sliding_window=None, slo
     cos, sin = (table[length + depth] for table in rope(H))
     key, value = key.astype(DTYPES[dtype]), value.astype(DTYPES[dtype])
     return Case(qkv, cos, sin, key, value, length, mask, position, sliding_window=sliding_window)
+
+
+def grown_case(rng, model, rows, length, offset, width, sliding_window=None, slots=512):
+    """Rows `[offset, offset + rows)` of a random tree in a window of `width` slots.
+
+    Earlier passes wrote the rows before them, some of which are on nobody's path.
+    """
+    mask, depth = tree_mask(random_parents(rng, offset + rows), sliding_window, width)
+    new = slice(offset, offset + rows)
+    case = random_case(rng, model, rows, length, [-1] * rows, sliding_window, slots)
+    cos, sin = (table[length + depth[new]] for table in rope(model[2]))
+    return dataclasses.replace(case, cos=cos, sin=sin, mask=mask[new], position=length + depth[new], offset=offset)

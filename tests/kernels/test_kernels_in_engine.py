@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 from tiny_models import FAMILIES, RandomSource, quick_compilation
 
 from jaxspec.checkpoint.load import load_foreign
@@ -15,10 +16,13 @@ from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.placement import Placement
 from pallas_kernels.registry import Kernels
+from pallas_kernels.swiglu import triton as triton_swiglu
+from pallas_kernels.tree_attention import triton as triton_attention
 
 XLA = Kernels("xla", "cpu")
+# On a GPU live rows are data; on a CPU each of a few numbers of rows is a branch of its own.
 TRITON = Kernels(
-    "pallas-triton", "cpu", implementations=(("tree_attention", "triton"), ("swiglu", "triton")), capability=(8, 0),
+    "pallas-triton", "gpu", implementations=(("tree_attention", "triton"), ("swiglu", "triton")), capability=(8, 0),
     interpret=True,
 )  # fmt: skip
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, 101, 40)]
@@ -40,6 +44,28 @@ def decode(kernels, method):
         return [token for emitted in engine.rounds(given, PROMPT, options, seed=0) for token in emitted.tokens]
 
 
-def test_triton():
-    """The tree of the draft grows in its window, the target verifies it at once."""
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of the kernels as they come to a program: operation, rows, and what is data beside them."""
+    found = set()
+    attend, project = triton_attention._attend, triton_swiglu.swiglu
+
+    def record_attention(call, operands, interpret):
+        found.add(("tree_attention", call.T, "grown" if call.grown else "chunk" if call.causal else "tree"))
+        return attend(call, operands, interpret)
+
+    def record_swiglu(x, *rest):
+        found.add(("swiglu", len(x), "norm" if len(rest) > 1 else "plain"))
+        return project(x, *rest)
+
+    monkeypatch.setattr(triton_attention, "_attend", record_attention)
+    monkeypatch.setattr(triton_swiglu, "swiglu", record_swiglu)
+    return found
+
+
+def test_triton(calls):
+    """The tree of the draft grows in its window, the target verifies it at once; both through the kernels."""
     assert decode(TRITON, SpecExec(6, width=2, depth=3)) == decode(XLA, Autoregressive())
+    # The root and six nodes; two nodes of the draft at a time, behind the window's older ones.
+    assert ("tree_attention", 7, "tree") in calls and ("swiglu", 7, "norm") in calls
+    assert ("tree_attention", 2, "grown") in calls and ("swiglu", 2, "norm") in calls

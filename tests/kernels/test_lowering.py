@@ -27,7 +27,7 @@ def lower(function, operands, capability):
     device_kind, cores = DEVICES[capability]
     kernels = registry.Kernels(
         "pallas-triton", "gpu", implementations=(("tree_attention", "triton"),), capability=capability,
-        device_kind=device_kind,
+        device_kind=device_kind, multiprocessors=cores,
     )  # fmt: skip
     with registry.using(kernels), _compat.lowering_for(device_kind, cores):
         lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
@@ -60,7 +60,8 @@ def test_trees(model, capability):
     for T, slots in ((1, 1024), (8, 1024), (64, 8192)):
         modules = lower(tree_attention, operands(T, *MODELS[model], slots), capability)
         # The second one merges the parts of the prefix.
-        splits = choose(DEVICES[capability][0], T, *MODELS[model][1:], slots, kv_heads=MODELS[model][0]).splits
+        K, G, H = MODELS[model]
+        splits = choose(*DEVICES[capability], T, G, H, slots, kv_heads=K).splits
         assert len(modules) == (1 if splits == 1 else 2)
         assert_valid(modules)
 

@@ -28,12 +28,15 @@ from kernel_cases import (
     random_weight,
     run_native,
 )
+from tiny_models import quick_compilation
 
-from pallas_kernels import KERNEL_NAMES, native, registry, self_check
+from pallas_kernels import KERNEL_NAMES, _compat, kernel_check, native, registry, self_check
 from pallas_kernels.linear import linear
 from pallas_kernels.native import library
 from pallas_kernels.registry import Kernels, choose, current, using
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.swiglu import swiglu
+from pallas_kernels.tree_attention import config, tree_attention, triton
 
 WARNING = "no native CPU kernels, decoding goes through XLA: "
 
@@ -92,8 +95,8 @@ def test_choices_that_are_refused():
             choose(name, "cpu")
 
 
-def gpu(capability, kind="NVIDIA GPU"):
-    return types.SimpleNamespace(device_kind=kind, compute_capability=capability)
+def gpu(capability, kind="NVIDIA GPU", **known):
+    return types.SimpleNamespace(device_kind=kind, compute_capability=capability, **known)
 
 
 @pytest.fixture
@@ -113,13 +116,14 @@ def gpu_kernels(monkeypatch):
 
 def chosen(name, capability):
     kernels = choose(name, "gpu", 1, gpu(capability))
-    return kernels.name, dict(kernels.implementations)
+    operations = dict.fromkeys(operation for operation, _ in kernels.implementations)
+    return kernels.name, {operation: kernels.candidates(operation) for operation in operations}
 
 
 def test_choice_on_gpus(gpu_kernels, warnings):
-    triton, mosaic = "triton", "mosaic"
-    both = {"tree_attention": triton, "swiglu": "jax_triton"}
-    assert chosen("auto", "9.0") == ("mosaic", both | {"tree_attention": mosaic})
+    triton, mosaic = ("triton",), ("mosaic",)
+    both = {"tree_attention": triton, "swiglu": ("triton", "jax_triton")}
+    assert chosen("auto", "9.0") == ("mosaic", both | {"tree_attention": mosaic + triton})
     for capability in ("8.0", "8.9", "10.0", "12.0"):
         assert chosen("auto", capability) == ("pallas-triton", both)
     # Older ones, and those of other makers.
@@ -127,11 +131,14 @@ def test_choice_on_gpus(gpu_kernels, warnings):
         assert choose("auto", "gpu", 1, gpu(capability)).name == "xla"
         assert choose("auto", "gpu", 1, gpu(capability)).implementations == ()
     assert chosen("pallas-triton", "9.0") == ("pallas-triton", {"tree_attention": triton, "swiglu": triton})
-    assert chosen("mosaic", "9.0") == ("mosaic", {"tree_attention": mosaic, "swiglu": "jax_triton"})
-    assert chosen("jax-triton", "8.6") == ("jax-triton", both)
+    assert chosen("mosaic", "9.0") == ("mosaic", both | {"tree_attention": mosaic})
+    assert chosen("jax-triton", "8.6") == ("jax-triton", both | {"swiglu": ("jax_triton",)})
+    assert [choose(name, "gpu", 1, gpu("9.0")).own for name in ("auto", "mosaic")] == [None, "mosaic"]
     kernels = choose("auto", "gpu", 4, gpu("9.0", "NVIDIA H100 80GB HBM3"))
     assert kernels.capability == (9, 0) and kernels.device_kind == "NVIDIA H100 80GB HBM3"
     assert kernels.platform == "gpu" and not kernels.native and not kernels.interpret
+    assert kernels.multiprocessors == 64
+    assert choose("auto", "gpu", 1, gpu("9.0", core_count=78)).multiprocessors == 78
     assert hash(kernels) == hash(choose("auto", "gpu", 1, gpu("9.0", "NVIDIA H100 80GB HBM3")))
     assert warnings() == []
 
@@ -152,8 +159,9 @@ def test_without_jax_triton(gpu_kernels, warnings, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else object())
     with pytest.raises(ValueError, match=r"not installed: jax_triton; pip install 'jaxspec-decode\[jax-triton\]'"):
         choose("jax-triton", "gpu", 1, gpu("9.0"))
+    attention = {"auto": ("mosaic", "triton"), "mosaic": ("mosaic",)}
     for name in ("auto", "mosaic"):
-        assert chosen(name, "9.0") == ("mosaic", {"tree_attention": "mosaic", "swiglu": "triton"})
+        assert chosen(name, "9.0") == ("mosaic", {"tree_attention": attention[name], "swiglu": ("triton",)})
     # Nobody asked for it.
     assert warnings() == []
 
@@ -164,7 +172,9 @@ def test_gpu_kernels_that_fail_their_check(gpu_kernels, warnings):
         choose("mosaic", "gpu", 1, gpu("9.0"))
     assert warnings() == []
     for _ in range(2):
-        assert chosen("auto", "9.0") == ("pallas-triton", {"tree_attention": "triton", "swiglu": "jax_triton"})
+        assert chosen("auto", "9.0") == (
+            "pallas-triton", {"tree_attention": ("triton",), "swiglu": ("triton", "jax_triton")}
+        )  # fmt: skip
     assert warnings() == ["a GPU kernel is not used: tree_attention by mosaic fails"]
     gpu_kernels.failing.update({("tree_attention", "triton"), ("swiglu", "jax_triton"), ("swiglu", "triton")})
     assert choose("auto", "gpu", 1, gpu("9.0")).name == "xla"
@@ -177,20 +187,138 @@ def test_gpu_kernels_that_fail_their_check(gpu_kernels, warnings):
 INTERPRETER = Kernels("xla", "gpu", capability=(9, 0), interpret=True)
 
 
+def abstract_attention(H, dtype, **options):
+    """Operands of eight rows, as far as implementations look at them, and options."""
+    shape = jax.ShapeDtypeStruct
+    cache = shape((2, 512, H), dtype)
+    table = shape((8, H // 2), np.float32)
+    operands = (
+        shape((8, 2, 4, H), np.float32), table, table, cache, cache,
+        shape((), np.int32), shape((8, 8), bool), shape((8,), np.int32),
+    )  # fmt: skip
+    return operands, {"offset": None, "sliding_window": None, "live": None, "write_only": False} | options
+
+
+def test_what_the_best_implementation_does_not_take_goes_to_the_next(gpu_kernels, warnings, monkeypatch):
+    """Also where it comes to a program; who asked for one by name is told once."""
+    monkeypatch.setattr(registry, "_own_calls", {})
+    bfloat16 = jax.numpy.bfloat16
+
+    def found(kernels, *call):
+        operands, options = abstract_attention(*call)
+        module = kernels.find("tree_attention", *operands, **options)
+        return module and module.__name__.rpartition(".")[2]
+
+    calls = ((64, bfloat16), (128, bfloat16), (64, np.float32), (96, bfloat16), (256, bfloat16), (512, bfloat16))
+    auto = choose("auto", "gpu", 1, gpu("9.0"))
+    assert [found(auto, *call) for call in calls] == ["mosaic", "mosaic", "triton", "triton", "triton", None]
+    assert warnings() == []
+    asked = choose("mosaic", "gpu", 1, gpu("9.0"))
+    assert [found(asked, *call) for call in calls[:3]] == ["mosaic", "mosaic", None]
+    (message,) = warnings()
+    assert "kernels 'mosaic' were asked for, but do not take tree_attention of float32[8, 2, 4, 64]" in message
+    assert found(asked, *calls[3]) is None and len(warnings()) == 1
+    (calls_of_attention,) = asked.own_calls().values()
+    assert calls_of_attention.taken and calls_of_attention.refused.startswith("tree_attention of float32[8, 2, 4, 64]")
+    assert auto.own_calls() == {}
+    assert found(choose("pallas-triton", "gpu", 1, gpu("9.0")), *calls[2]) == "triton"
+    operands, _ = abstract_attention(*calls[2])
+    with using(auto), _compat.lowering_for("NVIDIA H100 80GB HBM3", 132):
+        text = jax.jit(tree_attention).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla.gpu.triton" in text
+
+
+def test_no_word_of_what_is_left_to_xla_by_design(gpu_kernels, warnings, monkeypatch):
+    monkeypatch.setattr(registry, "_own_calls", {})
+    operands, _ = abstract_attention(64, np.float32)
+    rows, weight = jax.ShapeDtypeStruct((65, 64), np.float32), jax.ShapeDtypeStruct((96, 64), np.float32)
+    with using(choose("mosaic", "gpu", 1, gpu("9.0"))):
+        jax.eval_shape(lambda *operands: tree_attention(*operands, write_only=True), *operands)
+    with using(choose("jax-triton", "gpu", 1, gpu("9.0"))):
+        jax.eval_shape(swiglu, rows, weight)
+    assert warnings() == []
+
+
+@pytest.fixture
+def compiled_quickly():
+    with quick_compilation():
+        yield
+
+
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("operation", ["tree_attention", "swiglu"])
 def test_the_check_of_gpu_kernels(monkeypatch, operation):
     """In the interpreter; a kernel whose result is off, that raises, or that takes no ordinary call, is found out."""
     device = jax.devices()[0]
     find_failure = registry.find_failure.__wrapped__
     assert find_failure(operation, "triton", INTERPRETER, device) is None
+    check = kernel_check.CHECKS[operation]._replace(expect=lambda *_: {"the result": np.float32([1])})
     broken = {"the result": np.float32([np.nan])}
-    for results, problem in (
-        (lambda *_: None, "does not take ordinary operands"),
-        (lambda *_: broken, "the result is off by nan"),
-        (lambda *_: 1 / 0, r"cannot be run \(ZeroDivisionError: division by zero\)"),
+    for changed, problem in (
+        ({"takes": lambda *_: False}, "does not take .* of ordinary operands"),
+        ({"run": lambda *_: broken}, "of a .* the result is off by nan"),
+        ({"run": lambda *_: 1 / 0}, r"cannot be run \(ZeroDivisionError: division by zero\)"),
     ):
-        monkeypatch.setitem(self_check.KERNEL_CHECKS, operation, (results, lambda _: {"the result": np.float32([1])}))
+        monkeypatch.setitem(kernel_check.CHECKS, operation, check._replace(**changed))
         assert re.search(f"{operation} by triton .*{problem}", find_failure(operation, "triton", INTERPRETER, device))
+
+
+def break_marks(words, rows, word):
+    """A causal mask in a tree's place."""
+    return 32 * word + jax.numpy.arange(32)[None, :] <= rows.row[:, None]
+
+
+def break_merge(call, numbers, largest, total, values, *, interpret):
+    """The first part of the prefix in the place of all."""
+    first = values[:, 0] / total[:, 0, :, None]
+    return [first.reshape(call.K, call.T, call.G, call.H).swapaxes(0, 1)]
+
+
+def break_prefix(call, state, *_):
+    return state
+
+
+def break_old_rows(*arguments):
+    return arguments[-1]
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+@pytest.mark.parametrize(
+    ("function", "broken", "call"),
+    [
+        ("_marks", break_marks, "a tree"),
+        ("_merge", break_merge, "a tree"),
+        ("_add_old_rows", break_old_rows, "a tree"),
+        ("_attend_prefix", break_prefix, "a tree"),
+        ("_finite", lambda values: values, "a tree"),
+    ],
+)
+def test_the_check_finds_broken_attention(monkeypatch, function, broken, call):
+    """The check itself, of a kernel one of whose steps is wrong."""
+    # That call alone, which is the quickest.
+    check = kernel_check.CHECKS["tree_attention"]
+    calls = tuple(each for each in check.calls if each.name == call)
+    monkeypatch.setitem(kernel_check.CHECKS, "tree_attention", check._replace(calls=calls))
+    monkeypatch.setattr(triton, function, broken)
+    difference = kernel_check.find_kernel_difference("tree_attention", "triton", INTERPRETER, jax.devices()[0])
+    assert difference is not None and f"of {call} " in difference
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 108, 64, 58])
+def test_the_check_runs_what_decoding_runs(multiprocessors):
+    """Parts of a prefix and their merge on every GPU; more rows than a block has, and than a word has marks."""
+    chosen = {
+        call.name: config.choose(
+            "", multiprocessors, call.rows, call.group, call.width, kernel_check.SLOTS, kv_heads=kernel_check.HEADS,
+            itemsize=kernel_check.DTYPES[call.dtype].itemsize,
+        )
+        for call in kernel_check.ATTENTION
+    }  # fmt: skip
+    assert all(sizes.splits > 1 for sizes in chosen.values())
+    tree = kernel_check.ATTENTION[0]
+    assert tree.rows > triton.WORD and tree.rows * tree.group > chosen[tree.name].block_q
+    assert {call.dtype for call in kernel_check.ATTENTION} == {"bfloat16", "float32"}
+    assert {call.width for call in kernel_check.ATTENTION} == {64, 128}
 
 
 @pytest.mark.parametrize("operation", registry.SETS["auto"])
@@ -200,7 +328,7 @@ def test_every_set_names_implementations_that_exist(operation):
         for implementation in candidates[operation]:
             assert implementation in registry.NEEDS
             assert (folder / f"{implementation}.py").is_file(), name
-    assert operation in self_check.KERNEL_CHECKS
+    assert operation in kernel_check.CHECKS
     assert {*registry.SETS} == {*KERNEL_NAMES} - {"xla", "cpu"}
 
 

@@ -30,10 +30,10 @@ def test_the_table_goes_before_the_heuristic(tmp_path, monkeypatch):
     table = tmp_path / "swiglu.json"
     table.write_text(json.dumps({KIND: {bucket(8, 4096, 14336): sizes}}))
     monkeypatch.setattr(config, "TABLE", table)
-    config._load_table.cache_clear()
+    config.load_table.cache_clear()
     try:
         assert choose(KIND, 16, 4096, 14336) == Config(**sizes)  # rows of the same tile
         assert choose(KIND, 17, 4096, 14336) != Config(**sizes)
         assert choose("NVIDIA A100-SXM4-80GB", 8, 4096, 14336) != Config(**sizes)
     finally:
-        config._load_table.cache_clear()
+        config.load_table.cache_clear()

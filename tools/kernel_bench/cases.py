@@ -4,6 +4,8 @@ Letters: T rows, K KV heads, G query heads per KV head, H head width, S slots, D
 """
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,8 +107,14 @@ def swiglu_case(cfg: ModelConfig, model: str, tensor: int, T: int, dtype: Any = 
     return Case("swiglu", f"{model} TP{tensor}", {"T": T, "D": D, "F": F}, project, operands, (), {}, nbytes)
 
 
-def list_cases(operation: str, smoke: bool = False) -> list[Case]:
-    """All cases of an operation, those that the targets are about first."""
+def list_cases(operation: str, smoke: bool = False, rows: Sequence[int] | None = None) -> list[Case]:
+    """All cases of an operation, those that the targets are about first; models that share one are named together.
+
+    Args:
+      operation: its name.
+      smoke: one tiny case instead.
+      rows: T of the cases; None for those that are benchmarked.
+    """
     if smoke:
         tiny = ModelConfig("llama", 1, 64, 96, 4, 2, 32, 64, 256)
         if operation == "swiglu":
@@ -114,8 +122,16 @@ def list_cases(operation: str, smoke: bool = False) -> list[Case]:
         return [attention_case(tiny, "tiny", 1, 2, 40, jnp.float32)]
     models = [(load_preset(name), name, tensor) for name, tensor in MODELS]
     if operation == "swiglu":
-        return [swiglu_case(*model, T) for T in SWIGLU_ROWS for model in models]
-    return [attention_case(*model, T, prefix) for T in ATTENTION_ROWS for prefix in PREFIXES for model in models]
+        cases = [swiglu_case(*model, T) for T in rows or SWIGLU_ROWS for model in models]
+    else:
+        T_prefix = itertools.product(rows or ATTENTION_ROWS, PREFIXES)
+        cases = [attention_case(*model, T, prefix) for T, prefix in T_prefix for model in models]
+    found: dict[tuple[int, ...], Case] = {}
+    for case in cases:
+        same = tuple(case.sizes.values())
+        earlier = found.get(same)
+        found[same] = case if earlier is None else dataclasses.replace(earlier, model=f"{earlier.model}, {case.model}")
+    return list(found.values())
 
 
 def _random(seed: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -8,6 +8,7 @@ from jaxspec.llm import LLM, has_draft
 from jaxspec.measure.bench import BASELINE, default_methods, loading_method, make_columns, measure
 from jaxspec.measure.prompts import load_prompts, select_prompts
 from jaxspec.measure.report import make_report
+from kernel_bench.device import name_device
 from kernel_bench.parts import describe_error
 
 PROMPTS, TOKENS, REPEATS = 4, 96, 1
@@ -16,16 +17,20 @@ KEPT = ("model", "draft", "columns", "overall", "roofline", "weights", "kernels"
 
 
 def measure_decoding(model: str | None = None, smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """One row per set of kernels and method, plain decoding beside each: `jaxspec-bench`'s report, less its samples."""
+    """What there is to measure, then one row per set of kernels and method, plain decoding beside each:
+    `jaxspec-bench`'s report, less its samples."""
     drafting = not smoke and has_draft(model, None)
     names = [BASELINE] if smoke else [name for name in default_methods(drafting) if name != BASELINE]
     prompts = select_prompts(load_prompts(None), None, 1 if smoke else PROMPTS)
     sampling = SamplingParams(max_tokens=8 if smoke else TOKENS, ignore_eos=True)
-    for kernels in ("xla",) if smoke else ("auto", "xla"):
+    sets = ("xla",) if smoke else ("auto", "xla")
+    words = {(kernels, name): f"{model or 'default model'}, {kernels}, {name}" for kernels in sets for name in names}
+    yield {"name": "decode", "device": name_device(), "planned": list(words.values())}
+    for kernels in sets:
         method = loading_method(make_columns(names), drafting, given=False)
         llm = LLM(model, method=method, kernels=kernels)
         for name in names:
-            row: dict[str, Any] = {"name": f"{model or 'default model'}, {kernels}, {name}", "kernels": kernels}
+            row: dict[str, Any] = {"name": words[kernels, name], "device": name_device(), "kernels": kernels}
             try:
                 measured = measure(llm, make_columns([name]), prompts, sampling, REPEATS)
                 draft = None if llm.draft_path is None else str(llm.draft_path)

@@ -1,5 +1,7 @@
 """The implementations of an operation that this device can run."""
 
+import dataclasses
+
 import jax
 
 from pallas_kernels import registry
@@ -30,8 +32,18 @@ def find_implementations(operation: str, smoke: bool = False) -> tuple[dict[str,
         except ValueError as error:
             missing[name] = str(error)
             continue
-        if dict(kernels.implementations).get(operation) == implementation:
-            usable[name] = kernels
+        # The name alone: what it does not take should be seen, not left to another.
+        if implementation in kernels.candidates(operation):
+            usable[name] = dataclasses.replace(kernels, implementations=((operation, implementation),))
         else:
             missing[name] = f"{operation} by {implementation} fails its self-check; the log says how"
     return usable, missing
+
+
+def list_preferred(operation: str, smoke: bool = False) -> list[str]:
+    """The names in the order in which `auto` tries their implementations here."""
+    if smoke:
+        return ["pallas-triton"]
+    device = jax.devices()[0]
+    names = {implementation: name for name, implementation in SETS[operation].items()}
+    return [names[found] for found in registry.choose("auto", device.platform, device=device).candidates(operation)]

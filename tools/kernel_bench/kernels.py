@@ -1,12 +1,13 @@
 """Times of each implementation of an operation beside XLA's, against the memory roofline."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from kernel_bench.cases import Case, list_cases
-from kernel_bench.implementations import find_implementations
+from kernel_bench.device import name_device
+from kernel_bench.implementations import find_implementations, list_preferred
 from kernel_bench.parts import describe_error
 from kernel_bench.timing import Function, time_calls
 from pallas_kernels import registry
@@ -17,16 +18,29 @@ KERNEL_CALLS = ("pallas_call", "core_map", "mosaic_gpu", "triton_kernel_call")
 
 
 def measure_operation(operation: str, smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """One row per case: microseconds by implementation, or the error of one that failed."""
+    """What there is to measure, then one row per case: times by implementation, or the error of one that failed."""
     usable, missing = find_implementations(operation, smoke)
-    yield {"name": f"{operation}: implementations", "usable": list(usable), "missing": missing}
-    for case in list_cases(operation, smoke):
-        yield measure_case(case, usable, smoke)
+    preferred, cases = list_preferred(operation, smoke), list_cases(operation, smoke)
+    yield {
+        "name": f"{operation}: implementations", "device": name_device(), "usable": list(usable), "missing": missing,
+        "preferred": preferred, "planned": [case.name for case in cases],
+    }  # fmt: skip
+    for case in cases:
+        yield measure_case(case, usable, smoke, preferred)
 
 
-def measure_case(case: Case, usable: dict[str, Kernels], smoke: bool = False) -> dict[str, Any]:
-    """A row: sizes, bytes, and by implementation time and launches; what fails is named and leaves the others alone."""
-    times, errors = {}, {}
+def measure_case(
+    case: Case, usable: dict[str, Kernels], smoke: bool = False, preferred: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A row: sizes, bytes, and by implementation time and launches; what fails is named and leaves the others alone.
+
+    Args:
+      case: operation and shape.
+      usable: kernels by name.
+      smoke: see `measure_operation`.
+      preferred: names in the order in which `auto` tries them: the row's "auto" is the first that takes the shape.
+    """
+    times, errors, refused = {}, {}, set()
     for name, kernels in usable.items():
         try:
             # Fresh copies: the states of those before are used up.
@@ -34,6 +48,7 @@ def measure_case(case: Case, usable: dict[str, Kernels], smoke: bool = False) ->
             function = bind(case.function, kernels)
             if name != "xla" and not calls_kernel(function, *copies[0]):
                 errors[name] = "does not take this shape: XLA would be measured"
+                refused.add(name)
                 continue
             times[name] = time_calls(function, copies, calls=2 if smoke else 20)._asdict()
         except Exception as error:
@@ -41,6 +56,7 @@ def measure_case(case: Case, usable: dict[str, Kernels], smoke: bool = False) ->
     return {
         "name": case.name, "operation": case.operation, "model": case.model, "sizes": case.sizes,
         "bytes": case.nbytes, "times": times, "errors": errors,
+        "auto": next((name for name in preferred if name not in refused), "xla"),
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 A kernel that reads where it must not leaves its whole process without a GPU, and one that waits for ever cannot be
 interrupted. So each part runs in a child, which writes its result anew after every row; when a part fails or its time
-is up, the rows that it has are kept beside the error.
+is up, the rows that it has are kept beside the error. A part's first row may name those to come ("planned").
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Seconds that a child gets beyond its own deadline, which it looks at between rows only.
+# Seconds, at most, that a child gets beyond its own deadline, which it looks at between rows only.
 GRACE = 15.0
 TAIL = 2000  # characters of what a child wrote that are kept if it fails
 
@@ -46,14 +46,21 @@ def run_rows(name: str, rows: Callable[[], Iterable[dict[str, Any]]], path: Path
     return result
 
 
-def run_child(name: str, command: Sequence[str], path: Path, budget_s: float) -> dict[str, Any]:
+def divide_slice(seconds: float) -> tuple[float, float]:
+    """A part's budget, and the grace behind it, which together are not more than its slice of the time."""
+    grace = min(GRACE, seconds / 2)
+    return seconds - grace, grace
+
+
+def run_child(name: str, command: Sequence[str], path: Path, budget_s: float, grace_s: float = GRACE) -> dict[str, Any]:
     """Run a part in a process of its own; its result, or what there is of it.
 
     Args:
       name: of the part.
       command: writes the result to `path`, by `run_rows`.
       path: of the result.
-      budget_s: the process is ended `GRACE` seconds later.
+      budget_s: the part's own deadline.
+      grace_s: the process is ended so many seconds behind it.
     """
     start = time.monotonic()
     path.unlink(missing_ok=True)
@@ -63,23 +70,28 @@ def run_child(name: str, command: Sequence[str], path: Path, budget_s: float) ->
         command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as child:
         try:
-            _, words = child.communicate(timeout=budget_s + GRACE)
+            _, words = child.communicate(timeout=budget_s + grace_s)
             if child.returncode:
                 problem = f"ended with status {child.returncode}: {words[-TAIL:].strip()}"
         except subprocess.TimeoutExpired:
-            problem = f"did not end within {budget_s + GRACE:.0f} s and was killed"
+            problem = f"did not end within {budget_s + grace_s:.0f} s and was killed"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-    result = {"part": name, "rows": [], "error": None, "stopped": None}
-    if path.is_file():
-        result = json.loads(path.read_text(encoding="utf-8"))
-    elif problem is None:
+    if problem is None and not path.is_file():
         problem = "wrote nothing"
+    result = read_part(name, path)
     if problem is not None:
         result["error"] = problem
     result["seconds"] = time.monotonic() - start
     return result
+
+
+def read_part(name: str, path: Path) -> dict[str, Any]:
+    """What there is of a part: its rows until now."""
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    return {"part": name, "rows": [], "error": None, "stopped": None, "seconds": 0.0}
 
 
 def describe_error(error: BaseException) -> str:
@@ -90,8 +102,18 @@ def describe_error(error: BaseException) -> str:
 
 
 def _write(path: Path, result: dict[str, Any], start: float) -> None:
-    """Replace the file at once: whoever ends this process finds a whole one."""
     result["seconds"] = time.monotonic() - start
+    write_whole(path, json.dumps(result, default=str))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once: whoever ends this process leaves a whole one."""
     other = path.with_suffix(".part")
-    other.write_text(json.dumps(result, default=str), encoding="utf-8")
+    other.write_text(text, encoding="utf-8")
     other.replace(path)
+
+
+def list_unmeasured(part: dict[str, Any]) -> list[str]:
+    """Names of the rows that a part planned and did not come to."""
+    made = {row["name"] for row in part["rows"]}
+    return [name for row in part["rows"] for name in row.get("planned", ()) if name not in made]

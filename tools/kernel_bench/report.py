@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kernel_bench.parts import list_unmeasured
 from kernel_bench.targets import best_kernel, speedup
 
+OUTCOMES = ("passed", "failed", "skipped")
 WORDS = {True: "met", False: "missed", None: "not measured"}
 
 
@@ -24,6 +26,9 @@ def render(result: dict[str, Any]) -> str:
             [(v["target"], _number(v["measured"]), WORDS[v["met"]]) for v in result["targets"]],
         ),
     ]
+    tests = [row for row in parts.get("tests", {}).get("rows", ()) if "passed" in row]
+    if tests:
+        lines += ["## Tests on the device", "", *_test_table(tests)]
     for operation, title in (("tree_attention", "Tree attention"), ("swiglu", "Norm and SwiGLU")):
         rows = [row for row in parts.get(operation, {}).get("rows", ()) if "times" in row]
         if rows:
@@ -36,7 +41,11 @@ def render(result: dict[str, Any]) -> str:
         reports = [row["report"] for row in decoded if row["kernels"] == kernels]
         lines += [f"## Decoding with kernels {kernels}, {reports[0]['model']}", "", *_decode_table(reports)]
     lines += ["## Parts", "", *_table(("part", "rows", "seconds", ""), [_part(part) for part in parts.values()])]
-    errors = list(_errors(parts))
+    unmeasured = [(name, row) for name, part in parts.items() for row in list_unmeasured(part)]
+    if unmeasured:
+        lines += ["## Not measured", "", *(f"* {name}: {row}" for name, row in unmeasured), ""]
+    errors = [("targets", result["error"])] if result["error"] else []
+    errors += _errors(parts)
     if errors:
         lines += ["## What failed", "", *(f"* {where}: {' '.join(what.split())}" for where, what in errors), ""]
     return "\n".join(lines)
@@ -46,16 +55,24 @@ def _kernel_table(rows: Sequence[dict[str, Any]], bandwidth: float | None) -> li
     names = list(dict.fromkeys(name for row in rows for name in row["times"]))
     cells = []
     for row in rows:
-        best = best_kernel(row)
+        auto, best = row["auto"], best_kernel(row)
         floor = row["bytes"] / bandwidth if bandwidth else None
+        reached = row["times"].get(auto)
         sizes = " ".join(f"{name}={size}" for name, size in row["sizes"].items())
         cells.append((
             row["model"], sizes,
             *(_timing(row["times"].get(name)) for name in names),
-            _number(speedup(row)), "" if floor is None else f"{floor * 1e6:.1f}",
-            f"{floor / best[1]:.0%}" if floor and best and best[1] else "",
+            auto, _number(speedup(row, auto)), best or "-", _number(speedup(row, best)),
+            "" if floor is None else f"{floor * 1e6:.1f}",
+            f"{floor / reached['seconds']:.0%}" if floor and reached else "",
         ))  # fmt: skip
-    return _table(("model", "sizes", *names, "XLA / best", "roofline", "best of it"), cells)
+    head = ("model", "sizes", *names, "auto", "XLA / auto", "best", "XLA / best", "roofline", "auto of it")
+    return _table(head, cells)
+
+
+def _test_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    cells = [(row["name"], *(str(row[outcome]) for outcome in OUTCOMES)) for row in rows]
+    return _table(("file", *OUTCOMES), cells)
 
 
 def _step_table(rows: Sequence[dict[str, Any]], bandwidth: float | None) -> list[str]:
@@ -107,7 +124,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _timing(timing: dict[str, Any] | None) -> str:
     if timing is None:
         return "-"
-    launches = f" ({timing['launches']:.0f})" if timing["launches"] else ""
+    # Where the profiler saw nothing the time is a clock's, with gaps.
+    launches = f" ({timing['launches']:.0f})" if timing["launches"] else f" {timing['method']}"
     return f"{timing['seconds'] * 1e6:.1f}{launches}"
 
 

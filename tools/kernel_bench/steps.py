@@ -14,6 +14,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info
 from jaxspec.models.presets import load_preset
 from jaxspec.placement import Placement
+from kernel_bench.device import name_device
 from kernel_bench.parts import describe_error
 from kernel_bench.timing import median_step
 
@@ -32,18 +33,21 @@ TINY_STEPS = (("xla", 1, 40), ("xla", 2, 40))
 
 
 def measure_steps(smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """One row per kernels, rows and prefix: seconds of a pass, head included, and the bytes that it must read."""
+    """What there is to measure, then one row per kernels, rows and prefix: seconds of a pass, head included, and the
+    bytes that it must read."""
     cfg, steps, name = (TINY, TINY_STEPS, "tiny") if smoke else (load_preset(PRESET), STEPS, PRESET)
     dtype = jnp.dtype(jnp.float32 if smoke else jnp.bfloat16)
     placements = {kernels: Placement(cfg, plan_mesh(kernels=kernels), dtype) for kernels in {step[0] for step in steps}}
+    names = [f"{name}, {kernels}, T={rows}, prefix {prefix}" for kernels, rows, prefix in steps]
+    yield {"name": "steps", "device": name_device(), "planned": names}
     params = random_params(placements[steps[0][0]])
     read = weight_bytes(params)
-    for kernels, rows, prefix in steps:
+    for words, (kernels, rows, prefix) in zip(names, steps, strict=True):
         placement = placements[kernels]
         row = {
-            "name": f"{name}, {kernels}, T={rows}, prefix {prefix}", "model": name, "dtype": dtype.name,
-            "kernels": kernels, "rows": rows, "prefix": prefix,
-            "implementations": dict(placement.plan.kernels.implementations),
+            "name": words, "device": name_device(),
+            "model": name, "dtype": dtype.name, "kernels": kernels, "rows": rows, "prefix": prefix,
+            "implementations": placement.plan.kernels.implementations,
             "bytes": read + 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * prefix * dtype.itemsize,
         }  # fmt: skip
         try:

@@ -1,0 +1,279 @@
+"""A numerical check of GPU kernels on a few tiny calls, before anything relies on them.
+
+The calls are few, because each is compiled when a model is loaded, and together they run what decoding runs: older
+window rows, rows that do not matter, two words of marks, parts of a prefix and their merge, the sliding window, edges
+of tiles. Their windows weigh as much as their prefixes, else a wrong mask would hardly show. Whatever a kernel must not
+read is NaN.
+
+The expected results come from numpy; see `self_check`.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import registry
+from pallas_kernels.self_check import as_in_programs, compare
+
+Arrays = dict[str, Any]
+
+# Relative to the largest number of a result, by the dtype that is multiplied. Weights of a softmax are rounded to it
+# too. Wrong code is off by far more.
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-3}
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
+
+HEADS, SLOTS = 2, 256
+EPSILON = 1e-5
+
+
+class Attention(NamedTuple):
+    """A call of attention; see `tree_attention.api`. `required`: no kernel may leave it to others."""
+
+    name: str
+    rows: int
+    group: int
+    width: int
+    length: int
+    dtype: str
+    live: int
+    offset: int | None = None
+    sliding: int | None = None
+    causal: bool = False
+    required: bool = True
+
+    @property
+    def first(self) -> int:
+        """Slot of row 0."""
+        return self.length + (self.offset or 0)
+
+    @property
+    def new(self) -> slice:
+        """Slots of the rows that matter."""
+        return slice(self.first, self.first + self.live)
+
+
+class Swiglu(NamedTuple):
+    """A call of SwiGLU: rows, inputs and output columns."""
+
+    name: str
+    rows: int
+    inputs: int
+    columns: int
+    dtype: str
+    required: bool = True
+
+
+ATTENTION = (
+    Attention("a tree", 40, 4, 64, 5, "bfloat16", live=37, offset=3),
+    Attention("a chunk", 20, 3, 128, 150, "bfloat16", live=20, sliding=100, causal=True),
+    # Mosaic takes no such cache.
+    Attention("a float32 step", 1, 3, 64, 200, "float32", live=1, required=False),
+)
+SWIGLU = (
+    Swiglu("a few rows", 3, 256, 256, "bfloat16"),
+    Swiglu("ragged float32 rows", 40, 100, 83, "float32"),
+)
+
+
+def find_kernel_difference(operation: str, implementation: str, kernels: registry.Kernels, device: Any) -> str | None:
+    """Run one operation through a GPU kernel; what is off, and by how much, or None.
+
+    Args:
+      operation: name of its folder.
+      implementation: name of its module, called itself: the operation would quietly leave to XLA what it refuses.
+      kernels: of the GPU, or of the interpreter.
+      device: that it runs on.
+
+    Raises:
+      Exception: of any kind, where the kernel cannot be compiled or run.
+    """
+    check = CHECKS[operation]
+    with as_in_programs(kernels, device):
+        module = registry.import_implementation(operation, implementation)
+        operands = [check.make(call) for call in check.calls]
+        taken = [check.takes(module, *pair) for pair in zip(check.calls, operands, strict=True)]
+        refused = [call.name for call, yes in zip(check.calls, taken, strict=True) if call.required and not yes]
+        if refused:
+            return f"it does not take {refused[0]} of ordinary operands"
+        pairs = [(call, each) for call, each, yes in zip(check.calls, operands, taken, strict=True) if yes]
+
+        def run(operands: list[Arrays]) -> list[Any]:
+            return [check.run(module, call, each) for (call, _), each in zip(pairs, operands, strict=True)]
+
+        results = jax.tree.map(np.asarray, jax.jit(run)([each for _, each in pairs]))
+    for (call, each), result in zip(pairs, results, strict=True):
+        difference = compare(result, check.expect(call, each), TOLERANCE[call.dtype])
+        if difference is not None:
+            return f"of {call.name} {difference}"
+    return None
+
+
+def _make_attention(call: Attention) -> Arrays:
+    """Operands as models give them, with NaN wherever no row that matters may look."""
+    rng = np.random.default_rng(0)
+    T, H = call.rows, call.width
+    mask, depth = np.tril(np.ones((T, T), bool)), np.arange(T)
+    if not call.causal:
+        mask, depth = _grow_forest(rng, T)
+    if call.offset is not None:
+        older = rng.random((T, call.offset)) < 0.5
+        older[:, 1] = False  # on nobody's path
+        mask = np.concatenate([older, mask], axis=1)
+    position = (call.length + depth).astype(np.int32)
+    angle = position[:, None] * 1e4 ** -np.linspace(0, 1, H // 2)
+    operands = {
+        "qkv": rng.normal(size=(T, HEADS, call.group + 2, H)).astype(np.float32),
+        "cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32),
+        "key": rng.normal(size=(HEADS, SLOTS, H)), "value": rng.normal(size=(HEADS, SLOTS, H)),
+        "mask": mask, "position": position,
+        # Data, as they are in programs.
+        "length": np.int32(call.length), "offset": np.int32(call.offset or 0), "live": np.int32(call.live),
+    }  # fmt: skip
+    hidden = np.logical_not(_visible(call, operands).any(axis=0, keepdims=True))[0]
+    hidden[call.first :] = True
+    for name in ("key", "value"):
+        operands[name] = operands[name].astype(DTYPES[call.dtype])
+        operands[name][:, hidden] = np.nan
+    operands["qkv"][call.live :] = np.nan
+    return operands
+
+
+def _grow_forest(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ancestors of each row, itself among them, and its depth: bool [rows, rows], int [rows]."""
+    mask, depth = np.eye(rows, dtype=bool), np.zeros(rows, np.int32)
+    for row in range(1, rows):
+        parent = int(rng.integers(-1, row))
+        if parent >= 0:
+            mask[row] |= mask[parent]
+            depth[row] = depth[parent] + 1
+    return mask, depth
+
+
+def _visible(call: Attention, o: Arrays) -> np.ndarray:  # bool [live, SLOTS]
+    reach = call.sliding or SLOTS
+    slot, position = np.arange(SLOTS), o["position"][: call.live, None]
+    seen = (slot < call.length) & (slot > position - reach)
+    window = o["mask"][: call.live]
+    if call.causal:
+        row = np.arange(call.rows)
+        window = window & (row[: call.live, None] - row < reach)
+    seen[:, call.length : call.length + window.shape[1]] = window
+    return seen
+
+
+def _attention_call(call: Attention, o: Arrays) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    tree = (None, None) if call.causal else (o["mask"], o["position"])
+    operands = (o["qkv"], o["cos"], o["sin"], o["key"], o["value"], o["length"], *tree)
+    options = {
+        "offset": None if call.offset is None else o["offset"], "sliding_window": call.sliding,
+        "live": None if call.live == call.rows else o["live"], "write_only": False,
+    }  # fmt: skip
+    return operands, options
+
+
+def _take_attention(module: ModuleType, call: Attention, o: Arrays) -> bool:
+    operands, options = _attention_call(call, o)
+    return module.supports(*operands, **options)
+
+
+def _run_attention(module: ModuleType, call: Attention, o: Arrays) -> dict[str, Any]:
+    operands, options = _attention_call(call, o)
+    heads, key, value = module.tree_attention(*operands, **options)
+    return {
+        "the result": heads[: call.live],
+        "what does not matter": 0 * heads[call.live :],
+        "the cache's keys": key[:, call.new],
+        "the cache's values": value[:, call.new],
+    }
+
+
+def _expect_attention(call: Attention, o: Arrays) -> Arrays:
+    """Rounded where the contract has numbers in the cache's dtype: keys, values, and queries to multiply with."""
+    qkv, cos, sin = (o[name][: call.live] for name in ("qkv", "cos", "sin"))
+
+    def stored(x: np.ndarray) -> np.ndarray:
+        return x.astype(DTYPES[call.dtype]).astype(np.float32)
+
+    key, value = (o[name].astype(np.float32) for name in ("key", "value"))
+    key[:, call.new] = stored(_rotate(qkv[:, :, -2], cos, sin)).swapaxes(0, 1)
+    value[:, call.new] = stored(qkv[:, :, -1]).swapaxes(0, 1)
+    seen = _visible(call, o)
+    used = seen.any(axis=0)
+    query = stored(_rotate(qkv[:, :, :-2], cos, sin))
+    scores = np.einsum("tkgh,ksh->tkgs", query, key[:, used]) / np.sqrt(call.width)
+    weights = np.where(seen[:, None, None, used], np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    heads = np.einsum("tkgs,ksh->tkgh", weights / weights.sum(-1, keepdims=True), value[:, used])
+    return {
+        "the result": heads,
+        "what does not matter": np.zeros((call.rows - call.live, *heads.shape[1:]), np.float32),
+        "the cache's keys": key[:, call.new],
+        "the cache's values": value[:, call.new],
+    }
+
+
+def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:  # [T, ..., H], [T, H / 2] x2
+    cos, sin = (table.reshape(len(x), *[1] * (x.ndim - 2), -1) for table in (cos, sin))
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _make_swiglu(call: Swiglu) -> Arrays:
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(2 * call.columns, call.inputs)) / np.sqrt(call.inputs)
+    return {
+        "x": rng.normal(size=(call.rows, call.inputs)).astype(np.float32),
+        "scale": rng.normal(size=call.inputs).astype(np.float32),
+        "gate_up": weight.astype(DTYPES[call.dtype]),
+    }
+
+
+def _take_swiglu(module: ModuleType, call: Swiglu, o: Arrays) -> bool:
+    del call
+    return module.supports(o["x"], o["gate_up"], o["scale"], EPSILON)
+
+
+def _run_swiglu(module: ModuleType, call: Swiglu, o: Arrays) -> dict[str, Any]:
+    del call
+    return {
+        "the result": module.swiglu(o["x"], o["gate_up"]),
+        "the result with the norm": module.swiglu(o["x"], o["gate_up"], o["scale"], EPSILON),
+    }
+
+
+def _expect_swiglu(call: Swiglu, o: Arrays) -> Arrays:
+    del call
+
+    def combine(x: np.ndarray) -> np.ndarray:
+        gate, up = np.split(x @ o["gate_up"].astype(np.float32).T, 2, axis=1)
+        return gate / (1 + np.exp(-gate)) * up
+
+    normed = o["x"] / np.sqrt(np.mean(o["x"] ** 2, axis=1, keepdims=True) + EPSILON) * o["scale"]
+    return {"the result": combine(o["x"]), "the result with the norm": combine(normed)}
+
+
+class Check(NamedTuple):
+    """How an operation is checked.
+
+    Attributes:
+      calls: to run.
+      make: operands of a call.
+      takes: whether an implementation takes it.
+      run: named results by an implementation.
+      expect: the same by numpy.
+    """
+
+    calls: tuple[Any, ...]
+    make: Callable[[Any], Arrays]
+    takes: Callable[[ModuleType, Any, Arrays], bool]
+    run: Callable[[ModuleType, Any, Any], dict[str, Any]]
+    expect: Callable[[Any, Arrays], Arrays]
+
+
+CHECKS = {
+    "tree_attention": Check(ATTENTION, _make_attention, _take_attention, _run_attention, _expect_attention),
+    "swiglu": Check(SWIGLU, _make_swiglu, _take_swiglu, _run_swiglu, _expect_swiglu),
+}

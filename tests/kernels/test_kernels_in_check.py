@@ -1,0 +1,83 @@
+"""`jaxspec-check` through GPU kernels in their interpreters: it passes, and certifies no others under their names."""
+
+import json
+import signal
+import sys
+
+import pytest
+from native_models import write_native, write_tokenizer
+from tiny_models import quick_compilation
+
+from jaxspec.cli import check as command
+from jaxspec.models.config import ModelConfig
+from pallas_kernels import registry
+from pallas_kernels.registry import Kernels
+
+# One layer, whose heads Mosaic takes.
+MODEL = ModelConfig("llama", 1, 32, 40, 2, 1, 64, 50, 128)
+KERNELS = {
+    "pallas-triton": (("tree_attention", "triton"), ("swiglu", "triton")),
+    "mosaic": (("tree_attention", "mosaic"), ("swiglu", "triton")),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check") / "model"
+    write_native(folder, MODEL)
+    write_tokenizer(folder, MODEL.vocab_size)
+    return str(folder)
+
+
+@pytest.fixture
+def check(monkeypatch, capsys, model):
+    """Status, report and error of a check of one method with kernels by name, as on a GPU that has them."""
+
+    def choose(name, *_):
+        # A multiprocessor is a thread of the interpreter.
+        return Kernels(
+            name, "gpu", implementations=KERNELS[name], own=registry.OWN[name], capability=(9, 0), multiprocessors=1,
+            interpret=True,
+        )  # fmt: skip
+
+    monkeypatch.setattr(registry, "choose", choose)
+    monkeypatch.setattr(registry, "_own_calls", {})
+    before = signal.getsignal(signal.SIGINT)
+
+    def check(kernels, *words):
+        words = ["--model", model, "--raw", "--kernels", kernels, "--json", "-", *words, "w1 w2 w1 w2 w1"]
+        monkeypatch.setattr(sys, "argv", [command.NAME, *words])
+        with pytest.raises(SystemExit) as left, quick_compilation():
+            command.main()
+        out, err = capsys.readouterr()
+        return left.value.code, json.loads(out), err
+
+    yield check
+    signal.signal(signal.SIGINT, before)
+
+
+def test_triton(check, model):
+    """A draft's tree grows beside its target's, and both are verified."""
+    words = ["--method", "specexec", "--draft-model", model, "--set", "budget=6", "--set", "width=2", "-n", "6"]
+    status, report, err = check("pallas-triton", *words)
+    assert status == 0, err
+    assert report["lossless"] and report["kernels"] == "pallas-triton" and report["kernels_refused"] == []
+    assert registry._own_calls.keys() == {("pallas-triton", "tree_attention"), ("pallas-triton", "swiglu")}
+    (entry,) = report["methods"]
+    assert sum(row["equal"] + row["tie"] for row in entry["tokens"]) == 4
+
+
+@pytest.mark.usefixtures("mosaic_compiled_once")
+def test_mosaic(check):
+    status, report, err = check("mosaic", "--method", "lookup", "--dtype", "bfloat16", "-n", "3")
+    assert status == 0, err
+    assert report["lossless"] and report["kernels"] == "mosaic" and report["kernels_refused"] == []
+    assert registry._own_calls.keys() == {("mosaic", "tree_attention")}
+
+
+def test_kernels_that_take_nothing_are_not_certified(check):
+    status, report, err = check("mosaic", "--method", "lookup", "--dtype", "float32", "-n", "4")
+    assert status == 1 and not report["lossless"]
+    assert "kernels 'mosaic' take no call of this model: others were checked" in err
+    assert err.count("not checked: kernels mosaic: do not take tree_attention of float32[") == 1
+    assert all(entry["lossless"] for entry in report["methods"])
