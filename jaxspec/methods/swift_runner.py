@@ -253,10 +253,15 @@ class SwiftRunner:
         search = self._search
         if self._score is None or search.stopped is not None or self._pending is not None:
             return target
-        cost = self.meter.pass_s
-        spare_s = float("inf") if self._share == 1 else self._share * search.decoded_s - search.spent_s
-        if spare_s < float("inf") and (cost is None or cost > spare_s):
-            return target
+        spare_s = float("inf")
+        if self._share < 1:
+            if (cost := self.meter.pass_s) is None:
+                return target
+            # What is on its way has not been counted yet.
+            unread = sum(launched.delayed for launched in text.waiting)
+            spare_s = self._share * search.decoded_s - search.spent_s - unread * cost
+            if cost > spare_s:
+                return target
         if (window := self._next_window(text)) is None:
             return target
         asked = search.next_sets(self._sets, spare_s)

@@ -275,14 +275,22 @@ def test_a_paused_reader_is_no_slow_draft(monkeypatch):
     assert report["search_passes"] >= 1 and meter.search_s < 0.2 * meter.total_s
 
 
+class PassesTakeTime(Meter):
+    """A round that waited for a search pass takes a second longer than the others."""
+
+    def lap(self, rounds, *, first):
+        self.clock.seconds += sum(round_.delayed for round_ in rounds)
+        super().lap(rounds, first=first)
+
+
 def test_the_search_takes_its_share_of_the_time(monkeypatch):
-    """By a clock on which rounds and passes take a second each."""
+    """By a clock on which rounds and passes take a second each, and without proposals, which take real time."""
     engine, scored, taken = engine_of("llama"), [], []
     for share in (0.0, 0.05, 0.3):
-        meter = Meter(StepClock())
+        meter = PassesTakeTime(StepClock())
         monkeypatch.setattr(engine._runner, "meter", meter)
         monkeypatch.setattr(engine._runner, "_share", share)
-        search = restart_search(engine)
+        search = restart_search(engine, interval=10_000)
         for seed in range(2):
             run(engine, params_of("llama"), PROMPT, 120, seed, temperature=1.0)
         scored.append(search.steps)
