@@ -86,6 +86,8 @@ def _supported_level(paths: dict[str, Path]) -> str:
 
 def _register(level: str, path: Path) -> Library:
     library = ctypes.CDLL(str(path))
+    # Without a backend JAX registers later, and what it refuses then leaves it without one for good.
+    jax.local_devices(backend="cpu")
     for target in TARGETS:
         handler = getattr(library, TARGET_PREFIX + target)
         jax.ffi.register_ffi_target(TARGET_PREFIX + target, jax.ffi.pycapsule(handler), platform="cpu")

@@ -1,14 +1,12 @@
-"""Tree attention for NVIDIA Hopper, through Pallas' Mosaic GPU dialect: three steps.
+"""Tree attention for NVIDIA Hopper, through Pallas' Mosaic GPU dialect: two steps.
 
-1. XLA rotates the rows, writes their keys and values into the cache, and packs what the rows see of the window into
-   bits. This is not fused into the kernel: its CTAs read the window's slots, and within one launch none can know that
-   another has written them. The bits and the few numbers beside them depend on nothing that changes from layer to
-   layer, so that XLA computes them once for a pass.
-2. The kernel (`mosaic_kernel`) attends over parts of the slots at a time. The query heads of a KV head and the rows are
-   folded into the 64 rows of a wgmma; slots are read up to the last one written, whatever the cache's capacity.
-3. One XLA reduction merges the parts in float32.
+1. The kernel (`mosaic_kernel`) rotates the rows, writes their keys and values into the cache, and attends over parts of
+   the slots at a time. The query heads of a KV head and the rows are folded into the 64 rows of a wgmma; slots are read
+   up to the last one written, whatever the cache's capacity.
+2. One XLA reduction merges the parts in float32.
 
-Only window and last prefix slots that share a tile of 64 need a mask. Caches are bfloat16, heads 64 or 128 wide.
+Only window and last prefix slots that share a tile of 64 need a mask. What rows see of these is packed into bits, which
+depend on nothing that changes from layer to layer. Caches are bfloat16, heads 64 or 128 wide.
 """
 
 import jax
@@ -16,8 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _compat, registry
-from pallas_kernels.tree_attention import reference, xla
-from pallas_kernels.tree_attention.mosaic_kernel import TILE, WORD, Config, attend_parts, shared_bytes
+from pallas_kernels.tree_attention import reference
+from pallas_kernels.tree_attention.mosaic_kernel import (
+    TILE,
+    WORD,
+    Config,
+    attend_parts,
+    shared_bytes,
+    tokens_of_tile,
+)
 from pallas_kernels.tree_attention.reference import MASKED
 
 WIDTHS = (64, 128)
@@ -27,24 +32,24 @@ MOST_PARTS = 32  # more would take longer to merge than they save
 MOST_STAGES = 4
 
 
-def choose_config(rows: int, heads: int, width: int, slots: int, words: int, *, multiprocessors: int) -> Config | None:
-    """Cut up the work of `rows` query rows for each of `heads` KV heads, or None if it does not fit.
+def choose_config(tiles: int, heads: int, width: int, slots: int, words: int, *, multiprocessors: int) -> Config | None:
+    """Cut up the work of `tiles` of query rows for each of `heads` KV heads, or None if it does not fit.
 
     Args:
-      rows: tokens times the query heads of a KV head.
+      tiles: of 64 rows.
       heads: KV heads.
       width: of a head.
       slots: of the cache.
       words: of mask bits for each row.
       multiprocessors: of the GPU, each of which runs one CTA at a time.
     """
-    groups = 1 if rows <= TILE else 2
-    blocks = -(-rows // (groups * TILE))
-    parts = max(1, min(MOST_PARTS, multiprocessors // (heads * blocks), -(-slots // TILE)))
-    for stages in range(MOST_STAGES, 1, -1):
-        config = Config(groups, parts, stages)
-        if shared_bytes(config, width, words) <= SHARED_BYTES:
-            return config
+    for groups in (1,) if tiles == 1 else (2, 1):
+        blocks = -(-tiles // groups)
+        parts = max(1, min(MOST_PARTS, multiprocessors // (heads * blocks), -(-slots // TILE)))
+        for stages in range(MOST_STAGES, 1, -1):
+            config = Config(groups, parts, stages)
+            if shared_bytes(config, width, words) <= SHARED_BYTES:
+                return config
     return None
 
 
@@ -52,15 +57,17 @@ def supports(
     qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, live, write_only
 ) -> bool:
     """Whether `tree_attention` takes these operands, of which shapes and dtypes count."""
-    del cos, sin, value, length, position, offset, live
+    del cos, sin, value, length, position, live
     T, K, heads, H = qkv.shape
     slots = key.shape[1]
     # The cache is swizzled in groups of eight slots; a tile may reach over its end, but not be all of it.
     if write_only or T == 0 or key.dtype != jnp.bfloat16 or H not in WIDTHS or slots < TILE or slots % 8:
         return False
-    window = T if window_mask is None else window_mask.shape[1]
-    words, processors = _count_words(window, sliding_window), registry.current().multiprocessors
-    return choose_config(T * (heads - 2), K, H, slots, words, multiprocessors=processors) is not None
+    if heads - 2 > TILE:
+        return False
+    window = 0 if offset is None else window_mask.shape[1]
+    words, processors = _count_words(T, window, sliding_window), registry.current().multiprocessors
+    return choose_config(_count_tiles(T, heads - 2), K, H, slots, words, multiprocessors=processors) is not None
 
 
 def tree_attention(
@@ -73,42 +80,31 @@ def tree_attention(
       config: how the work is cut up; None leaves it to `choose_config`.
     """
     del write_only
-    query, key, value = xla.tree_attention(
-        qkv, cos, sin, key, value, length, window_mask, position,
-        offset=offset, sliding_window=sliding_window, live=live, write_only=True,
-    )  # fmt: skip
-    T, K, G, H = query.shape
-    used = T if offset is None else offset + T
+    T, K, heads, H = qkv.shape
+    G = heads - 2
     if window_mask is None:
         rows = jnp.arange(T, dtype=jnp.int32)
         window_mask, position = reference.causal_mask(rows, rows, sliding_window), length + rows
-    elif offset is None:
-        used = window_mask.shape[1]
-    words = _count_words(window_mask.shape[1], sliding_window)
-    kernels = registry.current()
-    config = config or choose_config(T * G, K, H, key.shape[1], words, multiprocessors=kernels.multiprocessors)
+    old, new = _split_mask(window_mask, offset)
+    kernels, tiles = registry.current(), _count_tiles(T, G)
+    words = _count_words(T, 0 if offset is None else old.shape[1], sliding_window)
+    config = config or choose_config(tiles, K, H, key.shape[1], words, multiprocessors=kernels.multiprocessors)
     assert config is not None, "what it does not support goes elsewhere"
-
-    filled = -(-T * G // (config.groups * TILE)) * config.groups * TILE
-    query = reference.fold_rows(xla.rotate(query, cos, sin)).astype(key.dtype)
+    tiles = -(-tiles // config.groups) * config.groups
     interpret = None
     if kernels.interpret:
         # TMA fills with zeros what lies behind the end of an array; the interpreter with NaN, which shows more.
         interpret = _compat.mosaic_interpreter(out_of_bounds_reads="uninitialized")
+    marks = _pack_marks(old, new, position, length, sliding_window)
+    used = 0 if offset is None else offset
     with jax.named_scope("tree_attention/mosaic"):
-        parts, lse = attend_parts(
-            _fill_rows(query, 1, filled),
-            key,
-            value,
-            _pack_mask(window_mask, position, length, sliding_window, G, filled),
-            _describe_work(length, used, position, sliding_window, T * G if live is None else live * G),
-            config=config,
-            # A single tile of rows is not stored beyond those that there are.
-            stored=min(filled, -(-T * G // 8) * 8) if filled == TILE else filled,
-            sliding=sliding_window is not None,
-            interpret=interpret,
-        )
-        out = reference.unfold_rows(merge_parts(parts, lse)[:, : T * G], T)
+        parts, lse, key, value = attend_parts(
+            qkv, cos, sin, key, value,
+            _tile_rows(marks, G, tiles),
+            _describe_work(length, used, position, sliding_window, T if live is None else live),
+            config=config, sliding=sliding_window is not None, interpret=interpret,
+        )  # fmt: skip
+        out = _untile_rows(merge_parts(parts, lse), T, G)
     if live is not None:
         # The rest may hold anything, and what it gives is finite by contract.
         out = jnp.where((jnp.arange(T) < live)[:, None, None, None], out, 0.0)
@@ -136,40 +132,70 @@ def merge_parts(parts: jax.Array, lse: jax.Array) -> jax.Array:  # [P, K, R, H],
     return out / jnp.where(total > 0, total, 1.0)
 
 
-def _count_words(window: int, sliding_window: int | None) -> int:
-    """Words of each row in `_pack_mask`."""
+def _count_tiles(tokens: int, heads: int) -> int:
+    """Tiles of query rows."""
+    return -(-tokens // tokens_of_tile(tokens, heads))
+
+
+def _count_words(tokens: int, window: int, sliding_window: int | None) -> int:
+    """Words of each row in `_pack_marks`; `window` slots that may have been written before."""
     # The window starts anywhere in a tile.
-    tiles = -(-(TILE - 1 + window) // TILE)
+    tiles = -(-(TILE - 1 + window) // TILE) + -(-tokens // TILE)
     return tiles * (TILE // WORD) + (sliding_window is not None)
 
 
-def _pack_mask(window_mask, position, length, sliding_window, group, filled):  # -> int32 [filled / 64, words, 64]
-    """What rows see from the start of the tile that holds slot `length`, as `attend_parts` takes it."""
-    T, window = window_mask.shape
+def _split_mask(mask: jax.Array, offset: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What rows see of the window's older slots, of which there may be none, and of the new ones: bool [T, W], [T, T]."""
+    T, window = mask.shape
+    # Wide enough that a slice which runs over the end is not moved back.
+    wide = jnp.pad(mask, [(0, 0), (0, T)])
+    if offset is None:
+        return jnp.zeros((T, 1), bool), wide[:, :T]
+    new = lax.dynamic_slice(wide, (jnp.int32(0), jnp.asarray(offset, jnp.int32)), (T, T))
+    return mask & (jnp.arange(window, dtype=jnp.int32) < offset), new
+
+
+def _pack_marks(old, new, position, length, sliding_window) -> jax.Array:  # int32 [T, words]
+    """What tokens see by bits, as `attend_parts` takes it."""
+    T, window = old.shape
     base = length - lax.rem(length, TILE)
-    bits = _count_words(window, None) * WORD
-    mask = reference.slot_mask(bits, length - base, window_mask, position - base, sliding_window)
-    weight = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
-    words = jnp.sum(jnp.where(mask.reshape(T, -1, WORD), weight, 0), axis=-1, dtype=jnp.uint32)
-    words = lax.bitcast_convert_type(words, jnp.int32)
+    slots = -(-(TILE - 1 + window) // TILE) * TILE
+    masks = [
+        reference.slot_mask(slots, length - base, old, position - base, sliding_window),
+        jnp.pad(new, [(0, 0), (0, -T % TILE)]),
+    ]
+    words = [_pack_bits(mask) for mask in masks]
     if sliding_window is not None:
-        words = jnp.concatenate([words, (position - sliding_window + 1)[:, None]], axis=1)
-    words = _fill_rows(jnp.repeat(words, group, axis=0), 0, filled)
-    return words.reshape(filled // TILE, TILE, -1).transpose(0, 2, 1)
+        words.append((position - sliding_window + 1)[:, None])
+    return jnp.concatenate(words, axis=1)
 
 
-def _describe_work(length, used, position, sliding_window, live_rows):  # -> int32 [5]
-    """The tiles and rows that count, as `attend_parts` takes them."""
+def _pack_bits(mask: jax.Array) -> jax.Array:  # bool [T, W], W a multiple of 32 -> int32 [T, W / 32]
+    weight = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
+    words = jnp.sum(jnp.where(mask.reshape(len(mask), -1, WORD), weight, 0), axis=-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _tile_rows(marks: jax.Array, G: int, tiles: int) -> jax.Array:  # [T, words] -> [tiles, words, 64]
+    """Marks of the query rows of each tile; zero for rows that are none."""
+    n = tokens_of_tile(len(marks), G)
+    marks = jnp.pad(marks, [(0, tiles * n - len(marks)), (0, 0)]).reshape(tiles, 1, n, -1)
+    rows = jnp.broadcast_to(marks, (tiles, G, n, marks.shape[-1])).reshape(tiles, G * n, -1)
+    return jnp.pad(rows, [(0, 0), (0, TILE - G * n), (0, 0)]).transpose(0, 2, 1)
+
+
+def _untile_rows(out: jax.Array, T: int, G: int) -> jax.Array:  # [K, R, H] -> [T, K, G, H]
+    K, rows, H = out.shape
+    n = tokens_of_tile(T, G)
+    out = out.reshape(K, -1, min(rows, TILE), H)[:, :, : G * n].reshape(K, -1, G, n, H)
+    return out.transpose(1, 3, 0, 2, 4).reshape(-1, K, G, H)[:T]
+
+
+def _describe_work(length, used, position, sliding_window, live):  # -> int32 [6]
+    """The tiles and tokens that count, as `attend_parts` takes them; the window's first `used` slots are not new."""
     base, behind = length // TILE, (length + used + TILE - 1) // TILE
     first = whole = jnp.int32(0)
     if sliding_window is not None:
         lowest = jnp.clip(position - sliding_window + 1, 0, length)
         first, whole = jnp.min(lowest) // TILE, (jnp.max(lowest) + TILE - 1) // TILE
-    return jnp.stack([first, whole, base, behind, jnp.int32(live_rows)])
-
-
-def _fill_rows(x: jax.Array, axis: int, rows: int) -> jax.Array:
-    """Append zeros along an axis up to `rows`."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, rows - x.shape[axis])
-    return jnp.pad(x, widths)
+    return jnp.stack([first, whole, base, behind, jnp.asarray(live, jnp.int32), length + used])

@@ -1,13 +1,22 @@
-"""The Mosaic GPU kernel of tree attention: a CTA takes one KV head, one block of rows and one part of the slots.
+"""The Mosaic GPU kernel of tree attention: a CTA takes one KV head, one block of rows and one part of the tiles.
 
-Letters: K KV heads, H head width, S cache slots, P parts, R query rows of one KV head (tokens times the heads of its
-group), filled up to whole blocks.
+Letters: T tokens, K KV heads, G query heads per KV head, H head width, S cache slots, P parts, n tokens of a tile of
+query rows. Row `g * n + t` of such a tile is head g of its t-th token; rows from `n * G` on are padding.
 
 One or two warpgroups compute, for 64 rows each; one more fetches tiles of 64 slots through TMA into rings in shared
 memory. So a tile is under way as soon as its place is free, whatever the others compute, and two computing warpgroups
 share one fetch; what that gains has not been measured on a device yet. It also zeroes what is not finite in the value
 tiles that need a mask: unseen slots weigh nothing there, but zero times NaN is NaN. Prefix tiles that all rows see
 entirely need no mask.
+
+Tiles are those of the cache, up to the last slot that was written before, and then those of the new tokens. No CTA
+relies on what another one writes, since within one launch none can know that another has written: each rotates its
+own queries, and the keys of new tokens wherever they are attended to, which is little beside reading the prefix. The
+CTAs of the first block of rows also write them into the cache. So the last tile of the cache may hold slots that are
+being written; no row sees them, and what no row sees may hold anything.
+
+What is rotated is staged in one place, which the warpgroups use in turn: first those that compute, for their queries,
+then the one that fetches, for the new tokens.
 
 JAX's interpreter knows no transposed operands (0.10), operands in registers, or accumulators that start from a value:
 `_multiply_keys` and `_add_values` take plain products there. All else is interpreted as it runs on the device.
@@ -37,7 +46,7 @@ class Config:
 
     Attributes:
       groups: warpgroups that compute, 64 rows each.
-      parts: into which the slots are split; a short context leaves some empty.
+      parts: into which the tiles are split; a short context leaves some empty.
       stages: tiles of keys, and of values, that are held at a time; at least 2.
     """
 
@@ -50,17 +59,23 @@ class Config:
 class _Scratch:
     """Shared memory and barriers of a CTA.
 
-    `*_ready` is completed by TMA, or by the cleaning of a value tile, whose raw form `v_raw` announces; `*_free` by
-    the computing warpgroups, and only for places that are filled again, so that every phase has its waiter.
+    `*_ready` is completed by TMA, by the cleaning of a value tile, whose raw form `v_raw` announces, or by who rotates
+    new tokens; `*_free` by the computing warpgroups, that of a ring only for places that are filled again, so that
+    every phase has its waiter.
     """
 
-    q: Any  # [groups, 64, H] bfloat16
+    staged: Any  # [64, H] float32
+    angles: Any  # [2, 64, H / 2] float32: cosines, sines
+    written: Any  # [64, H] bfloat16
     k: Any  # [stages, 64, H] bfloat16
     v: Any  # [stages, 64, H] bfloat16
     mask: Any  # [groups, words, 64] int32
     result: Any  # [groups, 64, H] float32
     result_lse: Any  # [groups, 64] float32
     rows_ready: Any
+    staged_free: Any
+    key_ready: Any
+    value_ready: Any
     k_ready: Any
     v_raw: Any
     v_ready: Any
@@ -68,19 +83,31 @@ class _Scratch:
     v_free: Any
 
     @classmethod
-    def types(cls, config: Config, width: int, words: int) -> dict[str, Any]:
+    def types(cls, config: Config, G: int, width: int, words: int) -> dict[str, Any]:
         groups, stages = config.groups, config.stages
-        # A tile row of 128 bytes, swizzled as wgmma reads it; the float32 result alike, for few bank conflicts.
-        half, full = ((plgpu.TilingTransform((8, n)), plgpu.SwizzleTransform(128)) for n in (64, 32))
+
+        def tiled(columns, dtype):
+            bytes_ = columns * jnp.dtype(dtype).itemsize
+            return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(bytes_))
+
+        bf16, f32 = jnp.bfloat16, jnp.float32
         ring, freed = plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
         return {
-            "q": plgpu.SMEM((groups, TILE, width), jnp.bfloat16, transforms=half),
-            "k": plgpu.SMEM((stages, TILE, width), jnp.bfloat16, transforms=half),
-            "v": plgpu.SMEM((stages, TILE, width), jnp.bfloat16, transforms=half),
+            # As they lie in memory: any number of rows from any row on.
+            "staged": plgpu.SMEM((TILE, width), f32),
+            "angles": plgpu.SMEM((2, TILE, width // 2), f32),
+            "written": plgpu.SMEM((TILE, width), bf16),
+            # Swizzled as wgmma reads them; the halves of keys that are rotated are tiles of their own.
+            "k": plgpu.SMEM((stages, TILE, width), bf16, transforms=tiled(width // 2, bf16)),
+            "v": plgpu.SMEM((stages, TILE, width), bf16, transforms=tiled(64, bf16)),
             "mask": plgpu.SMEM((groups, words, TILE), jnp.int32),
-            "result": plgpu.SMEM((groups, TILE, width), jnp.float32, transforms=full),
-            "result_lse": plgpu.SMEM((groups, TILE), jnp.float32),
-            "rows_ready": plgpu.Barrier(num_arrivals=2, num_barriers=groups),
+            # Swizzled for few bank conflicts.
+            "result": plgpu.SMEM((groups, TILE, width), f32, transforms=tiled(32, f32)),
+            "result_lse": plgpu.SMEM((groups, TILE), f32),
+            "rows_ready": plgpu.Barrier(num_arrivals=1 + 3 * G, num_barriers=groups),
+            "staged_free": plgpu.Barrier(num_barriers=groups),
+            "key_ready": plgpu.Barrier(num_arrivals=3),
+            "value_ready": plgpu.Barrier(),
             "k_ready": ring,
             "v_raw": ring,
             "v_ready": ring,
@@ -94,119 +121,230 @@ class _Span:
     """Tiles of a CTA.
 
     Rows see tiles `[start, whole)` from some slot on, `[whole, masked)` entirely, and what `[masked, stop)` hold by
-    bits, which count from tile `base`.
+    bits. The tiles of `[new, stop)` are new tokens, the first of which make tile `behind`; `base` is the cache's first
+    tile with bits.
     """
 
     start: jax.Array
     whole: jax.Array
     masked: jax.Array
+    new: jax.Array
     stop: jax.Array
     base: jax.Array
+    behind: jax.Array
 
     @classmethod
-    def of_part(cls, work: Any, first_row: jax.Array, config: Config) -> "_Span":
+    def of_part(cls, work: Any, first_token: jax.Array, tokens: int, config: Config) -> "_Span":
         first, whole, base, behind, live = (work[i] for i in range(5))
-        share = lax.div(behind - first + (config.parts - 1), jnp.int32(config.parts))
-        start = jnp.minimum(first + lax.axis_index("part") * share, behind)
-        stop = jnp.where(first_row < live, jnp.minimum(start + share, behind), start)
-        masked = jnp.clip(base, start, stop)
-        return cls(start, jnp.clip(whole, start, masked), masked, stop, base)
+        end = behind + -(-tokens // TILE)
+        share = lax.div(end - first + (config.parts - 1), jnp.int32(config.parts))
+        start = jnp.minimum(first + lax.axis_index("part") * share, end)
+        stop = jnp.where(first_token < live, jnp.minimum(start + share, end), start)
+        masked, new = jnp.clip(base, start, stop), jnp.clip(behind, start, stop)
+        return cls(start, jnp.clip(whole, start, masked), masked, new, stop, base, behind)
 
     def place(self, tile: jax.Array, stages: int) -> jax.Array:
         """Of a tile in a ring."""
         return lax.rem(tile - self.start, jnp.int32(stages))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """One KV head's part of the operands, and where its new tokens belong.
+
+    Attributes:
+      qkv: [T, G + 2, H] float32.
+      cos: [T, H / 2] float32.
+      sin: [T, H / 2] float32.
+      key: cache keys, [S, H] bfloat16.
+      value: cache values, alike.
+      slot: of the first token.
+      writes: whether this CTA writes them.
+    """
+
+    qkv: Any
+    cos: Any
+    sin: Any
+    key: Any
+    value: Any
+    slot: jax.Array
+    writes: jax.Array
+
+    def stage(self, refs: _Scratch, part: int, first, count: int, ready, row: int = 0, *, angles: bool = True) -> None:
+        """Fetch queries, keys or values of `count` tokens; arrivals at `ready` for them, for cosines and for sines."""
+        tokens, rows = pl.ds(first, count), pl.ds(row, count)
+        plgpu.copy_gmem_to_smem(self.qkv.at[tokens, part], refs.staged.at[rows], ready)
+        if angles:
+            plgpu.copy_gmem_to_smem(self.cos.at[tokens], refs.angles.at[0, rows], ready)
+            plgpu.copy_gmem_to_smem(self.sin.at[tokens], refs.angles.at[1, rows], ready)
+
+    def write(self, refs: _Scratch, cache: Any, tile: jax.Array, index: jax.Array) -> None:  # tile [64, H] bfloat16
+        """Write the tokens of a tile, keys or values; the last tile may have fewer than 64."""
+        last, rest = divmod(len(self.cos) - 1, TILE)
+
+        def store(count):
+            slots = pl.ds(self.slot + index * TILE, count)
+            plgpu.copy_smem_to_gmem(refs.written.at[pl.ds(0, count)], cache.at[slots])
+
+        refs.written[...] = tile
+        plgpu.commit_smem()
+        if last:
+            pl.when(index < last)(lambda: store(TILE))
+        pl.when(index == last)(lambda: store(rest + 1))
+        # Until then it may not be overwritten, and at the end of the kernel it must have arrived.
+        plgpu.wait_smem_to_gmem(0)
+
+
+def tokens_of_tile(tokens: int, heads: int) -> int:
+    """n: as many tokens as a tile has room for all query heads of."""
+    return min(tokens, TILE // heads)
+
+
 def shared_bytes(config: Config, width: int, words: int) -> int:
     """Shared memory of a CTA, without barriers and the scratch of reductions."""
     rows = config.groups * TILE
-    return rows * (width * (2 + 4) + words * 4 + 4) + 2 * config.stages * TILE * width * 2
+    return TILE * width * (4 + 4 + 2) + rows * (width * 4 + words * 4 + 4) + 2 * config.stages * TILE * width * 2
 
 
 def attend_parts(
-    query: jax.Array,  # [K, R, H] bfloat16
+    qkv: jax.Array,  # [T, K, G + 2, H] float32
+    cos: jax.Array,  # [T, H / 2] float32
+    sin: jax.Array,  # [T, H / 2] float32
     key: jax.Array,  # [K, S, H] bfloat16
     value: jax.Array,  # [K, S, H] bfloat16
-    bits: jax.Array,  # int32 [R / 64, words, 64]
-    work: jax.Array,  # int32 [5]
+    bits: jax.Array,  # int32 [tiles, words, 64]
+    work: jax.Array,  # int32 [6]
     *,
     config: Config,
-    stored: int,
     sliding: bool,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:  # float32 [P, K, stored, H], [P, K, stored]
-    """Softmax attention over each part of the slots.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # float32 [P, K, R, H], [P, K, R], the cache
+    """Rotate and write new tokens, and take the softmax attention of their queries over each part of the tiles.
 
     Args:
-      query: rotated, not scaled; R is a multiple of 64 times `config.groups`.
-      key: cache keys, those of the window among them.
-      value: cache values, alike.
-      bits: what each row sees of the masked tiles, rows fastest: bit b of word w stands for slot `32 * w + b` behind
-        the start of the first such tile. With `sliding` one more word holds the first slot that the row sees.
-      work: first tile that any row sees; first one that all rows see entirely, as the others up to the first masked
-        tile; first masked tile, that of the first slot behind the prefix; the tile behind the last; rows that matter.
+      qkv: queries, key and value of each KV head, not rotated; G is at most 64.
+      cos: of each token's angles.
+      sin: of each token's angles.
+      key: cache keys.
+      value: cache values.
+      bits: what the rows of each tile of query rows see, rows fastest. Bit b of word w stands for slot `32 * w + b`
+        behind the start of the cache's first tile with bits; the last `2 * ceil(T / 64)` words stand for the new tokens
+        instead. With `sliding` one more word holds the first slot that the row sees. There is a multiple of
+        `config.groups` of tiles, and some rows of the last ones may have no token.
+      work: first tile that any row sees; first one that all rows see entirely, as the others up to the first tile with
+        bits; this one, the tile of the first slot behind the prefix; the tile behind the last one written before; tokens
+        that matter, at least one; the slot of the first new token.
       config: see there.
-      stored: rows that are wanted: R, or a multiple of 8 where R is 64.
       sliding: whether rows see the prefix only from some slot on.
       interpret: parameters of JAX's interpreter, or None.
 
     Returns:
-      Normalised attention, and the base-2 logarithm of the softmax's denominator: `MASKED` where a row sees nothing of
-      a part, and then the attention is arbitrary and may be NaN.
+      Normalised attention of the rows of all tiles, of a single tile only of those that it has; the base-2 logarithm of
+      the softmax's denominator, `MASKED` where a row sees nothing of a part, and then the attention is arbitrary and may
+      be NaN; keys and values of the cache.
     """
-    K, R, H = query.shape
-    groups = config.groups
-    words = bits.shape[1]
+    T, K, heads, H = qkv.shape
+    G, groups, tiles, words = heads - 2, config.groups, *bits.shape[:2]
+    n = tokens_of_tile(T, G)
+    rows = tiles * TILE if tiles > 1 else -(-n * G // 8) * 8
+    new_word = words - int(sliding) - -(-T // TILE) * (TILE // WORD)
 
-    def tree_attention(query, key, value, bits, work, out, lse, **scratch):
-        first_row = lax.axis_index("block") * (groups * TILE)
-        span, refs = _Span.of_part(work, first_row, config), _Scratch(**scratch)
-        group = lax.axis_index("group")
+    def tree_attention(qkv, cos, sin, bits, work, key, value, out, lse, **scratch):
+        block, at, group = (lax.axis_index(name) for name in ("block", "head", "group"))
+        span, refs = _Span.of_part(work, block * (groups * n), T, config), _Scratch(**scratch)
+        head = _Head(qkv.at[:, at], cos, sin, key.at[at], value.at[at], work[5], block == 0)
 
         @pl.when(group == groups)
         def _():
-            head = lax.axis_index("head")
-            _fetch_tiles(key.at[head], value.at[head], refs, span, config.stages, sliding)
+            _fetch_tiles(head, refs, span, config, sliding)
 
         @pl.when(group < groups)
         def _():
+            tile = block * groups + group
+            query = _rotate_queries(head, bits.at[tile], refs, group, tile * n, n, groups)
             take_tile = functools.partial(
-                _take_tile, group=group, refs=refs, span=span, stages=config.stages, interpret=interpret
-            )
-            _compute_rows(query, bits, out, lse, first_row, group, refs, span, take_tile, sliding)
+                _take_tile, query=query, group=group, refs=refs, span=span, stages=config.stages, new_word=new_word,
+                interpret=interpret,
+            )  # fmt: skip
+            _compute_rows(out, lse, tile * TILE, group, refs, span, take_tile, sliding)
 
-    return plgpu.kernel(
-        tree_attention,
+    def run(*refs):
+        scratch = _Scratch.types(config, G, H, words)
+        pl.run_scoped(functools.partial(tree_attention, *refs), collective_axes="group", **scratch)
+
+    # References are updated in place; `plgpu.kernel` takes none (JAX 0.10 and 0.11).
+    cache = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in (key, value)]
+    out, lse = pl.kernel(
+        run,
         out_type=(
-            jax.ShapeDtypeStruct((config.parts, K, stored, H), jnp.float32),
-            jax.ShapeDtypeStruct((config.parts, K, stored), jnp.float32),
+            jax.ShapeDtypeStruct((config.parts, K, rows, H), jnp.float32),
+            jax.ShapeDtypeStruct((config.parts, K, rows), jnp.float32),
         ),
-        grid=(K, R // (groups * TILE), config.parts),
-        grid_names=("head", "block", "part"),
-        num_threads=groups + 1,
-        thread_name="group",
-        scratch_types=_Scratch.types(config, H, words),
+        mesh=plgpu.Mesh(
+            grid=(K, tiles // groups, config.parts),
+            grid_names=("head", "block", "part"),
+            num_threads=groups + 1,
+            thread_name="group",
+        ),
         # JAX 0.10 would lower thread by thread unless told so, 0.11 by warpgroup: one form for both.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-    )(query, key, value, bits, work)
+        name="tree_attention",
+    )(qkv, cos, sin, bits, work, *cache)
+    return out, lse, *(jax.freeze(array) for array in cache)
 
 
-def _fetch_tiles(key, value, refs: _Scratch, span: _Span, stages: int, sliding: bool) -> None:  # [S, H] x2
-    def fetch(tile, values_ready):
-        place = span.place(tile, stages)
-        slots = pl.ds(tile * TILE, TILE)
+def _halves(ref: Any) -> tuple[Any, Any]:  # [R, H] -> [R, H / 2] x2
+    half = ref.shape[-1] // 2
+    return ref.at[:, pl.ds(0, half)], ref.at[:, pl.ds(half, half)]
+
+
+def _rotate_staged(refs: _Scratch) -> list[jax.Array]:  # bfloat16 [64, H / 2] x2
+    first, second = (half[...] for half in _halves(refs.staged))
+    cos, sin = refs.angles[0], refs.angles[1]
+    return [half.astype(jnp.bfloat16) for half in (first * cos - second * sin, second * cos + first * sin)]
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
+
+
+def _rotate_queries(head: _Head, bits, refs: _Scratch, group, first, n: int, groups: int) -> list[jax.Array]:
+    """The halves of a warpgroup's rotated queries, [64, H / 2] bfloat16 each; also fetches the bits of its rows."""
+    ready = refs.rows_ready.at[group]
+    plgpu.copy_gmem_to_smem(bits, refs.mask.at[group], ready)
+    for other in range(groups - 1):
+        pl.when(group == other + 1)(functools.partial(plgpu.barrier_wait, refs.staged_free.at[other]))
+    # The last warpgroup may have no tokens.
+    first = jnp.minimum(first, len(head.cos) - 1)
+    for query_head in range(head.qkv.shape[1] - 2):
+        head.stage(refs, query_head, first, n, ready, query_head * n)
+    plgpu.barrier_wait(ready)
+    query = _rotate_staged(refs)
+    # TMA may write what was read.
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.staged_free.at[group])
+    return query
+
+
+def _fetch_tiles(head: _Head, refs: _Scratch, span: _Span, config: Config, sliding: bool) -> None:
+    stages = config.stages
+
+    def await_free(tile, free):
         filled = tile - span.start >= stages
-        pl.when(filled)(lambda: plgpu.barrier_wait(refs.k_free.at[place]))
-        plgpu.copy_gmem_to_smem(key.at[slots], refs.k.at[place], refs.k_ready.at[place])
-        pl.when(filled)(lambda: plgpu.barrier_wait(refs.v_free.at[place]))
-        plgpu.copy_gmem_to_smem(value.at[slots], refs.v.at[place], values_ready.at[place])
+        pl.when(filled)(lambda: plgpu.barrier_wait(free.at[span.place(tile, stages)]))
+
+    def fetch(tile, values_ready):
+        place, slots = span.place(tile, stages), pl.ds(tile * TILE, TILE)
+        await_free(tile, refs.k_free)
+        plgpu.copy_gmem_to_smem(head.key.at[slots], refs.k.at[place], refs.k_ready.at[place])
+        await_free(tile, refs.v_free)
+        plgpu.copy_gmem_to_smem(head.value.at[slots], refs.v.at[place], values_ready.at[place])
 
     def clean(tile):
         place = span.place(tile, stages)
         plgpu.barrier_wait(refs.v_raw.at[place])
-        values = refs.v[place]
-        refs.v[place] = jnp.where(jnp.abs(values.astype(jnp.float32)) < jnp.inf, values, jnp.zeros_like(values))
+        refs.v[place] = _finite(refs.v[place])
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.v_ready.at[place])
 
@@ -226,18 +364,39 @@ def _fetch_tiles(key, value, refs: _Scratch, span: _Span, stages: int, sliding: 
     def _(tile):
         fetch(tile, refs.v_ready)
 
-    fetch_and_clean(span.masked, span.stop)
+    fetch_and_clean(span.masked, span.new)
+    plgpu.barrier_wait(refs.staged_free.at[config.groups - 1])
+    key_part = head.qkv.shape[1] - 2
+    count = min(TILE, len(head.cos))
+
+    @pl.loop(span.new, span.stop)
+    def _(tile):
+        place, index = span.place(tile, stages), tile - span.behind
+        head.stage(refs, key_part, index * TILE, count, refs.key_ready)
+        await_free(tile, refs.k_free)
+        plgpu.barrier_wait(refs.key_ready)
+        for ref, half in zip(_halves(refs.k.at[place]), _rotate_staged(refs), strict=True):
+            ref[...] = half
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.k_ready.at[place])
+        head.stage(refs, key_part + 1, index * TILE, count, refs.value_ready, angles=False)
+
+        # The place is refilled by nobody else.
+        pl.when(head.writes)(lambda: head.write(refs, head.key, refs.k[place], index))
+        await_free(tile, refs.v_free)
+        plgpu.barrier_wait(refs.value_ready)
+        values = _finite(refs.staged[...]).astype(jnp.bfloat16)
+        refs.v[place] = values
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.v_ready.at[place])
+
+        pl.when(head.writes)(lambda: head.write(refs, head.value, values, index))
 
 
-def _compute_rows(query, bits, out, lse, first_row, group, refs: _Scratch, span: _Span, take_tile, sliding) -> None:
-    """Attend from the 64 rows of a warpgroup, and write what becomes of them."""
+def _compute_rows(out, lse, row, group, refs: _Scratch, span: _Span, take_tile, sliding) -> None:
+    """Attend from the 64 rows of a warpgroup, and write what becomes of them from `row` on."""
     head, part = lax.axis_index("head"), lax.axis_index("part")
-    width, stored = query.shape[-1], out.shape[2]
-    row = first_row + group * TILE
-    ready = refs.rows_ready.at[group]
-    plgpu.copy_gmem_to_smem(query.at[head, pl.ds(row, TILE)], refs.q.at[group], ready)
-    plgpu.copy_gmem_to_smem(bits.at[lax.div(row, TILE)], refs.mask.at[group], ready)
-    plgpu.barrier_wait(ready)
+    stored, width = out.shape[2:]
     state = (
         jnp.full((TILE,), MASKED, jnp.float32),
         jnp.zeros((TILE,), jnp.float32),
@@ -263,45 +422,48 @@ def _compute_rows(query, bits, out, lse, first_row, group, refs: _Scratch, span:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _take_tile(tile, state, *, sight, group, refs: _Scratch, span: _Span, stages, interpret):
+def _take_tile(tile, state, *, sight, query, group, refs: _Scratch, span: _Span, stages, new_word, interpret):
     """Fold a tile into the online softmax: highest score [64], total weight [64], weighted values [64, H]."""
     highest, total, sums = state
     width = sums.shape[1]
     place = span.place(tile, stages)
     refilled = tile + stages < span.stop
     plgpu.barrier_wait(refs.k_ready.at[place])
-    scores = _multiply_keys(refs.q.at[group], refs.k.at[place], interpret) * (width**-0.5 * LOG2_E)
+    scores = _multiply_keys(query, refs.k.at[place], interpret) * (width**-0.5 * LOG2_E)
     pl.when(refilled)(lambda: plgpu.barrier_arrive(refs.k_free.at[place]))
     if sight != "all":
         column = lax.broadcasted_iota(jnp.int32, (TILE, TILE), 1)
         if sight == "by bits":
-            word = (tile - span.base) * (TILE // WORD)
+            old, new = (tile - start for start in (span.base, span.behind))
+            word = jnp.where(tile < span.behind, old * (TILE // WORD), new * (TILE // WORD) + new_word)
             low, high = (_over_columns(refs.mask[group, word + i], TILE) for i in range(2))
             seen = lax.shift_right_logical(jnp.where(column < WORD, low, high), column & (WORD - 1)) & 1 != 0
         else:
             seen = column + tile * TILE >= _over_columns(refs.mask[group, refs.mask.shape[1] - 1], TILE)
         scores = jnp.where(seen, scores, MASKED)
-    new = jnp.maximum(highest, scores.max(axis=1))
-    decay = jnp.exp2(highest - new)
-    weights = jnp.exp2(scores - _over_columns(new, TILE))
+    now = jnp.maximum(highest, scores.max(axis=1))
+    decay = jnp.exp2(highest - now)
+    weights = jnp.exp2(scores - _over_columns(now, TILE))
     total = total * decay + weights.sum(axis=1)
     sums = sums * _over_columns(decay, width)
     plgpu.barrier_wait(refs.v_ready.at[place])
     sums = _add_values(sums, weights.astype(jnp.bfloat16), refs.v.at[place], interpret)
     pl.when(refilled)(lambda: plgpu.barrier_arrive(refs.v_free.at[place]))
-    return new, total, sums
+    return now, total, sums
 
 
 def _over_columns(x: jax.Array, columns: int) -> jax.Array:  # [64] -> [64, columns]
     return lax.broadcast_in_dim(x, (TILE, columns), (0,))
 
 
-def _multiply_keys(query, key, interpret) -> jax.Array:  # refs [64, H] x2 -> [64, 64] float32
+def _multiply_keys(query, key, interpret) -> jax.Array:  # [64, H / 2] x2, ref [64, H] -> [64, 64] float32
+    halves = list(zip(query, _halves(key), strict=True))
     if interpret:
-        return _fence(jnp.dot(query[...], key[...].T, preferred_element_type=jnp.float32))
+        return _fence(sum(jnp.dot(rows, ref[...].T, preferred_element_type=jnp.float32) for rows, ref in halves))
 
     def multiply(accumulator):
-        plgpu.wgmma(accumulator, query, key.transpose((1, 0)))
+        for rows, ref in halves:
+            plgpu.wgmma(accumulator, rows, ref.transpose((1, 0)))
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((TILE, TILE), jnp.float32))

@@ -134,10 +134,13 @@ def test_one_broken_row_does_not_reach_others():
 
 
 def test_no_races(monkeypatch, capsys):
-    """Rings of two places that are filled several times, with and without a mask."""
+    """Rings of two places that are filled several times, with and without a mask.
+
+    The prefix ends with a tile: else its last tile is read while slots that no row sees of it are written.
+    """
     monkeypatch.setattr(_compat, "mosaic_interpreter", functools.partial(_compat.mosaic_interpreter, detect_races=True))
     rng = np.random.default_rng(6)
-    case = random_case(rng, TREE, 40, 250, random_parents(rng, 40), 200, slots=SLOTS)
+    case = random_case(rng, TREE, 40, 256, random_parents(rng, 40), 200, slots=SLOTS)
     # A config of its own, so that its program is traced here.
     assert_right(case, Config(2, 1, 2))
     assert "RACE" not in capsys.readouterr().out
@@ -229,17 +232,18 @@ def test_config():
         return choose_config(*shape, multiprocessors=multiprocessors)
 
     # Plain decoding of one head: as many parts as a merge is worth.
-    assert choose(4, 1, 128, 8192, 2) == Config(1, 32, 4)
+    assert choose(1, 1, 128, 8192, 4) == Config(1, 32, 3)
     # As many CTAs as multiprocessors.
-    assert choose(32, 8, 128, 8192, 4) == Config(1, 16, 4)
-    assert choose(32, 8, 128, 8192, 4, multiprocessors=78) == Config(1, 9, 4)
-    assert choose(256, 8, 128, 8192, 4) == Config(2, 8, 3)
-    assert choose(4096, 8, 128, 8192, 36) == Config(2, 1, 3)
-    assert choose(4096, 8, 128, 8192, 80) == Config(2, 1, 2)
+    assert choose(1, 8, 128, 8192, 4) == Config(1, 16, 3)
+    assert choose(1, 8, 128, 8192, 4, multiprocessors=78) == Config(1, 9, 3)
+    assert choose(4, 8, 128, 8192, 4) == Config(2, 8, 2)
+    assert choose(64, 8, 64, 8192, 36) == Config(2, 1, 4)
+    # Marks that leave no room for a second warpgroup's.
+    assert choose(64, 8, 128, 8192, 68) == Config(1, 1, 2)
     # No more parts than tiles.
-    assert choose(4, 1, 64, 200, 2) == Config(1, 4, 4)
-    assert choose(256, 8, 128, 8192, 400) is None
-    for rows in (1, 64, 65, 4096):
-        for words in (2, 36, 80):
-            config = choose(rows, 8, 128, 8192, words)
+    assert choose(1, 1, 64, 200, 4) == Config(1, 4, 4)
+    assert choose(4, 8, 128, 8192, 400) is None
+    for tiles in (1, 2, 64):
+        for words in (4, 36, 80):
+            config = choose(tiles, 8, 128, 8192, words)
             assert config is None or shared_bytes(config, 128, words) <= mosaic.SHARED_BYTES

@@ -13,8 +13,8 @@ from kernel_bench.timing import Function, time_calls
 from pallas_kernels import registry
 from pallas_kernels.registry import Kernels
 
-# What a program says where it calls a kernel, by either dialect of Pallas or through jax-triton.
-KERNEL_CALLS = ("pallas_call", "core_map", "mosaic_gpu", "triton_kernel_call")
+# What a program says where it calls a kernel: in Pallas' Triton dialect, in Mosaic, through jax-triton.
+KERNEL_CALLS = ("pallas_call", "mpmd_map", "triton_kernel_call")
 
 
 def measure_operation(operation: str, smoke: bool = False) -> Iterator[dict[str, Any]]:
