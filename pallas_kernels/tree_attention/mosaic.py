@@ -145,7 +145,7 @@ def _count_words(tokens: int, window: int, sliding_window: int | None) -> int:
 
 
 def _split_mask(mask: jax.Array, offset: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What rows see of the window's older slots, of which there may be none, and of the new ones: bool [T, W], [T, T]."""
+    """What rows see of the window's older slots, if there are any, and of the new ones: bool [T, W], [T, T]."""
     T, window = mask.shape
     # Wide enough that a slice which runs over the end is not moved back.
     wide = jnp.pad(mask, [(0, 0), (0, T)])

@@ -232,16 +232,16 @@ def attend_parts(
         instead. With `sliding` one more word holds the first slot that the row sees. There is a multiple of
         `config.groups` of tiles, and some rows of the last ones may have no token.
       work: first tile that any row sees; first one that all rows see entirely, as the others up to the first tile with
-        bits; this one, the tile of the first slot behind the prefix; the tile behind the last one written before; tokens
-        that matter, at least one; the slot of the first new token.
+        bits; this one, the tile of the first slot behind the prefix; the tile behind the last one written before;
+        tokens that matter, at least one; the slot of the first new token.
       config: see there.
       sliding: whether rows see the prefix only from some slot on.
       interpret: parameters of JAX's interpreter, or None.
 
     Returns:
       Normalised attention of the rows of all tiles, of a single tile only of those that it has; the base-2 logarithm of
-      the softmax's denominator, `MASKED` where a row sees nothing of a part, and then the attention is arbitrary and may
-      be NaN; keys and values of the cache.
+      the softmax's denominator, `MASKED` where a row sees nothing of a part, and then the attention is arbitrary and
+      may be NaN; keys and values of the cache.
     """
     T, K, heads, H = qkv.shape
     G, groups, tiles, words = heads - 2, config.groups, *bits.shape[:2]

@@ -65,6 +65,7 @@ TREES = (
     ((1, 3, 64, "bfloat16"), 23, Config(2, 3, 3), (1, SLOTS - 23)),  # 69 rows for two warpgroups
     ((1, 8, 128, "bfloat16"), 20, Config(2, 2, 2), (0, 63, SLOTS - 20)),  # two blocks, the last one not full
     ((1, 1, 128, "bfloat16"), 128, Config(2, 2, 2), (65, SLOTS - 128)),
+    ((1, 7, 64, "bfloat16"), 70, Config(2, 3, 2), (33, SLOTS - 70)),  # 9 tokens a tile; a second tile of 6 new ones
 )
 
 

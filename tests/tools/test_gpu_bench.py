@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import pytest
 import tune_kernels
 from kernel_bench import kernels, parts, targets, timing
-from kernel_bench.cases import list_cases
+from kernel_bench.cases import attention_case, list_cases
 from kernel_bench.device import published_bandwidth
 from native_models import LLAMA, write_native, write_tokenizer
 
+from jaxspec.models.config import ModelConfig
 from pallas_kernels import registry
 
 
@@ -120,6 +121,16 @@ def test_models_that_share_a_case_are_measured_once():
     ]  # fmt: skip
     assert len(list_cases("swiglu")) == 3 * 5
     assert {case.sizes["T"] for case in list_cases("swiglu", rows=(2, 32))} == {2, 32}
+
+
+@pytest.mark.parametrize("implementation", ["triton", "mosaic", None])
+def test_a_kernels_call_is_known(implementation):
+    """By the program of it, in every dialect; what goes to XLA is none."""
+    case = attention_case(ModelConfig("llama", 1, 64, 96, 4, 2, 64, 64, 256), "tiny", 1, 8, 100)
+    implementations = (("tree_attention", implementation),) if implementation else ()
+    chosen = registry.Kernels("one", "gpu", implementations=implementations, capability=(9, 0), multiprocessors=8)
+    operands, state = case.copies(1)[0]
+    assert kernels.calls_kernel(kernels.bind(case.function, chosen), operands, state) == bool(implementation)
 
 
 def test_operands_do_not_fit_into_a_cache():
