@@ -122,7 +122,7 @@ def decode(
         arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
         llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
         messages = _messages(llm, text, options)
-        with _tracing(llm, out) as timeline:
+        with _tracing(llm, out) as timeline, _keeping_layers(llm):
             completion = _stream(llm, messages, sampling, quiet=json_, underline=show_drafted)
         if timeline is not None:
             summary = dataclasses.asdict(timeline.summary())
@@ -197,15 +197,24 @@ def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
                 timeline.write(path)
 
 
+def _keeping_layers(llm: "LLM") -> contextlib.AbstractContextManager[None]:
+    """Within, an interrupt does not lose what was found of the layers to skip."""
+    from jaxspec.methods.swift import Swift
+
+    return interrupts_raised() if isinstance(llm.engine.method, Swift) else contextlib.nullcontext()
+
+
 def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: bool) -> "Completion":
     completion = None
-    for event in llm.stream(prompt, sampling):
-        raise_lost_interrupt()
-        if not quiet and event.text:
-            for text, drafted in event.spans:
-                typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
-            sys.stdout.flush()
-        completion = event.completion
+    # What a stream has to keep it keeps when it is closed.
+    with contextlib.closing(llm.stream(prompt, sampling)) as events:
+        for event in events:
+            raise_lost_interrupt()
+            if not quiet and event.text:
+                for text, drafted in event.spans:
+                    typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
+                sys.stdout.flush()
+            completion = event.completion
     assert completion is not None
     if not quiet:
         typer.echo()

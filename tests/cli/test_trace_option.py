@@ -1,11 +1,13 @@
 """`jaxspec-decode --trace`: a file that is whole, or refused before anything is computed."""
 
+import dataclasses
 import json
 import signal
 import subprocess
 import sys
 
 import pytest
+from native_models import LLAMA, write_native, write_tokenizer
 from tiny_models import quick_compilation
 
 from jaxspec.cli.decode import main
@@ -69,25 +71,32 @@ def test_what_cannot_be_written_is_refused_first(decode, tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupt_keeps_the_rounds_so_far(tiny_model, tmp_path):
+def interrupt_in_mid_text(*words):
+    """Run the command in a process that is interrupted behind the fourth event of its text."""
     code = f"""
-import os, signal, sys
-from jaxspec.cli.decode import main
-from jaxspec.llm import LLM
-stream = LLM.stream
+import itertools, os, signal, sys
+from jaxspec.cli import decode
 
-def interrupted(*arguments):
-    for number, event in enumerate(stream(*arguments)):
-        yield event
-        if number == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-LLM.stream = interrupted
-sys.argv = ["jaxspec-decode", "--model", {tiny_model!r}, "--method", "ar", "-n", "30", "--ignore-eos",
-            "--compile-cache", "", "--trace", {str(tmp_path / "out.json")!r}, "w1 w2"]
-main()
+events = itertools.count()
+# What the command asks at each event.
+decode.raise_lost_interrupt = lambda: next(events) == 3 and os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ["jaxspec-decode", *{words!r}, "-n", "30", "--ignore-eos", "--compile-cache", "", "w1 w2"]
+decode.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 130 and "Traceback" not in done.stderr
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_an_interrupt_keeps_the_rounds_so_far(tiny_model, tmp_path):
+    interrupt_in_mid_text("--model", tiny_model, "--method", "ar", "--trace", str(tmp_path / "out.json"))
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
     assert 4 <= json.loads((tmp_path / "out.json").read_text())["otherData"]["rounds"] < 30
+
+
+def test_an_interrupt_keeps_what_swift_found(tmp_path):
+    model, path = tmp_path / "model", tmp_path / "sets.json"
+    write_native(model, dataclasses.replace(LLAMA, num_layers=5))
+    write_tokenizer(model, LLAMA.vocab_size)
+    interrupt_in_mid_text("--model", str(model), "--method", "swift", "--swift-layers", str(path))
+    (found,) = json.loads(path.read_text())["models"].values()
+    assert found["tasks"]
