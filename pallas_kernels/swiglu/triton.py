@@ -65,15 +65,16 @@ def _run_program(x_ref, weight_ref, *refs, eps: float, config: Config):
     block_t, block_f, block_k = block_rows(T), config.block_f, config.block_k
     precision = jax.lax.Precision.HIGHEST if weight_ref.dtype == jnp.float32 else None
     first = pl.program_id(0) * block_f
-    row, column = pl.ds(0, block_t), pl.ds(first, block_f)
+    # Arrays, since a slice may not hang over where JAX can see it (0.12).
+    row, column = jnp.arange(block_t)[:, None], first + jnp.arange(block_f)
     row_mask = _within(0, block_t, T)
     column_mask = _within(first, block_f, F)
 
     def step(index, sums):
         gate, up, squares = sums
-        inputs = pl.ds(index * block_k, block_k)
+        inputs = index * block_k + jnp.arange(block_k)
         input_mask = _within(index * block_k, block_k, D)
-        rows = _load(x_ref.at[row, inputs], row_mask, input_mask)  # [block_t, block_k] float32
+        rows = _load(x_ref.at[row, inputs[None, :]], row_mask, input_mask)  # [block_t, block_k] float32
         if scale_ref:
             squares += jnp.sum(rows * rows, axis=1)
             rows = rows * _load(scale_ref[0].at[inputs], input_mask)
@@ -81,8 +82,8 @@ def _run_program(x_ref, weight_ref, *refs, eps: float, config: Config):
         # The weights are read once: they need no place in the cache, which the rows, read by every program, do.
         read = functools.partial(_load, eviction_policy="evict_first")
         multiply = functools.partial(plgpu.dot, rows, trans_b=True, precision=precision)
-        gate += multiply(read(weight_ref.at[column, inputs], column_mask, input_mask))
-        up += multiply(read(weight_ref.at[pl.ds(F + first, block_f), inputs], column_mask, input_mask))
+        gate += multiply(read(weight_ref.at[column[:, None], inputs[None, :]], column_mask, input_mask))
+        up += multiply(read(weight_ref.at[F + column[:, None], inputs[None, :]], column_mask, input_mask))
         return gate, up, squares
 
     zeros = jnp.zeros((block_t, block_f), jnp.float32)
@@ -92,7 +93,7 @@ def _run_program(x_ref, weight_ref, *refs, eps: float, config: Config):
         factor = jax.lax.rsqrt(squares / D + eps)[:, None]
         gate, up = gate * factor, up * factor
     mask = _combine(row_mask, column_mask)
-    plgpu.store(out_ref.at[row, column], gate * jax.nn.sigmoid(gate) * up, mask=mask)
+    plgpu.store(out_ref.at[row, column[None, :]], gate * jax.nn.sigmoid(gate) * up, mask=mask)
 
 
 def _within(start, block: int, size: int):  # -> bool [block] | None
