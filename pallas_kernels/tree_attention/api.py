@@ -41,7 +41,7 @@ def tree_attention(
       cos: of each row's angles.
       sin: of each row's angles.
       key: cache keys.
-      value: cache values; what is not finite is written as zero.
+      value: cache values; what is not finite in their dtype is written as zero.
       length: committed prefix length.
       window_mask: row t sees window slot j; None for a causal chunk.
       position: logical position of each row, by which the sliding window cuts the prefix; None for a causal chunk.

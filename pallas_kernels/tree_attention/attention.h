@@ -54,6 +54,11 @@ inline void store_element(BFloat16, uint8_t* p, int64_t i, float x) {
   std::memcpy(p + 2 * i, &half, 2);
 }
 
+// Whether a number is finite once it is stored.
+inline bool stays_finite(Float32, float x) { return std::isfinite(x); }
+// From the middle between the largest bfloat16 and what would come next, numbers are rounded to infinity.
+inline bool stays_finite(BFloat16, float x) { return std::abs(x) < 0x1.FFp127f; }
+
 // Softmax parts of one query: largest score, sum of weights, weighted values; the values follow it in memory.
 struct Part {
   float largest, total;
@@ -317,7 +322,7 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
       }
       // One broken row must not reach others through reused buffers.
       for (int64_t h = 0; h < H; h++)
-        store_element(Element(), value, place + h, std::isfinite(new_value[h]) ? new_value[h] : 0.0f);
+        store_element(Element(), value, place + h, stays_finite(Element(), new_value[h]) ? new_value[h] : 0.0f);
     }
   }
   if (!out) return nullptr;

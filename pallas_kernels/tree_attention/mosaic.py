@@ -26,8 +26,10 @@ from pallas_kernels.tree_attention.mosaic_kernel import (
 from pallas_kernels.tree_attention.reference import MASKED
 
 WIDTHS = (64, 128)
-# Of the 227 KiB of shared memory that a CTA of Hopper may have, some is for barriers and reductions over warps.
+# Of the 227 KiB of shared memory that a CTA of Hopper may have, some is for alignment, barriers and reductions over
+# warps: less than 4 KiB, but not by much.
 SHARED_BYTES = 223 * 1024
+MOST_WORDS = 256  # of mask bits of a row: what TMA copies at a time
 MOST_PARTS = 32  # more would take longer to merge than they save
 MOST_STAGES = 4
 
@@ -67,6 +69,8 @@ def supports(
         return False
     window = 0 if offset is None else window_mask.shape[1]
     words, processors = _count_words(T, window, sliding_window), registry.current().multiprocessors
+    if words > MOST_WORDS:
+        return False
     return choose_config(_count_tiles(T, heads - 2), K, H, slots, words, multiprocessors=processors) is not None
 
 

@@ -86,17 +86,18 @@ class _Scratch:
     def types(cls, config: Config, G: int, width: int, words: int) -> dict[str, Any]:
         groups, stages = config.groups, config.stages
 
-        def tiled(columns, dtype):
+        def tiled(columns, dtype, rows=8):
             bytes_ = columns * jnp.dtype(dtype).itemsize
-            return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(bytes_))
+            return (plgpu.TilingTransform((rows, columns)), plgpu.SwizzleTransform(bytes_))
 
         bf16, f32 = jnp.bfloat16, jnp.float32
         ring, freed = plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
         return {
-            # As they lie in memory: any number of rows from any row on.
-            "staged": plgpu.SMEM((TILE, width), f32),
-            "angles": plgpu.SMEM((2, TILE, width // 2), f32),
-            "written": plgpu.SMEM((TILE, width), bf16),
+            # Tiles of one row, so that TMA takes any number of rows from any row on. It swizzles by the address, and a
+            # warpgroup by the place in the slice that it reads: these are read and written whole.
+            "staged": plgpu.SMEM((TILE, width), f32, transforms=tiled(32, f32, 1)),
+            "angles": plgpu.SMEM((2, TILE, width // 2), f32, transforms=tiled(32, f32, 1)),
+            "written": plgpu.SMEM((TILE, width), bf16, transforms=tiled(64, bf16, 1)),
             # Swizzled as wgmma reads them; the halves of keys that are rotated are tiles of their own.
             "k": plgpu.SMEM((stages, TILE, width), bf16, transforms=tiled(width // 2, bf16)),
             "v": plgpu.SMEM((stages, TILE, width), bf16, transforms=tiled(64, bf16)),
@@ -171,7 +172,7 @@ class _Head:
     writes: jax.Array
 
     def stage(self, refs: _Scratch, part: int, first, count: int, ready, row: int = 0, *, angles: bool = True) -> None:
-        """Fetch queries, keys or values of `count` tokens; arrivals at `ready` for them, for cosines and for sines."""
+        """Fetch queries, keys or values of `count` tokens: one arrival at `ready`, three with their `angles`."""
         tokens, rows = pl.ds(first, count), pl.ds(row, count)
         plgpu.copy_gmem_to_smem(self.qkv.at[tokens, part], refs.staged.at[rows], ready)
         if angles:
@@ -179,7 +180,10 @@ class _Head:
             plgpu.copy_gmem_to_smem(self.sin.at[tokens], refs.angles.at[1, rows], ready)
 
     def write(self, refs: _Scratch, cache: Any, tile: jax.Array, index: jax.Array) -> None:  # tile [64, H] bfloat16
-        """Write the tokens of a tile, keys or values; the last tile may have fewer than 64."""
+        """Write keys or values of the `index`-th tile of tokens, the last of which may have fewer than 64.
+
+        The kernel must not end before this is done.
+        """
         last, rest = divmod(len(self.cos) - 1, TILE)
 
         def store(count):
@@ -191,8 +195,8 @@ class _Head:
         if last:
             pl.when(index < last)(lambda: store(TILE))
         pl.when(index == last)(lambda: store(rest + 1))
-        # Until then it may not be overwritten, and at the end of the kernel it must have arrived.
-        plgpu.wait_smem_to_gmem(0)
+        # `written` may be used again once it was read.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def tokens_of_tile(tokens: int, heads: int) -> int:
@@ -300,7 +304,8 @@ def _halves(ref: Any) -> tuple[Any, Any]:  # [R, H] -> [R, H / 2] x2
 
 
 def _rotate_staged(refs: _Scratch) -> list[jax.Array]:  # bfloat16 [64, H / 2] x2
-    first, second = (half[...] for half in _halves(refs.staged))
+    both, half = refs.staged[...], refs.staged.shape[1] // 2
+    first, second = (lax.slice(both, (0, start), (TILE, start + half)) for start in (0, half))
     cos, sin = refs.angles[0], refs.angles[1]
     return [half.astype(jnp.bfloat16) for half in (first * cos - second * sin, second * cos + first * sin)]
 
@@ -315,7 +320,7 @@ def _rotate_queries(head: _Head, bits, refs: _Scratch, group, first, n: int, gro
     plgpu.copy_gmem_to_smem(bits, refs.mask.at[group], ready)
     for other in range(groups - 1):
         pl.when(group == other + 1)(functools.partial(plgpu.barrier_wait, refs.staged_free.at[other]))
-    # The last warpgroup may have no tokens.
+    # The last warpgroup may have no tokens: it takes the last one, and nobody wants what becomes of it.
     first = jnp.minimum(first, len(head.cos) - 1)
     for query_head in range(head.qkv.shape[1] - 2):
         head.stage(refs, query_head, first, n, ready, query_head * n)
@@ -385,12 +390,15 @@ def _fetch_tiles(head: _Head, refs: _Scratch, span: _Span, config: Config, slidi
         pl.when(head.writes)(lambda: head.write(refs, head.key, refs.k[place], index))
         await_free(tile, refs.v_free)
         plgpu.barrier_wait(refs.value_ready)
-        values = _finite(refs.staged[...]).astype(jnp.bfloat16)
+        # Behind the last token it holds anything, and large numbers become infinite when they are rounded.
+        values = _finite(refs.staged[...].astype(jnp.bfloat16))
         refs.v[place] = values
         plgpu.commit_smem()
         plgpu.barrier_arrive(refs.v_ready.at[place])
 
         pl.when(head.writes)(lambda: head.write(refs, head.value, values, index))
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _compute_rows(out, lse, row, group, refs: _Scratch, span: _Span, take_tile, sliding) -> None:

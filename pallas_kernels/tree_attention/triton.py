@@ -369,7 +369,7 @@ def _add_new_rows(
     keys = _load_rotated(call, qkv, cos, sin, row, kv_head, call.G, row < call.T, new_key.dtype)
     mask = (row < call.T)[:, None] & (column < call.H)[None, :]
     values = plt.load(qkv.at[row[:, None], kv_head, call.G + 1, column[None, :]], mask=mask, other=0.0)
-    values = _finite(values).astype(new_value.dtype)
+    values = _finite(values.astype(new_value.dtype))
     place = (kv_head, first + row[:, None], column[None, :])
     # Behind a KV head's last slot lies the next head's first.
     inside = mask & writes & (first + row < call.S)[:, None]

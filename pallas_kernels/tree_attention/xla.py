@@ -17,7 +17,8 @@ def tree_attention(
     key = _write_rows(key, rotate(new_key, cos, sin), slot)
     # A masked slot still meets a product with zero, and 0 * NaN is NaN: one broken row (a padding token of a damaged
     # model, an abandoned sequence in reused buffers) must not reach the others through the cache.
-    value = _write_rows(value, jnp.where(jnp.isfinite(new_value), new_value, 0.0), slot)
+    new_value = new_value.astype(value.dtype)
+    value = _write_rows(value, jnp.where(jnp.isfinite(new_value), new_value, 0), slot)
     if write_only:
         return query, key, value
     implementation = blocked if registry.current().platform == "cpu" else reference

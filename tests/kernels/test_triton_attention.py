@@ -128,10 +128,13 @@ def test_live_rows():
             assert_same_bits(got[:, : 100 + live], expected[:, : 100 + live])
 
 
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-def test_one_broken_row_does_not_reach_others(garbage):
+@pytest.mark.parametrize(
+    "garbage, dtype", [(np.nan, "float32"), (np.inf, "float32"), (-np.inf, "float32"), (3.4e38, "bfloat16")]
+)
+def test_one_broken_row_does_not_reach_others(garbage, dtype):
+    """The largest numbers are infinite in bfloat16."""
     rng = np.random.default_rng(5)
-    model, rows, blocks = (2, 3, 64, "float32"), 13, Config(16, 32, 4, 4, 2)
+    model, rows, blocks = (2, 3, 64, dtype), 13, Config(16, 32, 4, 4, 2)
     case = random_case(rng, model, rows, 100, [-1] * rows, slots=SLOTS)
     out, key, value = attend(case, blocks)
     broken = case.qkv.copy()
