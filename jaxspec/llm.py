@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import numbers
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
@@ -224,7 +224,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """Yield text as it is decoded, in whole characters; the last event carries the `Completion`.
 
         Args:
@@ -267,7 +267,7 @@ class LLM:
         assert completion is not None
         return completion
 
-    def _stream(self, ids: list[int], sampling: SamplingParams) -> Iterator[StreamEvent]:
+    def _stream(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, None, None]:
         max_tokens = self.engine.token_limit(ids, sampling)
         compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens)
         self._unreported_compile_s = 0.0

@@ -122,7 +122,7 @@ def decode(
         arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
         llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
         messages = _messages(llm, text, options)
-        with _tracing(llm, out) as timeline, _keeping_layers(llm):
+        with _tracing(llm, out) as timeline:
             completion = _stream(llm, messages, sampling, quiet=json_, underline=show_drafted)
         if timeline is not None:
             summary = dataclasses.asdict(timeline.summary())
@@ -197,18 +197,16 @@ def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
                 timeline.write(path)
 
 
-def _keeping_layers(llm: "LLM") -> contextlib.AbstractContextManager[None]:
-    """Within, an interrupt does not lose what was found of the layers to skip."""
+def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: bool) -> "Completion":
     from jaxspec.methods.swift import Swift
 
-    return interrupts_raised() if isinstance(llm.engine.method, Swift) else contextlib.nullcontext()
-
-
-def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: bool) -> "Completion":
     completion = None
-    # What a stream has to keep it keeps when it is closed.
-    with contextlib.closing(llm.stream(prompt, sampling)) as events:
-        for event in events:
+    with contextlib.ExitStack() as stack:
+        for number, event in enumerate(stack.enter_context(contextlib.closing(llm.stream(prompt, sampling)))):
+            if number == 0 and isinstance(llm.engine.method, Swift):
+                # What was found of its layers is kept when the stream is closed. Before, while programs are compiled,
+                # there is nothing to keep, and an interrupt ends the process at once.
+                stack.enter_context(interrupts_raised())
             raise_lost_interrupt()
             if not quiet and event.text:
                 for text, drafted in event.spans:

@@ -278,7 +278,7 @@ def attend_parts(
 
     # References are updated in place; `plgpu.kernel` takes none (JAX 0.10 and 0.11).
     cache = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in (key, value)]
-    out, lse = pl.kernel(
+    attend: Any = pl.kernel(
         run,
         out_type=(
             jax.ShapeDtypeStruct((config.parts, K, rows, H), jnp.float32),
@@ -294,8 +294,9 @@ def attend_parts(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         name="tree_attention",
-    )(qkv, cos, sin, bits, work, *cache)
-    return out, lse, *(jax.freeze(array) for array in cache)
+    )
+    out, lse = attend(qkv, cos, sin, bits, work, *cache)
+    return out, lse, jax.freeze(cache[0]), jax.freeze(cache[1])
 
 
 def _halves(ref: Any) -> tuple[Any, Any]:  # [R, H] -> [R, H / 2] x2
@@ -467,7 +468,8 @@ def _over_columns(x: jax.Array, columns: int) -> jax.Array:  # [64] -> [64, colu
 def _multiply_keys(query, key, interpret) -> jax.Array:  # [64, H / 2] x2, ref [64, H] -> [64, 64] float32
     halves = list(zip(query, _halves(key), strict=True))
     if interpret:
-        return _fence(sum(jnp.dot(rows, ref[...].T, preferred_element_type=jnp.float32) for rows, ref in halves))
+        first, second = (jnp.dot(rows, ref[...].T, preferred_element_type=jnp.float32) for rows, ref in halves)
+        return _fence(first + second)
 
     def multiply(accumulator):
         for rows, ref in halves:
