@@ -15,9 +15,9 @@ from jax import lax
 
 from pallas_kernels import _compat, registry
 from pallas_kernels.tree_attention import reference
+from pallas_kernels.tree_attention.marks import WORD, pack_bits, split_mask
 from pallas_kernels.tree_attention.mosaic_kernel import (
     TILE,
-    WORD,
     Config,
     attend_parts,
     shared_bytes,
@@ -89,9 +89,12 @@ def tree_attention(
     if window_mask is None:
         rows = jnp.arange(T, dtype=jnp.int32)
         window_mask, position = reference.causal_mask(rows, rows, sliding_window), length + rows
-    old, new = _split_mask(window_mask, offset)
+    used = jnp.int32(0) if offset is None else offset
+    old, new = split_mask(window_mask, used)
+    if offset is None:
+        old = old[:, :0]
     kernels, tiles = registry.current(), _count_tiles(T, G)
-    words = _count_words(T, 0 if offset is None else old.shape[1], sliding_window)
+    words = _count_words(T, old.shape[1], sliding_window)
     config = config or choose_config(tiles, K, H, key.shape[1], words, multiprocessors=kernels.multiprocessors)
     assert config is not None, "what it does not support goes elsewhere"
     tiles = -(-tiles // config.groups) * config.groups
@@ -100,7 +103,6 @@ def tree_attention(
         # TMA fills with zeros what lies behind the end of an array; the interpreter with NaN, which shows more.
         interpret = _compat.mosaic_interpreter(out_of_bounds_reads="uninitialized")
     marks = _pack_marks(old, new, position, length, sliding_window)
-    used = 0 if offset is None else offset
     with jax.named_scope("tree_attention/mosaic"):
         parts, lse, key, value = attend_parts(
             qkv, cos, sin, key, value,
@@ -148,36 +150,16 @@ def _count_words(tokens: int, window: int, sliding_window: int | None) -> int:
     return tiles * (TILE // WORD) + (sliding_window is not None)
 
 
-def _split_mask(mask: jax.Array, offset: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What rows see of the window's older slots, if there are any, and of the new ones: bool [T, W], [T, T]."""
-    T, window = mask.shape
-    # Wide enough that a slice which runs over the end is not moved back.
-    wide = jnp.pad(mask, [(0, 0), (0, T)])
-    if offset is None:
-        return jnp.zeros((T, 1), bool), wide[:, :T]
-    new = lax.dynamic_slice(wide, (jnp.int32(0), jnp.asarray(offset, jnp.int32)), (T, T))
-    return mask & (jnp.arange(window, dtype=jnp.int32) < offset), new
-
-
 def _pack_marks(old, new, position, length, sliding_window) -> jax.Array:  # int32 [T, words]
     """What tokens see by bits, as `attend_parts` takes it."""
-    T, window = old.shape
+    window = old.shape[1]
     base = length - lax.rem(length, TILE)
-    slots = -(-(TILE - 1 + window) // TILE) * TILE
-    masks = [
-        reference.slot_mask(slots, length - base, old, position - base, sliding_window),
-        jnp.pad(new, [(0, 0), (0, -T % TILE)]),
-    ]
-    words = [_pack_bits(mask) for mask in masks]
+    slots = _count_words(0, window, None) * WORD
+    before = reference.slot_mask(slots, length - base, old, position - base, sliding_window)
+    words = [pack_bits(before), pack_bits(new, TILE)]
     if sliding_window is not None:
         words.append((position - sliding_window + 1)[:, None])
     return jnp.concatenate(words, axis=1)
-
-
-def _pack_bits(mask: jax.Array) -> jax.Array:  # bool [T, W], W a multiple of 32 -> int32 [T, W / 32]
-    weight = jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)
-    words = jnp.sum(jnp.where(mask.reshape(len(mask), -1, WORD), weight, 0), axis=-1, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.int32)
 
 
 def _tile_rows(marks: jax.Array, G: int, tiles: int) -> jax.Array:  # [T, words] -> [tiles, words, 64]

@@ -33,10 +33,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.tree_attention.marks import WORD
 from pallas_kernels.tree_attention.reference import MASKED
 
 TILE = 64  # rows of a wgmma, and slots of a tile
-WORD = 32  # slots of a word of the mask
 LOG2_E = math.log2(math.e)
 
 

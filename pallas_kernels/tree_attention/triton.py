@@ -30,12 +30,11 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention.config import Config, choose, power_of_two
+from pallas_kernels.tree_attention.marks import WORD, pack_bits, split_mask  # a tile of the window is a word long
 from pallas_kernels.tree_attention.reference import MASKED, PRECISION
 
 LOG2_E = math.log2(math.e)
 MOST_WIDTH = 256
-# Window slots whose marks one int32 word holds; a tile of the window is as long.
-WORD = 32
 # Numbers of partial results that a program of the merge holds at a time.
 MERGE_NUMBERS = 8192
 LAST = (((1,), (1,)), ((), ()))  # contract the last dimension of both
@@ -124,23 +123,12 @@ def _pack_window(call: Call, mask, offset) -> tuple[jax.Array, Call]:
     """Marks of the window as bits: int32 [T, words], those of older slots first, each part from a new word on."""
     if mask is None:
         return jnp.zeros((call.T, 1), jnp.int32), call
-    parts, old_words = [], 0
+    old, new = split_mask(mask, jnp.int32(0) if offset is None else offset)
+    words = [pack_bits(new)]
     if offset is not None:
-        old = mask & (jnp.arange(mask.shape[1], dtype=jnp.int32) < offset)
-        parts.append(_pack_bits(old))
-        old_words = parts[0].shape[1]
-    # Wide enough that a slice which runs over the end is not moved back.
-    wide = jnp.pad(mask, [(0, 0), (0, call.T)])
-    start = jnp.int32(0) if offset is None else jnp.asarray(offset, jnp.int32)
-    parts.append(_pack_bits(lax.dynamic_slice(wide, (jnp.int32(0), start), (call.T, call.T))))
-    return jnp.concatenate(parts, axis=1), call._replace(old_words=old_words)
-
-
-def _pack_bits(mask: jax.Array) -> jax.Array:  # bool [T, W] -> int32 [T, W / 32], rounded up
-    rows, width = mask.shape
-    mask = jnp.pad(mask, [(0, 0), (0, -width % WORD)]).reshape(rows, -1, WORD)
-    bits = mask.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(bits.sum(-1, dtype=jnp.uint32), jnp.int32)
+        words.insert(0, pack_bits(old))
+        call = call._replace(old_words=words[0].shape[1])
+    return jnp.concatenate(words, axis=1), call
 
 
 def _attend(call: Call, operands: list[Any], interpret: bool) -> list[jax.Array]:
