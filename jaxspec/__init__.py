@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from jaxspec.methods.lookup import PromptLookup
     from jaxspec.methods.specexec import SpecExec
     from jaxspec.methods.specinfer import SpecInfer
-    from jaxspec.methods.swift import Swift
-    from jaxspec.methods.swiftspec import SwiftSpec
+    from jaxspec.methods.swift.settings import Swift
+    from jaxspec.methods.swiftspec.settings import SwiftSpec
     from jaxspec.results import Completion, DecodeStats, StreamEvent
 
 __all__ = [
@@ -52,8 +52,8 @@ _HOMES = {
     "SamplingParams": "config",
     "SpecExec": "methods.specexec",
     "SpecInfer": "methods.specinfer",
-    "Swift": "methods.swift",
-    "SwiftSpec": "methods.swiftspec",
+    "Swift": "methods.swift.settings",
+    "SwiftSpec": "methods.swiftspec.settings",
     "StreamEvent": "results",
     "generate": "llm",
 }

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import recording
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import ROUND_HEADER, Method, ModelParams, Models, Round, Runner
-from jaxspec.methods.messages import DraftCounts
-from jaxspec.methods.program import compile_programs
+from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.runtime import trace as recording
+from jaxspec.runtime.program import compile_programs
 from jaxspec.sampling.request import make_request
 
 # Cache capacities in tokens: few, far apart, because each compiles its own programs. 2,048 hold a chat; attention cost
@@ -25,7 +25,7 @@ CAPACITY_GROWTH = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Emitted:
+class StepOutput:
     """Tokens of one round, on the host.
 
     Attributes:
@@ -46,7 +46,7 @@ class Emitted:
     draft_passes: int = 0
     draft: DraftCounts | None = None
 
-    def cut(self, count: int) -> "Emitted":
+    def cut(self, count: int) -> "StepOutput":
         """The first `count` tokens; what lies behind is counted nowhere."""
         if count >= len(self.tokens):
             return self
@@ -56,13 +56,13 @@ class Emitted:
             accepted=accepted, drafted=accepted, depth=accepted,
         )  # fmt: skip
 
-    def steps(self) -> Iterator["Emitted"]:
+    def steps(self) -> Iterator["StepOutput"]:
         """One for each target pass: tokens that nobody drafted took one each."""
         if self.drafted or len(self.tokens) == 1:
             yield self
             return
         for index, (token, logprob) in enumerate(zip(self.tokens, self.logprobs, strict=True)):
-            yield Emitted((token,), (logprob,), draft_passes=0 if index else self.draft_passes)
+            yield StepOutput((token,), (logprob,), draft_passes=0 if index else self.draft_passes)
 
 
 class Engine:
@@ -159,7 +159,7 @@ class Engine:
 
     def rounds(
         self, params: ModelParams, prompt: list[int], sampling: SamplingParams, seed: int
-    ) -> Generator[Emitted, None, None]:
+    ) -> Generator[StepOutput, None, None]:
         """Decode until the caller stops listening or `max_tokens` tokens have come.
 
         Round r is read while round r + 1 runs, so a caller that stops wastes that one, and what lies behind the last
@@ -220,7 +220,7 @@ def _launch(runner: Runner, params: ModelParams, state: Any, request: Any) -> tu
     return state, round_
 
 
-def _read(round_: Round, room: int) -> Emitted:
+def _read(round_: Round, room: int) -> StepOutput:
     packed = np.asarray(round_.packed).tolist()
     count, drafted, depth, passes = packed[:ROUND_HEADER]
     tokens = tuple(packed[ROUND_HEADER : ROUND_HEADER + count])
@@ -228,4 +228,4 @@ def _read(round_: Round, room: int) -> Emitted:
     counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
     passes += 0 if counts is None else counts.passes
     accepted = count - 1 if drafted else 0
-    return Emitted(tokens, logprobs, accepted, drafted, depth, passes, counts).cut(room)
+    return StepOutput(tokens, logprobs, accepted, drafted, depth, passes, counts).cut(room)

@@ -15,29 +15,29 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxspec.checkpoint.borrow import borrow_params
-from jaxspec.checkpoint.own_layers import PREFIX, open_own_layers, place_own_layers, take_layers
-from jaxspec.checkpoint.shipped import find_shipped_draft, warn_of_damage
+from jaxspec.checkpoint.layer_subset import PREFIX, open_own_layers, place_own_layers, take_layers
+from jaxspec.checkpoint.shared_embedding import share_embedding
+from jaxspec.checkpoint.shipped_drafts import find_shipped_draft, warn_of_damage
+from jaxspec.checkpoint.vocabulary import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
 from jaxspec.checkpoint.weights import Weights, open_weights
-from jaxspec.compile_cache import enable_compile_cache
 from jaxspec.config import DType, EngineConfig, SamplingParams
-from jaxspec.engine import Emitted, Engine, fresh_seed
+from jaxspec.engine import Engine, StepOutput, fresh_seed
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.mesh.plan import MeshPlan
-from jaxspec.mesh.split import plan_pair
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.base import Method, ModelParams, Models
-from jaxspec.methods.layer_file import LayerFile, model_digest
+from jaxspec.methods.core.tuned import COST_SETTINGS, tuned_settings
 from jaxspec.methods.registry import check_draft_given, resolve_method
-from jaxspec.methods.swift import Swift
-from jaxspec.methods.tuned import COST_SETTINGS, tuned_settings
+from jaxspec.methods.swift.settings import Swift
+from jaxspec.methods.swift.store import LayerStore, model_digest
+from jaxspec.metrics import count_speculation
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
-from jaxspec.pairing import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
-from jaxspec.placement import Lender, Placement, resolve_dtype
 from jaxspec.results import Completion, DecodeStats, StreamEvent
-from jaxspec.speculation import count_speculation
-from jaxspec.text import TextStream, Tokenizer, load_tokenizer
+from jaxspec.runtime.compile_cache import enable_compile_cache
+from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.placement import Placement, SharedEmbedding, resolve_dtype
+from jaxspec.runtime.split import plan_pair
+from jaxspec.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.registry import Kernels
 
@@ -46,7 +46,7 @@ Message = Mapping[str, str]
 # Instead of a draft's checkpoint: no draft model, not even the shipped one.
 NO_DRAFT = "none"
 # Where `Swift` keeps what it found, in the folder of compiled programs.
-LAYER_FILE = "swift-layers.json"
+LAYER_STORE = "swift-layers.json"
 Prompt = str | Sequence[int]
 
 
@@ -181,7 +181,7 @@ class LLM:
         other._unreported_compile_s = other.engine.prepare()
         return other
 
-    def layer_file(self, named: str | PathLike[str] | None = None) -> LayerFile | None:
+    def layer_file(self, named: str | PathLike[str] | None = None) -> LayerStore | None:
         """Where layer sets of the model are kept (see `Swift`); None where nothing is `named` and there is no cache."""
         return _layer_file(self.model_path, self.engine.target.cfg, named, self._cache_folder)
 
@@ -277,7 +277,7 @@ class LLM:
         )
         clock = _Clock()
         events = _EventMaker(text, sampling.logprobs)
-        received: list[Emitted] = []
+        received: list[StepOutput] = []
         with contextlib.ExitStack() as stack:
             if isinstance(self.engine.method, Swift):
                 # Whoever stops listening keeps what was found on the way.
@@ -386,7 +386,7 @@ class _EventMaker:
         self._want_logprobs = want_logprobs
         self._waiting: collections.deque[tuple[int, bool, float]] = collections.deque()
 
-    def push(self, emitted: Emitted) -> StreamEvent:
+    def push(self, emitted: StepOutput) -> StreamEvent:
         """Feed a round's tokens to the text until it ends; what lies behind the end is dropped."""
         spans, kept = [], []
         for index, (token, logprob) in enumerate(zip(emitted.tokens, emitted.logprobs, strict=True)):
@@ -469,11 +469,11 @@ def _tune(method: Auto, draft: str | None, models: Models) -> tuple[Auto, str]:
 
 def _layer_file(
     model: Path, cfg: ModelConfig, named: str | PathLike[str] | None, folder: Path | None
-) -> LayerFile | None:
+) -> LayerStore | None:
     """The file that was named, or that in the folder of compiled programs, if there is one."""
     if named:
-        return LayerFile(Path(named).expanduser(), model_digest(model, cfg), model.name, strict=True)
-    return None if folder is None else LayerFile(folder / LAYER_FILE, model_digest(model, cfg), model.name)
+        return LayerStore(Path(named).expanduser(), model_digest(model, cfg), model.name, strict=True)
+    return None if folder is None else LayerStore(folder / LAYER_STORE, model_digest(model, cfg), model.name)
 
 
 def _place_models(
@@ -511,7 +511,7 @@ def _place_models(
         rows,
         limit,
         draft_weights.storage(draft_plan) if keeps else None,
-        Lender(weights.config, target.weights) if draft_weights.config.shares_embedding else None,
+        SharedEmbedding(weights.config, target.weights) if draft_weights.config.shares_embedding else None,
     )
     return Models(target, draft)
 
@@ -545,7 +545,7 @@ def _load_params(weights: Weights, draft_weights: Weights | None, models: Models
             own = draft_weights.load(models.draft)
         except CheckpointError as error:
             raise _DamagedDraftError(str(error)) from error
-    return ModelParams(target, own | borrow_params(models.draft, target))
+    return ModelParams(target, own | share_embedding(models.draft, target))
 
 
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:

@@ -48,7 +48,7 @@ class DecodeStats:
         from and what they are, and the number of rounds of each kind. Of method `swift`, see `Swift.explain`. None for
         other methods.
       num_programs: compiled programs of the method.
-      timeline: where a trace was taken, its summary; see `measure.timeline.Summary`.
+      timeline: where a trace was taken, its summary; see `bench.timeline.Summary`.
     """
 
     prompt_tokens: int

@@ -4,10 +4,9 @@ import dataclasses
 from types import SimpleNamespace
 from typing import ClassVar
 
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, suggest
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.results import Completion, DecodeStats
-from jaxspec.suggest import suggest
 from pallas_kernels.registry import Kernels
 
 
@@ -172,8 +171,8 @@ def spec_stats(stats, accepted):
 
 
 def install(monkeypatch):
-    """Let `jaxspec.measure.bench` see the invented methods, and no weights."""
-    from jaxspec.measure import bench
+    """Let `jaxspec.bench.run` see the invented methods, and no weights."""
+    from jaxspec.bench import run as bench
 
     monkeypatch.setattr(bench, "METHODS", METHODS)
     monkeypatch.setattr(bench.registry, "make_method", make_method)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.manifest import write_manifest
-from jaxspec.checkpoint.native import write_arrays
-from jaxspec.checkpoint.native_arrays import PendingLeaf
+from jaxspec.checkpoint.native.arrays import PendingLeaf
+from jaxspec.checkpoint.native.checkpoint import write_arrays
+from jaxspec.checkpoint.native.manifest import write_manifest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import declare_leaves, declare_params, is_info, leaf_name
-from jaxspec.models.storage import as_storage
+from jaxspec.models.quantization import as_storage
 
 LLAMA = ModelConfig("llama", 2, 16, 24, 6, 3, 4, 50, 64)
 MISTRAL = ModelConfig("mistral", 2, 16, 24, 4, 2, 4, 48, 64, sliding_window=8, sliding_layers=(True, False))

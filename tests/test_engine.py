@@ -9,13 +9,13 @@ import pytest
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ModelParams, Models
-from jaxspec.methods.chunks import CHUNKS, plan_chunks, split_chunks
+from jaxspec.methods.core.chunks import CHUNKS, plan_chunks, split_chunks
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import init_params
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 
 TINY = ModelConfig("llama", 2, 32, 64, 4, 2, 8, 101, max_context=4096)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.text import Tokenizer, load_tokenizer
-from jaxspec.tokenizer_gguf import build_gguf_tokenizer
+from jaxspec.text.gguf_tokenizer import build_gguf_tokenizer
+from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parent / "data"
 

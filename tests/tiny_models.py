@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.cache import commit_rows, init_cache
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.load import load_foreign
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.kv_cache import commit_rows, init_cache
 from jaxspec.models.transformer import forward, prefill, vocab_logits
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 
 LLAMA3_ROPE = RopeConfig(10000.0, "llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec.measure.roofline import roofline_pass, weight_bytes
+from jaxspec.bench.roofline import roofline_pass, weight_bytes
 
 CONTEXTS = (256, 2000)
 DECODE_PROMPT, DECODE_TOKENS = 32, 64

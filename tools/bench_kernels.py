@@ -29,9 +29,9 @@ from gguf.quants import dequantize
 from rich.progress import track
 
 import jaxspec
-from jaxspec.checkpoint.default import default_model_path
-from jaxspec.measure.passes import time_target_pass
-from jaxspec.measure.roofline import roofline_pass
+from jaxspec.bench.microbench import time_target_pass
+from jaxspec.bench.roofline import roofline_pass
+from jaxspec.checkpoint.default_model import default_model_path
 
 STEPS = 8  # per sample
 ROWS = (1, 2, 4, 8, 16, 32)

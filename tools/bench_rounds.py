@@ -29,8 +29,8 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxspec
-from jaxspec.measure.passes import time_pass, time_target_pass
-from jaxspec.measure.roofline import roofline_pass
+from jaxspec.bench.microbench import time_pass, time_target_pass
+from jaxspec.bench.roofline import roofline_pass
 
 CONTEXT = 256
 ROWS = (1, 8, 16)

@@ -40,10 +40,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxspec import LLM
 from jaxspec.checkpoint.convert import save_draft
+from jaxspec.checkpoint.vocabulary import vocabulary_digest
 from jaxspec.errors import JaxspecError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
-from jaxspec.pairing import vocabulary_digest
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, help=__doc__)
 

@@ -27,8 +27,8 @@ import tokenizers
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
 
-from jaxspec.checkpoint.default import SHA256, default_model_path
-from jaxspec.text import Tokenizer, load_tokenizer
+from jaxspec.checkpoint.default_model import SHA256, default_model_path
+from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_TOKENS = 128
 OUTPUT = Path(__file__).parents[1] / "tests/golden/smollm2_greedy.json"

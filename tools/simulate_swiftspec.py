@@ -38,9 +38,9 @@ from swiftspec_sim.times import Published, Times, load_times, parse_split
 from swiftspec_sim.trace import Trace, load_traces, save_traces
 
 import jaxspec
+from jaxspec.bench.prompts import load_prompts, select_prompts
 from jaxspec.cli.run import run_command
 from jaxspec.errors import ConfigError
-from jaxspec.measure.prompts import load_prompts, select_prompts
 
 NAME = "simulate_swiftspec"
 PIPE_WIDTH = 180

@@ -15,19 +15,19 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxspec.bench.prompts import load_prompts, select_prompts
+from jaxspec.bench.report import make_report
+from jaxspec.bench.run import BASELINE, Column, measure
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.llm import LLM
-from jaxspec.measure.bench import BASELINE, Column, measure
-from jaxspec.measure.layers import Passage, Scorer, search_layers, write_passages
-from jaxspec.measure.prompts import load_prompts, select_prompts
-from jaxspec.measure.report import make_report
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ModelParams, Models
-from jaxspec.methods.swift import Swift
-from jaxspec.methods.swift_search import SearchSettings
+from jaxspec.methods.swift.search import SearchSettings
+from jaxspec.methods.swift.settings import Swift
 from jaxspec.models.layer_set import uniform_layers
 from jaxspec.models.params import Params
+from jaxspec.tune.swift import Passage, Scorer, search_layers, write_passages
 
 # No proposal is Bayesian.
 NEVER = 10**6

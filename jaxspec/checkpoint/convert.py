@@ -14,14 +14,13 @@ import numpy as np
 from jaxspec.checkpoint.block_codec import encode_blocks
 from jaxspec.checkpoint.keymaps import check_accounted, recipes, source_storage
 from jaxspec.checkpoint.load import detect_format, open_checkpoint
-from jaxspec.checkpoint.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
-from jaxspec.checkpoint.native import read_leaf_as, write_arrays
-from jaxspec.checkpoint.native_arrays import PendingLeaf
-from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
+from jaxspec.checkpoint.native.arrays import PendingLeaf
+from jaxspec.checkpoint.native.checkpoint import read_leaf_as, write_arrays
+from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
+from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, is_info, leaf_name
-from jaxspec.models.storage import LeafType, Storage, collect_storage, restrict_storage, weight_leaves
-from jaxspec.suggest import suggest
+from jaxspec.models.quantization import LeafType, Storage, collect_storage, restrict_storage, weight_leaves
 from pallas_kernels.linear.blocks import FORMATS
 
 DTYPES = ("float32", "bfloat16")
@@ -112,7 +111,7 @@ def save_draft(
       dst: a folder that does not exist yet, in one that does.
       params: its own parameters (`declare_params`), float32.
       cfg: its geometry, with `shares_embedding`.
-      vocabulary: see `jaxspec.pairing.vocabulary_digest`.
+      vocabulary: see `jaxspec.checkpoint.vocabulary.vocabulary_digest`.
       eos_ids: token ids that end a text; the target's decide.
       quantize: see `convert`.
 
@@ -279,7 +278,7 @@ def _plan_leaves(
 
 def _save_tokenizer(src: Path, folder: Path) -> None:
     # Imported here: the tokenizer libraries are heavy, and conversions that are refused do not need them.
-    from jaxspec.text import save_tokenizer
+    from jaxspec.text.tokenizer import save_tokenizer
 
     save_tokenizer(src, folder)
 

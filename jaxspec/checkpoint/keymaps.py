@@ -15,7 +15,7 @@ from jaxspec.checkpoint.source import TensorSource
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, declare_leaves
-from jaxspec.models.storage import PARTS, LeafType, Storage, collect_storage, weight_leaves
+from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storage, weight_leaves
 
 Shape = tuple[int, ...]
 Assemble = Callable[[Sequence[np.ndarray]], np.ndarray]

@@ -13,10 +13,10 @@ from jaxspec.checkpoint.hf import open_hf
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.source import TensorSource
 from jaxspec.errors import CheckpointError
-from jaxspec.mesh.plan import MeshPlan
-from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.params import Params, declare_params, leaf_name
-from jaxspec.models.storage import Storage
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.sharding import placed_shapes
 
 Format = Literal["hf", "gguf", "native"]
 
@@ -73,7 +73,7 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
 
     Args:
       source: an open checkpoint.
-      plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.mesh.padding`).
+      plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.runtime.padding`).
       storage: how each weight is kept: blocks only as the checkpoint has them. A dtype is that of all weights; norms
         and biases stay float32.
       vocab_rows: least number of vocabulary rows; fewer are zero-padded.

@@ -24,7 +24,7 @@ class TensorSource(Protocol):
         ...
 
     def weight_type(self, name: str) -> str:
-        """How one tensor can be kept without loss: a dtype or block format of `jaxspec.models.storage.WEIGHT_TYPES`."""
+        """How one tensor can be kept without loss: one of `jaxspec.models.quantization.WEIGHT_TYPES`."""
         ...
 
     def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:

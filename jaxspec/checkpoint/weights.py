@@ -4,17 +4,17 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxspec.checkpoint.default import default_model_path, verify_default
+from jaxspec.checkpoint.default_model import default_model_path, verify_default
 from jaxspec.checkpoint.keymaps import source_storage
 from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
-from jaxspec.checkpoint.manifest import open_native
+from jaxspec.checkpoint.native.manifest import open_native
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.mesh.plan import MeshPlan
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params
-from jaxspec.models.storage import Storage, fit_storage
-from jaxspec.placement import Placement
+from jaxspec.models.quantization import Storage, fit_storage
+from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def open_weights(path: Path | None) -> Weights:
 
         def restore(placement: Placement) -> Params:
             # Orbax takes a second to import; by now that runs beside the compiler.
-            from jaxspec.checkpoint.native import restore_native
+            from jaxspec.checkpoint.native.checkpoint import restore_native
 
             return restore_native(native, placement.plan, placement.weights, placement.vocab_rows)
 

@@ -69,11 +69,11 @@ def bench(
         # Heavy imports only now: --help and usage errors answer at once.
         from rich.console import Console
 
+        from jaxspec.bench.prompts import load_prompts, select_prompts
+        from jaxspec.bench.report import make_report, print_report
+        from jaxspec.bench.run import default_methods, loading_method, make_columns, measure
         from jaxspec.config import SamplingParams
         from jaxspec.llm import LLM, has_draft
-        from jaxspec.measure.bench import default_methods, loading_method, make_columns, measure
-        from jaxspec.measure.prompts import load_prompts, select_prompts
-        from jaxspec.measure.report import make_report, print_report
 
         wanted = None if categories is None else _split_list(categories, "--categories")
         chosen = select_prompts(load_prompts(prompts), wanted, max_prompts)
@@ -133,7 +133,7 @@ def _parse_budgets(text: str | None) -> list[int] | None:
 
 def _parse_settings(assignments: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
     """Settings by method name, checked against the types of the method's own defaults."""
-    from jaxspec.measure.bench import make_method
+    from jaxspec.bench.run import make_method
 
     by_method: dict[str, list[str]] = {}
     for assignment in assignments:

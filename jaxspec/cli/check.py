@@ -17,9 +17,9 @@ from jaxspec.errors import ConfigError, JaxspecError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from jaxspec.check.reference_decoder import Scorer
+    from jaxspec.check.run import Comparison
     from jaxspec.llm import LLM
-    from jaxspec.measure.check import Comparison
-    from jaxspec.measure.scorer import Scorer
 
 NAME = "jaxspec-check"
 PLAIN = "ar"
@@ -102,7 +102,7 @@ def check(
             "prompts": names, "methods": [], "skipped": skipped,
         }  # fmt: skip
 
-        from jaxspec.measure.scorer import Scorer
+        from jaxspec.check.reference_decoder import Scorer
 
         console = _console(json_)
         report["rows"] = _check_rows(plain, encoded[0], max_tokens)
@@ -156,7 +156,7 @@ def _read_prompts(given: Sequence[str], file: Path | None, most: int) -> list[tu
         raise ConfigError("a prompt is empty: it has 0 characters and at least 1 is needed")
     if given:
         return [(str(index), text) for index, text in enumerate(given, 1)][:most]
-    from jaxspec.measure.prompts import load_prompts
+    from jaxspec.bench.prompts import load_prompts
 
     loaded = load_prompts(file)
     count = min(most, len(loaded))
@@ -234,8 +234,8 @@ def _own(method: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_rows(plain: "LLM", prompt: list[int], max_tokens: int) -> dict[str, Any]:
     """Logits of plain decoding's own text, one by one and verified together."""
+    from jaxspec.check.invariance import measure_invariance
     from jaxspec.config import SamplingParams
-    from jaxspec.measure.invariance import measure_invariance
 
     answer = plain.generate(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     result = measure_invariance(plain.engine.target, plain.params, prompt, answer.token_ids)  # pyright: ignore[reportAttributeAccessIssue]
@@ -263,8 +263,8 @@ def _check_method(
     advance: Callable[[str, int], None],
 ) -> dict[str, Any]:
     """Everything about one method, for tables and JSON."""
-    from jaxspec.measure.check import PlainLaw, check_tokens, default_samplings, describe, summarise
-    from jaxspec.measure.law import DEPTH, check_law, draw_many, law_samplings
+    from jaxspec.check.distribution import DEPTH, check_law, draw_many, law_samplings
+    from jaxspec.check.run import PlainLaw, check_tokens, default_samplings, describe, summarise
 
     exact = getattr(method, "exact", "tokens")
     samplings = default_samplings(options["max_tokens"], options["seed"])

@@ -78,7 +78,7 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
 def _find_source(src: str) -> Path:
     if src != DEFAULT_WORD:
         return Path(src)
-    from jaxspec.checkpoint.default import default_model_path, verify_default
+    from jaxspec.checkpoint.default_model import default_model_path, verify_default
 
     path = default_model_path()
     verify_default(path)

@@ -16,8 +16,8 @@ from jaxspec.cli.run import interrupts_raised, raise_lost_interrupt, run_command
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxspec.bench.timeline import Timeline
     from jaxspec.llm import LLM
-    from jaxspec.measure.timeline import Timeline
     from jaxspec.results import Completion
 
 NAME = "jaxspec-decode"
@@ -185,7 +185,7 @@ def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
     if path is None:
         yield None
         return
-    from jaxspec.measure.timeline import Timeline
+    from jaxspec.bench.timeline import Timeline
 
     timeline = Timeline(llm.engine.models)
     with interrupts_raised():
@@ -198,7 +198,7 @@ def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
 
 
 def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: bool) -> "Completion":
-    from jaxspec.methods.swift import Swift
+    from jaxspec.methods.swift.settings import Swift
 
     completion = None
     with contextlib.ExitStack() as stack:

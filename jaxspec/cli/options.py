@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.errors import ConfigError
-from jaxspec.suggest import suggest
+from jaxspec.errors import ConfigError, suggest
 from pallas_kernels import KERNEL_NAMES
 
 OptionTypes = tuple[type, ...]

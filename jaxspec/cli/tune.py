@@ -28,7 +28,7 @@ from jaxspec.cli.tune_splits import find_split, print_splits, splits_preset, spl
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.measure.tune import Candidate, Tuning
+    from jaxspec.tune.run import Candidate, Tuning
 
 NAME = "jaxspec-tune"
 
@@ -92,10 +92,10 @@ def tune(
         # Heavy imports only now: --help and usage errors answer at once.
         from rich.console import Console
 
+        from jaxspec.bench.prompts import load_prompts, select_prompts
         from jaxspec.config import SamplingParams
         from jaxspec.llm import LLM
-        from jaxspec.measure.prompts import load_prompts, select_prompts
-        from jaxspec.measure.tune import tune as find_fastest
+        from jaxspec.tune.run import tune as find_fastest
 
         command = _in_a_comment(shlex.join([NAME, *sys.argv[1:]]))
         console = Console(stderr=True)

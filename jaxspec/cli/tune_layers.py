@@ -11,10 +11,10 @@ from jaxspec.cli.options import check_new_file
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxspec.bench.prompts import BenchPrompt
     from jaxspec.config import SamplingParams
-    from jaxspec.measure.layers import LayerTuning
-    from jaxspec.measure.prompts import BenchPrompt
-    from jaxspec.methods.layer_file import LayerFile
+    from jaxspec.methods.swift.store import LayerStore
+    from jaxspec.tune.swift import LayerTuning
 
 # Defaults of the command line. Off line a Bayesian proposal costs no more than a pass: there are more of them.
 RATIOS, STEPS, INTERVAL, TASK = "0.2,0.3,0.45", 300, 8, "default"
@@ -71,11 +71,11 @@ def find_layers(
     repeats: int,
     command: str,
     progress: Progress,
-) -> "tuple[LayerTuning, LayerFile]":
+) -> "tuple[LayerTuning, LayerStore]":
     """Search for every ratio, confirm the best, and keep the sets; `given` are options of the model."""
     ratios = options.check()
     from jaxspec.llm import LLM
-    from jaxspec.measure.layers import tune_layers
+    from jaxspec.tune.swift import tune_layers
 
     llm = LLM(
         given["model"], draft="none", method="ar", dtype=given["dtype"], kernels=given["kernels"],

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from jaxspec.bench.prompts import BenchPrompt
     from jaxspec.config import SamplingParams
-    from jaxspec.measure.prompts import BenchPrompt
-    from jaxspec.measure.splits import SplitResult
+    from jaxspec.tune.swiftspec import SplitResult
 
 
 def find_split(
@@ -26,7 +26,7 @@ def find_split(
     import jax
 
     from jaxspec.llm import LLM
-    from jaxspec.measure.splits import profile_splits
+    from jaxspec.tune.swiftspec import profile_splits
 
     available = len(jax.devices())
     devices = available if devices is None else devices
@@ -64,7 +64,7 @@ def print_splits(results: "Sequence[SplitResult]", console: Any) -> None:
 
 def splits_preset(results: "Sequence[SplitResult]", given: Mapping[str, Any], command: str) -> str:
     """A preset of the best split."""
-    from jaxspec.measure.splits import pick
+    from jaxspec.tune.swiftspec import pick
 
     best = pick(results)
     times, method = best.times, best.method
@@ -91,7 +91,7 @@ def _name(result: "SplitResult") -> str:
 
 
 def _verdict(results: "Sequence[SplitResult]") -> str:
-    from jaxspec.measure.splits import pick
+    from jaxspec.tune.swiftspec import pick
 
     best = pick(results)
     count = best.times.target_devices

@@ -5,14 +5,14 @@ import numbers
 from typing import Any, ClassVar
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.adaptive import SYNC_ROWS, AdaptiveDrafter, RoundCosts
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.chunks import cache_slots
-from jaxspec.methods.costs import pass_costs, relative_draft_cost
-from jaxspec.methods.matching import LookupDrafter, LookupSettings
-from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.settings import check_range, check_same_devices
-from jaxspec.methods.verification import match
+from jaxspec.methods.core.auto import SYNC_ROWS, AutoDrafter, RoundCosts
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.cost_model import pass_costs, relative_draft_cost
+from jaxspec.methods.core.lookup import LookupSettings, NGramDrafter
+from jaxspec.methods.core.runner import SpeculativeRunner
+from jaxspec.methods.core.settings import check_range, check_same_devices
+from jaxspec.methods.core.verify import match
 
 LONGEST_CHAIN = 8
 
@@ -98,17 +98,17 @@ class Auto:
             cost = relative_draft_cost(target, draft)
         return RoundCosts(pass_costs(target, self.batch, self.pass_cost) + self.round_cost, cost, self.round_cost)
 
-    def bind(self, models: Models, tokens: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
         """See `Method.bind`."""
         assert self.length is not None
         target, draft = models
         lookup = LookupSettings(self.batch, self.ngram, self.candidates, self.batch - 1)
         slots, steps, costs = cache_slots(tokens, max(SYNC_ROWS, self.batch)), self.longest_path, self.costs(models)
         if draft is None:
-            drafter = LookupDrafter(target, slots, lookup, costs.batch)
+            drafter = NGramDrafter(target, slots, lookup, costs.batch)
         else:
-            drafter = AdaptiveDrafter(draft, slots, lookup, self.length, steps, costs)
-        return PairRunner(target, tokens, drafter, steps=steps, rule=match, varies=True)
+            drafter = AutoDrafter(draft, slots, lookup, self.length, steps, costs)
+        return SpeculativeRunner(target, tokens, drafter, steps=steps, rule=match, varies=True)
 
     def explain(self, models: Models) -> dict[str, Any]:
         """What its choices rest on, for the statistics of a generation: the costs, in target passes of one row."""

@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import ROUND_HEADER, Exactness, ModelParams, Models, Round, pack_round, place_request
-from jaxspec.methods.chunks import cache_slots
-from jaxspec.methods.program import Program
-from jaxspec.methods.target import TargetSide, TargetState, next_token
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.sequence import TargetSide, TargetState, next_token
+from jaxspec.runtime.program import Program
 from jaxspec.sampling.request import Request
 
 

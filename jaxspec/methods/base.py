@@ -19,9 +19,9 @@ import numpy as np
 from flax import struct
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.program import Program
 from jaxspec.models.params import Params
-from jaxspec.placement import Placement
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
 from jaxspec.sampling.request import Request, make_request
 
 # Integers in front of the tokens in `Round.packed`.

@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.best_first import BestFirstDrafter, tree_rows
-from jaxspec.methods.chunks import cache_slots
-from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.propose import same_draw
-from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
-from jaxspec.methods.settings import check_draft, check_range, check_same_devices, log_threshold
-from jaxspec.methods.verification import match
+from jaxspec.methods.core.best_first import BestFirstDrafter, tree_rows
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.proposals import same_draw
+from jaxspec.methods.core.runner import SpeculativeRunner
+from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
+from jaxspec.methods.core.settings import check_draft, check_range, check_same_devices, log_threshold
+from jaxspec.methods.core.verify import match
 
 LONGEST = 64
 
@@ -72,7 +72,7 @@ class Chain:
         check_draft(self.name, models.draft is not None)
         check_same_devices(self.name, models)
 
-    def bind(self, models: Models, tokens: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
         """See `Method.bind`."""
         assert models.draft is not None
         least = log_threshold("min_probability", self.min_probability)
@@ -82,7 +82,7 @@ class Chain:
             shape = SampledShape((1,) * self.length)
             drafter = SampledDrafter(models.draft, slots, shape, replacement=True, least=least)
             rule = rejection(shape, replacement=True)
-            return PairRunner(models.target, tokens, drafter, steps=steps, rule=rule, varies=varies)
+            return SpeculativeRunner(models.target, tokens, drafter, steps=steps, rule=rule, varies=varies)
         assert tree_rows(1, self.length) == self.length
         drafter = BestFirstDrafter(
             models.draft,
@@ -95,4 +95,4 @@ class Chain:
             least=least,
             steps=steps,
         )
-        return PairRunner(models.target, tokens, drafter, steps=steps, rule=match, varies=varies)
+        return SpeculativeRunner(models.target, tokens, drafter, steps=steps, rule=match, varies=varies)

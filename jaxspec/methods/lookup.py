@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.chunks import cache_slots
-from jaxspec.methods.costs import pass_costs
-from jaxspec.methods.matching import LookupDrafter, LookupSettings
-from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.settings import check_range
-from jaxspec.methods.verification import match
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.cost_model import pass_costs
+from jaxspec.methods.core.lookup import LookupSettings, NGramDrafter
+from jaxspec.methods.core.runner import SpeculativeRunner
+from jaxspec.methods.core.settings import check_range
+from jaxspec.methods.core.verify import match
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class PromptLookup(LookupSettings):
     def check(self, models: Models) -> None:
         """Every model fits."""
 
-    def bind(self, models: Models, tokens: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
         """See `Method.bind`."""
         costs = pass_costs(models.target, self.batch)
-        drafter = LookupDrafter(models.target, cache_slots(tokens, self.batch), self, costs)
-        return PairRunner(models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=True)
+        drafter = NGramDrafter(models.target, cache_slots(tokens, self.batch), self, costs)
+        return SpeculativeRunner(models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=True)

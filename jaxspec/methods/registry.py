@@ -4,18 +4,17 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, suggest
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
 from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.settings import check_draft
 from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.settings import check_draft
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
-from jaxspec.methods.swift import Swift
-from jaxspec.methods.swiftspec import SwiftSpec
-from jaxspec.suggest import suggest
+from jaxspec.methods.swift.settings import Swift
+from jaxspec.methods.swiftspec.settings import SwiftSpec
 
 METHODS: dict[str, type] = {
     m.name: m for m in (Auto, Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer, Swift, SwiftSpec)

@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.best_first import BestFirstDrafter, tree_rows
-from jaxspec.methods.chunks import cache_slots
-from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.propose import most_probable
-from jaxspec.methods.settings import check_branch, check_draft, check_range, check_same_devices, log_threshold
-from jaxspec.methods.verification import match
+from jaxspec.methods.core.best_first import BestFirstDrafter, tree_rows
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.proposals import most_probable
+from jaxspec.methods.core.runner import SpeculativeRunner
+from jaxspec.methods.core.settings import check_branch, check_draft, check_range, check_same_devices, log_threshold
+from jaxspec.methods.core.verify import match
 
 LARGEST_BUDGET = 4096
 LARGEST_DEPTH = 128
@@ -105,7 +105,7 @@ class SpecExec:
         assert self.branch is not None
         check_branch("branch", self.branch, models)
 
-    def bind(self, models: Models, tokens: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
         """See `Method.bind`."""
         assert models.draft is not None and self.width is not None
         assert self.branch is not None and self.depth is not None
@@ -125,6 +125,6 @@ class SpecExec:
             least=log_threshold("min_probability", self.min_probability),
             steps=self.longest_path,
         )
-        return PairRunner(
+        return SpeculativeRunner(
             models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=self.min_probability > 0
         )

@@ -7,10 +7,10 @@ from typing import ClassVar
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.chunks import cache_slots
-from jaxspec.methods.pair import PairRunner
-from jaxspec.methods.sampled import SampledDrafter, SampledShape, rejection
-from jaxspec.methods.settings import check_branch, check_draft, check_same_devices
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.runner import SpeculativeRunner
+from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
+from jaxspec.methods.core.settings import check_branch, check_draft, check_same_devices
 
 LARGEST_TREE = 1024
 
@@ -76,10 +76,10 @@ class SpecInfer:
         check_same_devices(self.name, models)
         check_branch("expansion", self._shape.draws, models)
 
-    def bind(self, models: Models, tokens: int) -> PairRunner:
+    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
         """See `Method.bind`."""
         assert models.draft is not None
         slots = cache_slots(tokens, self._shape.inner_rows + self._shape.width + self.longest_path)
         drafter = SampledDrafter(models.draft, slots, self._shape, replacement=self.replacement, least=-float("inf"))
         rule = rejection(self._shape, replacement=self.replacement)
-        return PairRunner(models.target, tokens, drafter, steps=self.longest_path, rule=rule, varies=False)
+        return SpeculativeRunner(models.target, tokens, drafter, steps=self.longest_path, rule=rule, varies=False)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
-from jaxspec.models.storage import PARTS
+from jaxspec.models.quantization import PARTS
 from pallas_kernels.linear import as_matrix, linear
 from pallas_kernels.rms_norm import rms_norm
 

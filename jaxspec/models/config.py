@@ -7,6 +7,9 @@ from typing import Literal
 from jaxspec.errors import ConfigError
 from jaxspec.models.layer_set import LayerSet
 
+# The mesh axis over which weights, heads, vocabulary and caches are split.
+TENSOR_AXIS = "tensor"
+
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 

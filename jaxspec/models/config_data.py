@@ -10,9 +10,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, suggest
 from jaxspec.models.config import ModelConfig
-from jaxspec.suggest import suggest
 
 
 def config_to_data(cfg: ModelConfig) -> dict[str, Any]:

@@ -5,8 +5,8 @@ one-token step is then a row-major matrix-vector product, the fastest form on CP
 value share one tensor grouped by KV head, gate and up share another, so that sharding the first named axis gives
 each device whole heads with their keys.
 
-A weight is kept as numbers or in a file's blocks (`jaxspec.models.storage`). Blocks replace the last dimension `I` by
-two, `I / values` and `nbytes`; those before them, and with them the shards, stay what they are.
+A weight is kept as numbers or in a file's blocks (`jaxspec.models.quantization`). Blocks replace the last dimension
+`I` by two, `I / values` and `nbytes`; those before them, and with them the shards, stay what they are.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.storage import PARTS, LeafType, Storage, as_storage, crosses_heads, weight_leaves
+from jaxspec.models.quantization import PARTS, LeafType, Storage, as_storage, crosses_heads, weight_leaves
 from pallas_kernels.linear.blocks import FORMATS, Blocks
 
 Params = dict[str, Any]

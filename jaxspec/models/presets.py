@@ -4,10 +4,9 @@ import importlib.resources
 import tomllib
 from importlib.resources.abc import Traversable
 
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, suggest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.config_data import config_from_data
-from jaxspec.suggest import suggest
 
 _SUFFIX = ".toml"
 

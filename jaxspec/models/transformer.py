@@ -12,17 +12,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.cache import KVCache
-from jaxspec.mesh.plan import TENSOR_AXIS
 from jaxspec.models.attention import project, project_out
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import TENSOR_AXIS, ModelConfig
+from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.mlp import feed_forward
 from jaxspec.models.params import Params
 from jaxspec.models.rope import rope_frequencies
 from pallas_kernels import registry
+from pallas_kernels.active_rows import map_active_rows
 from pallas_kernels.linear import as_matrix, linear, take_rows
-from pallas_kernels.live import map_live_rows
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
 from pallas_kernels.tree_attention import tree_attention
@@ -106,7 +105,7 @@ def vocab_logits(
     with jax.named_scope("head"):
         head = params["head"] if "head" in params else params["embed"]
         head = as_matrix(head, head.shape[0])
-        return map_live_rows(lambda live, rows: linear(rows, head, live), live, hidden)
+        return map_active_rows(lambda live, rows: linear(rows, head, live), live, hidden)
 
 
 def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D] float32
@@ -160,7 +159,7 @@ def _run_layer(
 
     def attend(x, key, value):
         with jax.named_scope("attention"):
-            qkv = map_live_rows(project_rows, live, x)
+            qkv = map_active_rows(project_rows, live, x)
             cos, sin = rope
             tree = (None, None, None) if window is None else (window.mask, position, window.offset)
             return tree_attention(
@@ -176,10 +175,10 @@ def _run_layer(
 
     def attention_unit(x, key, value):
         heads, key, value = attend(x, key, value)
-        return map_live_rows(add_attention, live, x, heads), key, value
+        return map_active_rows(add_attention, live, x, heads), key, value
 
     def mlp_unit(x):
-        return (map_live_rows(add_mlp, live, x),)
+        return (map_active_rows(add_mlp, live, x),)
 
     if units is not None and units.ndim == 1:
         x, key, value = _run_if(units[0], attention_unit, x, key, value)
@@ -194,7 +193,7 @@ def _run_layer(
         if cache_only:
             return x, key, value
         finish = lambda live, x, heads: add_mlp(live, add_attention(live, x, heads))  # noqa: E731
-        return map_live_rows(finish, live, x, heads), key, value
+        return map_active_rows(finish, live, x, heads), key, value
     if runs[0]:
         x, key, value = attention_unit(x, key, value)
     if runs[1]:

@@ -30,7 +30,7 @@ from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
 from jaxspec.sampling.processors import History, Processors, process, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
-from jaxspec.tree.topology import Batch
+from jaxspec.tree.tree import Batch
 
 # Streams of the seed; 0 is the noise that chooses tokens.
 ACCEPT_ROLE, DRAFT_ROLE = 1, 2

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.tree.topology import Tree
+from jaxspec.tree.tree import Tree
 
 
 @struct.dataclass

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.tree.topology import Tree, init_tree
+from jaxspec.tree.tree import Tree, init_tree
 
 
 def follow(tree: Tree, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:

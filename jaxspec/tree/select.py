@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.tree.topology import Batch, Tree
+from jaxspec.tree.tree import Batch, Tree
 
 
 @struct.dataclass

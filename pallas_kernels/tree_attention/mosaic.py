@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels import _compat, registry
 from pallas_kernels.tree_attention import reference
-from pallas_kernels.tree_attention.marks import WORD, pack_bits, split_mask
+from pallas_kernels.tree_attention.mask_bits import WORD, pack_bits, split_mask
 from pallas_kernels.tree_attention.mosaic_kernel import (
     TILE,
     Config,

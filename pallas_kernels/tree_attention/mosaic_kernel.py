@@ -33,7 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention.marks import WORD
+from pallas_kernels.tree_attention.mask_bits import WORD
 from pallas_kernels.tree_attention.reference import MASKED
 
 TILE = 64  # rows of a wgmma, and slots of a tile

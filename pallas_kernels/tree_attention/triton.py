@@ -30,7 +30,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention.config import Config, choose, power_of_two
-from pallas_kernels.tree_attention.marks import WORD, pack_bits, split_mask  # a tile of the window is a word long
+from pallas_kernels.tree_attention.mask_bits import WORD, pack_bits, split_mask  # a tile of the window is a word long
 from pallas_kernels.tree_attention.reference import MASKED, PRECISION
 
 LOG2_E = math.log2(math.e)

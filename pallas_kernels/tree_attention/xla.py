@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import registry
-from pallas_kernels.live import map_live_rows
+from pallas_kernels.active_rows import map_active_rows
 from pallas_kernels.tree_attention import blocked, reference
 
 
@@ -30,7 +30,7 @@ def tree_attention(
     def attend(_, query, position, mask):
         return implementation.attend_tree(query, key, value, length, mask, position, sliding_window, used)
 
-    return map_live_rows(attend, live, query, position, window_mask), key, value
+    return map_active_rows(attend, live, query, position, window_mask), key, value
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:  # [T, ..., H], [T, H/2] x2 -> [T, ..., H]

@@ -14,23 +14,24 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize as quantize_rows
 from make import random_tensors, tiny_config, write_gguf, write_hf
 
-from jaxspec.cache import init_cache
+from jaxspec.bench.roofline import weight_bytes
 from jaxspec.checkpoint import convert as module
-from jaxspec.checkpoint import native_arrays
 from jaxspec.checkpoint.block_codec import decode_blocks, type_of
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint
-from jaxspec.checkpoint.manifest import open_native
-from jaxspec.checkpoint.native import read_leaf
+from jaxspec.checkpoint.native import arrays as native_arrays
+from jaxspec.checkpoint.native.checkpoint import read_leaf
+from jaxspec.checkpoint.native.manifest import open_native
 from jaxspec.checkpoint.weights import open_weights
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.measure.roofline import weight_bytes
-from jaxspec.mesh.plan import TENSOR_AXIS, plan_mesh
-from jaxspec.methods.program import Program
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import declare_leaves
-from jaxspec.models.storage import PARTS, Storage, restrict_storage
+from jaxspec.models.quantization import PARTS, Storage, restrict_storage
 from jaxspec.models.transformer import forward, prefill, vocab_logits
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
 Kind = GGMLQuantizationType

@@ -16,12 +16,12 @@ from native_models import write_tokenizer
 from jaxspec.checkpoint import convert as module
 from jaxspec.checkpoint.convert import convert, find_leftovers
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint
-from jaxspec.checkpoint.manifest import open_native
-from jaxspec.checkpoint.native import read_leaf, restore_native
+from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
+from jaxspec.checkpoint.native.manifest import open_native
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.mesh.plan import plan_mesh
-from jaxspec.models.storage import Storage
-from jaxspec.text import load_tokenizer
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.text.tokenizer import load_tokenizer
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

@@ -7,16 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import default
-from jaxspec.checkpoint.default import default_model_path, verify_default
+from jaxspec.bench.roofline import weight_bytes
+from jaxspec.checkpoint import default_model as default
+from jaxspec.checkpoint.default_model import default_model_path, verify_default
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint
 from jaxspec.checkpoint.weights import open_weights
 from jaxspec.errors import CheckpointError
-from jaxspec.measure.roofline import weight_bytes
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.models.params import count_params
-from jaxspec.models.storage import Storage
-from jaxspec.placement import Placement
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 from pallas_kernels.linear.blocks import dequantise
 
 

@@ -7,9 +7,9 @@ from make import random_tensors, tiny_config, write_gguf, write_hf
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
 from jaxspec.errors import CheckpointError
-from jaxspec.mesh.plan import plan_mesh
-from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.params import declare_params, leaf_name
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.sharding import placed_shapes
 
 
 def named_leaves(params):

@@ -8,14 +8,14 @@ import orbax.checkpoint as ocp
 import pytest
 from native_models import EOS_IDS, LLAMA, MISTRAL, QWEN2, QWEN3, write_native
 
-from jaxspec.checkpoint import native_arrays
-from jaxspec.checkpoint.manifest import open_native
-from jaxspec.checkpoint.native import read_leaf, restore_native
+from jaxspec.checkpoint.native import arrays as native_arrays
+from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
+from jaxspec.checkpoint.native.manifest import open_native
 from jaxspec.errors import CheckpointError
-from jaxspec.mesh.plan import plan_mesh
-from jaxspec.mesh.rules import placed_shapes
 from jaxspec.models.params import declare_params, leaf_name
-from jaxspec.models.storage import as_storage
+from jaxspec.models.quantization import as_storage
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.sharding import placed_shapes
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

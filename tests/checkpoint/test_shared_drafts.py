@@ -13,26 +13,26 @@ from make import tiny_config
 from native_models import EOS_IDS, random_leaves, write_native, write_tokenizer
 from tiny_models import quick_compilation
 
-from jaxspec.checkpoint import shipped
+from jaxspec.checkpoint import shipped_drafts as shipped
 from jaxspec.checkpoint.block_codec import decode_blocks, encode_blocks, type_of
-from jaxspec.checkpoint.borrow import borrow_params
 from jaxspec.checkpoint.convert import convert, save_draft
 from jaxspec.checkpoint.load import place_leaf
-from jaxspec.checkpoint.manifest import open_native
-from jaxspec.checkpoint.native import read_leaf, restore_native
-from jaxspec.checkpoint.shipped import find_shipped_draft
+from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
+from jaxspec.checkpoint.native.manifest import open_native
+from jaxspec.checkpoint.shared_embedding import share_embedding
+from jaxspec.checkpoint.shipped_drafts import find_shipped_draft
+from jaxspec.checkpoint.vocabulary import check_vocabulary, vocabulary_digest
 from jaxspec.checkpoint.weights import open_weights
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.llm import LLM
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.chain import Chain
 from jaxspec.models.params import declare_params, leaf_name
-from jaxspec.models.storage import Storage
-from jaxspec.pairing import check_vocabulary, vocabulary_digest
-from jaxspec.placement import Lender, Placement
-from jaxspec.text import load_tokenizer
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement, SharedEmbedding
+from jaxspec.text.tokenizer import load_tokenizer
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
 FLOAT32, BF16 = np.dtype("float32"), jnp.dtype(jnp.bfloat16)
@@ -224,11 +224,11 @@ def test_on_the_targets_devices_nothing_is_copied_but_the_rows_of_a_head(cfg, de
     plan = plan_mesh(degree)
     target = placed(cfg, plan)
     params, leaves = random_target(target)
-    lender = Lender(cfg, target.weights)
-    whole = borrow_params(placed(WHOLE, plan, lender=lender), params)
+    lender = SharedEmbedding(cfg, target.weights)
+    whole = share_embedding(placed(WHOLE, plan, lender=lender), params)
     assert sorted(whole) == (["embed"] if cfg.tied else ["embed", "head"])
     assert all(whole[name] is params[name] for name in whole)
-    some = borrow_params(placed(DRAFT, plan, lender=lender), params)
+    some = share_embedding(placed(DRAFT, plan, lender=lender), params)
     assert sorted(some) == ["embed", "head"] and some["embed"] is params["embed"]
     rows = len(HEAD_IDS)
     assert some["head"].shape == (rows + rows % degree, cfg.embed_dim)
@@ -242,10 +242,10 @@ def test_on_other_devices_it_has_copies(cfg, lender_plan):
     """From any number of devices to two others: 72 rows are padded for five and not for two."""
     target, plan = placed(cfg, plan_mesh(*lender_plan), vocab_rows=75), plan_mesh(2, 4)
     params, leaves = random_target(target)
-    lender = Lender(cfg, target.weights)
+    lender = SharedEmbedding(cfg, target.weights)
     for draft_cfg in (WHOLE, DRAFT):
         draft = placed(draft_cfg, plan, lender=lender)
-        borrowed, shapes = borrow_params(draft, params), draft.shared_params()
+        borrowed, shapes = share_embedding(draft, params), draft.shared_params()
         assert list(borrowed) == list(shapes)
         for name, leaf in borrowed.items():
             expected = leaves[name] if name in leaves else leaves["embed"]
@@ -269,8 +269,8 @@ def test_a_restricted_head_is_kept_as_the_draft_is(lent, own):
     plan = plan_mesh(1)
     target = placed(TARGET, plan, lent)
     params, leaves = random_target(target)
-    draft = placed(DRAFT, plan, own, Lender(TARGET, target.weights))
-    borrowed = borrow_params(draft, params)
+    draft = placed(DRAFT, plan, own, SharedEmbedding(TARGET, target.weights))
+    borrowed = share_embedding(draft, params)
     # The embedding stays the target's, whatever the draft keeps its own weights in.
     assert jax.tree.leaves(borrowed["embed"])[0] is jax.tree.leaves(params["embed"])[0]
     head, shape = borrowed["head"], draft.shared_params()["head"]

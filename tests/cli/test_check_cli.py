@@ -12,9 +12,9 @@ import pytest
 from native_models import without_kernel_note
 from tiny_models import quick_compilation
 
+from jaxspec.check import invariance
+from jaxspec.check.invariance import Invariance
 from jaxspec.cli import check as command
-from jaxspec.measure import invariance
-from jaxspec.measure.invariance import Invariance
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ROUND_HEADER
 from jaxspec.methods.registry import METHODS

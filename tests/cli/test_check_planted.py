@@ -8,7 +8,8 @@ import pytest
 from tiny_models import quick_compilation
 
 from jaxspec.cli import check as command
-from jaxspec.methods import sampled, verification
+from jaxspec.methods.core import sampled_tree as sampled
+from jaxspec.methods.core import verify as verification
 from jaxspec.sampling.accept import children_mask, match_rule
 
 

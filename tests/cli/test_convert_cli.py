@@ -12,8 +12,8 @@ import pytest
 from native_models import QWEN3, write_native, write_tokenizer
 from text_models import default_model
 
-from jaxspec.checkpoint.manifest import open_native
-from jaxspec.text import load_tokenizer
+from jaxspec.checkpoint.native.manifest import open_native
+from jaxspec.text.tokenizer import load_tokenizer
 
 COMMAND = str(Path(sys.executable).with_name("jaxspec-convert"))
 

@@ -11,13 +11,19 @@ import pytest
 from native_models import without_kernel_note
 from tiny_models import quick_compilation
 
+from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.cli import decode
 from jaxspec.cli import tune as command
 from jaxspec.config import SamplingParams
-from jaxspec.engine import Emitted
-from jaxspec.measure import tune as tuning
-from jaxspec.measure.prompts import BenchPrompt
-from jaxspec.measure.tune import (
+from jaxspec.engine import StepOutput
+from jaxspec.methods.auto import Auto
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.registry import make_method
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.tune import run as tuning
+from jaxspec.tune.run import (
     BUDGETS,
     DEFAULT,
     LONGEST_CHAIN,
@@ -30,12 +36,6 @@ from jaxspec.measure.tune import (
     predict,
     time_rounds,
 )
-from jaxspec.methods.auto import Auto
-from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.chain import Chain
-from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.registry import make_method
-from jaxspec.methods.specexec import SpecExec
 
 COSTS = StepCosts({1: 0.01, 2: 0.011, 4: 0.013, 8: 0.0125, 16: 0.033}, 0.002, 0.25, 0.1)
 
@@ -178,7 +178,7 @@ def test_predictions_of_chains():
 
 
 def emitted(tokens, drafted=0, passes=0):
-    return Emitted(tuple(tokens), (0.0,) * len(tokens), len(tokens) - 1 if drafted else 0, drafted, drafted, passes)
+    return StepOutput(tuple(tokens), (0.0,) * len(tokens), len(tokens) - 1 if drafted else 0, drafted, drafted, passes)
 
 
 @pytest.mark.parametrize("enough", [True, False])

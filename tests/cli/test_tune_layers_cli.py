@@ -14,8 +14,8 @@ from tiny_models import quick_compilation
 from jaxspec.cli import decode
 from jaxspec.cli import tune as command
 from jaxspec.cli.tune_layers import LayerOptions, layers_preset, plot_layers
-from jaxspec.measure.layers import LEAST_GAIN, LayerTuning, RatioResult
-from jaxspec.methods.swift_search import LayerSearch, SearchSettings
+from jaxspec.methods.swift.search import LayerSearch, SearchSettings
+from jaxspec.tune.swift import LEAST_GAIN, LayerTuning, RatioResult
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import quick_compilation
 
 from jaxspec.cli import tune as command
-from jaxspec.measure import splits
+from jaxspec.tune import swiftspec as splits
 
 
 @pytest.fixture

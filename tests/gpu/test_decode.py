@@ -11,9 +11,9 @@ import pytest
 from native_models import write_native
 
 import jaxspec
-from jaxspec.measure.scorer import Scorer, margin, rounding
-from jaxspec.methods.program import Program
+from jaxspec.check.reference_decoder import Scorer, margin, rounding
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.program import Program
 from pallas_kernels import registry
 
 # Heads as wide as kernels take them.

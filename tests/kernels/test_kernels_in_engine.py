@@ -10,11 +10,11 @@ from tiny_models import FAMILIES, RandomSource, quick_compilation
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.mesh.plan import MeshPlan
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.specexec import SpecExec
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.placement import Placement
 from pallas_kernels.registry import Kernels
 from pallas_kernels.swiglu import triton as triton_swiglu
 from pallas_kernels.tree_attention import triton as triton_attention

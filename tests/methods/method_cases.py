@@ -11,22 +11,22 @@ import jax
 import numpy as np
 from tiny_models import FAMILIES, RandomSource, quick_compilation
 
-from jaxspec.checkpoint.borrow import borrow_params
 from jaxspec.checkpoint.keymaps import EMBED, HEAD
 from jaxspec.checkpoint.load import load_foreign
+from jaxspec.checkpoint.shared_embedding import share_embedding
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.chunks import CHUNKS
+from jaxspec.methods.core.chunks import CHUNKS
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
-from jaxspec.models.storage import Storage
-from jaxspec.placement import Lender, Placement
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement, SharedEmbedding
 from jaxspec.sampling.request import make_request
 
 VOCAB = 101
@@ -218,7 +218,7 @@ def draft_params(family, degree, geometry, kind):
     if geometry == "shared":
         layer = draft_params(family, degree, "layer", kind)
         own = {name: layer[name] for name in ("final_norm", "layers")}
-        return own | borrow_params(draft_placement(family, degree, geometry), target_params(family, degree))
+        return own | share_embedding(draft_placement(family, degree, geometry), target_params(family, degree))
     config = draft_config(family, geometry)
     resized = geometry in ("small", "large")
 
@@ -260,7 +260,7 @@ def draft_placement(family, degree, geometry):
     """Placement of a draft."""
     config, rows = draft_config(family, geometry), vocab_rows_of(geometry)
     limit = min(VOCAB, config.vocab_size) if rows else None
-    lender = Lender(FAMILIES[family], Storage("float32")) if config.shares_embedding else None
+    lender = SharedEmbedding(FAMILIES[family], Storage("float32")) if config.shares_embedding else None
     return Placement(config, plan_mesh(degree), FLOAT32, rows, limit, lender=lender)
 
 

@@ -9,13 +9,13 @@ from tiny_models import FAMILIES, quick_compilation
 
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.engine import Engine
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ModelParams, Models
-from jaxspec.methods.meter import Clock, Meter
-from jaxspec.methods.swift import Session, Swift
-from jaxspec.methods.swift_search import LayerSearch, SearchSettings
-from jaxspec.placement import Placement
+from jaxspec.methods.core.timing import Clock, RoundTimer
+from jaxspec.methods.swift.search import LayerSearch, SearchSettings
+from jaxspec.methods.swift.settings import Session, Swift
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 
 LAYERS = 6
 
@@ -45,7 +45,7 @@ class StepClock(Clock):
 def on_step_clock(method, late=1):
     """The same method, of nobody else, timed by a `StepClock`."""
     own = dataclasses.replace(method)
-    vars(own)["session"] = Session(Meter(StepClock(late)))
+    vars(own)["session"] = Session(RoundTimer(StepClock(late)))
     return own
 
 

@@ -21,17 +21,17 @@ from method_cases import (
 )
 from tiny_models import quick_compilation
 
-from jaxspec.checkpoint.borrow import borrow_params
 from jaxspec.checkpoint.load import load_foreign
+from jaxspec.checkpoint.shared_embedding import share_embedding
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.mesh.plan import plan_mesh
-from jaxspec.mesh.split import plan_pair
 from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
-from jaxspec.methods.messages import DraftCounts
-from jaxspec.methods.swiftspec import SwiftSpec
-from jaxspec.models.storage import Storage
-from jaxspec.placement import Lender, Placement
+from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement, SharedEmbedding
+from jaxspec.runtime.split import plan_pair
 
 CONTEXT = 176
 
@@ -110,7 +110,7 @@ def models_of(case):
     plan, draft_plan = plans_of(case)
     config, rows = draft_config(case.family, case.geometry), vocab_rows_of(case.geometry)
     limit = min(VOCAB, config.vocab_size) if rows else None
-    lender = Lender(FAMILIES[case.family], Storage("float32")) if config.shares_embedding else None
+    lender = SharedEmbedding(FAMILIES[case.family], Storage("float32")) if config.shares_embedding else None
     target = Placement(FAMILIES[case.family], plan, FLOAT32, rows)
     return Models(target, Placement(config, draft_plan, FLOAT32, rows, limit, lender=lender))
 
@@ -122,7 +122,7 @@ def params_of(case, draft="copy"):
     own = draft_params(case.family, case.draft or case.target, offset, case.geometry, draft)
     if case.geometry == "shared":
         own = {name: own[name] for name in ("final_norm", "layers")}
-        own |= borrow_params(models_of(case).draft, target)
+        own |= share_embedding(models_of(case).draft, target)
     return ModelParams(target, own)
 
 

@@ -37,16 +37,13 @@ from method_cases import (
 )
 
 from jaxspec import llm as llm_module
-from jaxspec.engine import Emitted
+from jaxspec.engine import StepOutput
 from jaxspec.errors import ConfigError
 from jaxspec.llm import _tune
-from jaxspec.mesh.plan import plan_mesh
-from jaxspec.methods import tuned
-from jaxspec.methods.adaptive import FIRST_PATIENCE, LONGEST_PATIENCE, SYNC_ROWS
 from jaxspec.methods.auto import LONGEST_CHAIN, Auto
 from jaxspec.methods.base import ModelParams
-from jaxspec.methods.costs import FIXED_DRAFT_COST, pass_costs, relative_draft_cost
-from jaxspec.methods.gauge import (
+from jaxspec.methods.core import tuned
+from jaxspec.methods.core.acceptance import (
     CLASSES,
     EDGES,
     FORGETTING,
@@ -55,13 +52,16 @@ from jaxspec.methods.gauge import (
     PRIOR_WEIGHT,
     chance_of,
     class_of,
-    init_gauge,
+    init_acceptance,
     observe,
 )
-from jaxspec.models.storage import Storage
-from jaxspec.speculation import _kind
+from jaxspec.methods.core.auto import FIRST_PATIENCE, LONGEST_PATIENCE, SYNC_ROWS
+from jaxspec.methods.core.cost_model import FIXED_DRAFT_COST, pass_costs, relative_draft_cost
+from jaxspec.metrics import _kind
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import plan_mesh
 from pallas_kernels import registry
-from pallas_kernels.live import relative_pass_cost
+from pallas_kernels.active_rows import relative_pass_cost
 
 LENGTH = LLAMA_AUTO_LONG.method.length
 AUTO_TP4 = next(case for case in CASES if isinstance(case.method, Auto) and case.degree == 4)
@@ -82,7 +82,7 @@ def test_classes_part_at_their_edges():
 
 
 def test_before_anything_is_known_the_prior_holds():
-    gauge = init_gauge()
+    gauge = init_acceptance()
     chance = chance_of(gauge, jnp.arange(2 * CLASSES))
     np.testing.assert_allclose(chance, PRIOR_CHANCE + PRIOR_SECOND, rtol=1e-6)
 
@@ -91,7 +91,7 @@ def test_what_was_looked_at_counts_and_older_rounds_count_less():
     kind = jnp.array([2 * CLASSES, 3, 10, 10, CLASSES + 3, 0], jnp.int32)  # the root, four that count, one unreached
     tried = jnp.array([False, True, True, True, True, False])
     accepted = jnp.array([False, True, True, False, False, False])
-    gauge = observe(init_gauge(), kind, tried, accepted)
+    gauge = observe(init_acceptance(), kind, tried, accepted)
     expected = np.zeros((2, 2 * CLASSES))
     expected[0, [3, 10, CLASSES + 3]] = 1, 2, 1
     expected[1, [3, 10]] = 1, 1
@@ -106,14 +106,14 @@ def test_what_was_looked_at_counts_and_older_rounds_count_less():
 
 
 def test_a_round_without_the_draft_changes_nothing():
-    gauge = observe(init_gauge(), jnp.array([1, 2]), jnp.array([True, True]), jnp.array([True, False]))
+    gauge = observe(init_acceptance(), jnp.array([1, 2]), jnp.array([True, True]), jnp.array([True, False]))
     nothing = jnp.zeros(4, bool)
     same = observe(gauge, jnp.full(4, 2 * CLASSES), nothing, nothing)
     jax.tree.map(np.testing.assert_array_equal, same, gauge)
 
 
 def test_a_change_for_the_worse_is_noticed_within_a_hundred_tokens():
-    gauge, one, yes, no = init_gauge(), jnp.array([9]), jnp.array([True]), jnp.array([False])
+    gauge, one, yes, no = init_acceptance(), jnp.array([9]), jnp.array([True]), jnp.array([False])
     step = jax.jit(observe)
     for _ in range(400):
         gauge = step(gauge, one, yes, yes)
@@ -219,7 +219,7 @@ def test_rounds_are_counted_by_whether_the_draft_ran():
     for _ in range(60):
         steps.step()
         drafted, passes = steps.header[1], steps.header[3]
-        kinds.add(_kind(Emitted((0,), (0.0,), drafted=drafted, draft_passes=passes)))
+        kinds.add(_kind(StepOutput((0,), (0.0,), drafted=drafted, draft_passes=passes)))
     assert kinds == {"plain", "copied", "drafted"}
 
 

@@ -36,12 +36,12 @@ from tiny_models import FAMILIES, quick_compilation
 
 from jaxspec import engine as engine_module
 from jaxspec.engine import Engine
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 
 ROUNDS = 8
 DRAFTING = [

@@ -12,19 +12,19 @@ from tiny_models import FAMILIES, place
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import ModelParams
-from jaxspec.methods.costs import pass_costs
-from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.matching import (
+from jaxspec.methods.core.cost_model import pass_costs
+from jaxspec.methods.core.lookup import (
     CALM_TOKENS,
     PRIOR_ACCEPTANCE,
-    LookupState,
+    TokenBuffer,
     acceptance,
     keep_worthwhile,
     learn,
     look_up,
     merge_matches,
 )
-from jaxspec.methods.verification import Outcome
+from jaxspec.methods.core.verify import Outcome
+from jaxspec.methods.lookup import PromptLookup
 from jaxspec.sampling.request import make_request
 from jaxspec.tree.select import Candidates, pack_best
 
@@ -74,7 +74,7 @@ def state_of(text, method, tried=None, accepted=None):
     rows = np.arange(method.batch, dtype=np.int32)
     tried, accepted = (zeros if x is None else np.asarray(x, np.float32) for x in (tried, accepted))
     zero = np.int32(0)
-    return LookupState(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted, zero, zero)
+    return TokenBuffer(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted, zero, zero)
 
 
 @functools.partial(jax.jit, static_argnames="method")

@@ -10,7 +10,6 @@ from jaxspec.cli.method_options import METHOD_OPTIONS, method_from
 from jaxspec.cli.options import setting_types
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Models
@@ -19,7 +18,8 @@ from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.registry import METHODS, check_draft_given, make_method, resolve_method
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 
 PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
 

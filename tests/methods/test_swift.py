@@ -41,19 +41,19 @@ from swift_cases import (
 )
 from tiny_models import FAMILIES, empty_cache, on_one_device, quick_compilation
 
-from jaxspec.cache import commit_rows
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.base import ROUND_HEADER, ModelParams
-from jaxspec.methods.meter import LONGEST, Finished, Meter
-from jaxspec.methods.program import compile_programs
-from jaxspec.methods.swift import Swift
-from jaxspec.methods.swift_search import Standing
+from jaxspec.methods.core.timing import LONGEST, Finished, RoundTimer
+from jaxspec.methods.swift.search import Standing
+from jaxspec.methods.swift.settings import Swift
+from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.layer_set import all_layers, parse_layers, uniform_layers
 from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.program import compile_programs
 
 RATIOS = (0.0, 0.2, 0.45, 0.6)
 
@@ -264,7 +264,7 @@ def test_a_paused_reader_is_no_slow_draft(monkeypatch):
     """Time in which nobody reads is neither decoding nor the search's."""
     engine = engine_of("llama")
     clock = StepClock(late=2)
-    meter = Meter(clock)
+    meter = RoundTimer(clock)
     monkeypatch.setattr(engine._runner, "meter", meter)
     monkeypatch.setattr(engine._runner, "_share", 0.1)
     restart_search(engine)
@@ -275,7 +275,7 @@ def test_a_paused_reader_is_no_slow_draft(monkeypatch):
     assert report["search_passes"] >= 1 and meter.search_s < 0.2 * meter.total_s
 
 
-class PassesTakeTime(Meter):
+class PassesTakeTime(RoundTimer):
     """A round that waited for a search pass takes a second longer than the others."""
 
     def lap(self, rounds, *, first):
@@ -452,7 +452,7 @@ def test_settings_that_do_not_fit_the_model():
 
 
 def test_meter():
-    meter = Meter()
+    meter = RoundTimer()
     meter.pass_cost = 8.0
     assert not meter.may_draft() and meter.gain is None and meter.pass_s is None
     plain, drafted = Finished(1, False, False, False), Finished(3, True, True, False)
@@ -483,7 +483,7 @@ def test_meter():
 
 def test_meter_knows_what_a_pass_costs_where_every_round_drafts():
     """Without plain rounds there is no gain to tell, but the search has to start."""
-    meter = Meter()
+    meter = RoundTimer()
     meter.pass_cost = 3.0
     meter.add(2.0, [Finished(3, True, True, False)])
     assert meter.pass_s == 6.0 and meter.gain is None
@@ -494,7 +494,7 @@ def test_meter_knows_what_a_pass_costs_where_every_round_drafts():
 
 def test_times_are_those_between_launches_whatever_the_text():
     clock = StepClock()
-    meter, plain = Meter(clock), [Finished(1, False, False, False)]
+    meter, plain = RoundTimer(clock), [Finished(1, False, False, False)]
     meter.lap([], first=True)
     for _ in range(3):
         meter.lap(plain, first=False)
@@ -505,7 +505,7 @@ def test_times_are_those_between_launches_whatever_the_text():
 
 
 def test_meter_stops_drafts_that_lose():
-    meter = Meter()
+    meter = RoundTimer()
     allowed = []
     for _ in range(1500):
         allowed.append(meter.may_draft())
@@ -516,7 +516,7 @@ def test_meter_stops_drafts_that_lose():
 
 
 def test_rounds_that_decline_are_asked_less():
-    meter, allowed = Meter(), []
+    meter, allowed = RoundTimer(), []
     for _ in range(160):
         allowed.append(meter.may_draft())
         meter.add(1.0, [Finished(1, allowed[-1], False, False)])

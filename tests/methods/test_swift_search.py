@@ -8,11 +8,11 @@ import pytest
 from swift_cases import models_of
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods import swift_search
-from jaxspec.methods.layer_file import FORMAT, LayerFile, model_digest
-from jaxspec.methods.swift import Swift
-from jaxspec.methods.swift_bayes import propose_bayesian
-from jaxspec.methods.swift_search import LayerSearch, SearchSettings
+from jaxspec.methods.swift import search as swift_search
+from jaxspec.methods.swift.bayes import propose_bayesian
+from jaxspec.methods.swift.search import LayerSearch, SearchSettings
+from jaxspec.methods.swift.settings import Swift
+from jaxspec.methods.swift.store import FORMAT, LayerStore, model_digest
 from jaxspec.models.layer_set import all_layers, uniform_layers
 
 LAYERS = 16
@@ -150,7 +150,7 @@ def test_proposals_wait_until_they_can_be_afforded(monkeypatch):
 
 def test_short_processes_share_a_budget_and_what_is_known(tmp_path):
     """One score each: together they come as far as one that goes on."""
-    file, score = LayerFile(tmp_path / "sets.json", "m"), draw(0)
+    file, score = LayerStore(tmp_path / "sets.json", "m"), draw(0)
     for number in range(60):
         search = LayerSearch(LAYERS, SearchSettings(interval=10**6, tolerance=10**6, max_score=1.0))
         file.load("default", search)
@@ -242,11 +242,11 @@ def test_bayesian_proposals_follow_what_was_seen():
 
 
 def test_another_process_goes_on(tmp_path):
-    file = LayerFile(tmp_path / "new" / "sets.json", "model a")
+    file = LayerStore(tmp_path / "new" / "sets.json", "model a")
     search = search_on(draw(0), steps=30, tolerance=10**6)
     file.save("poems", search)
     file.save("code", search_on(draw(1), steps=20))
-    LayerFile(file.path, "model b").save("poems", search_on(draw(2), steps=10))
+    LayerStore(file.path, "model b").save("poems", search_on(draw(2), steps=10))
     again = LayerSearch(LAYERS, SearchSettings(steps=60, tolerance=10**6))
     file.load("poems", again)
     assert again.incumbent.layers == search.incumbent.layers and again.stopped is None
@@ -288,11 +288,11 @@ def test_files_that_are_none_of_ours(tmp_path, content, caplog):
     path.write_text(content, encoding="latin-1")
     named = Swift()
     with pytest.raises(ConfigError, match="layer sets"):
-        named.keep_in(LayerFile(path, "m", "x", strict=True))
+        named.keep_in(LayerStore(path, "m", "x", strict=True))
         named.search(models_of("llama"))
     assert path.read_text(encoding="latin-1") == content
     search = LayerSearch(LAYERS, SearchSettings())
-    file = LayerFile(path, "m", "x")
+    file = LayerStore(path, "m", "x")
     file.check()
     file.load("default", search)
     assert search.incumbent.layers == uniform_layers(LAYERS) and "is not used" in caplog.text
@@ -304,18 +304,18 @@ def test_files_that_are_none_of_ours(tmp_path, content, caplog):
 
 def test_a_file_of_another_model(tmp_path):
     path = tmp_path / "sets.json"
-    LayerFile(path, "a", "llama-7b").save("default", search_on(draw(0), steps=5))
+    LayerStore(path, "a", "llama-7b").save("default", search_on(draw(0), steps=5))
     with pytest.raises(ConfigError, match="another model .llama-7b., not of mistral: name another file"):
-        LayerFile(path, "b", "mistral", strict=True).check()
-    LayerFile(path, "a", "renamed", strict=True).check()
+        LayerStore(path, "b", "mistral", strict=True).check()
+    LayerStore(path, "a", "renamed", strict=True).check()
     # The one in the cache is for all of them.
-    LayerFile(path, "b", "mistral").check()
-    LayerFile(path, "b", "mistral").save("default", search_on(draw(0), steps=5))
-    assert set(LayerFile(path, "a").read()) == {"a", "b"}
+    LayerStore(path, "b", "mistral").check()
+    LayerStore(path, "b", "mistral").save("default", search_on(draw(0), steps=5))
+    assert set(LayerStore(path, "a").read()) == {"a", "b"}
 
 
 def test_ratios_do_not_displace_each_other(tmp_path):
-    file = LayerFile(tmp_path / "sets.json", "m")
+    file = LayerStore(tmp_path / "sets.json", "m")
     for ratio in (0.2, 0.45):
         file.save("default", search_on(draw(0), steps=9, ratio=ratio))
     for ratio in (0.2, 0.45):
@@ -330,13 +330,13 @@ def test_ratios_do_not_displace_each_other(tmp_path):
 
 def test_a_named_file_needs_a_folder(tmp_path):
     with pytest.raises(ConfigError, match="a folder that exists"):
-        LayerFile(tmp_path / "no" / "sets.json", "m", strict=True).check()
-    LayerFile(tmp_path / "sets.json", "m", strict=True).check()
+        LayerStore(tmp_path / "no" / "sets.json", "m", strict=True).check()
+    LayerStore(tmp_path / "sets.json", "m", strict=True).check()
 
 
 def test_a_file_that_can_only_be_read(tmp_path, monkeypatch, caplog):
     """It serves; what is found is not kept, and that is said. Who may write it stays as it was."""
-    file = LayerFile(tmp_path / "sets.json", "m", strict=True)
+    file = LayerStore(tmp_path / "sets.json", "m", strict=True)
     file.save("default", search_on(draw(0), steps=5))
     file.path.chmod(0o664)
     file.save("default", search_on(draw(0), steps=9))
@@ -350,13 +350,13 @@ def test_a_file_that_can_only_be_read(tmp_path, monkeypatch, caplog):
     file.save("default", search_on(draw(0), steps=50))
     assert "read-only" in caplog.text
     with pytest.raises(ConfigError, match="a folder that exists"):
-        LayerFile(tmp_path / "other.json", "m", strict=True).check()
+        LayerStore(tmp_path / "other.json", "m", strict=True).check()
 
 
 def test_a_text_is_not_lost_where_its_sets_cannot_be_kept(tmp_path, monkeypatch, caplog):
     """Whole or not at all, and never an error in the end."""
     path = tmp_path / "sets.json"
-    file = LayerFile(path, "m", strict=True)
+    file = LayerStore(path, "m", strict=True)
     file.save("default", search_on(draw(0), steps=5))
     before = path.read_text()
 

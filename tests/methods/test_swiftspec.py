@@ -58,7 +58,6 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
-from jaxspec.mesh.plan import MeshPlan, plan_mesh
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ModelParams, Models
@@ -66,8 +65,9 @@ from jaxspec.methods.chain import Chain
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
-from jaxspec.methods.swiftspec import SwiftSpec
-from jaxspec.placement import Placement
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.runtime.mesh import MeshPlan, plan_mesh
+from jaxspec.runtime.placement import Placement
 
 
 def runs_of(index):
@@ -417,7 +417,9 @@ def test_sharing_devices_is_said(caplog, monkeypatch):
         ):
             every = Models(*[dataclasses.replace(TARGET, plan=plan_mesh(devices))] * 2)
             with monkeypatch.context() as patch:
-                patch.setattr("jaxspec.methods.swiftspec.jax.devices", lambda there=every.target.plan.devices: there)
+                patch.setattr(
+                    "jaxspec.methods.swiftspec.settings.jax.devices", lambda there=every.target.plan.devices: there
+                )
                 SwiftSpec().bind(every, 64)
             assert f"they take turns ({why}" in caplog.text
             caplog.clear()

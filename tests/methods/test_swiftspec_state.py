@@ -49,10 +49,10 @@ from tiny_models import logits_after, on_one_device
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import ModelParams
-from jaxspec.methods.messages import DraftCounts, pack_batch, pack_verified, unpack_batch, unpack_verified
-from jaxspec.methods.verification import Outcome
+from jaxspec.methods.core.verify import Outcome
+from jaxspec.methods.swiftspec.messages import DraftCounts, pack_batch, pack_verified, unpack_batch, unpack_verified
 from jaxspec.sampling.reference import process_reference
-from jaxspec.tree.topology import Batch
+from jaxspec.tree.tree import Batch
 
 ROUNDS = 6
 LONGEST = 192  # text and path

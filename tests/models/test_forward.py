@@ -17,8 +17,8 @@ from tiny_models import (
     tiny_params,
 )
 
-from jaxspec.cache import KVCache
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.rope import rope_frequencies
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from pallas_kernels.rms_norm import rms_norm

@@ -10,13 +10,14 @@ import pytest
 from tiny_models import FAMILIES, RandomSource, place, quick_compilation, relative_error
 
 import jaxspec
-from jaxspec.cache import init_cache
+from jaxspec.check.invariance import Invariance, measure_invariance
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.errors import ConfigError
-from jaxspec.measure.invariance import Invariance, measure_invariance
-from jaxspec.mesh.plan import TENSOR_AXIS, plan_mesh
-from jaxspec.methods.program import Program
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.program import Program
 from pallas_kernels.registry import choose
 
 NATIVE = choose("auto", "cpu").native

@@ -8,7 +8,14 @@ import pytest
 from tiny_models import FAMILIES
 
 from jaxspec.models.params import declare_leaves, declare_params
-from jaxspec.models.storage import Storage, as_storage, collect_storage, fit_storage, restrict_storage, weight_leaves
+from jaxspec.models.quantization import (
+    Storage,
+    as_storage,
+    collect_storage,
+    fit_storage,
+    restrict_storage,
+    weight_leaves,
+)
 from pallas_kernels.linear.blocks import Blocks
 
 CFG = dataclasses.replace(FAMILIES["qwen3"], embed_dim=64, mlp_dim=96, num_heads=8, num_kv_heads=4, head_dim=8)

@@ -14,11 +14,11 @@ from tiny_models import empty_cache, logits_after, on_one_device, quick_compilat
 from jaxspec.checkpoint.weights import open_weights
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ModelParams, Models
 from jaxspec.models.transformer import forward, vocab_logits
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 
 LENGTH = 40
 SLOTS = 64

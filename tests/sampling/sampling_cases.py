@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.config import SamplingParams
-from jaxspec.mesh.plan import TENSOR_AXIS, plan_mesh
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import gumbel_rows, seed_key
 from jaxspec.sampling.processors import (

@@ -42,7 +42,7 @@ from sampling_cases import shard_call
 from tiny_models import quick_compilation
 
 from jaxspec.config import SamplingParams
-from jaxspec.mesh.plan import TENSOR_AXIS
+from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.sampling.accept import children_mask, find_child
 from jaxspec.sampling.noise import gumbel_rows, role_key
 from jaxspec.sampling.processors import processor_specs

@@ -10,7 +10,7 @@ from sampling_cases import shard_call
 from tiny_models import quick_compilation
 
 from jaxspec.config import SamplingParams
-from jaxspec.mesh.plan import TENSOR_AXIS
+from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.sampling.choose import choose, choose_two
 from jaxspec.sampling.noise import seed_key
 from jaxspec.sampling.processors import from_sampling, processor_specs

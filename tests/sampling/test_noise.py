@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sampling_cases import noise_function, shard_call
 
-from jaxspec.mesh.plan import TENSOR_AXIS
+from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.sampling.noise import gumbel_at, gumbel_from_bits, gumbel_rows, role_key, seed_key, threefry, uniform_at
 
 _EULER = 0.5772156649

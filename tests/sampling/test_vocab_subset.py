@@ -13,7 +13,7 @@ from sampling_cases import noise_function, shard_call
 from tiny_models import quick_compilation
 
 from jaxspec.config import SamplingParams
-from jaxspec.mesh.plan import TENSOR_AXIS
+from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import gumbel_rows, seed_key
 from jaxspec.sampling.processors import (

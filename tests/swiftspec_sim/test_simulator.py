@@ -31,9 +31,9 @@ from typer.testing import CliRunner
 from jaxspec import SwiftSpec
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
-from jaxspec.mesh.plan import plan_mesh
 from jaxspec.methods.base import ModelParams, Models
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 
 TIMES = Times("made up", {1: {1: 10.0, 8: 10.0, 16: 14.0}}, {1: {1: 2.0, 8: 2.0, 16: 3.0}}, 0.25, 0.125, 0.5, ())
 SPLIT, SHARED = Split(1, 1), Split(1, None)

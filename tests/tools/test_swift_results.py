@@ -6,11 +6,11 @@ import pytest
 from swift_results import deepen
 
 from jaxspec import LLM, SamplingParams, Swift
-from jaxspec.measure.layers import Scorer, search_layers, write_passages
-from jaxspec.measure.prompts import load_prompts, select_prompts
+from jaxspec.bench.prompts import load_prompts, select_prompts
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.swift_search import SearchSettings
+from jaxspec.methods.swift.search import SearchSettings
 from jaxspec.models.layer_set import uniform_layers
+from jaxspec.tune.swift import Scorer, search_layers, write_passages
 
 REAL, INSERTED = 4, 12
 WINDOW = 16

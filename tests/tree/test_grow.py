@@ -22,7 +22,7 @@ from plain_trees import (
 
 from jaxspec.tree.grow import is_complete, pick_leaves, plant
 from jaxspec.tree.select import select_batch
-from jaxspec.tree.topology import ancestor_matrix
+from jaxspec.tree.tree import ancestor_matrix
 
 
 def test_growth_equals_a_tree_grown_one_node_at_a_time():

@@ -17,7 +17,7 @@ from plain_trees import (
 )
 
 from jaxspec.tree.select import Candidates, pack_best, proposals, select_batch
-from jaxspec.tree.topology import Batch, ancestor_matrix
+from jaxspec.tree.tree import Batch, ancestor_matrix
 
 SIZES = (1, 2, 3, 5, 8, 16, 64, 149, 170)  # 148 proposals fill a tree
 MASKED = 6  # sizes whose window masks are looked at

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxspec.tree.topology import ancestor_matrix
+from jaxspec.tree.tree import ancestor_matrix
 
 DEEPEST = (0, 1, 2, 3, 7, 40)
 

@@ -1,13 +1,13 @@
-"""The default model through every method, by `jaxspec.measure`: wall clock, with everything that users wait for."""
+"""The default model through every method, by `jaxspec.bench`: wall clock, with everything that users wait for."""
 
 from collections.abc import Iterator
 from typing import Any
 
+from jaxspec.bench.prompts import load_prompts, select_prompts
+from jaxspec.bench.report import make_report
+from jaxspec.bench.run import BASELINE, default_methods, loading_method, make_columns, measure
 from jaxspec.config import SamplingParams
 from jaxspec.llm import LLM, has_draft
-from jaxspec.measure.bench import BASELINE, default_methods, loading_method, make_columns, measure
-from jaxspec.measure.prompts import load_prompts, select_prompts
-from jaxspec.measure.report import make_report
 from kernel_bench.device import name_device
 from kernel_bench.parts import describe_error
 

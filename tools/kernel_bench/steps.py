@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.measure.passes import time_target_pass
-from jaxspec.measure.roofline import weight_bytes
-from jaxspec.mesh.plan import plan_mesh
+from jaxspec.bench.microbench import time_target_pass
+from jaxspec.bench.roofline import weight_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info
 from jaxspec.models.presets import load_preset
-from jaxspec.placement import Placement
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 from kernel_bench.device import name_device
 from kernel_bench.parts import describe_error
 from kernel_bench.timing import median_step

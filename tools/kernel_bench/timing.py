@@ -149,7 +149,7 @@ def median_step(sample: Callable[[int], float], passes: int, repeats: int = 3) -
     """Seconds of one pass of a program that runs as many as it is told, dispatch taken out by the difference.
 
     Args:
-      sample: seconds of so many passes; see `jaxspec.measure.passes.time_pass`.
+      sample: seconds of so many passes; see `jaxspec.bench.microbench.time_pass`.
       passes: of the long run.
       repeats: behind the median.
     """

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.methods.swiftspec import SwiftSpec
+from jaxspec.methods.swiftspec.settings import SwiftSpec
 from swiftspec_sim.replay import RoundCounts, Table, begin, grow, growth_of, turn
 from swiftspec_sim.times import Split, Times
 

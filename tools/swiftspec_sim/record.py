@@ -8,15 +8,15 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import place_request
-from jaxspec.methods.chunks import cache_slots
-from jaxspec.methods.draft import DraftSide
-from jaxspec.methods.path_history import PathHistory
-from jaxspec.methods.program import Program
-from jaxspec.methods.propose import most_probable
-from jaxspec.methods.swiftspec import SwiftSpec
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.draft import DraftSide
+from jaxspec.methods.core.path_history import PathHistory
+from jaxspec.methods.core.proposals import most_probable
+from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
-from jaxspec.placement import Placement
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
 from jaxspec.sampling.processors import init_history
 from swiftspec_sim.replay import begin, grow, growth_of, make_table, turn, unrecorded
 from swiftspec_sim.trace import Trace

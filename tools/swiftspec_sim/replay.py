@@ -1,8 +1,8 @@
 """SwiftSpec's rounds over a recorded table: the scheduler is the library's, only the two models are looked up.
 
-`turn` and `grow` mirror the programs of the same names in `jaxspec.methods.growing`, whose forward passes became
-lookups; picking, growing, re-rooting and selecting are the functions of `jaxspec.tree` themselves. A test holds every
-counter of every round to those of the real runner.
+`turn` and `grow` mirror the programs of the same names in `jaxspec.methods.swiftspec.draft_tree`, whose forward passes
+became lookups; picking, growing, re-rooting and selecting are the functions of `jaxspec.tree` themselves. A test holds
+every counter of every round to those of the real runner.
 
 A proposal without a recorded node gets the log-probabilities of a stand-in (`Trace.stand_ins`), and so do all below it.
 It lies off the text, where no token can ever be accepted: what the approximation touches is only which leaves and rows
@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.growing import Growth
-from jaxspec.methods.messages import DraftCounts
-from jaxspec.methods.swiftspec import SwiftSpec
+from jaxspec.methods.swiftspec.draft_tree import Growth
+from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant
 from jaxspec.tree.reroot import reroot
 from jaxspec.tree.select import pack_best, proposals
-from jaxspec.tree.topology import Tree, init_tree
+from jaxspec.tree.tree import Tree, init_tree
 from swiftspec_sim.trace import UNPROPOSED, Trace
 
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.errors import ConfigError
-from jaxspec.suggest import suggest
+from jaxspec.errors import ConfigError, suggest
 
 PARTS = ("title", "target", "draft", "overhead", "published")
 OVERHEADS = ("message", "walk", "turn")

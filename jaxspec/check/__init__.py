@@ -1,0 +1,1 @@
+"""What jaxspec-check runs."""

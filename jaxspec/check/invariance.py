@@ -1,0 +1,178 @@
+"""Whether a target's logits depend on how many rows share a pass: the ground under every claim of losslessness.
+
+A text is decoded token by token, then verified in passes of many rows, as chains and as random trees among whose nodes
+its tokens are scattered. With row-invariant kernels every logit has the same bits each time.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.errors import ConfigError
+from jaxspec.methods.core.chunks import cache_slots
+from jaxspec.methods.core.sequence import make_fill, run_fill
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.kv_cache import KVCache, commit_path, init_cache
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program, compile_programs
+
+# Passes over fewer tokens hold too few of them beside each other for equal bits to mean anything.
+FEW_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Invariance:
+    """What became of the logits of a text when its tokens were verified together.
+
+    Attributes:
+      tokens: of the text, each of which was verified in a chain and in a tree.
+      rows: of a pass, at most.
+      differing_chain: tokens whose logits differ in any bit from those of a one-row pass, in chains.
+      differing_tree: the same in trees.
+      largest: difference of any logit.
+    """
+
+    tokens: int
+    rows: int
+    differing_chain: int
+    differing_tree: int
+    largest: float
+
+    @property
+    def bitwise(self) -> bool | None:
+        """Whether every bit is the same; None where it is, of a text too short to tell."""
+        if self.differing_chain + self.differing_tree:
+            return False
+        return None if self.tokens < FEW_TOKENS else True
+
+
+def measure_invariance(
+    target: Placement, params: Params, prompt: Sequence[int], tokens: Sequence[int], rows: int = 16, seed: int = 0
+) -> Invariance:
+    """Score `tokens` behind `prompt` one by one, as chains and as random trees, and compare.
+
+    Args:
+      target: the model.
+      params: its placed parameters.
+      prompt: token ids, at least one; its last is scored too.
+      tokens: the text; all but its last are scored.
+      rows: most rows of a pass, at least 2; passes of fewer occur.
+      seed: of the trees' shapes and of the tokens beside the text.
+
+    Raises:
+      ConfigError: the text does not fit into the model's context, or passes of one row are all there is to compare.
+    """
+    if rows < 2:
+        raise ConfigError(f"rows must be at least 2, got {rows}")
+    if len(prompt) + len(tokens) > target.cfg.max_context:
+        raise ConfigError(
+            f"{len(prompt)} + {len(tokens)} tokens exceed the model's context of {target.cfg.max_context}"
+        )
+    passes = _Passes(target, params, len(prompt) + len(tokens), rows)
+    text = np.array([prompt[-1], *tokens[:-1]], np.int32)
+    rng = np.random.default_rng(seed)
+    alone = passes.score(prompt, text, [_chain(1, text[i:]) for i in range(len(text))], 1)
+    together = [passes.score(prompt, text, list(_cut_chains(text, rows, rng)), rows)]
+    together.append(passes.score(prompt, text, list(_cut_trees(text, rows, rng, target.cfg.vocab_size)), rows))
+    chain, tree = (int((alone.view(np.int32) != other.view(np.int32)).any(axis=1).sum()) for other in together)
+    largest = max(float(np.abs(alone - other).max()) for other in together)
+    return Invariance(len(text), rows, chain, tree, largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Rows of one pass; `path` are those that hold the next tokens of the text, in order."""
+
+    token: np.ndarray  # int32 [n]
+    depth: np.ndarray  # int32 [n]
+    ancestors: np.ndarray  # bool [n, n]
+    path: np.ndarray  # int32 [P]
+
+
+def _chain(rows: int, text: np.ndarray) -> _Batch:
+    order = np.arange(rows, dtype=np.int32)
+    return _Batch(text[:rows], order, np.tril(np.ones((rows, rows), bool)), order)
+
+
+def _cut_chains(text, most, rng):
+    start = 0
+    while start < len(text):
+        rows = min(int(rng.integers(2, most + 1)), len(text) - start)
+        yield _chain(rows, text[start:])
+        start += rows
+
+
+def _cut_trees(text, most, rng, vocab):
+    """Trees through which the text runs, with other tokens on side branches."""
+    start = 0
+    while start < len(text):
+        rows = int(rng.integers(2, most + 1))
+        on_path = np.sort(rng.choice(np.arange(1, rows), int(rng.integers(0, rows)), replace=False))
+        path = np.concatenate([[0], on_path])[: len(text) - start].astype(np.int32)
+        token = rng.integers(0, vocab, rows).astype(np.int32)
+        token[path] = text[start : start + len(path)]
+        ancestors, depth = np.eye(rows, dtype=bool), np.zeros(rows, np.int32)
+        for row in range(1, rows):
+            place = np.searchsorted(path, row)
+            parent = path[place - 1] if row in path else int(rng.integers(0, row))
+            ancestors[row] |= ancestors[parent]
+            depth[row] = depth[parent] + 1
+        yield _Batch(token, depth, ancestors, path)
+        start += len(path)
+
+
+class _Passes:
+    """Compiled passes of one row and of `rows`."""
+
+    def __init__(self, target: Placement, params: Params, tokens: int, rows: int):
+        self._target, self._params, self._slots = target, params, cache_slots(tokens, rows)
+        cfg, plan, slots = target.cfg, target.plan, self._slots
+        cache, scalar = target.cache(slots), target.array((), jnp.int32)
+
+        def create():
+            return init_cache(cfg, target.local_kv_heads, slots, target.dtype)
+
+        def fill(params, cache, token, count):
+            return prefill(params, cfg, token, count, cache)
+
+        def verify(params, cache: KVCache, token, depth, ancestors, live, path, count):
+            position = cache.length + depth
+            hidden, cache = forward(params, cfg, token, position, cache, ancestors, live=live)
+            return commit_path(cache, path, count), vocab_logits(params, hidden, live)
+
+        self._create = Program("create", create, plan, [], cache)
+        self._fill = make_fill("invariance", fill, target, cache, slots)
+        self._verify = {}
+        for size in {1, rows}:
+            row = target.array((size,), jnp.int32)
+            mask, logits = (
+                target.array((size, size), bool),
+                target.array((size, target.padded_vocab), jnp.float32, None, TENSOR_AXIS),
+            )
+            args = [target.params(), cache, row, row, mask, scalar, row, scalar]
+            self._verify[size] = Program(f"verify {size}", verify, plan, args, (cache, logits), donate=[1])
+        compile_programs([self._create, *self._fill.values(), *self._verify.values()])
+
+    def score(self, prompt: Sequence[int], text: np.ndarray, batches: Sequence[_Batch], size: int) -> np.ndarray:
+        """Logits `[len(text), V]` behind every token of the text."""
+        cache: Any = run_fill(self._fill, self._params, self._create(), np.asarray(prompt[:-1], np.int32), self._slots)
+        scored = []
+        for batch in batches:
+            live, count = len(batch.token), len(batch.path)
+            ancestors = np.eye(size, dtype=bool)
+            ancestors[:live, :live] = batch.ancestors
+            cache, logits = self._verify[size](
+                self._params, cache, _pad(batch.token, size), _pad(batch.depth, size), ancestors, np.int32(live),
+                _pad(batch.path, size), np.int32(count),
+            )  # fmt: skip
+            scored.append(np.asarray(logits)[batch.path, : self._target.cfg.vocab_size])
+        return np.concatenate(scored)[: len(text)]
+
+
+def _pad(array: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(array, (0, size - len(array))).astype(np.int32)

@@ -1,0 +1,1 @@
+"""jaxspec's own checkpoints (Orbax)."""

@@ -1,0 +1,231 @@
+"""The arrays of a native checkpoint: an Orbax tree of Zarr 3 arrays, made, written and read a few at a time."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from jaxspec.checkpoint.block_codec import decode_blocks, type_of
+from jaxspec.checkpoint.json_file import read_json
+from jaxspec.checkpoint.load import NATIVE_MARK as MANIFEST
+from jaxspec.checkpoint.load import place_leaf
+from jaxspec.checkpoint.native.manifest import count_bytes
+from jaxspec.errors import CheckpointError
+from jaxspec.models.params import ArrayInfo
+from jaxspec.runtime.sharding import partition_spec
+
+# A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
+_MIN_CHUNK_BYTES = 4 << 20
+_MAX_CHUNKS = 16
+
+# Tensorstore reads the chunks of one array in parallel; a second one keeps the disk busy while a device copies.
+_NUM_READERS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingLeaf:
+    """An array to be written: its declaration, and the function that makes it when its turn comes."""
+
+    info: ArrayInfo
+    make: Callable[[], np.ndarray]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape, unpadded."""
+        return self.info.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Stored dtype."""
+        return np.dtype(self.info.dtype)
+
+
+class Reading(NamedTuple):
+    """An array to be read: how it is stored, its unpadded shape in the memory to come, and its shards there."""
+
+    stored: ArrayInfo
+    shape: tuple[int, ...]
+    target: jax.ShapeDtypeStruct
+
+
+@contextmanager
+def orbax_checkpointer(readings: Mapping[str, Reading]) -> Iterator[ocp.Checkpointer]:
+    """Orbax with our way to write arrays and to read them (by leaf name)."""
+    # Orbax warns of features that are not used here; that would go to the terminal.
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        handler = _LeafHandler(readings)
+        registry = ocp.type_handlers.create_type_handler_registry((PendingLeaf, handler), (jax.Array, handler))
+        tree_handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, type_handler_registry=registry)
+        with ocp.Checkpointer(tree_handler) as checkpointer:
+            yield checkpointer
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        logger.setLevel(level)
+
+
+def check_array(folder: Path, info: ArrayInfo) -> None:
+    """The array on disk is the one that the manifest declares, in chunks that fit into it.
+
+    Raises:
+      CheckpointError: it is not.
+    """
+    zarr = read_json(folder / "zarr.json")
+    shape = list(info.shape)
+    found = {key: zarr.get(key) for key in ("shape", "data_type", "codecs")}
+    expected = {"shape": shape, "data_type": np.dtype(info.dtype).name, "codecs": _codecs(np.dtype(info.dtype))}
+    if found != expected:
+        raise CheckpointError(f"{folder}: is {found}, but {MANIFEST} says {expected}")
+    try:
+        chunk = zarr["chunk_grid"]["configuration"]["chunk_shape"]
+        fits = len(chunk) == len(shape) and all(0 < c <= n for c, n in zip(chunk, shape, strict=True))
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: zarr.json describes no chunks") from error
+    if not fits:
+        raise CheckpointError(f"{folder}: chunks of shape {chunk} do not fit into the shape {shape}")
+
+
+def read_array(folder: Path) -> np.ndarray:
+    """One whole array, on the host.
+
+    Raises:
+      CheckpointError: its chunks are missing, truncated or corrupted.
+    """
+    with _naming_damage(folder):
+        return _open_leaf(folder).read().result()
+
+
+class _Interrupted(Exception):
+    """Ctrl-C inside Orbax; a KeyboardInterrupt would leave its event loop with orphaned tasks."""
+
+
+class _LeafHandler(ocp.type_handlers.NumpyHandler):
+    """How Orbax writes and reads our arrays: few at a time, padded, and with nothing left running after an error.
+
+    Orbax's own handlers want all values in memory before they write, and go on reading after a failure. The type that
+    the checkpoint records is still NumpyHandler's: plain Orbax reads the arrays as numpy arrays.
+    """
+
+    def __init__(self, readings: Mapping[str, Reading]):
+        super().__init__()
+        self._readings = readings
+
+    async def serialize(
+        self, values: Sequence[PendingLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Make and write one array after another."""
+        # Ctrl-C stops the main thread alone and leaves this block when the array at hand is on the disk: whoever then
+        # removes the folder does not race with files that still appear in it.
+        with _deferring_interrupts(), ThreadPoolExecutor(1) as pool:
+            for leaf, info in zip(values, infos, strict=True):
+                value = _make_leaf(info.name, leaf)
+                pool.submit(_write_leaf, Path(info.parent_dir) / info.name, leaf.info, value).result()
+        return []
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        """Read every array into its target."""
+        with _deferring_interrupts(), ThreadPoolExecutor(_NUM_READERS) as pool:
+            futures = [
+                pool.submit(_read_placed, Path(info.parent_dir) / info.name, self._readings[info.name])
+                for info in infos
+            ]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _read_placed(folder: Path, reading: Reading) -> jax.Array:
+    """Read one array shard by shard; what lies beyond its stored shape is the zero padding of the mesh."""
+    stored, shape, target = reading
+    with _naming_damage(folder):
+        store = _open_leaf(folder)
+        if stored.format is not None and target.dtype != stored.dtype:
+            # Shards of numbers may begin within a block: whole, then.
+            numbers = decode_blocks(store.read().result(), type_of(stored.format)).reshape(shape)
+            return place_leaf(numbers.astype(target.dtype, copy=False), target)
+
+        def read_shard(index: Any) -> np.ndarray:
+            bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
+            shape = [stop - start for start, stop in bounds]
+            stored = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, store.shape, strict=True))
+            shard = store[stored].read().result().astype(target.dtype, copy=False)
+            missing = [(0, n - have) for n, have in zip(shape, shard.shape, strict=True)]
+            return np.pad(shard, missing) if any(after for _, after in missing) else shard
+
+        return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
+
+
+def _open_leaf(folder: Path) -> ts.TensorStore:
+    # A missing chunk is an error, not zeros.
+    return ts.open(_zarr_spec(folder) | {"fill_missing_data_reads": False}, open=True).result()
+
+
+@contextmanager
+def _naming_damage(folder: Path) -> Iterator[None]:
+    """Tensorstore's errors as ours."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: damaged or incomplete: {(str(error).splitlines() or [''])[0]}") from error
+
+
+@contextmanager
+def _deferring_interrupts() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise _Interrupted from error
+
+
+def _make_leaf(name: str, leaf: PendingLeaf) -> np.ndarray:
+    value = leaf.make()
+    if value.shape != leaf.shape or value.dtype != leaf.dtype:
+        raise CheckpointError(f"{name}: is {value.dtype}{value.shape}, declared {leaf.dtype}{leaf.shape}")
+    return value
+
+
+def _write_leaf(folder: Path, info: ArrayInfo, value: np.ndarray) -> None:
+    spec = _zarr_spec(folder) | {
+        "metadata": {
+            "shape": list(value.shape),
+            "data_type": value.dtype.name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _choose_chunk(info)}},
+            "codecs": _codecs(value.dtype),
+        },
+        # A chunk of zeros is written like any other, so that a missing one is an error.
+        "store_data_equal_to_fill_value": True,
+    }
+    ts.open(spec, create=True).result().write(value, can_reference_source_data_indefinitely=True).result()
+
+
+def _zarr_spec(folder: Path) -> dict[str, Any]:
+    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"}}
+
+
+def _codecs(dtype: np.dtype) -> list[dict[str, Any]]:
+    # Tensorstore leaves the byte order of single bytes out.
+    order = {"configuration": {"endian": "little"}} if dtype.itemsize > 1 else {}
+    return [{"name": "bytes"} | order, {"name": "crc32c"}]
+
+
+def _choose_chunk(info: ArrayInfo) -> list[int]:
+    """Chunk shape: cut along the dimension that tensor parallelism cuts, or the first."""
+    split = [axis for axis, name in enumerate(partition_spec(info)) if name is not None]
+    axis = split[0] if split else 0
+    pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // _MIN_CHUNK_BYTES))
+    chunk = list(info.shape)
+    chunk[axis] = -(-chunk[axis] // pieces)
+    return chunk

@@ -1,0 +1,188 @@
+"""The manifest of a native checkpoint, `jaxspec.json`: read and checked without any of its arrays (or Orbax)."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoint.json_file import read_json
+from jaxspec.checkpoint.load import NATIVE_MARK as MANIFEST
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.config_data import config_from_data, config_to_data
+from jaxspec.models.params import ArrayInfo, declare_leaves
+from jaxspec.models.quantization import (
+    PARTS,
+    WEIGHT_TYPES,
+    LeafType,
+    Storage,
+    collect_storage,
+    restrict_storage,
+    weight_leaves,
+)
+
+FORMAT = "jaxspec"
+VERSION = 1
+
+# A folder of this name is a conversion's work in progress, whatever it holds.
+PARTIAL = re.compile(r"\..*\.partial-\d+")
+
+_MANIFEST_KEYS = ("format", "version", "model", "dtype", "eos_ids", "num_bytes", "arrays")
+_DRAFT_KEYS = ("vocabulary",)  # where the embedding is the target's
+_MAX_LISTED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeCheckpoint:
+    """An opened native checkpoint; its manifest is checked, its arrays are still on disk.
+
+    Attributes:
+      path: the folder.
+      config: geometry.
+      eos_ids: token ids that end a text.
+      storage: how each weight is stored (norms and biases are float32).
+      vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
+    """
+
+    path: Path
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+    storage: Storage
+    vocabulary: str | None = None
+
+    @functools.cached_property
+    def infos(self) -> dict[str, ArrayInfo]:
+        """Declaration of every stored array by leaf name."""
+        return declare_leaves(self.config, self.storage)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays."""
+        return sum(map(count_bytes, self.infos.values()))
+
+
+def open_native(path: str | Path) -> NativeCheckpoint:
+    """Open a native checkpoint: its manifest is read and checked; no array is.
+
+    Raises:
+      CheckpointError: the folder is no finished checkpoint, or its manifest is damaged, of an unknown version, or does
+        not list exactly the arrays of its own geometry.
+    """
+    path = Path(path)
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{path}: is no native checkpoint: {MANIFEST} is missing")
+    if PARTIAL.fullmatch(path.resolve().name):
+        raise CheckpointError(f"{path}: is what an interrupted conversion left; delete it and convert again")
+    manifest = read_json(file)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: format is {manifest.get('format')!r}, not {FORMAT!r}")
+    if manifest.get("version") != VERSION or isinstance(manifest["version"], bool):
+        raise CheckpointError(
+            f"{file}: format version {manifest.get('version')!r} is not supported, this jaxspec reads {VERSION}"
+        )
+    model = manifest.get("model")
+    shares = isinstance(model, dict) and model.get("shares_embedding") is True
+    keys = _MANIFEST_KEYS + _DRAFT_KEYS if shares else _MANIFEST_KEYS
+    missing = [key for key in keys if key not in manifest]
+    unknown = [key for key in manifest if key not in keys]
+    if missing or unknown:
+        raise CheckpointError(f"{file}: missing keys: {missing or 'none'}; unknown keys: {unknown or 'none'}")
+    dtype, arrays = manifest["dtype"], manifest["arrays"]
+    if dtype not in WEIGHT_TYPES:
+        raise CheckpointError(f"{file}: dtype is {dtype!r}, not one of {', '.join(WEIGHT_TYPES)}")
+    if not isinstance(arrays, dict):
+        raise CheckpointError(f"{file}: arrays must be an object, got {type(arrays).__name__}")
+    try:
+        cfg = config_from_data(manifest["model"], f"{file}: model")
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    # Before anything as long as the geometry claims is built.
+    if cfg.num_layers > len(arrays):
+        raise CheckpointError(
+            f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed"
+        )
+    vocabulary = manifest.get("vocabulary")
+    if cfg.shares_embedding and not isinstance(vocabulary, str):
+        raise CheckpointError(f"{file}: vocabulary must be the digest of the target's, got {vocabulary!r}")
+    storage = _read_storage(cfg, dtype, arrays)
+    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), storage, vocabulary)
+    try:
+        infos = checkpoint.infos
+    except ValueError as error:
+        raise CheckpointError(f"{file}: arrays do not match the model: {error}") from error
+    _check_arrays(file, arrays, {name: _describe_leaf(info) for name, info in infos.items()})
+    if dtype != checkpoint.storage.default:
+        raise CheckpointError(f"{file}: dtype is {dtype!r}, but most weights are {checkpoint.storage.default}")
+    if manifest["num_bytes"] != checkpoint.num_bytes:
+        raise CheckpointError(f"{file}: num_bytes is {manifest['num_bytes']!r}, the arrays have {checkpoint.num_bytes}")
+    return checkpoint
+
+
+def write_manifest(
+    folder: Path, cfg: ModelConfig, storage: Storage, eos_ids: Sequence[int], vocabulary: str | None = None
+) -> None:
+    """Write `jaxspec.json`, which makes `folder` a checkpoint: call it last."""
+    storage = restrict_storage(storage, cfg)
+    infos = declare_leaves(cfg, storage)
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": config_to_data(cfg),
+        "dtype": storage.default,
+        "eos_ids": list(eos_ids),
+        "num_bytes": sum(map(count_bytes, infos.values())),
+        "arrays": {name: _describe_leaf(info) for name, info in infos.items()},
+    } | ({} if vocabulary is None else {"vocabulary": vocabulary})
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def count_bytes(info: ArrayInfo) -> int:
+    """Size of one declared array."""
+    return math.prod(info.shape) * np.dtype(info.dtype).itemsize
+
+
+def _describe_leaf(info: ArrayInfo) -> dict[str, Any]:
+    """Shape, dtype and block format, as the manifest holds them."""
+    described = {"shape": list(info.shape), "dtype": np.dtype(info.dtype).name}
+    return described if info.format is None else described | {"format": info.format}
+
+
+def _read_storage(cfg: ModelConfig, default: str, arrays: dict[str, Any]) -> Storage:
+    """The types of the weights as the manifest lists them; one that it gives no type is left to `_check_arrays`."""
+
+    def read_type(name: str) -> str | None:
+        entry = arrays.get(name)
+        listed = (entry.get("format"), entry.get("dtype")) if isinstance(entry, dict) else ()
+        return next((t for t in listed if isinstance(t, str) and t in WEIGHT_TYPES), None)
+
+    types: dict[str, LeafType] = {}
+    for leaf in weight_leaves(cfg):
+        query, key, value = (read_type(f"{leaf}.{part}") for part in PARTS)
+        if query and key and value and leaf.endswith(".qkv"):
+            types[leaf] = (query, key, value)
+        else:
+            types[leaf] = read_type(leaf) or default
+    return collect_storage(types)
+
+
+def _read_eos_ids(file: Path, manifest: dict[str, Any], cfg: ModelConfig) -> tuple[int, ...]:
+    ids = manifest["eos_ids"]
+    if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < cfg.vocab_size for i in ids):
+        raise CheckpointError(f"{file}: eos_ids must be token ids below {cfg.vocab_size}, got {ids!r}")
+    return tuple(ids)
+
+
+def _check_arrays(file: Path, listed: dict[str, Any], expected: dict[str, Any]) -> None:
+    problems = [f"{name} is missing" for name in expected if name not in listed]
+    problems += [f"{name} is unexpected" for name in listed if name not in expected]
+    problems += [f"{n} is {listed[n]}, not {e}" for n, e in expected.items() if n in listed and listed[n] != e]
+    if problems:
+        more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise CheckpointError(f"{file}: arrays do not match the model: {'; '.join(problems[:_MAX_LISTED])}{more}")

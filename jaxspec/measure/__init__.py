@@ -1,1 +1,0 @@
-"""Measuring: benchmark, prompts, roofline and reports; reads results and never sits inside a round."""

@@ -1,1 +1,0 @@
-"""Device meshes: plans, axis rules, padding."""

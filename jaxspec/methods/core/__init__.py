@@ -1,0 +1,1 @@
+"""What the methods share: sequences, verification, drafting, acceptance, costs."""

@@ -1,0 +1,77 @@
+"""What a draft proposes behind a row: the contract, and the proposal that follows the target's own draw."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.methods.core.path_history import PathHistory
+from jaxspec.sampling.choose import choose, choose_two
+from jaxspec.sampling.processors import clean, log_mass, penalise, shift
+from jaxspec.sampling.request import Request
+from jaxspec.sampling.vocab import VocabShard
+
+# (logits [w, V_local], path histories, request, position int32 [w] of the proposed tokens) -> tokens int32 [w, k],
+# log-probabilities float32 [w, k], at most 0.
+Propose = Callable[[jax.Array, PathHistory, Request, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
+    """The one child is what plain decoding would draw if the draft were the target: same processors, same noise.
+
+    Under R4 a tree may depend on anything (ALGORITHMS 2.3, C1), the noise of its own positions included.
+    """
+
+    def propose(
+        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        processors = request.processors
+        if scored:
+            processors = dataclasses.replace(processors, want_logprob=jnp.bool_(True))
+        history = paths.build(processors, vocab)
+        token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
+        return token[:, None], logprob[:, None]
+
+    return propose
+
+
+def same_two_draws(vocab: VocabShard) -> Propose:
+    """The child of `same_draw`, and the one that plain decoding would draw if the first were ruled out."""
+
+    def propose(
+        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        history = paths.build(request.processors, vocab)
+        return choose_two(logits, request.processors, history.seen, history.counts, request.key, position, vocab)
+
+    return propose
+
+
+def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling_temperature: bool = False) -> Propose:
+    """Children are the draft's most probable tokens, after the request's penalties and bias.
+
+    Args:
+      vocab: the draft's columns.
+      branch: k.
+      loss: added to every log-probability, at most 0: the logarithm of a decay per level.
+      sampling_temperature: probabilities at the request's temperature, not at 1.
+    """
+
+    def propose(
+        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        processors = request.processors
+        histories = paths.build(processors, vocab)
+        z = jax.lax.cond(
+            processors.penalised,
+            lambda: penalise(logits, processors, histories.seen, histories.counts, vocab),
+            lambda: clean(logits, vocab),
+        )
+        if not sampling_temperature:
+            processors = dataclasses.replace(processors, temperature=jnp.float32(1))
+        scores = shift(z, processors, vocab)
+        best, token = vocab.top_k(scores - log_mass(scores, vocab), branch)
+        return token, best + loss
+
+    return propose

@@ -1,0 +1,258 @@
+"""Drafting by sampling: trees of fixed shape whose children are drawn from q, for the rejection rules."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.methods.core.draft import DraftSide, catch_up
+from jaxspec.methods.core.path_history import PathHistory
+from jaxspec.methods.core.runner import outcome_shapes
+from jaxspec.methods.core.verify import Draft, Outcome, Rule
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.kv_cache import KVCache, commit_path
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import Decide, RowLogits, draw_children, rejection_rule
+from jaxspec.sampling.processors import History, process
+from jaxspec.sampling.request import Request
+from jaxspec.sampling.vocab import VocabShard
+from jaxspec.tree.reroot import pending_tokens
+from jaxspec.tree.tree import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledShape:
+    """Rows of a tree in which every node of level l has `expansion[l]` children; level by level, the root first.
+
+    Children of a row are consecutive rows, in the order in which they are drawn.
+    """
+
+    expansion: tuple[int, ...]
+
+    @functools.cached_property
+    def level_sizes(self) -> tuple[int, ...]:
+        """Rows per level, the root's included."""
+        return tuple(math.prod(self.expansion[:level]) for level in range(len(self.expansion) + 1))
+
+    @functools.cached_property
+    def level_starts(self) -> tuple[int, ...]:
+        """First row of each level."""
+        return tuple(int(start) for start in np.cumsum((0, *self.level_sizes[:-1])))
+
+    @property
+    def rows(self) -> int:
+        """bs: all rows."""
+        return sum(self.level_sizes)
+
+    @property
+    def inner_rows(self) -> int:
+        """Rows that have children; the draft runs these."""
+        return self.rows - self.level_sizes[-1]
+
+    @property
+    def width(self) -> int:
+        """Rows of a draft pass: the widest level of inner rows."""
+        return max(self.level_sizes[:-1])
+
+    @property
+    def draws(self) -> int:
+        """Most children of a row."""
+        return max(self.expansion)
+
+    def parents(self) -> np.ndarray:
+        """Parent of each row, int32 [bs]; 0 for the root."""
+        parent = [0]
+        for level, children in enumerate(self.expansion):
+            rows = range(self.level_starts[level], self.level_starts[level + 1])
+            parent += [row for row in rows for _ in range(children)]
+        return np.array(parent, np.int32)
+
+    def depths(self) -> np.ndarray:
+        """Depth of each row, int32 [bs]."""
+        return np.repeat(np.arange(len(self.level_sizes), dtype=np.int32), self.level_sizes)
+
+    def ancestors(self) -> np.ndarray:
+        """Which rows are ancestors of which, themselves included, bool [bs, bs]."""
+        matrix = np.eye(self.rows, dtype=bool)
+        for row, parent in enumerate(self.parents()):
+            matrix[row] |= matrix[parent]
+        return matrix
+
+
+@struct.dataclass
+class SampledState:
+    """The draft's cache, and how many rows of the last batch lie in its window (the first ones)."""
+
+    cache: KVCache
+    evaluated: jax.Array
+
+
+@struct.dataclass
+class _Growth:
+    """A tree half drawn: tokens, which rows exist, their cumulative log q, log q of the inner rows' children."""
+
+    token: jax.Array
+    valid: jax.Array
+    score: jax.Array
+    draft_logprob: jax.Array
+
+
+class SampledDrafter:
+    """Draws a tree level by level; see `pair.Drafter`."""
+
+    def __init__(self, placement: Placement, slots: int, shape: SampledShape, *, replacement: bool, least: float):
+        """Declare the programs.
+
+        Args:
+          placement: the draft.
+          slots: capacity of its cache.
+          shape: of the tree.
+          replacement: whether siblings are drawn independently.
+          least: rows whose cumulative log q is below get no children. That depends on the row, not on what would be
+            drawn next, as the rejection rules demand.
+        """
+        self._side = DraftSide(placement, slots)
+        steps = len(shape.expansion) + 1
+        scalar, row = placement.array((), jnp.int32), placement.array((shape.rows,), jnp.int32)
+        state = SampledState(self._side.state, scalar)
+        q = placement.array((shape.inner_rows + shape.width, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
+        self.drafted = Draft(Batch(row, row, row, scalar), scalar, q)
+
+        def begin(cache: KVCache) -> SampledState:
+            return SampledState(cache, jnp.int32(0))
+
+        def draft(params, state, outcome, history, request):
+            return draw_tree(
+                params, placement, state, outcome, history, request, shape, replacement=replacement, least=least
+            )
+
+        plan = placement.plan
+        self._begin = Program("draft begin", begin, plan, [self._side.state], state, donate=[0])
+        args = [placement.params(), state, outcome_shapes(placement, steps), placement.history(), placement.request()]
+        self._draft = Program("draft", draft, plan, args, (state, self.drafted), donate=[1])
+        self.programs = (*self._side.programs, self._begin, self._draft)
+
+    def start(self, state: SampledState | None) -> SampledState:
+        """See `Drafter.start`."""
+        return self._begin(self._side.start(None if state is None else state.cache))
+
+    def prefill(self, params: Params, state: SampledState, tokens: np.ndarray) -> SampledState:
+        """See `Drafter.prefill`."""
+        return dataclasses.replace(state, cache=self._side.prefill(params, state.cache, tokens))
+
+    def draft(
+        self, params: Params, state: SampledState, outcome: Outcome, history: History, request: Request
+    ) -> tuple[SampledState, Draft]:
+        """See `Drafter.draft`."""
+        return self._draft(params, state, outcome, history, request)
+
+
+def draw_tree(
+    params: Params,
+    placement: Placement,
+    state: SampledState,
+    outcome: Outcome,
+    history: History,
+    request: Request,
+    shape: SampledShape,
+    *,
+    replacement: bool,
+    least: float,
+) -> tuple[SampledState, Draft]:
+    """Commit what the last batch shares with the verified path, catch up, and draw a new tree; for one shard."""
+    cfg, vocab, width = placement.cfg, placement.vocab, shape.width
+    levels, columns = len(shape.expansion), placement.padded_vocab // placement.plan.tensor
+    starts, sizes, fans = (jnp.array(x, jnp.int32) for x in (shape.level_starts, shape.level_sizes, shape.expansion))
+    parent, depth = jnp.array(shape.parents()), jnp.array(shape.depths())
+    # Fillers of a pass that is wider than its level see themselves only.
+    padded = np.eye(shape.rows + width, dtype=bool)
+    padded[: shape.rows, : shape.rows] = shape.ancestors()
+    window = shape.inner_rows + width
+    ancestors = jnp.array(padded[:, :window])
+
+    known = (outcome.path < state.evaluated) & (jnp.arange(outcome.path.shape[0]) < outcome.count)
+    reached = jnp.cumprod(known.astype(jnp.int32)).sum()
+    with jax.named_scope("draft/commit"):
+        cache = commit_path(state.cache, outcome.path, reached)
+    pending, num_pending = pending_tokens(outcome.tokens, outcome.count, reached)
+    with jax.named_scope("draft/root"):
+        root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
+
+    def sample(growth: _Growth, level: jax.Array, logits: jax.Array, on_path: jax.Array) -> _Growth:
+        """Draw the children of a level from its rows' logits `[w, V_local]`."""
+        rows = starts[level] + jnp.arange(logits.shape[0])
+        real = jnp.arange(logits.shape[0]) < sizes[level]
+        histories = PathHistory(history, growth.token, on_path).build(request.processors, vocab)
+        logprob = process(logits, request.processors, histories.seen, histories.counts, vocab)
+        position = jnp.broadcast_to(cache.length + level + 1, rows.shape)
+        token, valid = draw_children(
+            logprob, request.key, position, shape.draws, replacement, request.processors, vocab
+        )
+        place = jnp.arange(shape.draws)
+        child = starts[level + 1] + jnp.arange(logits.shape[0])[:, None] * fans[level] + place[None, :]
+        child = jnp.where(real[:, None] & (place < fans[level])[None, :], child, shape.rows)
+        own = jnp.minimum(rows, shape.rows - 1)
+        grown = growth.valid[own] & (growth.score[own] >= least)
+        score = growth.score[own][:, None] + jnp.stack([vocab.take(logprob, t) for t in token.T], axis=1)
+        return _Growth(
+            token=growth.token.at[child].set(token, mode="drop"),
+            valid=growth.valid.at[child].set(valid & grown[:, None], mode="drop"),
+            score=growth.score.at[child].set(score, mode="drop"),
+            draft_logprob=jax.lax.dynamic_update_slice(
+                growth.draft_logprob, vocab.widen(logprob, columns, -jnp.inf), (starts[level], 0)
+            ),
+        )
+
+    def go_on(carry: tuple) -> jax.Array:
+        _, growth, level = carry
+        here = (depth == level) & growth.valid & (growth.score >= least)
+        return (level < levels) & here.any()
+
+    def run_level(carry: tuple) -> tuple:
+        cache, growth, level = carry
+        token = jax.lax.dynamic_slice_in_dim(jnp.pad(growth.token, (0, width)), starts[level], width)
+        mask = jax.lax.dynamic_slice_in_dim(ancestors, starts[level], width)
+        slot_depth = jnp.minimum(jnp.pad(depth, (0, width), mode="edge"), level)[:window]
+        hidden, cache = forward(
+            params, cfg, token, jnp.broadcast_to(cache.length + level, (width,)), cache, mask,
+            window_position=cache.length + slot_depth, offset=starts[level],
+        )  # fmt: skip
+        on_path = jnp.pad(mask, ((0, 0), (0, shape.rows)))[:, : shape.rows].at[:, 0].set(False)
+        return cache, sample(growth, level, vocab_logits(params, hidden), on_path), level + 1
+
+    empty = _Growth(
+        token=jnp.zeros(shape.rows, jnp.int32).at[0].set(root),
+        valid=jnp.arange(shape.rows) == 0,
+        score=jnp.zeros(shape.rows),
+        draft_logprob=jnp.full((window, columns), -jnp.inf),
+    )
+    growth = sample(empty, jnp.int32(0), logits, jnp.zeros((1, shape.rows), bool))
+    with jax.named_scope("draft/levels"):
+        cache, growth, passes = jax.lax.while_loop(go_on, run_level, (cache, growth, jnp.int32(1)))
+
+    rows = jnp.arange(shape.rows, dtype=jnp.int32)
+    batch = Batch(
+        token=growth.token,
+        parent=jnp.where(growth.valid, parent, rows),
+        depth=jnp.where(growth.valid, depth, 0),
+        count=jnp.max(jnp.where(growth.valid, rows, 0)) + 1,
+    )
+    return SampledState(cache, starts[passes]), Draft(batch, passes, growth.draft_logprob)
+
+
+def rejection(shape: SampledShape, *, replacement: bool) -> Rule:
+    """The `Rule` of sampled trees: `rejection_rule`."""
+
+    def rule(logits: RowLogits, drafted: Draft, request: Request, position: jax.Array, vocab: VocabShard) -> Decide:
+        return rejection_rule(
+            logits, drafted.batch, drafted.extra, request, position, vocab, draws=shape.draws, replacement=replacement
+        )
+
+    return rule

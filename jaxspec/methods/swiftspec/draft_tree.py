@@ -1,0 +1,331 @@
+"""The draft's half of SwiftSpec: one tree that outlives the rounds (sections 3.3 and 3.4 of the paper).
+
+Two programs act on it. `grow` needs nothing from the target, so it runs while the target verifies. `turn` takes in what
+was verified: it moves the root, packs the surviving subtree behind the prefix, catches up with at most two tokens,
+and chooses the next batch.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.methods.core.draft import catch_up
+from jaxspec.methods.core.expand import expand
+from jaxspec.methods.core.path_history import PathHistory
+from jaxspec.methods.core.proposals import Propose
+from jaxspec.methods.core.sequence import TargetSide, TargetState
+from jaxspec.methods.swiftspec.messages import DraftCounts, pack_batch, unpack_verified
+from jaxspec.models.kv_cache import commit_rows, permute_window
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
+from jaxspec.sampling.processors import update_history
+from jaxspec.sampling.request import Request
+from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant
+from jaxspec.tree.reroot import Rerooted, reroot
+from jaxspec.tree.select import pack_best, proposals
+from jaxspec.tree.tree import Tree, init_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """How the tree grows.
+
+    Attributes:
+      batch: bs, rows of a verification batch, the root included.
+      width: w, leaves evaluated in one pass.
+      branch: k, proposals per node.
+      depth: d, passes while the target verifies one batch.
+      survivors: most nodes that are kept when the root moves.
+      room: passes that the tree has room for between two turns, at least `depth`.
+      reuse: whether anything is kept.
+      leaves: whether a batch may hold proposals that were not evaluated (ALGORITHMS A1).
+      branch_free: one pass in every turn, whatever happened, in place of a branch on whether there is something to
+        catch up with. Growth on demand, without `leaves`, is a loop on device data all the same.
+    """
+
+    batch: int
+    width: int
+    branch: int
+    depth: int
+    survivors: int
+    room: int
+    reuse: bool
+    leaves: bool
+    branch_free: bool
+
+    @property
+    def rows(self) -> int:
+        """M: what survives, what grows until the next turn, and one pass more within the turn."""
+        turned = max(self.survivors + max(2, self.width), self.batch + self.width)
+        return turned + self.room * self.width
+
+
+@struct.dataclass
+class DraftTreeState:
+    """State of the draft's side.
+
+    Attributes:
+      text: the draft's cache, whose window holds the tree, the history of the verified text, and the root.
+      tree: evaluated nodes are rows of the cache's window.
+      passes: int32 [], since the last turn.
+      computed: int32 [], tokens that these ran.
+    """
+
+    text: TargetState
+    tree: Tree
+    passes: jax.Array
+    computed: jax.Array
+
+
+class TreeDrafter:
+    """Compiled functions of the draft's side, for one placement and capacity."""
+
+    def __init__(self, placement: Placement, slots: int, propose: Propose, growth: Growth, *, steps: int):
+        """Declare the programs; nothing is compiled yet.
+
+        Args:
+          placement: the draft.
+          slots: capacity of its cache, at least M and P more than the longest text.
+          propose: turns logits into children.
+          growth: settings.
+          steps: P.
+        """
+        self._text = TargetSide(placement, slots, role="draft")
+        replicated = placement.replicated
+        scalar = placement.array((), jnp.int32)
+        tree = replicated(jax.eval_shape(lambda: init_tree(growth.rows, growth.branch)))
+        state = DraftTreeState(self._text.state, tree, scalar, scalar)
+        batch = placement.array((1 + 2 * growth.batch,), jnp.int32)
+        counts = placement.array((len(DraftCounts._fields),), jnp.int32)
+        verified = placement.array((1 + steps,), jnp.int32)
+
+        def begin(text):
+            return DraftTreeState(text, init_tree(growth.rows, growth.branch), jnp.int32(0), jnp.int32(0))
+
+        def grow(params, state, request):
+            grown = grow_tree(params, placement, state, request, propose, growth, growth.depth)
+            return grown, grown.tree.size
+
+        def grow_once(params, state, request):
+            grown = grow_tree(params, placement, state, request, propose, growth, 1)
+            return grown, grown.tree.size
+
+        def turn(params, state, packed, request):
+            turned, moved = follow_verified(params, placement, state, packed, request, propose, growth)
+            return choose_batch(params, placement, turned, moved, state.tree.size, request, propose, growth)
+
+        def turn_and_grow(params, state, packed, request):
+            turned, moved = follow_verified(params, placement, state, packed, request, propose, growth)
+            grown = grow_tree(params, placement, turned.state, request, propose, growth, growth.depth)
+            turned = dataclasses.replace(turned, state=grown, exposed=turned.exposed + growth.depth)
+            return choose_batch(params, placement, turned, moved, state.tree.size, request, propose, growth)
+
+        plan, params, request = placement.plan, placement.params(), placement.request()
+        self._begin = Program("draft begin", begin, plan, [self._text.state], state, donate=[0])
+        self.grow = Program("grow", grow, plan, [params, state, request], (state, scalar), donate=[1])
+        self.grow_once = Program("grow once", grow_once, plan, [params, state, request], (state, scalar), donate=[1])
+        args, out = [params, state, verified, request], (state, batch, counts)
+        self.turn = Program("turn", turn, plan, args, out, donate=[1])
+        self.turn_and_grow = Program("turn and grow", turn_and_grow, plan, args, out, donate=[1])
+        self.programs = (*self._text.programs, self._begin)
+
+    def start(self, root: int, state: DraftTreeState | None) -> DraftTreeState:
+        """State of an empty sequence; `state` is donated."""
+        return self._begin(self._text.start(root, None if state is None else state.text))
+
+    def prefill(self, params: Params, state: DraftTreeState, tokens: np.ndarray) -> DraftTreeState:
+        """Commit int32 `tokens` `[n]`."""
+        return dataclasses.replace(state, text=self._text.prefill(params, state.text, tokens))
+
+
+def grow_tree(
+    params: Params,
+    placement: Placement,
+    state: DraftTreeState,
+    request: Request,
+    propose: Propose,
+    growth: Growth,
+    passes: int,
+) -> DraftTreeState:
+    """EXPAND a number of times; there must be room for them. Written for one shard, as all that follows."""
+
+    def once(_: jax.Array, carry: tuple) -> tuple:
+        cache, tree = carry
+        return expand(
+            params, placement, cache, tree, state.text.history, request, propose, width=growth.width, least=-math.inf
+        )
+
+    with jax.named_scope("draft/grow"):
+        cache, tree = jax.lax.fori_loop(0, passes, once, (state.text.cache, state.tree))
+    computed = state.computed + tree.size - state.tree.size
+    return DraftTreeState(dataclasses.replace(state.text, cache=cache), tree, state.passes + passes, computed)
+
+
+@struct.dataclass
+class Turned:
+    """The draft's side under its new root, and the passes that the target waits for."""
+
+    state: DraftTreeState
+    exposed: jax.Array
+
+
+def follow_verified(
+    params: Params,
+    placement: Placement,
+    state: DraftTreeState,
+    packed: jax.Array,
+    request: Request,
+    propose: Propose,
+    growth: Growth,
+) -> tuple[Turned, Rerooted]:
+    """REROOT, COMPACT and CATCH_UP."""
+    tokens, count = unpack_verified(packed)
+    moved = reroot(state.tree, tokens, count, limit=growth.survivors, reuse=growth.reuse)
+    with jax.named_scope("draft/compact"):
+        order = moved.order[: growth.rows]
+        live = moved.committed + moved.tree.size
+        cache = commit_rows(permute_window(state.text.cache, order, live), moved.committed)
+    # What a sequence begins with is a root that the history has already.
+    fresh = (jnp.arange(tokens.shape[0]) < count) & (state.tree.size > 0)
+    history = update_history(state.text.history, tokens, fresh, placement.text_vocab, generated=True)
+    text = TargetState(cache, history, tokens[count - 1])
+    missed = moved.num_pending > 0
+    grown = dataclasses.replace(state, text=text, tree=moved.tree)
+    with jax.named_scope("draft/catch_up"):
+        advance = advance_branch_free if growth.branch_free else advance_on_miss
+        grown = advance(params, placement, grown, moved, request, propose, growth)
+    exposed = jnp.int32(1) if growth.branch_free else missed.astype(jnp.int32)
+    return Turned(dataclasses.replace(grown, passes=grown.passes + exposed), exposed), moved
+
+
+def advance_on_miss(
+    params: Params,
+    placement: Placement,
+    state: DraftTreeState,
+    moved: Rerooted,
+    request: Request,
+    propose: Propose,
+    growth: Growth,
+) -> DraftTreeState:
+    """Run the tokens that the draft has not seen, if there are any, and plant the root."""
+
+    def unplanted(carry: tuple) -> jax.Array:
+        return carry[1].size == 0
+
+    def plant_root(carry: tuple) -> tuple:
+        cache, tree, computed = carry
+        root, logits, cache = catch_up(params, placement.cfg, cache, moved.pending, moved.num_pending)
+        nowhere = jnp.zeros((1, tree.rows), bool)
+        paths = PathHistory(state.text.history, tree.token, nowhere)
+        child_token, child_logprob = propose(logits, paths, request, (cache.length + 1)[None])
+        return cache, plant(tree, root, child_token[0], child_logprob[0]), computed + moved.num_pending
+
+    # A loop of at most one turn: a conditional would copy the cache.
+    carry = (state.text.cache, state.tree, state.computed)
+    cache, tree, computed = jax.lax.while_loop(unplanted, plant_root, carry)
+    return dataclasses.replace(state, text=dataclasses.replace(state.text, cache=cache), tree=tree, computed=computed)
+
+
+def advance_branch_free(
+    params: Params,
+    placement: Placement,
+    state: DraftTreeState,
+    moved: Rerooted,
+    request: Request,
+    propose: Propose,
+    growth: Growth,
+) -> DraftTreeState:
+    """One pass of fixed shape: over the unseen tokens if there are any, else over the best leaves (ALGORITHMS 3.8).
+
+    On a GPU a branch on device data makes the host wait; here both cases share their rows.
+    """
+    cache, tree = state.text.cache, state.tree
+    missed = moved.num_pending > 0
+    rows = max(2, growth.width)
+    place = jnp.arange(rows, dtype=jnp.int32)
+    picked = pick_leaves(tree, rows)
+    leaf_mask = picked_mask(tree, picked)
+    slots = jnp.arange(tree.rows, dtype=jnp.int32)
+    pending = jnp.where(place < moved.num_pending, moved.pending[jnp.minimum(place, 1)], moved.pending[0])
+    token = jnp.where(missed, pending, picked.token)
+    depth = jnp.where(missed, place, picked.depth)
+    # An empty tree has size 0: the unseen tokens lie where its rows would.
+    mask = jnp.where(missed, slots[None, :] <= place[:, None], leaf_mask)
+    leaf_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
+    slot_depth = jnp.where(missed, slots, leaf_depth)
+    hidden, cache = forward(
+        params, placement.cfg, token, cache.length + depth, cache, mask,
+        window_position=cache.length + slot_depth, offset=tree.size,
+    )  # fmt: skip
+    tree_token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
+    on_path = jnp.where(missed, False, leaf_mask.at[:, 0].set(False))
+    paths = PathHistory(state.text.history, tree_token, on_path)
+    child_token, child_logprob = propose(vocab_logits(params, hidden), paths, request, cache.length + 1 + depth)
+    last = jnp.maximum(moved.num_pending - 1, 0)
+    planted = plant(tree, state.text.root, child_token[last], child_logprob[last])
+    grown = add_rows(tree, picked, leaf_mask, child_token, child_logprob)
+    tree = jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, grown)
+    cache = commit_rows(cache, jnp.where(missed, last, 0))
+    computed = jnp.where(missed, moved.num_pending, grown.size - state.tree.size)
+    text = dataclasses.replace(state.text, cache=cache)
+    return dataclasses.replace(state, text=text, tree=tree, computed=state.computed + computed)
+
+
+def choose_batch(
+    params: Params,
+    placement: Placement,
+    turned: Turned,
+    moved: Rerooted,
+    old_size: jax.Array,
+    request: Request,
+    propose: Propose,
+    growth: Growth,
+) -> tuple[DraftTreeState, jax.Array, jax.Array]:
+    """SELECT, after growing on demand where a batch holds evaluated nodes only; the counts start anew.
+
+    Returns:
+      The state, the packed batch, and `DraftCounts` as int32 [n].
+    """
+    state, exposed = turned.state, turned.exposed
+    cache, tree, passes = state.text.cache, state.tree, jnp.int32(0)
+    if not growth.leaves:
+
+        def short(carry: tuple) -> jax.Array:
+            return (carry[1].size < growth.batch) & (leaf_scores(carry[1]).max() > -jnp.inf)
+
+        def refill(carry: tuple) -> tuple:
+            grown = expand(
+                params, placement, carry[0], carry[1], state.text.history, request, propose,
+                width=growth.width, least=-math.inf,
+            )  # fmt: skip
+            return *grown, carry[2] + 1
+
+        with jax.named_scope("draft/refill"):
+            cache, tree, passes = jax.lax.while_loop(short, refill, (cache, tree, passes))
+    candidates = proposals(tree)
+    if not growth.leaves:
+        evaluated = tree.child_row.reshape(-1) >= 0
+        candidates = dataclasses.replace(candidates, score=jnp.where(evaluated, candidates.score, -jnp.inf))
+    batch = pack_best(tree.token[0], candidates, growth.batch)
+    counts = DraftCounts(
+        passes=state.passes + passes,
+        exposed=exposed + passes,
+        computed=state.computed + tree.size - state.tree.size,
+        caught_up=moved.num_pending,
+        kept=moved.tree.size,
+        committed=moved.committed,
+        dropped=old_size - moved.committed - moved.tree.size,
+        token_hit=moved.token_hit,
+        evaluated_hit=moved.num_pending == 0,
+        nodes=tree.size,
+    )
+    zero = jnp.int32(0)
+    text = dataclasses.replace(state.text, cache=cache)
+    packed = jnp.stack([jnp.asarray(count, jnp.int32) for count in counts])
+    return DraftTreeState(text, tree, zero, zero), pack_batch(batch), packed

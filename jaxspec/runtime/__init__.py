@@ -1,0 +1,1 @@
+"""Devices, sharding, compiled programs, transfers between meshes, traces."""

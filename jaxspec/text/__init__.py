@@ -1,0 +1,1 @@
+"""Tokenizers, streamed text and chat templates."""

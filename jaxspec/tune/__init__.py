@@ -1,0 +1,1 @@
+"""What jaxspec-tune runs."""

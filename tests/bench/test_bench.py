@@ -1,0 +1,263 @@
+"""The benchmark on invented methods, whose numbers can be worked out by hand, and its parts on real weights."""
+
+import dataclasses
+import io
+import json
+
+import bench_fakes
+import numpy as np
+import pytest
+from bench_fakes import METHODS, FakeLLM, Sampled, Tree
+from rich.console import Console
+from tiny_models import tiny_params
+
+from jaxspec import SamplingParams
+from jaxspec.bench import run as bench
+from jaxspec.bench.prompts import BenchPrompt
+from jaxspec.bench.report import bootstrap_interval, make_report, print_report
+from jaxspec.bench.roofline import roofline_pass, weight_bytes
+from jaxspec.bench.run import Column, default_methods, loading_method, make_columns, measure
+from jaxspec.errors import ConfigError
+from jaxspec.methods.autoregressive import Autoregressive
+from pallas_kernels.registry import Kernels, choose
+
+PROMPTS = [
+    BenchPrompt("a", "chat", ("a" * 50,)),
+    BenchPrompt("b", "chat", ("b" * 60, "and then?")),
+    BenchPrompt("c", "code", ("c" * 5,)),
+]
+GREEDY = SamplingParams(max_tokens=40, seed=0)
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch, request):
+    if "real" not in request.fixturenames:
+        bench_fakes.install(monkeypatch)
+
+
+@pytest.fixture
+def real():
+    """Marks a test that needs the real methods."""
+
+
+def columns(*names, **options):
+    return make_columns(names, **options)
+
+
+def run(names=("lookup", "specexec"), prompts=PROMPTS, sampling=GREEDY, repeats=2, llm=None, **options):
+    return measure(llm or FakeLLM(), columns(*names, **options), prompts, sampling, repeats)
+
+
+def report_of(measured):
+    return make_report(measured, "jaxspec-bench --methods x", "fake", None)
+
+
+def test_columns():
+    assert [c.label for c in columns("specexec", "ar", "specexec")] == ["ar", "specexec"]
+    swept = columns("lookup", "specexec", settings={"specexec": {"width": 9}}, budgets=[2, 16, 2])
+    assert [c.label for c in swept] == ["ar", "lookup", "specexec[budget=2]", "specexec[budget=16]"]
+    assert swept[3].method == Tree(budget=16, width=9)
+    assert columns("specexec", budgets=[16])[1].method.width == 64
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["specexek"], {}, "unknown method 'specexek'; did you mean 'specexec'"),
+        (["all"], {}, "'all' is no method to compare"),
+        (["ar"], {"budgets": [4]}, "budgets are swept for specexec, which is not measured"),
+        (["ar"], {"settings": {"lookup": {}}}, "a setting is given for 'lookup', which is not measured: ar are"),
+        (["specexec"], {"budgets": [0]}, "budget must be at least 1, got 0"),
+    ],
+)
+def test_wrong_columns(names, options, message):
+    with pytest.raises(ConfigError, match=message):
+        columns(*names, **options)
+
+
+def test_drafts_are_used_or_refused():
+    assert default_methods(False) == ["ar", "lookup"]
+    assert default_methods(True) == list(METHODS)
+    assert loading_method(columns("lookup"), False).name == "ar"
+    assert loading_method(columns("lookup", "specexec"), True).name == "specexec"
+    with pytest.raises(ConfigError, match="specexec needs a draft model"):
+        loading_method(columns("specexec"), False)
+    with pytest.raises(ConfigError, match="none of the methods ar, lookup uses a draft"):
+        loading_method(columns("lookup"), True)
+
+
+def test_a_draft_on_devices_of_its_own_is_for_methods_that_can_use_it():
+    assert default_methods(True, apart=True) == ["ar", "lookup", "swiftspec"]
+    assert loading_method(columns("lookup", "swiftspec"), True, apart=True).name == "swiftspec"
+    with pytest.raises(ConfigError, match="draft_platform are for swiftspec; specexec cannot use them"):
+        loading_method(columns("specexec", "swiftspec"), True, apart=True)
+    with pytest.raises(ConfigError, match="plain decoding cannot use them"):
+        loading_method(columns("lookup"), True, given=False, apart=True)
+
+
+def test_everything_is_warm_and_every_column_begins_in_turn():
+    calls, seen = [], []
+    llm = FakeLLM(calls=calls)
+    three = columns("lookup", "specexec")
+    measured = measure(llm, three, PROMPTS, GREEDY, 2, lambda *progress: seen.append(progress))
+    # The longest conversation: 60 + 9 characters and two answers of 40 tokens.
+    assert llm.engine.prepared == [60 + 9 + 2 * 40]
+    assert measured.compile_s == {"ar": 0.5, "lookup": 0.5, "specexec": 0.5}
+    assert [call[2].max_tokens for call in calls[:6]] == [16] * 6  # two turns per column
+    orders = [[a.label for a in measured.answers[i : i + 3]] for i in range(0, 18, 3)]
+    assert all(sorted(order) == ["ar", "lookup", "specexec"] for order in orders)
+    assert [order[0] for order in orders] == ["ar", "lookup", "specexec", "lookup", "specexec", "ar"]
+    assert [a.prompt.question_id for a in measured.answers[::3]] == ["a", "b", "c"] * 2
+    assert len(measured.roofline_s) == 6
+    assert seen[0] == ("warming up ar", 0, 18) and seen[-1] == ("single passes of specexec", 18, 18)
+
+
+def test_turns_follow_the_models_own_answers():
+    calls = []
+    run(["ar"], [PROMPTS[1]], repeats=1, llm=FakeLLM(calls=calls))
+    assert [call[1] for call in calls[-2:]] == [("b" * 60,), ("b" * 60, "answer 1", "and then?")]
+
+
+def test_without_a_chat_template_text_is_completed():
+    calls = []
+    llm = FakeLLM(calls=calls)
+    llm.tokenizer.has_chat_template = False
+    run(["ar"], [PROMPTS[1]], repeats=1, llm=llm)
+    assert calls[-1][1] == ("b" * 60 + "\n\nanswer 1\n\nand then?",)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs():
+    calls = []
+    long = BenchPrompt("long", "chat", ("x" * 970,))
+    with pytest.raises(
+        ConfigError, match="prompt 'long' comes to 1010 tokens with answers of 40, the context holds 1000"
+    ):
+        run(["ar"], [*PROMPTS, long], llm=FakeLLM(calls=calls))
+    assert calls == []
+
+
+def test_numbers():
+    overall = report_of(run(["specexec"], settings={"specexec": {"budget": 3}}))["overall"]
+    # Prompt c has five tokens: too few to rate. The others have answers of 40: 10 rounds of four.
+    assert (overall["prompts"], overall["rated_prompts"]) == (3, 2)
+    plain, tree = overall["columns"]["ar"], overall["columns"]["specexec"]
+    assert plain["tokens_per_s"]["mean"] == pytest.approx(100)
+    assert plain["tokens_per_s"]["repeat_std"] == pytest.approx(0)
+    assert plain["speedup"] == dict.fromkeys(("mean", "geometric_mean", "low", "high"), pytest.approx(1))
+    assert plain["tokens_per_pass"] == 1 and plain["draft_acceptance_rate"] is None
+    assert plain["gb_per_s"] == pytest.approx(100) and plain["of_roofline"] == pytest.approx(0.8)
+    # 36 tokens behind the first round, in nine rounds of 15 ms.
+    assert tree["tokens_per_s"]["mean"] == pytest.approx(4 / 0.015)
+    assert tree["speedup"]["mean"] == pytest.approx(4 / 0.015 / 100)
+    assert tree["ttft_s"]["mean"] == pytest.approx(0.1)
+    # a and c once, b twice: 125 tokens in 32 rounds (c: four and one).
+    assert tree["tokens_per_pass"] == pytest.approx((3 * 40 + 5) / 32)
+    assert tree["draft_acceptance_rate"] == pytest.approx((3 * 30 + 3) / (32 * 6))
+    split = tree["split"]
+    assert (split["verify"], split["draft"]) == (pytest.approx(9 / 15), pytest.approx(3 / 15))
+    assert split["verify"] + split["draft"] + split["other"] == pytest.approx(1)
+    a, b, c = (0.1 + 0.39) / (0.1 + 0.135), (0.2 + 0.78) / (0.2 + 0.27), (0.1 + 0.04) / (0.1 + 0.015)
+    assert tree["call_speedup"]["mean"] == pytest.approx((a + b + c) / 3)
+
+
+def test_the_ratio_is_taken_within_a_repeat():
+    measured = run(["lookup"], [PROMPTS[0]], repeats=3)
+    answers = []
+    for answer in measured.answers:
+        # A machine that gets slower and slower; the ratio must not see it, nor one disturbed answer.
+        slow = 10.0**answer.repeat * (7 if (answer.label, answer.repeat) == ("lookup", 1) else 1)
+        stats = tuple(dataclasses.replace(s, decode_s=s.decode_s * slow, ttft_s=s.ttft_s * slow) for s in answer.stats)
+        answers.append(dataclasses.replace(answer, stats=stats))
+    row = report_of(dataclasses.replace(measured, answers=tuple(answers)))["overall"]["columns"]["lookup"]
+    assert row["speedup"]["mean"] == pytest.approx(10 / 15)
+    assert row["speedup"]["low"] is None  # one prompt has no spread
+
+
+def test_an_overlong_sum_of_passes_is_reported_as_it_is():
+    measured = run(["specexec"])
+    target_s = dict.fromkeys(range(1, 9), 1.0)
+    slow = {label: bench_fakes.PassTimes(target_s, 1.0, 1.0) for label in measured.pass_times}
+    split = report_of(dataclasses.replace(measured, pass_times=slow))["overall"]["columns"]["specexec"]["split"]
+    assert split["other"] == 0 and split["other_s"] < 0
+
+
+def test_exactness():
+    report = report_of(run(["lookup", "specexec"], llm=FakeLLM(wrong=["lookup"])))
+    exact = {label: row["exact"] for label, row in report["overall"]["columns"].items()}
+    assert exact["ar"] == exact["specexec"] == {"promise": "tokens", "equal": 3, "prompts": 3}
+    assert exact["lookup"]["equal"] == 0
+    assert {"label": "lookup", "question_id": "b", "repeat": 1, "turn": 0, "token": 3} in report["differences"]
+    assert report["categories"]["code"]["columns"]["lookup"]["exact"]["prompts"] == 1
+
+
+def test_what_promises_the_law_is_not_held_to_tokens():
+    warm = dataclasses.replace(GREEDY, temperature=1.0)
+    for sampling, promise in [(warm, "law"), (GREEDY, "tokens")]:
+        report = report_of(run(["specinfer"], sampling=sampling, llm=FakeLLM(wrong=["specinfer"])))
+        assert report["overall"]["columns"]["specinfer"]["exact"]["promise"] == promise
+        assert bool(report["differences"]) == (promise == "tokens")
+    assert not bench.is_token_exact(Sampled(), warm) and bench.is_token_exact(Tree(), warm)
+
+
+def test_answers_of_one_round_have_no_rate():
+    report = report_of(run(["lookup", "specexec"], settings={"specexec": {"budget": 39}}))
+    assert report["overall"]["rated_prompts"] == 2
+    assert report["overall"]["columns"]["lookup"]["rated_prompts"] == 2
+    row = report["overall"]["columns"]["specexec"]
+    assert row["rated_prompts"] == 0
+    assert (row["tokens_per_s"], row["speedup"], row["split"], row["gb_per_s"]) == (None, None, None, None)
+    assert row["tokens_per_pass"] == 125 / 4 and row["call_speedup"]["mean"] > 1
+    print_report(report, Console(quiet=True))
+
+
+def test_report_is_json_and_tables_say_the_same():
+    report = report_of(run(["lookup", "specexec"], budgets=[2, 4], llm=FakeLLM(wrong=["lookup"])))
+    again = json.loads(json.dumps(report, allow_nan=False))
+    assert (again["weights"], again["kernels"]) == ("float32", "xla")
+    assert again["columns"][2]["settings"]["budget"] == 2
+    assert len(again["samples"]) == 2 * 3 * 4
+    assert again["samples"][0]["stats"][0]["completion_tokens"] == len(again["samples"][0]["token_ids"][0]) == 40
+    console = Console(width=160, file=io.StringIO(), record=True)
+    print_report(again, console)
+    text = console.export_text()
+    for words in (
+        "chat (2 prompts)", "code (1 prompt, 0 rated)", "overall (3 prompts, 2 rated)", "specexec[budget=4]",
+        "100.0 ± 0.0", "lookup is slower than plain decoding here: 0.67", "lookup leaves plain decoding at token 3",
+        "roofline 125.0 GB/s", "jax ", "jaxspec-bench --methods x", "end-of-sequence tokens respected", "greedy",
+    ):  # fmt: skip
+        assert words in text
+    for definition in again["definitions"]:
+        assert f"{definition}: " in text
+
+
+def test_bootstrap_interval():
+    assert bootstrap_interval([2.0]) is None and bootstrap_interval([2.0, 2.0]) == (2.0, 2.0)
+    values = np.random.default_rng(1).normal(1.5, 0.4, 100).tolist()
+    low, high = bootstrap_interval(values) or (0, 0)
+    # The interval of the normal law: 1.96 standard errors to either side.
+    assert (high - low) / 2 == pytest.approx(1.96 * np.std(values) / 10, rel=0.1)
+    assert bootstrap_interval(values) == (low, high)
+
+
+@pytest.mark.parametrize("kernels", [Kernels("xla", "cpu"), choose("auto", "cpu", 1)], ids=lambda k: k.name)
+@pytest.mark.parametrize(("family", "degree"), [("qwen2", 1), ("llama-tied", 2)])
+def test_roofline_reads_sharded_weights(family, degree, kernels):
+    params = tiny_params(family, degree)
+    run_pass = roofline_pass(params, kernels, 1)
+    assert run_pass() > 0 and run_pass() < 1
+    total = sum(leaf.nbytes for leaf in [params["embed"], params["final_norm"]])
+    layers = sum(leaf.nbytes for layer in params["layers"] for leaf in layer.values())
+    # A tied embedding is the output matrix; one beside an output matrix is not read.
+    assert weight_bytes(params) == total + layers
+
+
+def test_plain_decoding_of_the_real_model(llm, real, monkeypatch):
+    monkeypatch.setattr(bench, "_time_passes", bench_fakes.time_passes)
+    prompt = BenchPrompt(1, "chat", ("Count to twenty.",))
+    measured = measure(llm, [Column("ar", Autoregressive())], [prompt], SamplingParams(max_tokens=12), 2)
+    assert all(answer.compile_s == 0 for answer in measured.answers)
+    # The blocks of its file, or float32.
+    assert measured.weight_bytes == (96_576_768 if llm.kernels.native else 4 * 134_515_008)
+    row = report_of(measured)["overall"]["columns"]["ar"]
+    assert row["exact"]["equal"] == 1 and row["tokens_per_pass"] == 1
+    assert row["tokens_per_s"]["mean"] == pytest.approx(np.median([a.stats[0].tokens_per_s for a in measured.answers]))

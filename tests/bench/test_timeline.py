@@ -1,0 +1,400 @@
+"""The timeline: its arithmetic by hand, its trace of real rounds, and growth that happens during verification."""
+
+import dataclasses
+import itertools
+import json
+import statistics
+import threading
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pause import pause
+from tiny_models import FAMILIES, RandomSource, place, quick_compilation, tiny_params
+
+from jaxspec.bench.events import Event, summarise
+from jaxspec.bench.timeline import Timeline
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine, StepOutput
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ModelParams, Models
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.swiftspec import draft_tree as growing
+from jaxspec.methods.swiftspec import settings as swiftspec
+from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.runtime import trace as recording
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
+
+PROMPT = [5, 0, 17, 3, 0, 42]
+TOKENS = 24
+# Long enough that what a busy machine adds to a round is little beside it.
+VERIFY_S, GROW_S = 0.1, 0.07
+DEVICE_NAMES = {"grow", "grow once", "turn", "turn and grow", "verify", "draft", "round"}
+NAMES = DEVICE_NAMES | {"target->draft", "draft->target", "dispatch", "wait", "read"}
+
+
+# By hand.
+
+
+def counts(token_hit, evaluated_hit, kept=3, dropped=4, exposed=0):
+    return DraftCounts(2, exposed, 6, 1 - evaluated_hit, kept, 1, dropped, token_hit, evaluated_hit, 9)
+
+
+def hand_made_round(number, at, generation=0):
+    """Turn 1 s, its batch 0.5 s on the way, verification 4 s, growth 3 s of which 2.5 lie within, 0.5 s back."""
+
+    def event(row, name, start, length):
+        return Event(row, name, at + start, at + start + length, number, generation)
+
+    return [
+        event("transfers", "target->draft", 0, 0.5),
+        event("draft", "turn", 0.5, 1),
+        event("draft", "grow", 1.5, 3),
+        event("transfers", "draft->target", 1.5, 0.5),
+        event("target", "verify", 2, 4),
+        event("host", "dispatch", 0, 0.25),
+        event("host", "wait", 1, 5),
+        event("host", "read", 6, 0.125),
+    ]
+
+
+def test_summary_by_hand():
+    events = [e for n in range(3) for e in hand_made_round(n, 6.5 * n)]
+    events += [e for e in hand_made_round(3, 19.5) if e.name != "read"]  # in flight when the text ended
+    summary = summarise(events[::-1])
+    assert summary.rounds == summary.passes == 3
+    assert summary.overlap == pytest.approx(2.5 / 3)
+    span = 2 * 6.5 + 6
+    assert summary.idle == pytest.approx({"target": 1 - 12 / span, "draft": 1 - 12 / span})
+    assert summary.round_s == pytest.approx(6.5)
+    expected = {"turn": 1, "grow": 3, "verify": 4, "target->draft": 0.5, "draft->target": 0.5}
+    assert summary.program_s == pytest.approx(expected)
+    assert summary.transfer_s == pytest.approx(1) and summary.pass_s == pytest.approx(4)
+    assert summary.sync_s == pytest.approx(2)
+    # From one read to the next, 5 of 6.5 seconds are waiting.
+    assert summary.host_s == pytest.approx(1.5)
+    assert summary.dispatch_s == pytest.approx(0.25) and summary.read_s == pytest.approx(0.125)
+    assert summary.draft_tree is None
+
+
+def test_what_lies_between_generations_is_nobodys_time():
+    one = summarise(hand_made_round(0, 0.0))
+    two = summarise([*hand_made_round(0, 0.0), *hand_made_round(1, 1000.0, generation=1)])
+    assert two.rounds == 2 and two.round_s is None and two.host_s is None
+    assert two.overlap == one.overlap and two.idle == pytest.approx(one.idle)
+
+
+def test_growth_in_turn_overlaps_nothing():
+    def in_turn(number, start):
+        return [
+            Event("draft", "turn and grow", start, start + 4, number),
+            Event("target", "verify", start + 4, start + 9, number),
+            Event("host", "read", start + 9, start + 9.5, number),
+        ]
+
+    summary = summarise([*in_turn(0, 0.0), *in_turn(1, 9.5)])
+    assert summary.overlap == 0 and summary.sync_s == pytest.approx(4)
+    assert summary.idle == pytest.approx({"target": 1 - 10 / 18.5, "draft": 1 - 8 / 18.5})
+
+
+def test_rounds_of_several_passes():
+    """One pass of 2 s, three of 1 s each in one program, and one of 3 s."""
+    events, start = [], 0.0
+    for number, length in enumerate((2, 3, 3)):
+        events += [Event("devices", "lookup", start, start + 0.5, number)]
+        events += [Event("devices", "verify", start + 0.5, start + 0.5 + length, number)]
+        events += [Event("host", "read", start + 0.5 + length, start + 1 + length, number)]
+        start += 1 + length
+    summary = summarise(events, passes={1: 3, 7: 5})
+    assert (summary.rounds, summary.passes) == (3, 5)
+    assert summary.pass_s == pytest.approx(2) and summary.program_s["verify"] == pytest.approx(3)
+    assert summary.sync_s is None
+
+
+def test_growth_behind_the_last_verification_is_not_counted():
+    events = [
+        Event("draft", "turn", 0, 1, 0),
+        Event("target", "verify", 1, 5, 0),
+        Event("draft", "grow", 1, 9, 0),
+        Event("host", "read", 5, 6, 0),
+    ]
+    summary = summarise(events)
+    assert summary.overlap == 1 and summary.idle == pytest.approx({"target": 0.2, "draft": 0})
+
+
+def test_methods_without_a_growing_tree_have_no_overlap():
+    events = [Event("devices", "round", n, n + 0.5, n) for n in range(3)]
+    events += [Event("host", "read", n + 0.5, n + 0.75, n) for n in range(3)]
+    summary = summarise(events)
+    assert summary.overlap is None and summary.transfer_s is None
+    assert summary.idle == pytest.approx({"devices": 1 - 1.5 / 2.5}) and summary.round_s == pytest.approx(1)
+
+
+def test_hits_of_a_first_round_are_in_no_rate():
+    events = [e for n in range(4) for e in hand_made_round(n, 6.5 * n)]
+    tree = summarise(events, {0: counts(0, 0), 1: counts(1, 1), 2: counts(1, 0), 3: counts(1, 1)}).draft_tree
+    assert tree["token_hit_rate"] == 1 and tree["evaluated_hit_rate"] == pytest.approx(2 / 3)
+    assert tree["nodes_kept"] == 12 and tree["nodes_dropped"] == 16
+
+
+def test_no_round_no_summary():
+    with pytest.raises(ValueError, match="no round was read"):
+        summarise([e for e in hand_made_round(0, 0.0) if e.name != "read"])
+
+
+# Real rounds.
+
+
+class Traced(NamedTuple):
+    """A generation under a timeline."""
+
+    timeline: Timeline
+    rounds: list[StepOutput]
+
+
+def slow_models(patch, grow_s):
+    """Programs that are traced from now on verify in `VERIFY_S` and grow in `grow_s`."""
+    verify, grow = swiftspec.verify, growing.grow_tree
+
+    def slow_verify(*args, **settings):
+        state, outcome, round_ = verify(*args, **settings)
+        count = pause(outcome.count, VERIFY_S)
+        round_ = dataclasses.replace(round_, packed=round_.packed.at[0].set(count))
+        return state, dataclasses.replace(outcome, count=count), round_
+
+    def slow_grow(*args):
+        state = grow(*args)
+        return dataclasses.replace(state, tree=dataclasses.replace(state.tree, size=pause(state.tree.size, grow_s)))
+
+    patch.setattr(swiftspec, "verify", slow_verify)
+    patch.setattr(growing, "grow_tree", slow_grow)
+
+
+def make_engine(method, draft_device):
+    """The tiny model with itself as the draft, on a device of its own or on the target's; parameters too."""
+    cfg, plan = FAMILIES["llama"], plan_mesh(1, draft_device)
+    draft = Placement(cfg, plan, np.dtype("float32"))
+    engine = Engine(Models(place(cfg), draft), method, 100)
+    with quick_compilation():
+        engine.prepare()
+    return engine, ModelParams(tiny_params("llama"), load_foreign(RandomSource(cfg), plan, draft.dtype))
+
+
+def trace(engine, params, tokens=TOKENS):
+    with Timeline(engine.models) as timeline:
+        rounds = list(engine.rounds(params, PROMPT, SamplingParams(max_tokens=tokens), 0))
+    return Traced(timeline, rounds)
+
+
+def slow_trace(method, grow_s=GROW_S, tokens=TOKENS):
+    with pytest.MonkeyPatch.context() as patch:
+        slow_models(patch, grow_s)
+        engine = make_engine(method, draft_device=1)
+    return trace(*engine, tokens)
+
+
+@pytest.fixture(scope="module")
+def parallel():
+    return slow_trace(SwiftSpec(4, 2, depth=2))
+
+
+@pytest.fixture(scope="module")
+def serial():
+    return slow_trace(SwiftSpec(4, 2, depth=2, overlap=False))
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """An engine as it is, and a trace of it."""
+    engine = make_engine(SwiftSpec(4, 2, depth=2, adaptive=True), draft_device=1)
+    return *engine, trace(*engine)
+
+
+def check_trace(traced, tmp_path, per_round, rows):
+    """The file is a trace-event file of these rows, whose events follow one another; every round has its events."""
+    path = tmp_path / "out.json"
+    traced.timeline.write(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
+    told: dict[str, Any] = json.loads(path.read_text())
+    names = {e["tid"]: e["args"]["name"] for e in told["traceEvents"] if e["name"] == "thread_name"}
+    assert [name.split()[0] for name in names.values()] == rows
+    events = [e for e in told["traceEvents"] if e["ph"] == "X"]
+    assert {e["name"] for e in events} <= NAMES and {e["cat"] for e in events} == set(rows)
+    for tid, name in names.items():
+        mine = sorted((e for e in events if e["tid"] == tid), key=lambda e: e["ts"])
+        assert {e["cat"] for e in mine} == {name.split()[0]}
+        assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in mine)
+        for before, after in itertools.pairwise(mine):
+            assert before["ts"] + before["dur"] <= after["ts"] + 2e-3  # rounded to nanoseconds
+    for number in range(len(traced.rounds)):
+        found = {e["name"] for e in events if e["args"]["round"] == number}
+        assert found == per_round | {"dispatch", "wait", "read"}
+    reads = [e["args"] for e in events if e["name"] == "read"]
+    assert [e["tokens"] for e in reads] == [len(r.tokens) for r in traced.rounds]
+    assert told["otherData"]["rounds"] == len(traced.rounds)
+    return told
+
+
+def by_name(timeline, name):
+    return {e.round: e for e in timeline.events if e.name == name}
+
+
+def test_growth_happens_during_verification(parallel, tmp_path):
+    names = {"turn", "grow", "verify", "target->draft", "draft->target"}
+    check_trace(parallel, tmp_path, names, ["target", "draft", "transfers", "host"])
+    turns, grows, verifies = (by_name(parallel.timeline, name) for name in ("turn", "grow", "verify"))
+    for number, verify in verifies.items():
+        assert turns[number].end <= verify.start
+        assert grows[number].start < verify.end and grows[number].end > verify.start
+        if number + 1 in turns:
+            assert verify.end <= turns[number + 1].start
+    summary = parallel.timeline.summary()
+    assert summary.rounds == len(parallel.rounds) and summary.overlap >= 0.9
+    # A busy machine notes some completions late, which shortens what comes behind them.
+    assert summary.program_s["verify"] > 0.9 * VERIFY_S and summary.program_s["grow"] > 0.9 * GROW_S
+    assert summary.draft_tree["tokens_computed"] == sum(r.draft.computed for r in parallel.rounds)
+
+
+def test_a_round_lasts_as_long_as_the_slower_side(parallel, serial):
+    side, turn = parallel.timeline.summary(), serial.timeline.summary()
+    longest = max(side.program_s["verify"], side.program_s["grow"]) + side.program_s["turn"] + side.transfer_s
+    assert side.round_s <= 1.1 * longest
+    assert turn.round_s >= VERIFY_S + GROW_S
+    assert side.round_s <= turn.round_s - GROW_S / 2
+
+
+def test_in_turn_nothing_overlaps(serial, tmp_path):
+    names = {"turn and grow", "verify", "target->draft", "draft->target"}
+    check_trace(serial, tmp_path, names, ["target", "draft", "transfers", "host"])
+    assert serial.timeline.summary().overlap == 0
+    assert [r.tokens for r in serial.rounds] and serial.timeline.summary().idle["target"] > 0.3
+
+
+def test_waiting_within_a_round_is_not_the_hosts_work(quick, tmp_path):
+    _, _, traced = quick
+    names = {"turn", "grow once", "verify", "target->draft", "draft->target"}
+    check_trace(traced, tmp_path, names, ["target", "draft", "transfers", "host"])
+    assert traced.timeline.summary().host_s < traced.timeline.summary().round_s
+
+
+def test_the_outcome_leaves_when_it_is_there_however_long_a_tree_grew():
+    timeline, rounds = slow_trace(SwiftSpec(4, 2, depth=8, adaptive=True), grow_s=1e-4, tokens=8)
+    verifies, moves = by_name(timeline, "verify"), by_name(timeline, "target->draft")
+    assert len(rounds) > 2
+    for number in range(1, len(rounds)):
+        assert moves[number].start >= verifies[number - 1].end
+    grown = [e.round for e in timeline.events if e.name == "grow once"]
+    assert max(map(grown.count, grown)) > 4
+    assert timeline.summary().transfer_s < VERIFY_S / 2
+
+
+def test_what_a_transfer_takes_is_known_whatever_ran_since():
+    target, draft = place(FAMILIES["llama"]), Placement(FAMILIES["llama"], plan_mesh(1, 1), np.dtype("float32"))
+    slow = jax.jit(lambda x: pause(x, VERIFY_S))
+    one, other = (jax.device_put(jnp.zeros(3), p.plan.devices[0]) for p in (target, draft))
+
+    def round_():
+        _, verified = timeline.program("verify", target.plan, lambda: (0, slow(one)), ())
+        for _ in range(100):
+            timeline.program("grow once", draft.plan, lambda: (0, other + 1), ())
+        timeline.transfer(lambda: jax.device_put(verified, other.sharding), verified, draft.plan)
+
+    with Timeline(Models(target, draft)) as timeline:
+        # Others run in between.
+        launches = [timeline.generation((), round_, max)[0] for _ in range(3)]
+        for launch in launches * 2:
+            launch()
+    verifies, moves = by_name(timeline, "verify"), by_name(timeline, "target->draft")
+    assert len(moves) == 6
+    for number, move in moves.items():
+        assert move.start >= verifies[number].end
+
+
+def test_passes_of_plain_rounds_are_counted():
+    engine = make_engine(PromptLookup(), draft_device=0)
+    timeline, steps = trace(*engine)
+    summary = timeline.summary()
+    assert summary.rounds == timeline.rounds_read < summary.passes == len(steps)
+    events = timeline.to_json()["traceEvents"]
+    for name in ("read", "verify"):
+        found = [e["args"] for e in events if e["name"] == name]
+        passes = {args["round"]: args["passes"] for args in found if "passes" in args}
+        assert sum(passes.values()) == len(steps) and len(passes) == summary.rounds
+    verifies = [e for e in events if e["name"] == "verify" and "passes" in e["args"]]
+    each = [e["dur"] * 1e-6 / e["args"]["passes"] for e in verifies]
+    assert max(e["args"]["passes"] for e in verifies) > 1
+    assert summary.pass_s == pytest.approx(statistics.median(each), abs=1e-8)
+
+
+def test_a_trace_changes_nothing_and_leaves_nothing(quick):
+    engine, params, traced = quick
+    assert recording.active is None
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("trace")]
+    again = list(engine.rounds(params, PROMPT, SamplingParams(max_tokens=TOKENS), 0))
+    flat = [[t for r in rounds for t in r.tokens] for rounds in (again, traced.rounds)]
+    assert flat[0] == flat[1]
+
+
+def test_two_generations_in_one_trace(quick):
+    engine, params, _ = quick
+    sampling = SamplingParams(max_tokens=TOKENS)
+    with Timeline(engine.models) as timeline:
+        with pytest.raises(RuntimeError, match="one at a time"), Timeline(engine.models):
+            pass
+        first = list(engine.rounds(params, PROMPT, sampling, 0))
+        next(stopped := engine.rounds(params, PROMPT, sampling, 0))
+        stopped.close()
+        last = list(engine.rounds(params, PROMPT, sampling, 0))
+    assert timeline.summary().rounds == timeline.rounds_read == len(first) + 1 + len(last)
+    assert {e.generation for e in timeline.events} == {0, 1, 2}
+
+
+def test_an_error_within_ends_the_threads(quick):
+    engine, params, _ = quick
+    with pytest.raises(KeyboardInterrupt), Timeline(engine.models) as timeline:
+        for index, _ in enumerate(engine.rounds(params, PROMPT, SamplingParams(max_tokens=TOKENS), 0)):
+            if index == 2:
+                raise KeyboardInterrupt
+    assert recording.active is None and timeline.summary().rounds == 3
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("trace")]
+
+
+@pytest.mark.parametrize(("method", "names"), [(Autoregressive(), {"round"}), (Chain(2), {"draft", "verify"})])
+def test_other_methods_have_one_row(method, names, tmp_path):
+    traced = trace(*make_engine(method, draft_device=0), tokens=9)
+    check_trace(traced, tmp_path, names, ["devices", "host"])
+    assert traced.timeline.summary().overlap is None
+
+
+def test_a_file_is_there_whole_or_not_at_all(quick, tmp_path, monkeypatch):
+    timeline, path = quick[2].timeline, tmp_path / "out.json"
+    path.write_text("before")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("jaxspec.bench.timeline.os.replace", interrupted)
+        timeline.write(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "before"
+    timeline.write(path)
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_a_failed_program_is_left_out():
+    class Failed:
+        def block_until_ready(self):
+            raise RuntimeError("it failed")
+
+    target = place(FAMILIES["llama"])
+    with Timeline(Models(target)) as timeline:
+        results: Any = 0, Failed()
+        launch, _ = timeline.generation((), lambda: timeline.program("verify", target.plan, lambda: results, ()), max)
+        launch()
+    assert [e.name for e in timeline.events] == ["dispatch"] and timeline.rounds_read == 0

@@ -1,0 +1,317 @@
+"""Token by token: equal texts pass, ties are named as such, and every planted fault is found where it is."""
+
+import copy
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, place, quick_compilation, tiny_params
+
+from jaxspec.check.distribution import check_law, draw_many
+from jaxspec.check.reference_decoder import Row, Scorer, margin, rounding
+from jaxspec.check.run import PlainLaw, check_tokens, default_samplings, describe, summarise
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ModelParams, Models
+from jaxspec.sampling.reference import process_reference
+
+V = FAMILIES["llama"].vocab_size
+PROMPTS = [[int(t) for t in np.random.default_rng(length).integers(1, V, length)] for length in (1, 9, 70)]
+TOKENS = 20
+GREEDY = SamplingParams(TOKENS)
+SEEDED = SamplingParams(TOKENS, temperature=0.8, seed=5)
+
+
+class TinyLLM:
+    """The part of `LLM` that checks need, on a tiny random model; without end-of-sequence tokens."""
+
+    def __init__(self, engine, params):
+        self.engine = engine
+        self.params = params
+
+    def generate(self, prompt, sampling):
+        self.engine.check_request(prompt, sampling)
+        self.engine.prepare(len(prompt) + sampling.max_tokens)
+        rounds = self.engine.rounds(ModelParams(self.params), prompt, sampling, sampling.seed or 0)
+        return SimpleNamespace(token_ids=tuple(token for emitted in rounds for token in emitted.tokens))
+
+
+class Altered:
+    """Plain decoding whose finished text is altered by a function of the list of tokens."""
+
+    def __init__(self, plain, alter):
+        self.plain = plain
+        self.alter = alter
+
+    def generate(self, prompt, sampling):
+        return SimpleNamespace(token_ids=tuple(self.alter([*self.plain.generate(prompt, sampling).token_ids])))
+
+
+class Rounds:
+    """Rounds of `length` tokens, each continued from the text so far; the last of a round may be chosen otherwise."""
+
+    def __init__(self, plain, length, bonus=lambda sampling: sampling):
+        self.plain = plain
+        self.length = length
+        self.bonus = bonus
+
+    def generate(self, prompt, sampling):
+        tokens = []
+        one = dataclasses.replace(sampling, max_tokens=1)
+        while len(tokens) < sampling.max_tokens:
+            last = len(tokens) % self.length == self.length - 1
+            chosen = self.bonus(one) if last else one
+            tokens += self.plain.generate([*prompt, *tokens], chosen).token_ids
+        return SimpleNamespace(token_ids=tuple(tokens))
+
+
+class Replacing:
+    """Greedy decoding that says `other` wherever plain decoding says `token`, and goes on from there."""
+
+    def __init__(self, plain, token, other):
+        self.plain = plain
+        self.swap = {token: other}
+
+    def generate(self, prompt, sampling):
+        tokens = []
+        for _ in range(sampling.max_tokens):
+            token = self.plain.generate([*prompt, *tokens], dataclasses.replace(sampling, max_tokens=1)).token_ids[0]
+            tokens.append(self.swap.get(token, token))
+        return SimpleNamespace(token_ids=tuple(tokens))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with quick_compilation():
+        engine = Engine(Models(place(FAMILIES["llama"])), Autoregressive())
+        engine.prepare()
+        yield TinyLLM(engine, tiny_params("llama"))
+
+
+@pytest.fixture(scope="module")
+def scorer(plain):
+    return Scorer(plain.engine.target, plain.params)
+
+
+def with_twin(plain, scorer, token, gap=0.0):
+    """The same model with a second token whose logit is that of `token`, but for a relative `gap`; and its scorer."""
+    twin, head = token + 1, plain.params["head"]
+    other = copy.copy(scorer)
+    other._params = {**plain.params, "head": head.at[twin].set(head[token] * (1 - gap))}
+    return TinyLLM(plain.engine, other._params), other, twin
+
+
+def noisy(plain, size):
+    """The same model with weights that are off by a relative `size`, as another order of summation is."""
+    rng = np.random.default_rng(0)
+
+    def off(leaf):
+        return leaf * (1 + size * rng.normal(size=leaf.shape).astype(np.float32))
+
+    return TinyLLM(plain.engine, jax.tree.map(off, plain.params))
+
+
+def test_plain_decoding_equals_itself(plain, scorer):
+    samplings = default_samplings(TOKENS, seed=1)
+    comparisons = check_tokens(plain, plain, PROMPTS, samplings, scorer)
+    assert [(c.sampling, c.prompt) for c in comparisons] == [(s, i) for s in samplings for i in range(3)]
+    assert all((c.verdict, c.equal, c.position, c.margin) == ("equal", TOKENS, None, None) for c in comparisons)
+    summary = summarise(comparisons)
+    assert (summary.prompts, summary.equal, summary.tokens, summary.suspicious) == (12, 12, 12 * TOKENS, False)
+
+
+def test_rows_are_what_plain_decoding_sees(plain, scorer):
+    """Every token is its row's choice, and rows agree with the processor that was written for reading."""
+    for sampling in default_samplings(TOKENS, seed=2):
+        for prompt in PROMPTS:
+            tokens = plain.generate(prompt, sampling).token_ids
+            rows = list(scorer.rows(prompt, tokens, sampling))
+            assert len(rows) == TOKENS + 1 and rows[0].logits.shape == (V,)
+            assert [margin(row, token, sampling) for row, token in zip(rows, tokens, strict=False)] == [0.0] * TOKENS
+        reference = process_reference(rows[7].logits.tolist(), sampling, prompt, tokens[:7], V)
+        np.testing.assert_allclose(rows[7].log_probs, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_rows_do_not_depend_on_the_mesh(degree, scorer):
+    with quick_compilation():
+        split = Scorer(place(FAMILIES["llama"], degree), tiny_params("llama", degree))
+        sampling = default_samplings(TOKENS, seed=3)[-1]
+        for one, other in zip(*(s.rows(PROMPTS[2], [4, 7, 4], sampling) for s in (scorer, split)), strict=True):
+            for name in ("logits", "penalised", "noise"):
+                np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=2e-5)
+
+
+def altered(index, token):
+    def alter(tokens):
+        tokens[index] = (tokens[index] + token) % V if token > 0 else token
+        return tokens
+
+    return alter
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=describe)
+@pytest.mark.parametrize("index", [0, 6, TOKENS - 1])
+def test_a_wrong_token_is_found_where_it_is(plain, scorer, sampling, index):
+    for compared in check_tokens(plain, Altered(plain, altered(index, 1)), PROMPTS, [sampling], scorer):
+        assert (compared.verdict, compared.equal, compared.position) == ("different", index, index)
+        assert compared.expected_token == compared.expected[index] and compared.got_token == compared.got[index]
+        assert compared.margin > compared.eps > 0
+
+
+@pytest.mark.parametrize("pad", [0, -1, V, 2**31 - 1])
+def test_pads_taken_for_tokens_are_found(plain, scorer, pad):
+    def alter(tokens):
+        return [*tokens[:5], pad, *tokens[6:]]
+
+    for sampling in (GREEDY, SEEDED):
+        compared = check_tokens(plain, Altered(plain, alter), PROMPTS[:1], [sampling], scorer)[0]
+        assert (compared.verdict, compared.position, compared.got_token) == ("different", 5, pad)
+        assert math.isinf(compared.margin) == (not 0 <= pad < V)
+
+
+def test_texts_that_end_elsewhere_are_found(plain, scorer):
+    for alter, expected, got in [(lambda t: t[:-2], True, False), (lambda t: [*t, 3], False, True)]:
+        compared = check_tokens(plain, Altered(plain, alter), PROMPTS[:1], [GREEDY], scorer)[0]
+        assert (compared.verdict, compared.margin) == ("different", None)
+        assert (compared.expected_token is not None, compared.got_token is not None) == (expected, got)
+
+
+def test_bonus_token_at_the_wrong_temperature_is_found(plain, scorer):
+    """Gallery 1: only the last token of a round is wrong, and only sometimes."""
+    sampling = dataclasses.replace(SEEDED, top_k=20)
+    right = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], scorer)
+    assert all(c.verdict == "equal" for c in right)
+    for wrong in ({"temperature": 2.0}, {"top_k": 0}, {"temperature": 0.0}):
+        method = Rounds(plain, 4, lambda s, wrong=wrong: dataclasses.replace(s, **wrong) if s.temperature else s)
+        compared = check_tokens(plain, method, PROMPTS, [GREEDY, sampling], scorer)
+        assert all(c.verdict == "equal" for c in compared[:3])  # greedy texts cannot tell
+        found = [c for c in compared if c.verdict == "different"]
+        assert found and all(c.position % 4 == 3 for c in found) and summarise(compared).different == len(found)
+
+
+def test_penalties_that_forget_the_output_are_found(plain, scorer):
+    """Gallery 9: rounds that start anew take the output for prompt, which frequency penalties do not count."""
+    sampling = dataclasses.replace(GREEDY, frequency_penalty=1.5)
+    compared = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], scorer)
+    assert [c.verdict for c in compared[:3]] == ["equal"] * 3 and "different" in [c.verdict for c in compared[3:]]
+
+
+def test_rounding_is_a_tie_and_more_is_not(plain, scorer):
+    """The method computes with other last bits; a near tie is planted by making two tokens' rows nearly equal."""
+    token = plain.generate(PROMPTS[1], GREEDY).token_ids[3]
+    for gap, verdict in [(0.0, "tie"), (1e-6, "tie"), (3e-2, "different")]:
+        model, judge, twin = with_twin(plain, scorer, token, gap)
+        compared = check_tokens(model, Replacing(model, token, twin), PROMPTS[1:2], [GREEDY], judge)[0]
+        assert (compared.verdict, compared.expected_token, compared.got_token) == (verdict, token, twin)
+        assert (compared.margin <= compared.eps) == (verdict == "tie")
+
+
+def test_no_fault_hides_behind_a_tie(plain, scorer):
+    token = plain.generate(PROMPTS[1], GREEDY).token_ids[3]
+    model, judge, twin = with_twin(plain, scorer, token)
+    tied = Replacing(model, token, twin)
+    first = check_tokens(model, tied, PROMPTS[1:2], [GREEDY], judge)[0]
+    assert (first.verdict, first.position, first.margin) == ("tie", first.equal, 0.0) and first.ties >= 1
+    index = TOKENS - 2
+    assert first.equal < index
+    faulty = check_tokens(model, Altered(tied, altered(index, 2)), PROMPTS[1:2], [GREEDY], judge)[0]
+    assert (faulty.verdict, faulty.equal, faulty.position) == ("different", first.equal, index)
+    assert faulty.margin > faulty.eps
+
+
+def test_other_last_bits_are_no_fault_and_other_weights_are(plain, scorer):
+    samplings = default_samplings(TOKENS, seed=4)
+    near = check_tokens(plain, noisy(plain, 2**-24), PROMPTS, samplings, scorer)
+    assert "different" not in [c.verdict for c in near]
+    far = check_tokens(plain, noisy(plain, 0.02), PROMPTS, samplings, scorer)
+    assert "different" in [c.verdict for c in far]
+
+
+def test_many_ties_are_suspicious(plain, scorer):
+    compared = check_tokens(plain, plain, PROMPTS, [GREEDY], scorer)
+    tie = dataclasses.replace(compared[0], verdict="tie", ties=1)
+    assert not summarise([tie, *compared]).suspicious
+    assert summarise([tie, tie, *compared]).suspicious
+    assert not summarise([tie, tie, *compared * 10], "bfloat16").suspicious
+    assert summarise([tie, tie]).tie == 2
+
+
+def test_seeds_are_needed(plain, scorer):
+    with pytest.raises(ConfigError, match="without a seed cannot be compared"):
+        check_tokens(plain, plain, PROMPTS, [SamplingParams(4, temperature=1.0)], scorer)
+    with pytest.raises(ConfigError, match="temperature 0 has no distribution"):
+        PlainLaw(scorer, PROMPTS[0], GREEDY)
+    with pytest.raises(ConfigError, match="520 tokens of prompt and output exceed the model's context of 512"):
+        next(scorer.rows(PROMPTS[0] * 500, [1] * 20, GREEDY))
+
+
+def test_law_of_a_model(plain, scorer):
+    """The distribution test on a real forward pass: plain decoding passes, an ignored temperature does not."""
+    prompt, sampling = PROMPTS[1], SamplingParams(2, temperature=2.0, top_k=20)
+    law = PlainLaw(scorer, prompt, sampling)
+    draws = list(draw_many(plain, prompt, sampling, 300))
+    result = check_law(law, prompt, draws, edge_fn=law.edge)
+    assert (result.verdict, result.impossible, result.behind) == ("equal", 0, {})
+    cold = list(draw_many(plain, prompt, dataclasses.replace(sampling, temperature=0.5), 200))
+    assert check_law(law, prompt, cold, edge_fn=law.edge).verdict == "different"
+    loose = list(draw_many(plain, prompt, dataclasses.replace(sampling, top_k=0), 50))
+    assert check_law(law, prompt, loose, edge_fn=law.edge).impossible > 0
+
+
+def row_of(z, noise=None, **sampling):
+    z = np.array(z, np.float32)
+    noise = np.zeros_like(z) if noise is None else np.array(noise, np.float32)
+    return Row(z, z, np.zeros_like(z), noise), SamplingParams(**sampling)
+
+
+@pytest.mark.parametrize(
+    ("token", "expected", "z", "options"),
+    [
+        (0, 0.0, [3, 1, 2], {}),
+        (2, 1.0, [3, 1, 2], {}),
+        (1, math.inf, [3, -math.inf, 2], {}),
+        (5, math.inf, [3, 1, 2], {}),
+        (-1, math.inf, [3, 1, 2], {}),
+        # Scores are logits over the temperature, plus noise.
+        (2, 2.0, [3, 1, 2], {"temperature": 0.5}),
+        (2, 0.0, [3, 1, 2], {"temperature": 1.0, "noise": [0, 0, 1.5]}),
+        (0, 0.5, [3, 1, 2], {"temperature": 1.0, "noise": [0, 0, 1.5]}),
+        # Cut off by 0.1, and chosen if it were not.
+        (2, 0.1, [3, 2.1, 2], {"temperature": 1.0, "top_k": 2, "noise": [0, 0, 5]}),
+        # The winner would be cut off if it were 0.1 less probable.
+        (0, 0.1, [3, 2, 1.9], {"temperature": 1.0, "top_k": 2, "noise": [0, 5, 0]}),
+        # log(0.3) - log(0.25): the most probable token's mass over top_p's odds.
+        (1, math.log(0.8 / 0.2) - math.log(0.79 / 0.21), [math.log(0.8), math.log(0.15), math.log(0.05)],
+         {"temperature": 1.0, "top_p": 0.79, "noise": [0, 9, 0]}),
+        (0, math.log(0.81 / 0.19) - math.log(0.8 / 0.2), [math.log(0.8), math.log(0.15), math.log(0.05)],
+         {"temperature": 1.0, "top_p": 0.81, "noise": [0, 9, 0]}),
+        (1, 0.2, [0, math.log(0.1) - 0.2], {"temperature": 1.0, "min_p": 0.1, "noise": [0, 9]}),
+        (0, 0.2, [0, math.log(0.1) + 0.2], {"temperature": 1.0, "min_p": 0.1, "noise": [0, 9]}),
+    ],
+)  # fmt: skip
+def test_margins_by_hand(token, expected, z, options):
+    row, sampling = row_of(z, **options)
+    assert margin(row, token, sampling) == pytest.approx(expected, rel=2e-3, abs=1e-6)
+
+
+def test_what_passes_for_rounding():
+    row, _ = row_of([-20.0, 3.0, -math.inf])
+    assert rounding(row, GREEDY, "float32") == 64 * 2.0**-23 * 16
+    assert rounding(row, GREEDY, "bfloat16") == 4 * 2.0**-7 * 16
+    assert rounding(row, SamplingParams(temperature=0.5), "float32") == 2 * 64 * 2.0**-23 * 16
+    assert rounding(row, SamplingParams(repetition_penalty=2.0), "float32") == 64 * 2.0**-23 * 32
+    assert rounding(row_of([0.0, 0.0])[0], GREEDY, "float32") == 0.0
+
+
+def test_samplings_in_words():
+    assert [describe(s) for s in default_samplings(8, 3)][:3] == [
+        "greedy",
+        "greedy repetition_penalty=1.3",
+        "temperature=1.0 seed=3",
+    ]

@@ -1,0 +1,49 @@
+"""The compile cache can be named, moved and switched off, also after its first use."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.errors import ConfigError
+from jaxspec.runtime import compile_cache
+from jaxspec.runtime.compile_cache import enable_compile_cache
+
+
+@pytest.fixture(autouse=True)
+def restore(monkeypatch):
+    monkeypatch.delenv(compile_cache.ENVIRONMENT, raising=False)
+    yield
+    enable_compile_cache(None)
+
+
+def compile_something(number):
+    jax.jit(lambda x: x * number + 1)(jnp.ones(3)).block_until_ready()
+
+
+def test_folders_and_off_and_on_again(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert enable_compile_cache(str(one)) == one
+    compile_something(1.5)
+    filled = len(list(one.iterdir()))
+    assert filled > 0
+    assert enable_compile_cache("") is None
+    compile_something(2.5)
+    assert len(list(one.iterdir())) == filled
+    assert enable_compile_cache(str(other)) == other
+    compile_something(3.5)
+    assert len(list(one.iterdir())) == filled and list(other.iterdir())
+
+
+def test_none_means_environment_then_caller_then_user(tmp_path, monkeypatch):
+    enable_compile_cache(str(tmp_path / "explicit"))
+    monkeypatch.setattr(compile_cache, "_callers_folder", str(tmp_path / "caller"))
+    assert enable_compile_cache(None) == tmp_path / "caller"
+    monkeypatch.setenv(compile_cache.ENVIRONMENT, str(tmp_path / "environment"))
+    assert enable_compile_cache(None) == tmp_path / "environment"
+    monkeypatch.setenv(compile_cache.ENVIRONMENT, "")
+    assert enable_compile_cache(None) is None
+
+
+def test_a_named_folder_that_cannot_be_written_is_refused():
+    with pytest.raises(ConfigError, match="/proc/nowhere cannot be written"):
+        enable_compile_cache("/proc/nowhere")

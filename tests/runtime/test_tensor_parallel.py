@@ -1,0 +1,211 @@
+"""Padded tensor parallelism over 2, 3, 4 and 8 devices agrees with one device, and moves no more than it must."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import FAMILIES, place, quick_compilation, relative_error, step_logits, tiny_params
+
+from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.kv_cache import init_cache
+from jaxspec.models.params import ArrayInfo
+from jaxspec.models.transformer import prefill
+from jaxspec.runtime.mesh import MeshPlan, plan_mesh
+from jaxspec.runtime.padding import round_up
+from jaxspec.runtime.program import Program, compile_programs
+from jaxspec.runtime.sharding import partition_spec
+from jaxspec.sampling.processors import clean
+from jaxspec.sampling.request import make_request
+from pallas_kernels.registry import Kernels
+
+DEGREES = (2, 3, 4, 8)
+SLOTS = 128
+CHUNK, STEPS = 32, 12
+PROMPT = np.random.default_rng(0).integers(0, 101, 70).astype(np.int32)  # two chunks, the second one padded
+
+
+@pytest.fixture
+def quickly():
+    with quick_compilation():
+        yield
+
+
+def greedy_program(target):
+    """Logits `[STEPS, padded V]` and tokens of greedy decoding behind a padded chunk."""
+    cfg = target.cfg
+
+    def run(params, tokens, count, root):
+        cache = prefill(params, cfg, tokens, count, init_cache(cfg, target.local_kv_heads, SLOTS, target.dtype))
+
+        def step(carry, _):
+            token, cache = carry
+            logits, cache = step_logits(params, cfg, token, cache)
+            token = target.vocab.argmax(clean(logits[None], target.vocab))[0]
+            return (token, cache), (logits, token)
+
+        return jax.lax.scan(step, (root, cache), length=STEPS)[1]
+
+    args = [target.params(), *(target.array(shape, jnp.int32) for shape in [(CHUNK,), (), ()])]
+    out = target.array((STEPS, target.padded_vocab), jnp.float32, None, TENSOR_AXIS), target.array((STEPS,), jnp.int32)
+    return Program("greedy", run, target.plan, args, out)
+
+
+@functools.cache
+def greedy_by_degree(family):
+    """What `greedy_program` gives at every degree, one device included; compiled side by side."""
+    programs = {degree: greedy_program(place(FAMILIES[family], degree)) for degree in (1, *DEGREES)}
+    compile_programs(list(programs.values()))
+    results = {}
+    for degree, program in programs.items():
+        logits, tokens = program(tiny_params(family, degree), PROMPT[:CHUNK], np.int32(CHUNK - 3), PROMPT[-1])
+        results[degree] = np.asarray(logits), tokens.tolist()
+    return results
+
+
+@functools.cache
+def runner(family, degree):
+    bound = Autoregressive().bind(Models(place(FAMILIES[family], degree)), SLOTS)
+    compile_programs([p for p in bound.programs if p.name in ("target create", "target prefill 64", "round")])
+    return bound
+
+
+def decode(family, degree, sampling, seed):
+    target, bound, params = place(FAMILIES[family], degree), runner(family, degree), tiny_params(family, degree)
+    request = make_request(sampling, seed, target.cfg.vocab_size, target.padded_vocab)
+    request = jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, target.request())
+    state = bound.prefill(ModelParams(params), bound.start(int(PROMPT[-1]), None), PROMPT[:-1])
+    tokens, logprobs = [], []
+    for _ in range(sampling.max_tokens):
+        state, round_ = bound.round(ModelParams(params), state, request)
+        tokens.append(int(round_.packed[ROUND_HEADER]))
+        logprobs.append(float(round_.logprob[0]))
+    return tokens, logprobs
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens_agree_with_one_device(family, degree):
+    cfg = FAMILIES[family]
+    # Nothing divides: this tests padding of every kind.
+    assert any(n % degree for n in (cfg.num_kv_heads, cfg.vocab_size, cfg.mlp_dim))
+    results = greedy_by_degree(family)
+    (logits, tokens), (expected, expected_tokens) = results[degree], results[1]
+    assert logits.shape[1] == round_up(cfg.vocab_size, degree)
+    assert not logits[:, cfg.vocab_size :].any()
+    assert relative_error(logits[:, : cfg.vocab_size], expected) < 1e-4
+    assert tokens == expected_tokens
+
+
+@pytest.mark.usefixtures("quickly")
+# The method's own programs are slow to compile: not every family at every degree.
+@pytest.mark.parametrize(("family", "degree"), [*(("llama", degree) for degree in DEGREES), ("qwen2", 8), ("qwen3", 2)])
+def test_decoding_equals_that_of_one_device(family, degree):
+    for sampling in (
+        SamplingParams(max_tokens=16, logprobs=True),
+        SamplingParams(max_tokens=16, temperature=1.3, top_p=0.95, repetition_penalty=1.2, logprobs=True),
+    ):
+        tokens, logprobs = decode(family, degree, sampling, seed=7)
+        expected_tokens, expected_logprobs = decode(family, 1, sampling, seed=7)
+        assert tokens == expected_tokens
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
+
+
+COLLECTIVE = re.compile(
+    r"= (?P<result>.*?) (?P<kind>all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|"
+    r"collective-broadcast)(-start)?\("
+)
+
+
+def collectives(program):
+    """Kind and element count of every collective of a compiled program, one per result of a merged one."""
+    found = []
+    for line in program._compiled.as_text().splitlines():
+        if match := COLLECTIVE.search(line):
+            for dims in re.findall(r"\w+\[([\d,]*)\]", match["result"]):
+                found.append((match["kind"], math.prod(int(d) for d in dims.split(",") if d)))
+    return found
+
+
+def test_two_all_reduces_a_layer_and_no_gathered_logits():
+    cfg = FAMILIES["llama"]
+    bound = Autoregressive().bind(Models(place(cfg, 4)), SLOTS)
+    programs = [p for p in bound.programs if p.name in ("round", "target prefill 64")]
+    compile_programs(programs)
+    fill, step = programs
+    found = collectives(step)
+    wide = [size for kind, size in found if size >= cfg.embed_dim]
+    # Two a layer and the embedding's.
+    assert wide == [cfg.embed_dim] * (2 * cfg.num_layers + 1)
+    # The head reduces to a few numbers per row, in the branch that runs; nothing else crosses, logits least of all.
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert len(found) > len(wide)
+    # A prefill computes only keys and values in the last layer, which need no reduction.
+    wide = [size for _, size in collectives(fill) if size >= cfg.embed_dim]
+    assert wide == [64 * cfg.embed_dim] * (2 * (cfg.num_layers - 1) + 1)
+
+
+def test_one_device_needs_no_collective():
+    for program in Autoregressive().bind(Models(place(FAMILIES["llama"], 1)), SLOTS).programs:
+        if program.name == "round":
+            program.finish(program.lower())
+            assert not collectives(program)
+
+
+def test_greedy_choice_needs_two_reductions():
+    """Maximum, then the lowest id that has it: the collectives of the greedy branch."""
+    target = place(FAMILIES["llama"], 4)
+
+    def choose(logits):
+        return target.vocab.argmax(logits)
+
+    logits = target.array((1, target.padded_vocab), jnp.float32, None, TENSOR_AXIS)
+    program = Program("choose", choose, target.plan, [logits], target.array((1,), jnp.int32))
+    program.finish(program.lower())
+    assert collectives(program) == [("all-reduce", 1), ("all-reduce", 1)]
+
+
+def test_every_shard_lies_on_its_device():
+    params, cfg = tiny_params("llama", 8), FAMILIES["llama"]
+    head, qkv = params["head"], params["layers"][0]["qkv"]
+    assert head.shape == (104, cfg.embed_dim) and qkv.shape == (8, cfg.group + 2, cfg.head_dim, cfg.embed_dim)
+    assert [s.device for s in head.addressable_shards] == jax.devices()
+    assert {s.data.shape for s in head.addressable_shards} == {(13, cfg.embed_dim)}
+    assert {s.data.shape for s in qkv.addressable_shards} == {(1, *qkv.shape[1:])}
+    # Padding is exact zeros: padded heads and columns add nothing.
+    assert not head[101:].any() and not qkv[3:].any() and head[100].any() and qkv[2].any()
+
+
+def test_mesh_plan_refuses_what_does_not_exist():
+    with pytest.raises(ConfigError, match=r"9 devices asked for.*only 8 exist.*JAX_NUM_CPU_DEVICES"):
+        plan_mesh(9)
+    with pytest.raises(ConfigError, match="2 devices asked for after the first 7, but only 8 exist"):
+        plan_mesh(2, offset=7)
+    with pytest.raises(ConfigError, match="at least one device, got 0"):
+        plan_mesh(0)
+    with pytest.raises(ConfigError, match="at least one device, got none"):
+        MeshPlan((), Kernels("xla", "cpu"))
+    device = jax.devices()[0]
+    with pytest.raises(ConfigError, match="appears twice"):
+        MeshPlan((device, device), Kernels("xla", "cpu"))
+
+
+def test_mesh_plans_are_keys():
+    assert plan_mesh(2) == plan_mesh(2) and hash(plan_mesh(2)) == hash(plan_mesh(2))
+    assert plan_mesh(2) != plan_mesh(2, offset=2)
+    assert plan_mesh(2, offset=2).devices == tuple(jax.devices()[2:4])
+
+
+def test_axis_rules_refuse_what_they_cannot_split():
+    with pytest.raises(ValueError, match="'experts' has no rule"):
+        partition_spec(ArrayInfo((2, 2), jnp.float32, ("experts", None)))
+    with pytest.raises(ValueError, match="claim one mesh axis twice"):
+        partition_spec(ArrayInfo((2, 2), jnp.float32, ("mlp", "vocab")))

@@ -1,0 +1,196 @@
+"""Chat templates: rendered as transformers renders them, refused clearly, and in a sandbox."""
+
+import datetime
+import enum
+
+import pytest
+from text_models import default_model, smollm2
+
+from jaxspec.errors import ConfigError
+from jaxspec.text.chat_template import ChatTemplate
+from jaxspec.text.gguf_tokenizer import build_gguf_tokenizer
+from jaxspec.text.tokenizer import Tokenizer, save_tokenizer
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}
+{% set loop_messages = messages[1:] %}
+{% set system_message = messages[0]['content'] %}
+{% else %}
+{% set loop_messages = messages %}
+{% endif %}
+{% for message in loop_messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{% endif %}
+{% if loop.index0 == 0 and system_message is defined %}
+{% set content = '<<SYS>>\n' + system_message + '\n<</SYS>>\n\n' + message['content'] %}
+{% else %}
+{% set content = message['content'] %}
+{% endif %}
+{% if message['role'] == 'user' %}
+{{ bos_token + '[INST] ' + content | trim + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}
+{{ ' ' + content | trim + ' ' + eos_token }}
+{% endif %}
+{% endfor %}
+"""
+LLAMA3 = (
+    "{{- bos_token }}\n{%- if not date_string is defined %}\n"
+    "    {%- set date_string = strftime_now('%Y') %}\n{%- endif %}\n"
+    "{%- if messages[0]['role'] == 'system' %}\n    {%- set system_message = messages[0]['content']|trim %}\n"
+    "    {%- set messages = messages[1:] %}\n{%- else %}\n    {%- set system_message = '' %}\n{%- endif %}\n"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}\n{%- if tools is not none %}\n"
+    "    {{- 'Environment: ipython\n' }}\n"
+    "{%- endif %}\n{{- 'Year: ' + date_string + '\n' }}\n{{- system_message }}\n{{- '<|eot_id|>' }}\n"
+    "{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    "+ message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
+    "    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}\n"
+)
+FEATURES = """{% set ns = namespace(count=0, last='') %}
+{% for message in messages %}
+    {% if message.role == 'skip' %}{% continue %}{% endif %}
+    {% if loop.index0 > 3 %}{% break %}{% endif %}
+    {% set ns.count = ns.count + 1 %}
+    {{ message | tojson }} {{ message.content | tojson(indent=2) }} {{ dict(a=1)['a'] }}
+    {% generation %}{{ message.content }}{% set inside = 1 %}{% endgeneration %}
+    {{ inside is defined }}
+{% endfor %}
+{{ ns.count }} {{ add_generation_prompt }} {{ pad_token is defined }} {{ documents is none }}
+"""
+TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "llama3": LLAMA3, "features": FEATURES}
+
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi"}],
+    [{"role": "system", "content": ' Be <b>brief</b> & "kind". '}, {"role": "user", "content": "Grüße, 你好"}],
+    [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": " two "},
+        {"role": "user", "content": "three\n\n"},
+    ],
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_rendering_equals_transformers(name, conversation, add_generation_prompt):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    theirs, _ = render_jinja_template(
+        conversations=[conversation],
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=add_generation_prompt,
+        **TOKENS,
+    )
+    assert ChatTemplate(TEMPLATES[name], TOKENS).render(conversation, add_generation_prompt) == theirs[0]
+
+
+def test_default_model_equals_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = smollm2()
+    save_tokenizer(default_model(), tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for conversation in CONVERSATIONS:
+        for prompt in (True, False):
+            ids = theirs.apply_chat_template(conversation, add_generation_prompt=prompt, return_dict=False)
+            assert tokenizer.encode_chat(conversation, add_generation_prompt=prompt) == ids
+
+
+def test_default_model_chat():
+    tokenizer = smollm2()
+    ids = tokenizer.encode_chat([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1, 2, 1]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_now_is_the_time():
+    rendered = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(CONVERSATIONS[0])
+    assert abs(int(rendered) - datetime.datetime.now().year) <= 1
+
+
+class Role(enum.StrEnum):
+    USER = "user"
+
+
+def test_templates_see_plain_data():
+    message = {"role": Role.USER, "content": "Hi", "name": "Ada", "parts": (1, 2)}
+    template = ChatTemplate("{{ messages[0].role.upper() }} {{ messages[0].name }} {{ messages[0].parts }}", {})
+    assert template.render([message]) == "USER Ada [1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("Hi", "must be a list of dicts"),
+        ({"role": "user", "content": "Hi"}, "must be a list of dicts"),
+        (None, "must be a list of dicts"),
+        ([], "messages is empty"),
+        (["Hi"], "message 0 must be a dict"),
+        (
+            [{"role": "user", "content": "Hi"}, {"role": "user"}],
+            "message 1 must have a string 'content', which is missing",
+        ),
+        ([{"content": "Hi"}], "message 0 must have a string 'role', which is missing"),
+        ([{"role": 1, "content": "Hi"}], "message 0 must have a string 'role', got int"),
+        ([{"role": "user", "content": None}], "message 0 must have a string 'content', got NoneType"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "string 'content', got list"),
+        ([{"role": "user", "content": "Hi", "image": object()}], "plain JSON data"),
+    ],
+)
+def test_malformed_messages_are_refused(messages, words):
+    with pytest.raises(ConfigError, match=words):
+        ChatTemplate(CHATML, TOKENS).render(messages)
+
+
+def test_a_template_may_refuse():
+    conversation = [{"role": "assistant", "content": "first"}]
+    with pytest.raises(ConfigError, match="Conversation roles must alternate"):
+        ChatTemplate(LLAMA2, TOKENS).render(conversation)
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ messages[0].nothing.more }}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ nothing() }}"]
+)
+def test_broken_templates_are_config_errors(source):
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatTemplate(source, TOKENS).render(CONVERSATIONS[0])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['jinja2'] }}",
+        "{% set ns = namespace(__init__=1) %}",
+        "{% set ns = namespace() %}{% set ns._secret = 1 %}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{{ range(10 ** 9) | length }}",
+    ],
+)
+def test_templates_cannot_leave_the_sandbox(source):
+    with pytest.raises(ConfigError):
+        ChatTemplate(source, TOKENS).render(CONVERSATIONS[0])
+
+
+def test_no_template():
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": [],
+    }
+    tokenizer = Tokenizer(build_gguf_tokenizer(metadata))
+    assert not tokenizer.has_chat_template and smollm2().has_chat_template
+    with pytest.raises(ConfigError, match="no chat template"):
+        tokenizer.apply_chat_template(CONVERSATIONS[0])
