@@ -23,23 +23,23 @@ NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 
 BLOCKS_PASS_COST = ((1, 1.0), (2, 1.11), (4, 1.45), (8, 2.1), (16, 4.0), (32, 7.9))
 
 
-def map_active_rows(function: Callable[..., Any], live: jax.Array | None, *arrays: jax.Array) -> Any:
-    """Apply a function of rows to about the first `live` rows of `arrays`, and fill the rest up with zeros.
+def map_active_rows(function: Callable[..., Any], active_rows: jax.Array | None, *arrays: jax.Array) -> Any:
+    """Apply a function of rows to about the first `active_rows` rows of `arrays`, and fill the rest up with zeros.
 
-    Native kernels take the number of live rows as data. Under XLA on CPU, where rows cost time, a switch picks the
+    Native kernels take the number of active rows as data. Under XLA on CPU, where rows cost time, a switch picks the
     smallest of a few static row counts. Elsewhere all rows are computed: on accelerators a few rows cost what one
     costs, and a data-dependent branch would stall the host.
 
     Args:
-      function: from `live` or None for all, and arrays [t, ...], to a pytree of arrays [t, ...], for any t. What it
-        closes over is only read.
-      live: int32 [], at least 1; None computes every row.
+      function: from `active_rows` or None for all, and arrays [t, ...], to a pytree of arrays [t, ...], for any t.
+        What it closes over is only read.
+      active_rows: int32 [], at least 1; None computes every row.
       arrays: [T, ...] each.
     """
     rows = arrays[0].shape[0]
     sizes = row_sizes(rows)
-    if live is None or len(sizes) == 1 or registry.current().native:
-        return function(live, *arrays)
+    if active_rows is None or len(sizes) == 1 or registry.current().native:
+        return function(active_rows, *arrays)
 
     def on_first(size: int) -> Callable[[], Any]:
         def branch() -> Any:
@@ -48,7 +48,7 @@ def map_active_rows(function: Callable[..., Any], live: jax.Array | None, *array
 
         return branch
 
-    return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), live), [on_first(size) for size in sizes])
+    return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), active_rows), [on_first(size) for size in sizes])
 
 
 def row_sizes(rows: int) -> list[int]:
@@ -57,30 +57,30 @@ def row_sizes(rows: int) -> list[int]:
     return [*(size for size in steps if size < rows), rows]
 
 
-def computed_rows(live: int, rows: int, kernels: Kernels | None = None) -> int:
-    """Rows that such a pass computes for `live` ones; `kernels` are the current ones if not given."""
+def computed_rows(active_rows: int, rows: int, kernels: Kernels | None = None) -> int:
+    """Rows that such a pass computes for `active_rows` ones; `kernels` are the current ones if not given."""
     kernels = kernels or registry.current()
     if kernels.native:
-        return min(live, rows)
+        return min(active_rows, rows)
     with registry.using(kernels):
-        return next(size for size in row_sizes(rows) if size >= min(live, rows))
+        return next(size for size in row_sizes(rows) if size >= min(active_rows, rows))
 
 
-def relative_pass_cost(live: int, rows: int, blocks: bool = False) -> float:
-    """Time of a pass with `live` of `rows` rows over that of a one-row pass: a rough, fixed figure for decisions.
+def relative_pass_cost(active_rows: int, rows: int, blocks: bool = False) -> float:
+    """Rough time of a pass with `active_rows` of `rows` rows, relative to a pass of one row.
 
     Args:
-      live: rows that matter.
+      active_rows: rows that matter.
       rows: of the pass.
       blocks: whether most weights are kept in blocks.
     """
     kernels = registry.current()
     if kernels.platform != "cpu":
-        return 1.0 + 0.003 * (live - 1)
+        return 1.0 + 0.003 * (active_rows - 1)
     table = XLA_CPU_PASS_COST
     if kernels.native:
         table = BLOCKS_PASS_COST if blocks else NATIVE_PASS_COST
-    computed = computed_rows(live, rows)
+    computed = computed_rows(active_rows, rows)
     for (low, cheap), (high, dear) in itertools.pairwise(table):
         if computed <= high:
             return cheap + (dear - cheap) * (computed - low) / (high - low)

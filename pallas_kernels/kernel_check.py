@@ -39,7 +39,7 @@ class Attention(NamedTuple):
     width: int
     length: int
     dtype: str
-    live: int
+    active_rows: int
     offset: int | None = None
     sliding: int | None = None
     causal: bool = False
@@ -53,7 +53,7 @@ class Attention(NamedTuple):
     @property
     def new(self) -> slice:
         """Slots of the rows that matter."""
-        return slice(self.first, self.first + self.live)
+        return slice(self.first, self.first + self.active_rows)
 
 
 class Swiglu(NamedTuple):
@@ -68,10 +68,10 @@ class Swiglu(NamedTuple):
 
 
 ATTENTION = (
-    Attention("a tree", 40, 4, 64, 5, "bfloat16", live=37, offset=3),
-    Attention("a chunk", 20, 3, 128, 150, "bfloat16", live=20, sliding=100, causal=True),
+    Attention("a tree", 40, 4, 64, 5, "bfloat16", active_rows=37, offset=3),
+    Attention("a chunk", 20, 3, 128, 150, "bfloat16", active_rows=20, sliding=100, causal=True),
     # Mosaic takes no such cache.
-    Attention("a float32 step", 1, 3, 64, 200, "float32", live=1, required=False),
+    Attention("a float32 step", 1, 3, 64, 200, "float32", active_rows=1, required=False),
 )
 SWIGLU = (
     Swiglu("a few rows", 3, 256, 256, "bfloat16"),
@@ -131,14 +131,15 @@ def _make_attention(call: Attention) -> Arrays:
         "key": rng.normal(size=(HEADS, SLOTS, H)), "value": rng.normal(size=(HEADS, SLOTS, H)),
         "mask": mask, "position": position,
         # Data, as they are in programs.
-        "length": np.int32(call.length), "offset": np.int32(call.offset or 0), "live": np.int32(call.live),
+        "length": np.int32(call.length), "offset": np.int32(call.offset or 0),
+        "active_rows": np.int32(call.active_rows),
     }  # fmt: skip
     hidden = np.logical_not(_visible(call, operands).any(axis=0, keepdims=True))[0]
     hidden[call.first :] = True
     for name in ("key", "value"):
         operands[name] = operands[name].astype(DTYPES[call.dtype])
         operands[name][:, hidden] = np.nan
-    operands["qkv"][call.live :] = np.nan
+    operands["qkv"][call.active_rows :] = np.nan
     return operands
 
 
@@ -153,14 +154,14 @@ def _grow_forest(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.nd
     return mask, depth
 
 
-def _visible(call: Attention, o: Arrays) -> np.ndarray:  # bool [live, SLOTS]
+def _visible(call: Attention, o: Arrays) -> np.ndarray:  # bool [active_rows, SLOTS]
     reach = call.sliding or SLOTS
-    slot, position = np.arange(SLOTS), o["position"][: call.live, None]
+    slot, position = np.arange(SLOTS), o["position"][: call.active_rows, None]
     seen = (slot < call.length) & (slot > position - reach)
-    window = o["mask"][: call.live]
+    window = o["mask"][: call.active_rows]
     if call.causal:
         row = np.arange(call.rows)
-        window = window & (row[: call.live, None] - row < reach)
+        window = window & (row[: call.active_rows, None] - row < reach)
     seen[:, call.length : call.length + window.shape[1]] = window
     return seen
 
@@ -170,7 +171,7 @@ def _attention_call(call: Attention, o: Arrays) -> tuple[tuple[Any, ...], dict[s
     operands = (o["qkv"], o["cos"], o["sin"], o["key"], o["value"], o["length"], *tree)
     options = {
         "offset": None if call.offset is None else o["offset"], "sliding_window": call.sliding,
-        "live": None if call.live == call.rows else o["live"], "write_only": False,
+        "active_rows": None if call.active_rows == call.rows else o["active_rows"], "write_only": False,
     }  # fmt: skip
     return operands, options
 
@@ -184,8 +185,8 @@ def _run_attention(module: ModuleType, call: Attention, o: Arrays) -> dict[str, 
     operands, options = _attention_call(call, o)
     heads, key, value = module.tree_attention(*operands, **options)
     return {
-        "the result": heads[: call.live],
-        "what does not matter": 0 * heads[call.live :],
+        "the result": heads[: call.active_rows],
+        "what does not matter": 0 * heads[call.active_rows :],
         "the cache's keys": key[:, call.new],
         "the cache's values": value[:, call.new],
     }
@@ -193,7 +194,7 @@ def _run_attention(module: ModuleType, call: Attention, o: Arrays) -> dict[str, 
 
 def _expect_attention(call: Attention, o: Arrays) -> Arrays:
     """Rounded where the contract has numbers in the cache's dtype: keys, values, and queries to multiply with."""
-    qkv, cos, sin = (o[name][: call.live] for name in ("qkv", "cos", "sin"))
+    qkv, cos, sin = (o[name][: call.active_rows] for name in ("qkv", "cos", "sin"))
 
     def stored(x: np.ndarray) -> np.ndarray:
         return x.astype(DTYPES[call.dtype]).astype(np.float32)
@@ -209,7 +210,7 @@ def _expect_attention(call: Attention, o: Arrays) -> Arrays:
     heads = np.einsum("tkgs,ksh->tkgh", weights / weights.sum(-1, keepdims=True), value[:, used])
     return {
         "the result": heads,
-        "what does not matter": np.zeros((call.rows - call.live, *heads.shape[1:]), np.float32),
+        "what does not matter": np.zeros((call.rows - call.active_rows, *heads.shape[1:]), np.float32),
         "the cache's keys": key[:, call.new],
         "the cache's values": value[:, call.new],
     }

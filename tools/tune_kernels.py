@@ -227,7 +227,7 @@ def _attention_call(case: Case, sizes: attention_config.Config) -> Any:
         key, value = state
         heads, key, value = triton.tree_attention(
             qkv, cos, sin, key, value, length, mask, position,
-            offset=None, sliding_window=None, live=None, config=sizes,
+            offset=None, sliding_window=None, active_rows=None, config=sizes,
         )  # fmt: skip
         return heads, (key, value)
 

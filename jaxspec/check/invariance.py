@@ -140,10 +140,10 @@ class _Passes:
         def fill(params, cache, token, count):
             return prefill(params, cfg, token, count, cache)
 
-        def verify(params, cache: KVCache, token, depth, ancestors, live, path, count):
+        def verify(params, cache: KVCache, token, depth, ancestors, active_rows, path, count):
             position = cache.length + depth
-            hidden, cache = forward(params, cfg, token, position, cache, ancestors, live=live)
-            return commit_path(cache, path, count), vocab_logits(params, hidden, live)
+            hidden, cache = forward(params, cfg, token, position, cache, ancestors, active_rows=active_rows)
+            return commit_path(cache, path, count), vocab_logits(params, hidden, active_rows)
 
         self._create = Program("create", create, plan, [], cache)
         self._fill = make_fill("invariance", fill, target, cache, slots)
@@ -163,11 +163,11 @@ class _Passes:
         cache: Any = run_fill(self._fill, self._params, self._create(), np.asarray(prompt[:-1], np.int32), self._slots)
         scored = []
         for batch in batches:
-            live, count = len(batch.token), len(batch.path)
+            active_rows, count = len(batch.token), len(batch.path)
             ancestors = np.eye(size, dtype=bool)
-            ancestors[:live, :live] = batch.ancestors
+            ancestors[:active_rows, :active_rows] = batch.ancestors
             cache, logits = self._verify[size](
-                self._params, cache, _pad(batch.token, size), _pad(batch.depth, size), ancestors, np.int32(live),
+                self._params, cache, _pad(batch.token, size), _pad(batch.depth, size), ancestors, np.int32(active_rows),
                 _pad(batch.path, size), np.int32(count),
             )  # fmt: skip
             scored.append(np.asarray(logits)[batch.path, : self._target.cfg.vocab_size])

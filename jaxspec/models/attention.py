@@ -13,10 +13,10 @@ from pallas_kernels.rms_norm import rms_norm
 
 
 def project(
-    layer: Params, cfg: ModelConfig, x: jax.Array, live: jax.Array | None
+    layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None
 ) -> jax.Array:  # [T, D] -> [T, K, G + 2, H] float32
     """Queries, key and value of each KV head of this shard, for T rows; positions are not applied yet."""
-    qkv = multiply_heads(layer["qkv"], x, live)
+    qkv = multiply_heads(layer["qkv"], x, active_rows)
     if "qkv_bias" in layer:
         qkv = qkv + layer["qkv_bias"]
     if cfg.qk_norm:
@@ -26,14 +26,14 @@ def project(
     return qkv
 
 
-def project_out(layer: Params, heads: jax.Array, live: jax.Array | None) -> jax.Array:  # [T, K, G, H] -> [T, D]
+def project_out(layer: Params, heads: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, K, G, H] -> [T, D]
     """Output projection of this shard's heads; a partial sum over shards."""
-    return linear(heads.reshape(heads.shape[0], -1), as_matrix(layer["out"], layer["out"].shape[0]), live)
+    return linear(heads.reshape(heads.shape[0], -1), as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
 
 
-def multiply_heads(weight: Any, x: jax.Array, live: jax.Array | None) -> jax.Array:  # [T, D] -> [T, K, n, H]
+def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, D] -> [T, K, n, H]
     """Rows times `[K, n, H, D]`, or times the parts of one that are kept in different types."""
     if isinstance(weight, dict):
-        return jnp.concatenate([multiply_heads(weight[part], x, live) for part in PARTS], axis=2)
+        return jnp.concatenate([multiply_heads(weight[part], x, active_rows) for part in PARTS], axis=2)
     K, n, H = weight.shape[:3]
-    return linear(x, as_matrix(weight, K * n * H), live).reshape(x.shape[0], K, n, H)
+    return linear(x, as_matrix(weight, K * n * H), active_rows).reshape(x.shape[0], K, n, H)

@@ -34,7 +34,7 @@ class Window:
     mask: jax.Array
     position: jax.Array
     offset: jax.Array | None
-    live: jax.Array | None
+    active_rows: jax.Array | None
 
     def cut(self, row_position: jax.Array, sliding: int) -> "Window":
         """Hide what lies outside a sliding window of `sliding` positions."""
@@ -50,7 +50,7 @@ def forward(
     window_mask: jax.Array,  # bool [T, W]
     window_position: jax.Array | None = None,  # int32 [W]
     offset: jax.Array | None = None,  # int32 []
-    live: jax.Array | None = None,  # int32 []
+    active_rows: jax.Array | None = None,  # int32 []
     units: LayerSet | jax.Array | None = None,  # bool [L, 2] or [L, 2, T]
 ) -> tuple[jax.Array, KVCache]:
     """Run T rows that attend to the prefix and to the window slots that `window_mask` marks.
@@ -64,7 +64,7 @@ def forward(
       window_mask: row t sees window slot j (its tree ancestors and itself).
       window_position: logical position of each window slot, for sliding windows; None where the slots are the rows.
       offset: window slot of the first row; None is 0.
-      live: rows that matter, at least 1; the rest comes out arbitrary but finite, and costs little. None for all T.
+      active_rows: rows that matter, at least 1; the others come out arbitrary but finite, at little cost. None for all.
       units: attention and MLP blocks that run; None for all. A `LayerSet` is part of the program. As data, [L, 2] says
         for the whole pass which ones run: the device branches, and does not compute the others (an accelerator's host
         waits for every branch). [L, 2, T] says it for each row: everything is computed, so that one pass serves rows
@@ -73,7 +73,7 @@ def forward(
     Returns:
       Hidden states `[T, D]` float32 after the final norm, and the cache with the rows written.
     """
-    window = Window(window_mask, position if window_position is None else window_position, offset, live)
+    window = Window(window_mask, position if window_position is None else window_position, offset, active_rows)
     x, cache = _run_layers(params, cfg, token, position, cache, window, units)
     with jax.named_scope("final_norm"):
         return rms_norm(x, params["final_norm"], cfg.norm_eps), cache
@@ -99,13 +99,13 @@ def prefill(
 def vocab_logits(
     params: Params,
     hidden: jax.Array,  # [T, D]
-    live: jax.Array | None = None,  # int32 []
+    active_rows: jax.Array | None = None,  # int32 []
 ) -> jax.Array:  # [T, V / shards] float32
-    """Logits of this shard's vocabulary rows; padded rows are the caller's to mask. For `live` see `forward`."""
+    """Logits of this shard's vocabulary rows; padded rows are the caller's to mask. For `active_rows` see `forward`."""
     with jax.named_scope("head"):
         head = params["head"] if "head" in params else params["embed"]
         head = as_matrix(head, head.shape[0])
-        return map_active_rows(lambda live, rows: linear(rows, head, live), live, hidden)
+        return map_active_rows(lambda active_rows, rows: linear(rows, head, active_rows), active_rows, hidden)
 
 
 def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D] float32
@@ -152,33 +152,34 @@ def _run_layer(
     layer: Params, x, rope, key, value, length, position, window, units,
     *, runs: tuple[bool, bool], cfg: ModelConfig, sliding, cache_only, kernels,
 ):  # fmt: skip
-    live = None if window is None else window.live
+    active_rows = None if window is None else window.active_rows
 
-    def project_rows(live, x):
-        return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), live)
+    def project_rows(active_rows, x):
+        return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), active_rows)
 
     def attend(x, key, value):
         with jax.named_scope("attention"):
-            qkv = map_active_rows(project_rows, live, x)
+            qkv = map_active_rows(project_rows, active_rows, x)
             cos, sin = rope
             tree = (None, None, None) if window is None else (window.mask, position, window.offset)
             return tree_attention(
-                qkv, cos, sin, key, value, length, *tree, sliding_window=sliding, live=live, write_only=cache_only
-            )
+                qkv, cos, sin, key, value, length, *tree,
+                sliding_window=sliding, active_rows=active_rows, write_only=cache_only,
+            )  # fmt: skip
 
-    def add_attention(live, x, heads):
-        return x + _all_reduce(project_out(layer, heads, live))
+    def add_attention(active_rows, x, heads):
+        return x + _all_reduce(project_out(layer, heads, active_rows))
 
-    def add_mlp(live, x):
+    def add_mlp(active_rows, x):
         with jax.named_scope("mlp"):
-            return x + _all_reduce(feed_forward(layer, cfg, x, live))
+            return x + _all_reduce(feed_forward(layer, cfg, x, active_rows))
 
     def attention_unit(x, key, value):
         heads, key, value = attend(x, key, value)
-        return map_active_rows(add_attention, live, x, heads), key, value
+        return map_active_rows(add_attention, active_rows, x, heads), key, value
 
     def mlp_unit(x):
-        return (map_active_rows(add_mlp, live, x),)
+        return (map_active_rows(add_mlp, active_rows, x),)
 
     if units is not None and units.ndim == 1:
         x, key, value = _run_if(units[0], attention_unit, x, key, value)
@@ -192,8 +193,8 @@ def _run_layer(
         heads, key, value = attend(x, key, value)
         if cache_only:
             return x, key, value
-        finish = lambda live, x, heads: add_mlp(live, add_attention(live, x, heads))  # noqa: E731
-        return map_active_rows(finish, live, x, heads), key, value
+        finish = lambda active_rows, x, heads: add_mlp(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
+        return map_active_rows(finish, active_rows, x, heads), key, value
     if runs[0]:
         x, key, value = attention_unit(x, key, value)
     if runs[1]:

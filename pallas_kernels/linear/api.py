@@ -8,15 +8,15 @@ from pallas_kernels.linear import reference, xla_cpu
 from pallas_kernels.linear.blocks import FORMATS, Blocks, Weight
 
 
-def linear(x: jax.Array, weight: Weight, live: jax.Array | None = None) -> jax.Array:  # [T, I], [O, I] -> [T, O]
+def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -> jax.Array:  # [T, I], [O, I] -> [T, O]
     """Multiply rows by a weight stored `[out, in]`; float32 results.
 
     Args:
       x: `[T, I]` activations. Native kernels multiply them as float32; XLA rounds them to a bfloat16 or float16
         weight's dtype first, as accelerators do, and accumulates in float32.
       weight: `[O, I]` float32, bfloat16 or float16, or `Blocks` with data `[O, I / values, nbytes]`.
-      live: int32 [], at least 1: rows that matter, the rest comes out arbitrary but finite. None for all. Only native
-        kernels save time by it.
+      active_rows: int32 [], at least 1: rows that matter. The others come out arbitrary but finite. None for all.
+        Only native kernels save time by it.
 
     Returns:
       `[T, O]` float32.
@@ -32,8 +32,9 @@ def linear(x: jax.Array, weight: Weight, live: jax.Array | None = None) -> jax.A
     data, weight_format = native_weight(weight)
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
     return native.call(
-        "linear", out, x.astype(jnp.float32), data, live_rows(live, x), format=weight_format, threads=kernels.threads
-    )
+        "linear", out, x.astype(jnp.float32), data, row_count(active_rows, x),
+        format=weight_format, threads=kernels.threads,
+    )  # fmt: skip
 
 
 def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [T] -> [T, I] float32
@@ -78,9 +79,9 @@ def native_weight(weight: Weight) -> tuple[jax.Array, str]:
     return (weight.data, weight.format) if isinstance(weight, Blocks) else (weight, jnp.dtype(weight.dtype).name)
 
 
-def live_rows(live: jax.Array | None, x: jax.Array) -> jax.Array:
-    """`live` as the native library wants it."""
-    return jnp.int32(x.shape[0]) if live is None else live.astype(jnp.int32)
+def row_count(active_rows: jax.Array | None, x: jax.Array) -> jax.Array:
+    """`active_rows` as the native library wants it."""
+    return jnp.int32(x.shape[0]) if active_rows is None else active_rows.astype(jnp.int32)
 
 
 def _inputs(weight: Weight) -> int:

@@ -7,20 +7,22 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native, registry
-from pallas_kernels.linear.api import check_operands, live_rows, native_weight
+from pallas_kernels.linear.api import check_operands, native_weight, row_count
 from pallas_kernels.linear.blocks import Weight
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.swiglu import reference
 from pallas_kernels.swiglu.config import MAX_ROWS
 
 
-def swiglu(x: jax.Array, gate_up: Weight, live: jax.Array | None = None) -> jax.Array:  # [T, I], [2F, I] -> [T, F]
+def swiglu(
+    x: jax.Array, gate_up: Weight, active_rows: jax.Array | None = None
+) -> jax.Array:  # [T, I], [2F, I] -> [T, F]
     """`silu(x @ gate.T) * (x @ up.T)`, float32.
 
     Args:
       x: `[T, I]` activations.
       gate_up: `[2F, I]`, the F rows of the gate before those of the other; see `linear`.
-      live: see `linear`.
+      active_rows: see `linear`.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -33,8 +35,9 @@ def swiglu(x: jax.Array, gate_up: Weight, live: jax.Array | None = None) -> jax.
     data, weight_format = native_weight(gate_up)
     out = jax.ShapeDtypeStruct((x.shape[0], gate_up.shape[0] // 2), jnp.float32)
     return native.call(
-        "swiglu", out, x.astype(jnp.float32), data, live_rows(live, x), format=weight_format, threads=kernels.threads
-    )
+        "swiglu", out, x.astype(jnp.float32), data, row_count(active_rows, x),
+        format=weight_format, threads=kernels.threads,
+    )  # fmt: skip
 
 
 def norm_swiglu(
@@ -42,9 +45,9 @@ def norm_swiglu(
     scale: jax.Array,  # [I]
     gate_up: Weight,  # [2F, I]
     eps: float,
-    live: jax.Array | None = None,  # int32 []
+    active_rows: jax.Array | None = None,  # int32 []
 ) -> jax.Array:  # [T, F] float32
-    """`swiglu(rms_norm(x, scale, eps), gate_up, live)`, by GPU kernels in one pass over the weights.
+    """`swiglu(rms_norm(x, scale, eps), gate_up, active_rows)`, by GPU kernels in one pass over the weights.
 
     There the normed rows are rounded to the weights' dtype before each is divided by its root mean square, elsewhere
     behind it: both round once.
@@ -55,7 +58,7 @@ def norm_swiglu(
     _check(x, gate_up)
     fused = _find(x, gate_up, scale, eps) if scale.shape == x.shape[1:] else None
     if fused is None:
-        return swiglu(rms_norm(x, scale, eps), gate_up, live)
+        return swiglu(rms_norm(x, scale, eps), gate_up, active_rows)
     return fused.swiglu(x, gate_up, scale, eps)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native, registry
-from pallas_kernels.linear.api import live_rows
+from pallas_kernels.linear.api import row_count
 from pallas_kernels.tree_attention import xla
 
 
@@ -27,7 +27,7 @@ def tree_attention(
     offset: jax.Array | None = None,  # int32 []
     *,
     sliding_window: int | None = None,
-    live: jax.Array | None = None,  # int32 []
+    active_rows: jax.Array | None = None,  # int32 []
     write_only: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, K, G, H] float32, [K, S, H], [K, S, H]
     """Rotate the rows' queries and keys, write keys and values into the cache, and attend.
@@ -48,7 +48,7 @@ def tree_attention(
       offset: row t is written at slot `length + offset + t`, all of them within the cache; None is 0, as it is for a
         causal chunk and where the window is no wider than the rows.
       sliding_window: positions a row sees, itself included; None for all.
-      live: rows that matter, at least 1; the rest comes out arbitrary but finite. None for all.
+      active_rows: rows that matter, at least 1; the rest comes out arbitrary but finite. None for all.
       write_only: only the cache is wanted; the first result is arbitrary.
 
     Returns:
@@ -64,7 +64,7 @@ def tree_attention(
     if not kernels.native:
         operands = (qkv, cos, sin, key, value, length, window_mask, position)
         options: dict[str, Any] = {
-            "offset": offset, "sliding_window": sliding_window, "live": live, "write_only": write_only,
+            "offset": offset, "sliding_window": sliding_window, "active_rows": active_rows, "write_only": write_only,
         }  # fmt: skip
         # Where nothing is attended to, XLA's update in place is as good as any.
         fused = None if write_only else kernels.find("tree_attention", *operands, **options)
@@ -77,7 +77,7 @@ def tree_attention(
             jax.ShapeDtypeStruct(key.shape, key.dtype),
             jax.ShapeDtypeStruct(value.shape, value.dtype),
         ),
-        qkv, key, value, length, jnp.int32(0) if offset is None else offset, live_rows(live, qkv),
+        qkv, key, value, length, jnp.int32(0) if offset is None else offset, row_count(active_rows, qkv),
         jnp.zeros((T, 0), bool) if window_mask is None else window_mask,
         jnp.zeros(T, jnp.int32) if position is None else position, cos, sin,
         aliases={1: 1, 2: 2}, causal=window_mask is None, write_only=write_only,

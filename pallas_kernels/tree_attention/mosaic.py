@@ -56,10 +56,10 @@ def choose_config(tiles: int, heads: int, width: int, slots: int, words: int, *,
 
 
 def supports(
-    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, live, write_only
+    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ) -> bool:
     """Whether `tree_attention` takes these operands, of which shapes and dtypes count."""
-    del cos, sin, value, length, position, live
+    del cos, sin, value, length, position, active_rows
     T, K, heads, H = qkv.shape
     slots = key.shape[1]
     # The cache is swizzled in groups of eight slots; a tile may reach over its end, but not be all of it.
@@ -76,7 +76,7 @@ def supports(
 
 def tree_attention(
     qkv, cos, sin, key, value, length, window_mask, position,
-    *, offset, sliding_window, live, write_only=False, config: Config | None = None,
+    *, offset, sliding_window, active_rows, write_only=False, config: Config | None = None,
 ):  # fmt: skip
     """Same contract as `api.tree_attention`, for calls that it `supports`.
 
@@ -107,13 +107,13 @@ def tree_attention(
         parts, lse, key, value = attend_parts(
             qkv, cos, sin, key, value,
             _tile_rows(marks, G, tiles),
-            _describe_work(length, used, position, sliding_window, T if live is None else live),
+            _describe_work(length, used, position, sliding_window, T if active_rows is None else active_rows),
             config=config, sliding=sliding_window is not None, interpret=interpret,
         )  # fmt: skip
         out = _untile_rows(merge_parts(parts, lse), T, G)
-    if live is not None:
+    if active_rows is not None:
         # The rest may hold anything, and what it gives is finite by contract.
-        out = jnp.where((jnp.arange(T) < live)[:, None, None, None], out, 0.0)
+        out = jnp.where((jnp.arange(T) < active_rows)[:, None, None, None], out, 0.0)
     return out, key, value
 
 
@@ -177,11 +177,11 @@ def _untile_rows(out: jax.Array, T: int, G: int) -> jax.Array:  # [K, R, H] -> [
     return out.transpose(1, 3, 0, 2, 4).reshape(-1, K, G, H)[:T]
 
 
-def _describe_work(length, used, position, sliding_window, live):  # -> int32 [6]
+def _describe_work(length, used, position, sliding_window, active_rows):  # -> int32 [6]
     """The tiles and tokens that count, as `attend_parts` takes them; the window's first `used` slots are not new."""
     base, behind = length // TILE, (length + used + TILE - 1) // TILE
     first = whole = jnp.int32(0)
     if sliding_window is not None:
         lowest = jnp.clip(position - sliding_window + 1, 0, length)
         first, whole = jnp.min(lowest) // TILE, (jnp.max(lowest) + TILE - 1) // TILE
-    return jnp.stack([first, whole, base, behind, jnp.asarray(live, jnp.int32), length + used])
+    return jnp.stack([first, whole, base, behind, jnp.asarray(active_rows, jnp.int32), length + used])

@@ -136,11 +136,11 @@ class _Span:
 
     @classmethod
     def of_part(cls, work: Any, first_token: jax.Array, tokens: int, config: Config) -> "_Span":
-        first, whole, base, behind, live = (work[i] for i in range(5))
+        first, whole, base, behind, active_rows = (work[i] for i in range(5))
         end = behind + -(-tokens // TILE)
         share = lax.div(end - first + (config.parts - 1), jnp.int32(config.parts))
         start = jnp.minimum(first + lax.axis_index("part") * share, end)
-        stop = jnp.where(first_token < live, jnp.minimum(start + share, end), start)
+        stop = jnp.where(first_token < active_rows, jnp.minimum(start + share, end), start)
         masked, new = jnp.clip(base, start, stop), jnp.clip(behind, start, stop)
         return cls(start, jnp.clip(whole, start, masked), masked, new, stop, base, behind)
 

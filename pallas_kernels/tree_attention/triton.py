@@ -41,7 +41,7 @@ LAST = (((1,), (1,)), ((), ()))  # contract the last dimension of both
 
 
 def supports(
-    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, live, write_only
+    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ) -> bool:
     """All calls but those which only write the cache: XLA's update in place is as good."""
     return qkv.shape[0] > 0 and qkv.shape[3] <= MOST_WIDTH and not write_only
@@ -49,7 +49,7 @@ def supports(
 
 def tree_attention(
     qkv, cos, sin, key, value, length, window_mask, position,
-    *, offset, sliding_window, live, write_only=False, config: Config | None = None,
+    *, offset, sliding_window, active_rows, write_only=False, config: Config | None = None,
 ):  # fmt: skip
     """Same contract as `api.tree_attention`, for calls that `supports` takes.
 
@@ -64,7 +64,7 @@ def tree_attention(
     )
     call = Call(T, K, G, H, S, config, window_mask is None, offset is not None, sliding_window)
     words, call = _pack_window(call, window_mask, offset)
-    numbers = [length, 0 if offset is None else offset, T if live is None else jnp.minimum(live, T)]
+    numbers = [length, 0 if offset is None else offset, T if active_rows is None else jnp.minimum(active_rows, T)]
     operands = [
         jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers]),
         jnp.zeros(T, jnp.int32) if position is None else position,
@@ -178,7 +178,7 @@ class Rows(NamedTuple):
     Attributes:
       row: t of each, int32 [block_q].
       head: g of each, int32 [block_q].
-      real: neither padding nor beyond `live`, bool [block_q].
+      real: neither padding nor beyond `active_rows`, bool [block_q].
       position: logical, int32 [block_q].
       query: rotated, in the cache's dtype, [block_q, H].
     """
@@ -200,10 +200,10 @@ def _attend_block(call: Call, numbers, position, words, qkv, cos, sin, key, valu
     *result, new_key, new_value = out
     config, H = call.config, call.H
     split, block, kv_head = (pl.program_id(axis) for axis in range(3))
-    length, offset, live = numbers[0], numbers[1], numbers[2]
-    rows = _load_rows(call, block, kv_head, length, live, position, qkv, cos, sin, key.dtype)
+    length, offset, active_rows = numbers[0], numbers[1], numbers[2]
+    rows = _load_rows(call, block, kv_head, length, active_rows, position, qkv, cos, sin, key.dtype)
     # Blocks of rows that do not matter skip all of it.
-    matters = block * config.block_q < live * call.G
+    matters = block * config.block_q < active_rows * call.G
 
     state = Sums(
         jnp.full(config.block_q, MASKED, jnp.float32),
@@ -265,10 +265,10 @@ def _divide(real, values, total):
     return jnp.where(seen[:, None], values / jnp.where(seen, total, 1.0)[:, None], 0.0)
 
 
-def _load_rows(call: Call, block, kv_head, length, live, position, qkv, cos, sin, dtype) -> Rows:
+def _load_rows(call: Call, block, kv_head, length, active_rows, position, qkv, cos, sin, dtype) -> Rows:
     query_row = block * call.config.block_q + jnp.arange(call.config.block_q, dtype=jnp.int32)
     row, head = query_row // call.G, query_row % call.G
-    real = row < live
+    real = row < active_rows
     query = _load_rotated(call, qkv, cos, sin, row, kv_head, head[:, None], real, dtype)
     if call.causal:
         place = length + row

@@ -9,7 +9,7 @@ from pallas_kernels.tree_attention import blocked, reference
 
 
 def tree_attention(
-    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, live, write_only
+    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ):
     """Same contract as `api.tree_attention`."""
     query, new_key, new_value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
@@ -30,7 +30,7 @@ def tree_attention(
     def attend(_, query, position, mask):
         return implementation.attend_tree(query, key, value, length, mask, position, sliding_window, used)
 
-    return map_active_rows(attend, live, query, position, window_mask), key, value
+    return map_active_rows(attend, active_rows, query, position, window_mask), key, value
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:  # [T, ..., H], [T, H/2] x2 -> [T, ..., H]

@@ -45,15 +45,20 @@ def run(function, operands, kernels, device):
         return jax.tree.map(np.asarray, jax.jit(call)(jax.device_put(operands, device)))
 
 
-def attend(case, implementation, device, live=None):
+def attend(case, implementation, device, active_rows=None):
     """A case by an implementation, which takes it; numbers that are data in programs are data."""
     kernels = kernels_for(ATTENTION[implementation], device, "tree_attention", implementation)
-    numbers = {"offset": case.offset, "live": live}
+    numbers = {"offset": case.offset, "active_rows": active_rows}
     numbers = {name: np.int32(number) for name, number in numbers.items() if number is not None}
     tree = () if case.mask is None else (case.mask, case.position)
 
     def call(numbers, *operands):
-        options = {"offset": None, "live": None, "sliding_window": case.sliding_window, "write_only": False} | numbers
+        options = {
+            "offset": None,
+            "active_rows": None,
+            "sliding_window": case.sliding_window,
+            "write_only": False,
+        } | numbers
         attention = (*operands[:6], *(operands[6:] or (None, None)))
         assert kernels.find("tree_attention", *attention, **options).__name__.endswith(f".{implementation}")
         return tree_attention(*operands, **numbers, sliding_window=case.sliding_window)
@@ -150,14 +155,14 @@ def test_live_rows(gpu, implementation, dtype, model):
     """Garbage in the other rows reaches nothing, and what they give is finite."""
     rng = np.random.default_rng(4)
     case = poisoned(random_case(rng, (*model, dtype), 40, 100, random_parents(rng, 40), slots=192))
-    for live in (1, 25, 40):
+    for active_rows in (1, 25, 40):
         qkv = case.qkv.copy()
-        qkv[live:] = rng.choice([np.nan, np.inf])
-        out, key, value = attend(dataclasses.replace(case, qkv=qkv), implementation, gpu, live)
+        qkv[active_rows:] = rng.choice([np.nan, np.inf])
+        out, key, value = attend(dataclasses.replace(case, qkv=qkv), implementation, gpu, active_rows)
         assert np.isfinite(value[:, case.written].astype(np.float32)).all()
         # The exact result of the other rows is not asked for, and their keys may be anything.
         key = np.where(np.isfinite(key.astype(np.float32)), key, np.zeros_like(key))
-        assert_attention(case, out, key, value, ROUNDING[dtype], live)
+        assert_attention(case, out, key, value, ROUNDING[dtype], active_rows)
 
 
 @pytest.mark.parametrize(("implementation", "dtype", "model"), over_implementations([((2, 3, 64),)]))

@@ -121,12 +121,12 @@ def poisoned(case):
     return dataclasses.replace(case, key=key, value=value)
 
 
-def assert_attention(case, out, key, value, rounding, live=None):
-    """The first `live` rows' results by norm, from the caches as they were written; the others' are finite."""
+def assert_attention(case, out, key, value, rounding, active_rows=None):
+    """The first `active_rows` rows' results by norm, from the caches as they were written; the others' are finite."""
     assert out.dtype == np.float32 and np.isfinite(out).all()
     exact, _ = expected_and_bound(case, key, value)
-    error = np.linalg.norm((out - exact)[:live])
-    assert error <= rounding * np.linalg.norm(exact[:live]), f"length {case.length}"
+    error = np.linalg.norm((out - exact)[:active_rows])
+    assert error <= rounding * np.linalg.norm(exact[:active_rows]), f"length {case.length}"
 
 
 @functools.cache

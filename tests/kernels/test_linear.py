@@ -37,9 +37,9 @@ DENSE_INPUTS = (1, 7, 16, 33, 100)
 BLOCKS = (1, 2, 3)
 
 
-def products(xs, weights, live=None):
+def products(xs, weights, active_rows=None):
     """Many calls in one program."""
-    return [linear(x, weight, live) for x, weight in zip(xs, weights, strict=True)]
+    return [linear(x, weight, active_rows) for x, weight in zip(xs, weights, strict=True)]
 
 
 def rows_alone(x, weight):
@@ -149,13 +149,17 @@ def test_every_value_of_a_block(weight_format):
 def test_live_rows(weight_format):
     x, weight = operands(weight_format)
     expected = run_native(linear, x, weight)
-    for live in range(1, 66):
-        counts = [rows for rows in (9, 65) if rows >= live]
+    for active_rows in range(1, 66):
+        counts = [rows for rows in (9, 65) if rows >= active_rows]
         results = run_native(
-            products, [x[:rows] for rows in counts], [weight] * len(counts), np.int32(live), threads=1 + live % 2
+            products,
+            [x[:rows] for rows in counts],
+            [weight] * len(counts),
+            np.int32(active_rows),
+            threads=1 + active_rows % 2,
         )
         for got in results:
-            assert_same_bits(got[:live], expected[:live], f"{live} of {len(got)} rows")
+            assert_same_bits(got[:active_rows], expected[:active_rows], f"{active_rows} of {len(got)} rows")
             assert np.isfinite(got).all()
 
 
@@ -164,12 +168,12 @@ def test_live_rows(weight_format):
 def test_rows_that_do_not_live_are_finite_whatever_they_hold(garbage):
     x, weight = operands("float32", 65)
     expected = run_native(linear, x, weight)
-    for live in (1, 2, 3, 7, 30, 64):
+    for active_rows in (1, 2, 3, 7, 30, 64):
         broken = x.copy()
-        broken[live:] = garbage
-        got = run_native(linear, broken, weight, np.int32(live))
-        assert_same_bits(got[:live], expected[:live], f"{live} rows")
-        assert np.isfinite(got).all(), f"{live} rows"
+        broken[active_rows:] = garbage
+        got = run_native(linear, broken, weight, np.int32(active_rows))
+        assert_same_bits(got[:active_rows], expected[:active_rows], f"{active_rows} rows")
+        assert np.isfinite(got).all(), f"{active_rows} rows"
 
 
 @needs_native
@@ -213,9 +217,9 @@ def test_any_rows_in_any_order(weight_format, rows, outputs, size, threads, seed
     assert_same_bits(again, got[chosen])
     assert_same_bits(of_part, got[:, columns])
     assert_same_bits(of_numbers, got)
-    live = int(rng.integers(1, rows + 1))
-    first = run_native(linear, x, weight, np.int32(live))
-    assert_same_bits(first[:live], got[:live])
+    active_rows = int(rng.integers(1, rows + 1))
+    first = run_native(linear, x, weight, np.int32(active_rows))
+    assert_same_bits(first[:active_rows], got[:active_rows])
     assert np.isfinite(first).all()
 
 

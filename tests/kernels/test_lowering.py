@@ -75,8 +75,8 @@ def test_wide_trees(T):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_everything_at_once(dtype):
     def call(*operands):
-        *operands, offset, live = operands
-        return tree_attention(*operands, offset=offset, live=live, sliding_window=1000)
+        *operands, offset, active_rows = operands
+        return tree_attention(*operands, offset=offset, active_rows=active_rows, sliding_window=1000)
 
     numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * 2
     assert_valid(lower(call, [*operands(8, 2, 3, 96, 4096, window=72, dtype=dtype), *numbers], (8, 0)))

@@ -36,29 +36,31 @@ TREE = (1, 3, 64, "bfloat16")  # K, G, H and the cache's dtype
 pytestmark = pytest.mark.usefixtures("mosaic_compiled_once")
 
 
-def run(operands, offset=None, live=None, *, config, sliding_window=None):
+def run(operands, offset=None, active_rows=None, *, config, sliding_window=None):
     with registry.using(KERNELS):
-        return mosaic.tree_attention(*operands, offset=offset, live=live, sliding_window=sliding_window, config=config)
+        return mosaic.tree_attention(
+            *operands, offset=offset, active_rows=active_rows, sliding_window=sliding_window, config=config
+        )
 
 
 @functools.cache
 def program(config, sliding_window):
-    """One program for each set of shapes; lengths, offsets, masks and live rows are data."""
+    """One program for each set of shapes; lengths, offsets, masks and active rows are data."""
     return jax.jit(functools.partial(run, config=config, sliding_window=sliding_window), compiler_options=QUICK)
 
 
-def attend(case, config, live=None):
+def attend(case, config, active_rows=None):
     operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position)
-    offset, live = (None if number is None else np.int32(number) for number in (case.offset, live))
-    return jax.tree.map(np.asarray, program(config, case.sliding_window)(operands, offset, live))
+    offset, active_rows = (None if number is None else np.int32(number) for number in (case.offset, active_rows))
+    return jax.tree.map(np.asarray, program(config, case.sliding_window)(operands, offset, active_rows))
 
 
-def assert_right(case, config, live=None):
+def assert_right(case, config, active_rows=None):
     case = poisoned(case)
-    out, key, value = attend(case, config, live)
+    out, key, value = attend(case, config, active_rows)
     assert_cache(case, key, value)
     # The query and the weights are rounded to bfloat16 before they are multiplied.
-    assert_attention(case, out, key, value, 6e-3, live)
+    assert_attention(case, out, key, value, 6e-3, active_rows)
     return out
 
 
@@ -116,13 +118,13 @@ def test_live_rows():
     rng = np.random.default_rng(4)
     config = Config(1, 2, 2)
     case = random_case(rng, TREE, 40, 100, random_parents(rng, 40), slots=SLOTS)
-    whole = assert_right(case, config, live=40)
-    for live in (1, 25):
+    whole = assert_right(case, config, active_rows=40)
+    for active_rows in (1, 25):
         broken = case.qkv.copy()
-        broken[live:] = rng.choice([np.nan, np.inf])
-        out, _, value = attend(dataclasses.replace(case, qkv=broken), config, live)
-        assert np.isfinite(value.astype(np.float32)).all() and not out[live:].any()
-        np.testing.assert_array_equal(out[:live], whole[:live])
+        broken[active_rows:] = rng.choice([np.nan, np.inf])
+        out, _, value = attend(dataclasses.replace(case, qkv=broken), config, active_rows)
+        assert np.isfinite(value.astype(np.float32)).all() and not out[active_rows:].any()
+        np.testing.assert_array_equal(out[:active_rows], whole[:active_rows])
 
 
 def test_one_broken_row_does_not_reach_others():
@@ -245,7 +247,9 @@ def test_slices_of_swizzled_places_begin_where_the_swizzle_does(monkeypatch, mod
 
 def test_lowering_of_everything_at_once():
     operands = abstract_operands(1024, *MODELS["llama-3-8b"], 8200, window=1100)
-    assert lower(operands, offset=jnp.int32(3), live=jnp.int32(7), sliding_window=4096).count("@mosaic_gpu_v2") == 1
+    assert (
+        lower(operands, offset=jnp.int32(3), active_rows=jnp.int32(7), sliding_window=4096).count("@mosaic_gpu_v2") == 1
+    )
     assert lower(operands[:-2], sliding_window=100).count("@mosaic_gpu_v2") == 1
 
 

@@ -42,24 +42,24 @@ REFUSALS = (jax.errors.JaxRuntimeError, ValueError)
 FEW_MODELS = (MODELS[0], MODELS[1], MODELS[5], MODELS[9])
 
 
-def attend(case, threads=1, live=None, write_only=False):
+def attend(case, threads=1, active_rows=None, write_only=False):
     """Output, keys and values of the native call."""
     return run_native(
         _attend,
         *(case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position),
-        *(None if number is None else np.int32(number) for number in (case.offset, live)),
+        *(None if number is None else np.int32(number) for number in (case.offset, active_rows)),
         threads=threads,
         sliding_window=case.sliding_window,
         write_only=write_only,
     )
 
 
-def _attend(qkv, cos, sin, key, value, length, mask, position, offset, live, *, sliding_window, write_only):
+def _attend(qkv, cos, sin, key, value, length, mask, position, offset, active_rows, *, sliding_window, write_only):
     return tree_attention(
         *(qkv, cos, sin, key, value, length, mask, position),
         offset=offset,
         sliding_window=sliding_window,
-        live=live,
+        active_rows=active_rows,
         write_only=write_only,
     )
 
@@ -208,12 +208,12 @@ def test_any_tree(model, rows, length, sliding_window, seed):
     old_rows = [(out[old], key[:, length + old], value[:, length + old]) for old in order]
     assert_same_rows(permuted, attend(permuted), old_rows)
 
-    # Fewer live rows, and garbage in the others.
-    live = int(rng.integers(1, rows + 1))
+    # Fewer active rows, and garbage in the others.
+    active_rows = int(rng.integers(1, rows + 1))
     broken = case.qkv.copy()
-    broken[live:] = rng.choice([np.nan, np.inf, 1e6])
-    out, key, value = attend(dataclasses.replace(case, qkv=broken), live=live)
-    live_rows = [(result[0][row], result[1][:, length + row], result[2][:, length + row]) for row in range(live)]
+    broken[active_rows:] = rng.choice([np.nan, np.inf, 1e6])
+    out, key, value = attend(dataclasses.replace(case, qkv=broken), active_rows=active_rows)
+    live_rows = [(result[0][row], result[1][:, length + row], result[2][:, length + row]) for row in range(active_rows)]
     assert_same_rows(case, (out, key, value), live_rows)
     assert np.isfinite(out).all()
 
@@ -365,13 +365,15 @@ def test_live_rows(model):
             out, key, value = attend(case)
             untouched = np.ones(key.shape[1], bool)
             untouched[case.written] = False
-            for live in (1, 2, 3, 7, 8, 9, 32, 33):
+            for active_rows in (1, 2, 3, 7, 8, 9, 32, 33):
                 mask = case.mask
                 if mask is not None:
                     mask = mask.copy()
-                    mask[live:] = False
-                result = attend(dataclasses.replace(case, mask=mask), threads=1 + live % 2, live=live)
-                rows = [(out[row], key[:, length + row], value[:, length + row]) for row in range(live)]
+                    mask[active_rows:] = False
+                result = attend(
+                    dataclasses.replace(case, mask=mask), threads=1 + active_rows % 2, active_rows=active_rows
+                )
+                rows = [(out[row], key[:, length + row], value[:, length + row]) for row in range(active_rows)]
                 assert_same_rows(case, result, rows)
                 assert np.isfinite(result[0]).all()
                 assert_same_bits(result[1][:, untouched], case.key[:, untouched])

@@ -196,7 +196,7 @@ def abstract_attention(H, dtype, **options):
         shape((8, 2, 4, H), np.float32), table, table, cache, cache,
         shape((), np.int32), shape((8, 8), bool), shape((8,), np.int32),
     )  # fmt: skip
-    return operands, {"offset": None, "sliding_window": None, "live": None, "write_only": False} | options
+    return operands, {"offset": None, "sliding_window": None, "active_rows": None, "write_only": False} | options
 
 
 def test_what_the_best_implementation_does_not_take_goes_to_the_next(gpu_kernels, warnings, monkeypatch):

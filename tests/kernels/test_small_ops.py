@@ -53,9 +53,9 @@ def swiglu_operands(weight_format):
     return random_rows(rng, 130, inputs), random_weight(rng, weight_format, 166, inputs)
 
 
-def swiglus(xs, weights, live=None):
+def swiglus(xs, weights, active_rows=None):
     """Many calls in one program."""
-    return [swiglu(x, weight, live) for x, weight in zip(xs, weights, strict=True)]
+    return [swiglu(x, weight, active_rows) for x, weight in zip(xs, weights, strict=True)]
 
 
 @needs_native
@@ -71,11 +71,11 @@ def test_swiglu(weight_format):
         )
         for got in results:
             assert_same_bits(got, alone[: len(got)], f"{len(got)} rows, {threads} threads")
-    for live in (1, 2, 9, 64, 129, 130):
+    for active_rows in (1, 2, 9, 64, 129, 130):
         broken = x.copy()
-        broken[live:] = np.nan
-        got = run_native(swiglu, broken, weight, np.int32(live), threads=2)
-        assert_same_bits(got[:live], alone[:live], f"{live} live rows")
+        broken[active_rows:] = np.nan
+        got = run_native(swiglu, broken, weight, np.int32(active_rows), threads=2)
+        assert_same_bits(got[:active_rows], alone[:active_rows], f"{active_rows} active rows")
         assert np.isfinite(got).all()
 
 

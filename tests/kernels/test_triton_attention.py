@@ -26,29 +26,31 @@ LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 150)
 SLOTS = 200
 
 
-def run(operands, offset=None, live=None, *, blocks, sliding_window=None):
+def run(operands, offset=None, active_rows=None, *, blocks, sliding_window=None):
     with registry.using(KERNELS):
-        return triton.tree_attention(*operands, offset=offset, live=live, sliding_window=sliding_window, config=blocks)
+        return triton.tree_attention(
+            *operands, offset=offset, active_rows=active_rows, sliding_window=sliding_window, config=blocks
+        )
 
 
 @functools.cache
 def program(blocks, sliding_window):
-    """One program for each set of shapes; lengths, offsets, masks and live rows are data."""
+    """One program for each set of shapes; lengths, offsets, masks and active rows are data."""
     return jax.jit(functools.partial(run, blocks=blocks, sliding_window=sliding_window), compiler_options=QUICK)
 
 
-def attend(case, blocks, live=None):
+def attend(case, blocks, active_rows=None):
     operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position)
-    offset, live = (None if number is None else np.int32(number) for number in (case.offset, live))
-    return jax.tree.map(np.asarray, program(blocks, case.sliding_window)(operands, offset, live))
+    offset, active_rows = (None if number is None else np.int32(number) for number in (case.offset, active_rows))
+    return jax.tree.map(np.asarray, program(blocks, case.sliding_window)(operands, offset, active_rows))
 
 
-def assert_right(case, blocks, live=None):
+def assert_right(case, blocks, active_rows=None):
     case = poisoned(case)
-    out, key, value = attend(case, blocks, live)
+    out, key, value = attend(case, blocks, active_rows)
     assert_cache(case, key, value)
     # The query and the weights are rounded to the cache's dtype before they are multiplied.
-    assert_attention(case, out, key, value, 2e-6 if case.key.dtype == np.float32 else 6e-3, live)
+    assert_attention(case, out, key, value, 2e-6 if case.key.dtype == np.float32 else 6e-3, active_rows)
     return out, key, value
 
 
@@ -116,16 +118,16 @@ def test_live_rows():
     """Garbage in the other rows reaches nothing, whole blocks of them are left out, and what they give is finite."""
     rng = np.random.default_rng(4)
     model, rows, blocks = (2, 3, 64, "float32"), 13, Config(16, 32, 2, 4, 2)
-    for live in (1, 5, 6, 13):
+    for active_rows in (1, 5, 6, 13):
         case = random_case(rng, model, rows, 100, random_parents(rng, rows), slots=SLOTS)
         whole = attend(case, blocks, rows)
         broken = case.qkv.copy()
-        broken[live:] = rng.choice([np.nan, np.inf])
-        out, key, value = attend(dataclasses.replace(case, qkv=broken), blocks, live)
-        assert np.isfinite(out).all() and not out[live:].any()
-        assert_same_bits(out[:live], whole[0][:live])
+        broken[active_rows:] = rng.choice([np.nan, np.inf])
+        out, key, value = attend(dataclasses.replace(case, qkv=broken), blocks, active_rows)
+        assert np.isfinite(out).all() and not out[active_rows:].any()
+        assert_same_bits(out[:active_rows], whole[0][:active_rows])
         for got, expected in zip((key, value), whole[1:], strict=True):
-            assert_same_bits(got[:, : 100 + live], expected[:, : 100 + live])
+            assert_same_bits(got[:, : 100 + active_rows], expected[:, : 100 + active_rows])
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_what_it_takes():
 
     def taken(T, H, write_only=False):
         operands = [shape((T, 2, 5, H), jnp.float32), *[None] * 7]
-        return triton.supports(*operands, offset=None, sliding_window=None, live=None, write_only=write_only)
+        return triton.supports(*operands, offset=None, sliding_window=None, active_rows=None, write_only=write_only)
 
     assert taken(1, 64) and taken(1024, 128) and taken(2048, 256)
     assert not taken(0, 64) and not taken(1, 512) and not taken(64, 128, write_only=True)

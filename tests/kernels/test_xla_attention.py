@@ -20,15 +20,15 @@ WINDOWS = (None, 1, 7, 300)
 @functools.cache
 def operands(rows):
     rng = np.random.default_rng(rows)
-    # Everything behind the live rows is garbage, much larger than what is live.
+    # Everything after the slots in use is garbage, much larger than what is in use.
     query = rng.normal(size=(rows, K, G, H)).astype(np.float32)
     key, value = rng.normal(size=(2, K, SLOTS, H)).astype(np.float32)
     return query, key, value
 
 
-def with_garbage(array, live):
+def with_garbage(array, used):
     array = array.copy()
-    array[:, live:] = 1e6
+    array[:, used:] = 1e6
     return array
 
 
@@ -42,8 +42,8 @@ def compiled(function, windowed):
 
 def assert_equal_reference(fast, query, key, value, length, mask, position, window):
     rows = query.shape[0]
-    live = length + rows
-    k, v, n = with_garbage(key, live), with_garbage(value, live), np.int32(length)
+    used = length + rows
+    k, v, n = with_garbage(key, used), with_garbage(value, used), np.int32(length)
     reach = np.int32(window or SLOTS)
     expected = compiled(reference.attend_tree, True)(query, k, v, n, mask, position, reach)
     extra = (mask, position) if fast is blocked.attend_tree else ()
@@ -95,8 +95,8 @@ def test_prefix_sizes():
     assert prefix_sizes(64) == [64]
 
 
-@pytest.mark.parametrize("live", [None, 1, 3])
-def test_step_rotates_writes_and_attends(live):
+@pytest.mark.parametrize("active_rows", [None, 1, 3])
+def test_step_rotates_writes_and_attends(active_rows):
     rows, length = 5, 100
     query, key, value = operands(rows)
     rng = np.random.default_rng(0)
@@ -105,8 +105,12 @@ def test_step_rotates_writes_and_attends(live):
     mask, position = np.tril(np.ones((rows, rows), bool)), length + np.arange(rows, dtype=np.int32)
     qkv = jnp.concatenate([query, new_key[:, :, None], new_value[:, :, None]], axis=2)
     with registry.using(registry.Kernels("xla", "cpu")):
-        step = jax.jit(lambda qkv, live: tree_attention(qkv, cos, sin, key, value, length, mask, position, live=live))
-        out, written_key, written_value = step(qkv, None if live is None else jnp.int32(live))
+        step = jax.jit(
+            lambda qkv, active_rows: tree_attention(
+                qkv, cos, sin, key, value, length, mask, position, active_rows=active_rows
+            )
+        )
+        out, written_key, written_value = step(qkv, None if active_rows is None else jnp.int32(active_rows))
 
     def rotated(x):
         first, second = np.split(x, 2, axis=-1)
@@ -119,7 +123,7 @@ def test_step_rotates_writes_and_attends(live):
     np.testing.assert_allclose(written_key, expected_key, atol=1e-6)
     np.testing.assert_array_equal(written_value, expected_value)
     expected = reference.attend_tree(rotated(query), expected_key, expected_value, jnp.int32(length), mask, position)
-    np.testing.assert_allclose(out[:live], expected[:live], atol=3e-6)
+    np.testing.assert_allclose(out[:active_rows], expected[:active_rows], atol=3e-6)
 
 
 def test_shapes_that_do_not_fit():

@@ -73,13 +73,13 @@ def tree_logits(family, kernels, degree):
     target, params = placed(family, kernels=kernels, degree=degree)
     cfg, rows, slots = target.cfg, 6, 256
 
-    def run(params, tokens, live):
+    def run(params, tokens, active_rows):
         cache = init_cache(cfg, target.local_kv_heads, slots, target.dtype)
         cache = prefill(params, cfg, tokens[:-rows], jnp.int32(tokens.shape[0] - rows), cache)
         position = cache.length + jnp.arange(rows)
         mask = jnp.tril(jnp.ones((rows, rows), bool))
-        hidden, _ = forward(params, cfg, tokens[-rows:], position, cache, mask, live=live)
-        return vocab_logits(params, hidden, live)
+        hidden, _ = forward(params, cfg, tokens[-rows:], position, cache, mask, active_rows=active_rows)
+        return vocab_logits(params, hidden, active_rows)
 
     scalar, row = target.array((), jnp.int32), target.array((140,), jnp.int32)
     out = target.array((rows, target.padded_vocab), jnp.float32, None, TENSOR_AXIS)

@@ -315,7 +315,7 @@ def grow_chain(
         token = jax.lax.dynamic_slice_in_dim(text.token, cache.length, SYNC_ROWS)
         position = cache.length + jnp.arange(SYNC_ROWS, dtype=jnp.int32)
         mask = jnp.tril(jnp.ones((SYNC_ROWS, SYNC_ROWS), bool))
-        hidden, cache = forward(params, cfg, token, position, cache, mask, live=count)
+        hidden, cache = forward(params, cfg, token, position, cache, mask, active_rows=count)
         last = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1)
         # What an earlier chunk proposed is behind the times.
         return add(dataclasses.replace(start, passes=chain.passes), commit_rows(cache, count), last)

@@ -1,4 +1,4 @@
-"""The target's half of a round: one pass over a batch, the walk, the commit."""
+"""The target's half of a round: one pass over a batch, the walk, the commit; and decoding without a draft."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,19 +7,24 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.methods.base import Round, pack_round
-from jaxspec.methods.core.sequence import TargetState, next_token
-from jaxspec.models.kv_cache import commit_path
+from jaxspec.methods.core.round import Round, pack_round
+from jaxspec.methods.core.sequence import SequenceState
+from jaxspec.models.kv_cache import commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.accept import Decide, RowLogits, match_rule, walk
+from jaxspec.sampling.accept import Decide, RowLogits, Verified, match_rule, walk
+from jaxspec.sampling.choose import choose
+from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Above so many rows the head runs only for the rows that the walk reaches, a few of them, one at a time.
 LAZY_HEAD_ROWS = 128
+# After so many rounds in a row whose batch was the root alone, such a round decodes several tokens. Before, one: a draft
+# that appears is noticed at once.
+IDLE_ROUNDS = 4
 
 
 @struct.dataclass
@@ -27,118 +32,155 @@ class Draft:
     """What the draft's half hands to the target's.
 
     Attributes:
-      batch: rows to verify.
+      batch: rows to verify; the root alone asks for plain decoding.
       passes: int32 [], draft passes that it took.
       extra: what the acceptance rule needs besides, such as the q of a sampled tree; None for `match_rule`.
-      plain: int32 [], tokens to decode without a draft, at most P, where the batch is but a root; else 0. None in
-        methods that always verify.
     """
 
     batch: Batch
     passes: jax.Array
     extra: Any = None
-    plain: jax.Array | None = None
 
 
-@struct.dataclass
-class Outcome:
-    """What the target's half hands back.
-
-    Attributes:
-      tokens: int32 [P], the new verified tokens.
-      count: int32 [], how many.
-      path: int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count. Of tokens
-        without a draft, all are the root's.
-    """
-
-    tokens: jax.Array
-    count: jax.Array
-    path: jax.Array
-
-
-# (logits of a row, drafted, request, position of the root, vocab) -> decide
+# (logits of a row, draft, request, position of the root, vocab) -> decide
 Rule = Callable[[RowLogits, Draft, Request, jax.Array, VocabShard], Decide]
 
 
-def match(logits: RowLogits, drafted: Draft, request: Request, position: jax.Array, vocab: VocabShard) -> Decide:
+def match(logits: RowLogits, draft: Draft, request: Request, position: jax.Array, vocab: VocabShard) -> Decide:
     """The `Rule` of every deterministic tree: `match_rule`."""
-    return match_rule(logits, drafted.batch, request, position, vocab)
+    return match_rule(logits, draft.batch, request, position, vocab)
 
 
 def verify(
     params: Params,
     target: Placement,
-    state: TargetState,
-    drafted: Draft,
+    state: SequenceState,
+    draft: Draft,
     request: Request,
     *,
-    steps: int,
+    max_path: int,
     rule: Rule,
-    varies: bool,
-) -> tuple[TargetState, Outcome, Round]:
-    """Run the batch through the target, accept what its distribution confirms, commit; written for one shard.
+    dynamic_rows: bool,
+    idle_steps: int,
+) -> tuple[SequenceState, Verified, Round]:
+    """Run a batch through the target, accept what its distribution confirms, commit; written for one shard.
 
     Args:
       params: the target's.
       target: its placement.
       state: its state; the batch's root is `state.root`.
-      drafted: the batch.
+      draft: the batch.
       request: processors and seed.
-      steps: P.
+      max_path: P, the size of the results.
       rule: which tokens are accepted.
-      varies: whether batches of few rows are so common that a pass should cost less then (more to compile).
+      dynamic_rows: whether batches of few rows are so common that a pass should cost less then (more to compile).
+      idle_steps: most tokens that are decoded where the batch is the root alone; 0 verifies that batch like any other.
+        It takes a loop of data-dependent length, for which the host of an accelerator would wait.
     """
-    if drafted.plain is None:
-        return _verify_batch(params, target, state, drafted, request, steps, rule, varies)
-    plain = drafted.plain
+    alone = draft.batch.count == 1
+    idle = jnp.where(alone, state.idle + 1, 0)
 
-    def decode(index: jax.Array, done: Any) -> Any:
-        state, outcome, round_ = done
+    def verify_batch(state: SequenceState) -> tuple[SequenceState, Verified, Round]:
+        return _verify_batch(params, target, state, draft, request, max_path, rule, dynamic_rows)
+
+    if not idle_steps:
+        state, verified, round_ = verify_batch(state)
+        return state.replace(idle=idle), verified, round_
+    # A pass of one row costs less than a batch of which one row is active.
+    several = jnp.where(state.idle >= IDLE_ROUNDS, jnp.minimum(request.left(state.generated), idle_steps), 1)
+    steps = jnp.where(alone, several, 0)
+    state, verified = decode_steps(params, target, state, request, steps, max_path)
+    round_ = pack_round(verified, 0, 0, draft.passes)
+    # A loop of at most one turn: XLA would copy the cache for a conditional.
+    state, verified, round_ = jax.lax.fori_loop(
+        0, (~alone).astype(jnp.int32), lambda _, done: verify_batch(done[0]), (state, verified, round_)
+    )
+    return state.replace(idle=idle), verified, round_
+
+
+def decode_steps(
+    params: Params,
+    target: Placement,
+    state: SequenceState,
+    request: Request,
+    steps: jax.Array | int,
+    max_path: int,
+) -> tuple[SequenceState, Verified]:
+    """Decode `steps` tokens without a draft, at most `max_path`; for one shard."""
+
+    def step(index: jax.Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
+        state, verified = done
         state, logprob = next_token(params, target, state, request)
-        tokens, logprobs = outcome.tokens.at[index].set(state.root), round_.logprob.at[index].set(logprob)
-        outcome = Outcome(tokens, plain, outcome.path)
-        return state, outcome, pack_round(tokens, plain, 0, 0, drafted.passes, logprobs)
+        return state, verified.replace(
+            tokens=verified.tokens.at[index].set(state.root),
+            count=verified.count + 1,
+            logprob=verified.logprob.at[index].set(logprob),
+        )
 
-    def verify_(_: jax.Array, done: Any) -> Any:
-        return _verify_batch(params, target, done[0], drafted, request, steps, rule, varies)
+    zeros = jnp.zeros(max_path, jnp.int32)
+    blank = Verified(zeros, jnp.int32(0), zeros, jnp.zeros(max_path, jnp.float32))
+    with jax.named_scope("decode"):
+        return jax.lax.fori_loop(0, steps, step, (state, blank))
 
-    # A pass of one row costs less than a batch of which one row is live. For branches XLA would copy the cache.
-    zeros = jnp.zeros(steps, jnp.int32)
-    none = state, Outcome(zeros, jnp.int32(0), zeros), pack_round(zeros, 0, 0, 0, 0, jnp.zeros(steps))
-    done = jax.lax.fori_loop(0, plain, decode, none)
-    return jax.lax.fori_loop(0, (plain == 0).astype(jnp.int32), verify_, done)
+
+def next_token(
+    params: Params, target: Placement, state: SequenceState, request: Request
+) -> tuple[SequenceState, jax.Array]:
+    """Run the root through the target and draw the token after it, the new root; for one shard.
+
+    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n.
+
+    Returns:
+      The state, and the token's log-probability under the processed distribution, float32 [].
+    """
+    position = state.cache.length[None]
+    hidden, cache = forward(params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool))
+    logits = vocab_logits(params, hidden)
+    seen, counts = state.history.seen[None], state.history.counts[None]
+    token, logprob = choose(logits, request.processors, seen, counts, request.key, position + 1, target.vocab)
+    history = update_history(state.history, token, jnp.ones(1, bool), target.vocab, generated=True)
+    state = state.replace(
+        cache=commit_rows(cache, jnp.int32(1)), history=history, root=token[0], generated=state.generated + 1
+    )
+    return state, logprob[0]
 
 
 def _verify_batch(
     params: Params,
     target: Placement,
-    state: TargetState,
-    drafted: Draft,
+    state: SequenceState,
+    draft: Draft,
     request: Request,
-    steps: int,
+    max_path: int,
     rule: Rule,
-    varies: bool,
-) -> tuple[TargetState, Outcome, Round]:
-    batch = drafted.batch
+    dynamic_rows: bool,
+) -> tuple[SequenceState, Verified, Round]:
+    batch = draft.batch
     position = state.cache.length + batch.depth
-    mask = ancestor_matrix(batch.parent, steps - 1)
-    live = batch.count if varies else None
-    hidden, cache = forward(params, target.cfg, batch.token, position, state.cache, mask, live=live)
+    mask = ancestor_matrix(batch.parent, max_path - 1)
+    active_rows = batch.count if dynamic_rows else None
+    hidden, cache = forward(
+        params, target.cfg, batch.token, position, state.cache, mask, active_rows=active_rows
+    )  # fmt: skip
     if batch.rows > LAZY_HEAD_ROWS:
 
         def logits(row: jax.Array) -> jax.Array:
             return vocab_logits(params, jax.lax.dynamic_slice_in_dim(hidden, row, 1))
     else:
-        every = vocab_logits(params, hidden, live)
+        every = vocab_logits(params, hidden, active_rows)
 
         def logits(row: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(every, row, 1)
 
-    decide = rule(logits, drafted, request, state.cache.length, target.vocab)
-    verified, history = walk(decide, state.history, steps, target.vocab)
+    decide = rule(logits, draft, request, state.cache.length, target.vocab)
+    verified, history = walk(decide, state.history, max_path, target.vocab)
     with jax.named_scope("commit"):
         cache = commit_path(cache, verified.path, verified.count)
-    state = TargetState(cache, history, verified.tokens[verified.count - 1])
+    state = state.replace(
+        cache=cache,
+        history=history,
+        root=verified.tokens[verified.count - 1],
+        generated=state.generated + verified.count,
+    )
     proposed = (batch.parent != jnp.arange(batch.rows)).sum()
-    round_ = pack_round(verified.tokens, verified.count, proposed, batch.depth.max(), drafted.passes, verified.logprob)
-    return state, Outcome(verified.tokens, verified.count, verified.path), round_
+    return state, verified, pack_round(verified, proposed, batch.depth.max(), draft.passes)
