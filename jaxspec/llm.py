@@ -37,7 +37,8 @@ from jaxspec.runtime.compile_cache import enable_compile_cache
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement, SharedEmbedding, resolve_dtype
 from jaxspec.runtime.split import plan_pair
-from jaxspec.text.tokenizer import TextStream, Tokenizer, load_tokenizer
+from jaxspec.text.stream import TextStream
+from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.registry import Kernels
 

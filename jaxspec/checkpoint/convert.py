@@ -1,6 +1,7 @@
 """Converting any checkpoint into the native format: one array in memory at a time, all or nothing on disk."""
 
 import dataclasses
+import functools
 import glob
 import os
 import shutil
@@ -33,6 +34,8 @@ _SPARE_BYTES = 64 << 20
 
 # From leaf name and declaration to the array.
 ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
+# From a checkpoint and a folder: writes the tokenizer of the one into the other.
+SaveTokenizer = Callable[[Path, Path], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ def convert(
     progress: Callable[[ConvertProgress], None] | None = None,
     layers: int | None = None,
     quantize: str | None = None,
+    save_tokenizer: SaveTokenizer | None = None,
 ) -> NativeCheckpoint:
     """Write the model at `src` as a native checkpoint `dst`.
 
@@ -79,6 +83,7 @@ def convert(
       quantize: "q8_0" or "q4_0": the blocks to round every weight to, but for those whose rows are no whole blocks
         (float32), those that the source has in that very format (as they are) and, with "q4_0", embedding and head
         (q8_0). Needs dtype "auto". None rounds nothing.
+      save_tokenizer: `jaxspec.text.tokenizer.save_tokenizer`; None writes a checkpoint without a tokenizer.
 
     Raises:
       CheckpointError: `src` is missing or damaged, `dst` exists or cannot be written, or the disk is too small; all
@@ -94,7 +99,9 @@ def convert(
     _check_places(src, dst)
     source = _open_source(src)
     cfg = source.config if layers is None else _keep_layers(source.config, layers)
-    return _write_checkpoint(dst, source, cfg, _choose_storage(source, cfg, dtype, quantize), progress, tokenizer=src)
+    stored = _choose_storage(source, cfg, dtype, quantize)
+    write_tokenizer = None if save_tokenizer is None else functools.partial(save_tokenizer, src)
+    return _write_checkpoint(dst, source, cfg, stored, progress, write_tokenizer)
 
 
 def save_draft(
@@ -138,9 +145,9 @@ def _write_checkpoint(
     cfg: ModelConfig,
     stored: Storage,
     progress: Callable[[ConvertProgress], None] | None = None,
-    tokenizer: Path | None = None,
+    write_tokenizer: Callable[[Path], None] | None = None,
 ) -> NativeCheckpoint:
-    """Write a source's first layers; see `convert`. `tokenizer` is the checkpoint whose tokenizer goes with it."""
+    """Write a source's first layers; see `convert`. `write_tokenizer` adds a tokenizer to the folder it is given."""
     needed = sum(map(count_bytes, declare_leaves(cfg, stored).values())) + _SPARE_BYTES
     free = shutil.disk_usage(dst.absolute().parent).free
     if needed > free:
@@ -148,8 +155,8 @@ def _write_checkpoint(
     partial = _make_partial(dst)
     try:
         # First what is quick to fail.
-        if tokenizer is not None and not cfg.shares_embedding:
-            _save_tokenizer(tokenizer, partial)
+        if write_tokenizer is not None and not cfg.shares_embedding:
+            write_tokenizer(partial)
         write_arrays(partial, _plan_leaves(source, cfg, stored, progress or (lambda _: None)))
         write_manifest(partial, cfg, stored, source.eos_ids, source.vocabulary)
         _sync_tree(partial)
@@ -274,13 +281,6 @@ def _plan_leaves(
         return PendingLeaf(info, make)
 
     return jax.tree.map_with_path(plan_leaf, declare_params(cfg, storage), is_leaf=is_info)
-
-
-def _save_tokenizer(src: Path, folder: Path) -> None:
-    # Imported here: the tokenizer libraries are heavy, and conversions that are refused do not need them.
-    from jaxspec.text.tokenizer import save_tokenizer
-
-    save_tokenizer(src, folder)
 
 
 def _make_partial(dst: Path) -> Path:

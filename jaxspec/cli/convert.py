@@ -71,8 +71,15 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
             megabytes = f"{progress.bytes / 1e6:.0f}/{progress.num_bytes / 1e6:.0f} MB"
             bar.update(task, completed=progress.arrays, total=progress.num_arrays, size=megabytes)
 
-        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show, layers, quantize)
+        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show, layers, quantize, _save_tokenizer)
     print(f"{checkpoint.path}: {checkpoint.num_bytes / 1e6:.1f} MB, {checkpoint.storage}")
+
+
+def _save_tokenizer(src: Path, folder: Path) -> None:
+    # Imported here: the tokenizer libraries are heavy, and conversions that are refused do not need them.
+    from jaxspec.text.tokenizer import save_tokenizer
+
+    save_tokenizer(src, folder)
 
 
 def _find_source(src: str) -> Path:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.text.parts import TokenizerParts
+from jaxspec.text.hf_tokenizer import TokenizerParts
 
 # GGUF's token types; the others (normal, unknown, unused, byte) need no treatment.
 _CONTROL, _USER_DEFINED = 3, 4

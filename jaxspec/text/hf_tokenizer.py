@@ -1,5 +1,6 @@
 """Tokenizers in Hugging Face's files: reading a model folder, and writing one from any source."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from jaxspec.checkpoint.json_file import read_json
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.text.parts import TokenizerParts
 
 _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
@@ -21,6 +21,25 @@ _COPIED = (
 )  # fmt: skip
 _TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerParts:
+    """A tokenizer as read from a folder or a GGUF file.
+
+    Attributes:
+      backend: the `tokenizers` object: text to ids and ids to tokens.
+      bos_id: the beginning-of-sequence token, if the model has one.
+      eos_ids: the tokens that end a text or a turn, the usual one first.
+      special_tokens: `bos_token`, `eos_token` and the like by name, for chat templates.
+      chat_template: Jinja source, if the model has one.
+    """
+
+    backend: Tokenizer
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    special_tokens: dict[str, str]
+    chat_template: str | None
 
 
 def load_folder_tokenizer(folder: Path) -> TokenizerParts:
@@ -131,9 +150,7 @@ def _add_missing_tokens(
         for number, token in entries:
             if token["content"] in present:
                 continue
-            flags = {
-                flag: bool(token.get(flag)) for flag in ("special", "lstrip", "rstrip", "single_word", "normalized")
-            }
+            flags = {flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS}
             backend.add_tokens([AddedToken(token["content"], **flags)])
             if backend.token_to_id(token["content"]) != number:
                 raise CheckpointError(

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize as quantize_rows
 from make import random_tensors, tiny_config, write_gguf, write_hf
 
-from jaxspec.bench.roofline import weight_bytes
+from jaxspec.bench.microbench import weight_bytes
 from jaxspec.checkpoint import convert as module
 from jaxspec.checkpoint.block_codec import decode_blocks, type_of
 from jaxspec.checkpoint.convert import convert
@@ -74,18 +74,15 @@ def file(request, tmp_path_factory):
 
 
 @pytest.fixture
-def converted(tmp_path, monkeypatch):
+def converted(tmp_path):
     """Convert without a tokenizer."""
-    monkeypatch.setattr(module, "_save_tokenizer", lambda src, folder: None)
     return lambda src, name="native", **options: convert(src, tmp_path / name, **options)
 
 
 @pytest.fixture(scope="module")
 def q8_native(tmp_path_factory):
     folder = tmp_path_factory.mktemp("q8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_save_tokenizer", lambda src, folder: None)
-        return convert(write_gguf(folder / "m.gguf", tiny_config(), qtype=Kind.Q8_0), folder / "native").path
+    return convert(write_gguf(folder / "m.gguf", tiny_config(), qtype=Kind.Q8_0), folder / "native").path
 
 
 def place(weights, degree, own=True):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_models import sentencepiece, smollm2
 
-from jaxspec.text.tokenizer import Detokenizer, StopMatcher, StreamPiece, TextStream, Tokenizer
+from jaxspec.text.stream import StopMatcher, StreamPiece, TextStream
+from jaxspec.text.tokenizer import Tokenizer
 
 TEXTS = [
     "Hello 你好 👩‍👩‍👧‍👦 naïve e\u0301 ok",
@@ -49,7 +50,7 @@ def run_stream(tokenizer: Tokenizer, ids, *, stops=(), ignore_eos=False, max_tok
 def test_detokenizer_equals_decode(stream, rng, skip):
     make, ids = stream
     tokenizer = make()
-    detokenizer = Detokenizer(tokenizer, skip)
+    detokenizer = tokenizer.make_detokenizer(skip)
     text = "".join(detokenizer.push(chunk) for chunk in chunks(ids, rng)) + detokenizer.finish()
     assert text == tokenizer.decode(ids, skip)
 
@@ -81,7 +82,7 @@ def test_sentencepiece_keeps_valid_characters_beside_invalid_bytes():
 @pytest.mark.parametrize("make", [smollm2, sentencepiece])
 def test_characters_are_never_split(make, text):
     tokenizer = make()
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = tokenizer.make_detokenizer()
     pieces = [detokenizer.push([token_id]) for token_id in tokenizer.encode(text, add_special_tokens=False)]
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) == text.replace("<|im_end|>", "") and detokenizer.finish() == ""
@@ -90,10 +91,10 @@ def test_characters_are_never_split(make, text):
 def test_an_incomplete_character_is_held_back_and_flushed():
     tokenizer = smollm2()
     first, *_, last = tokenizer.encode(chr(0x1F9FF))
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = tokenizer.make_detokenizer()
     assert detokenizer.push([first]) == "" and detokenizer.holds_bytes
     assert detokenizer.finish() == "\ufffd" and not detokenizer.holds_bytes
-    assert Detokenizer(tokenizer).push([last]) == "\ufffd"
+    assert tokenizer.make_detokenizer().push([last]) == "\ufffd"
 
 
 def test_work_per_token_does_not_grow_with_the_text():
@@ -182,7 +183,7 @@ def test_stream_of_broken_characters_equals_brute_force(choices, stops, ignore_e
 
 def check_stream(tokenizer, ids, stops, ignore_eos, max_tokens):
     result, pieces = run_stream(tokenizer, ids, stops=stops, ignore_eos=ignore_eos, max_tokens=max_tokens)
-    detokenizer, seen = Detokenizer(tokenizer), ""
+    detokenizer, seen = tokenizer.make_detokenizer(), ""
     expected = None
     for count, token_id in enumerate(ids, 1):
         ended = token_id in tokenizer.eos_ids and not ignore_eos

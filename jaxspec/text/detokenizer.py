@@ -1,12 +1,14 @@
-"""What a token is in bytes: the part of decoding that needs no neighbour, so that text can be made as tokens come.
+"""Text from tokens: the bytes of each token, and whole characters as tokens come.
 
-Text is the bytes of all tokens, one after the other, read as UTF-8 with U+FFFD for what is not UTF-8. This equals the
-decoders of the `tokenizers` library, except where a SentencePiece model writes byte tokens that are not UTF-8: there
-the library replaces every byte of the run, the valid characters among them too, and this keeps those characters.
+The text is the bytes of all tokens, one after the other, read as UTF-8 with U+FFFD for what is not UTF-8. This equals
+the decoders of the `tokenizers` library with one exception: where a SentencePiece model writes byte tokens that are not
+UTF-8, the library replaces every byte of the run. Here the valid characters among them are kept.
 """
 
+import codecs
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -72,6 +74,44 @@ class TokenBytes:
             token = token.replace(old, new)
         byte = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         return bytes([int(byte[1], 16)]) if byte else token.encode()
+
+
+class Detokenizer:
+    """Text from tokens as they come, in whole characters, in constant time per token.
+
+    All that `push` and `finish` return, joined, is `tokenizer.decode` of all ids. Nothing returned is ever changed:
+    the bytes of a character that is not complete, three at most, are held back.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, skipped: frozenset[int] = frozenset()):
+        """Start an empty text; the ids in `skipped` are no text."""
+        self._bytes = token_bytes
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._leading_spaces = token_bytes.leading_spaces
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether the text so far ends within a character."""
+        return bool(self._decoder.getstate()[0])
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The characters that `ids` complete; may be empty."""
+        skipped, token_bytes = self._skipped, self._bytes
+        return self._strip(self._decoder.decode(b"".join(token_bytes[i] for i in ids if i not in skipped)))
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows: U+FFFD for an incomplete character, or nothing."""
+        return self._strip(self._decoder.decode(b"", final=True))
+
+    def _strip(self, text: str) -> str:
+        while text and self._leading_spaces:
+            if text[0] != " ":
+                self._leading_spaces = 0
+            else:
+                text = text[1:]
+                self._leading_spaces -= 1
+        return text
 
 
 def _byte_alphabet() -> dict[str, int]:
