@@ -1,18 +1,23 @@
-# The two commands of the README: `make demo` and `make test`. Both create what they need, and are quick when run again.
+# `make demo` and `make test` create what they need, and are quick when run again.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Explain in three sentences why the sky is blue.
 
-.PHONY: demo test parity lint clean
+.PHONY: demo test test-all parity lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxspec-decode --stats "$(PROMPT)"
 
-# Three processes: on two cores one that compiles, most of the time, does not keep its share busy (two took a sixth
-# longer). A file's tests stay together, since they share what they compile.
+# Three processes keep two cores busy: a process that compiles often waits for one thread. The tests of a file stay
+# together, since they share what they compile. docs/testing.md describes the suite.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
+
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q -n 3 --dist loadfile
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST)
 
 # Comparison with Hugging Face on torch; not needed to use or test jaxspec.
 parity: $(VENV)/.installed-test $(VENV)/.installed-parity

@@ -1,17 +1,59 @@
-"""Shared by all tests: eight CPU devices, one load of the default model, a count of compilations."""
+"""Shared by all tests: eight CPU devices, one compile cache per session, quick compilation, the default model."""
 
+import atexit
 import functools
 import gc
+import os
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # Before any backend starts. Eight devices let every tensor-parallel degree up to 8 run on any machine.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Linux gives a process 65,530 memory mappings, and each compiled program takes several: beyond, compiling crashes.
+# One compile cache for all processes of a session; never the user's own. Set the variable to keep the folder and
+# to share it between sessions. Workers and the processes that tests start inherit both variables.
+CACHE_VARIABLE = "JAXSPEC_TEST_CACHE"
+if CACHE_VARIABLE not in os.environ:
+    os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="jaxspec-test-")
+    atexit.register(shutil.rmtree, os.environ[CACHE_VARIABLE], ignore_errors=True)
+COMPILED = str(Path(os.environ[CACHE_VARIABLE]) / "compiled")
+os.environ["JAXSPEC_COMPILE_CACHE"] = COMPILED
+
+
+def use_session_cache():
+    """Point JAX at the session's cache; small programs are kept too."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", COMPILED)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+use_session_cache()
+
+# The tools are no part of the package.
+TOOLS = str(Path(__file__).parents[1] / "tools")
+if TOOLS not in sys.path:
+    sys.path.append(TOOLS)
+
+# Linux gives a process 65,530 memory mappings, and each compiled program takes several: above, compiling crashes.
 MANY_MAPPINGS = 15_000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Compile with few optimisations, unless the test is marked; undo what a test did to the cache."""
+    full = item.get_closest_marker("full_compilation") or item.get_closest_marker("real_model")
+    jax.config.update("jax_disable_most_optimizations", not full)
+    if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir == COMPILED):
+        compilation_cache.reset_cache()
+        use_session_cache()
+    return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,14 +72,14 @@ def forget_programs(request):
 
 @pytest.fixture(scope="session")
 def llm():
-    """The default model, compiled once for the whole run."""
+    """The default model, loaded once per process. Tests that use it are marked `real_model`."""
     import jaxspec
 
     return jaxspec.LLM()
 
 
 @pytest.fixture
-def compilations(monkeypatch):
+def compilations():
     """Names of the events that XLA compilations (or loads of compiled programs) leave, in a list that grows."""
     events = []
 
