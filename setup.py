@@ -1,15 +1,17 @@
-"""The native CPU kernels: built where there is a compiler, left out where there is none (the XLA path needs neither).
+"""What pyproject.toml cannot say: how the native CPU kernels are built, and where an editable install is looked up.
 
-Everything else about the package is in pyproject.toml.
+The kernels are left out where there is no compiler; XLA computes the same then.
 """
 
 import copy
 import importlib.util
 import os
 import platform
+import warnings
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command import editable_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path("pallas_kernels")
@@ -18,7 +20,7 @@ LEVELS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     LEVELS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
-# Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler's mood.
+# Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 
 
@@ -54,6 +56,29 @@ class BuildSideBySide(build_ext):
         build_ext.build_extension(own, ext)
 
 
+def prefer_install_over_folders() -> None:
+    """Let an editable install win over folders that only have its packages' names.
+
+    A folder without `__init__.py`, such as a clone called jaxspec, is an empty namespace package to Python when it
+    lies in the working folder. The finder of setuptools is asked after Python's own, which has found that folder by
+    then. The finder that is written here is asked first, and answers unless Python's own finds a real package.
+    """
+    changes = {
+        "sys.meta_path.append(_EditableFinder)": "sys.meta_path.insert(0, _EditableFinder)",
+        "if fullname in MAPPING:": (
+            'if fullname in MAPPING and getattr(PathFinder.find_spec(fullname, path), "loader", None) is None:'
+        ),
+    }
+    template = getattr(editable_wheel, "_FINDER_TEMPLATE", "")
+    if any(old not in template for old in changes):
+        warnings.warn("this setuptools is not known: run jaxspec from no folder that holds its clone", stacklevel=2)
+        return
+    for old, new in changes.items():
+        template = template.replace(old, new)
+    editable_wheel._FINDER_TEMPLATE = template  # pyright: ignore[reportAttributeAccessIssue]
+
+
+prefer_install_over_folders()
 # Side by side, because each library takes a compiler twenty seconds.
 setup(
     ext_modules=extensions(),

@@ -1,7 +1,9 @@
-"""jaxspec: lossless decoding of large language models with the lowest latency for a single query."""
+"""jaxspec: lossless decoding of large language models with the lowest latency for a single request."""
 
 import importlib
 from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jaxspec.config import SamplingParams
@@ -68,4 +70,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])
