@@ -1,6 +1,6 @@
 """Generation rate against budget: SpecExec's trees beside SpecInfer's, at several temperatures.
 
-    python tools/bench_budgets.py [DRAFT] [--json docs/results/budgets.json] [--plot docs/results/budgets.png]
+    python tools/bench_budgets.py [DRAFT] [--json FILE] [--plot docs/results/budgets.png]
 
 The rate (tokens per target pass, bonus token included) depends on target, draft and text, and on no clock: the run may
 share the machine. SpecExec's claim (arXiv 2406.02532, figure 1) is that its rate keeps rising with the budget where the

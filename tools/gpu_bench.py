@@ -1,6 +1,6 @@
 """GPU kernels: their tests, their times beside XLA's and the memory roofline, steps and decoding. One command.
 
-    python tools/gpu_bench.py [--json docs/results/gpu-DEVICE.json] [--minutes 10] [--parts steps,decode] [--smoke]
+    python tools/gpu_bench.py [--json FILE] [--minutes 10] [--parts steps,decode] [--smoke]
 
 Ten minutes, no network. It writes one JSON object, and the same as tables into a Markdown file beside it; both anew
 after each part, so that what is cut off leaves what it has measured. The device's part runs whatever `--parts` says.
@@ -9,7 +9,7 @@ after each part, so that what is cut off leaves what it has measured. The device
   tests           tests/gpu: every kernel against its reference on the device, small decodes through each `--kernels`
   tree_attention  each implementation beside XLA's, by the profiler's device time; see tools/kernel_bench/timing.py
   swiglu          likewise
-  steps           passes of the Llama-3-8B geometry with random weights, T = 1 to 256 behind 512 and 8192 tokens
+  steps           passes of the Llama-3-8B geometry with random weights, T = 1 to 256 after 512 and 8192 tokens
   decode          the default model with every method, as `jaxspec-bench` measures it
 
 Each part is a process of its own with a share of the time: what crashes, hangs or is late is recorded by name, and the
@@ -124,7 +124,7 @@ def run_all(chosen: Sequence[str], arguments: argparse.Namespace, save: Callable
                     command = child_command(name, path, budget, arguments)
                     parts[name] = run_child(name, command, path, budget, grace)
             except BaseException:
-                # Whoever ends this gets the rows that there are.
+                # If this process is ended, the rows so far are written.
                 parts[name] = read_part(name, path) | {"error": "was interrupted"}
                 save(summarise(parts, arguments, time.monotonic() - start))
                 raise
@@ -215,7 +215,7 @@ def describe_device(smoke: bool) -> Iterator[dict[str, Any]]:
 def run_tests(smoke: bool, budget_s: float) -> Iterator[dict[str, Any]]:
     """The files of tests/gpu, a row for each test as it ends, and one for each file; `--smoke` only collects them.
 
-    Each file gets half of the time that is left, the last one all of it, and is ended behind it.
+    Each file gets half of the time that is left, the last one all of it, and is ended after it.
     """
     folder = ROOT / "tests" / "gpu"
     files = [folder / name for name in FIRST_TESTS]

@@ -3,16 +3,17 @@
     python tools/simulate_swiftspec.py record TRACE.npz --draft DRAFT --max-prompts 6 --max-tokens 48
     python tools/simulate_swiftspec.py simulate TRACE.npz --times tools/swiftspec_sim/times/qwen2-72b-h800.toml
 
-`record` lets the target write its answers, and the draft say what it proposes: behind every prefix of each answer, and
-behind every other context that a set of settings (--widths, --depths, --batches, overlapped and in turn, with and
+`record` lets the target write its answers, and the draft say what it proposes: after every prefix of each answer, and
+after every other context that a set of settings (--widths, --depths, --batches, overlapped and in turn, with and
 without reuse) evaluates while it decodes that answer. What a target writes does not depend on the settings, so one
 table serves them all.
 
 `simulate` decodes the recorded answers again under any settings, with the library's own functions for growing,
-selecting and re-rooting, and keeps two clocks. Settings outside the recorded set may ask for contexts that nobody
-recorded. They lie off the answer, where nothing is ever accepted; what is not known is how well their children compete
-for places in the tree and the batch. These children get the log-probabilities of the most probable recorded sibling of
-their parent, or of the parent's parent if no sibling was recorded. The last column of the table says how often.
+selecting and re-rooting, and keeps two clocks. Settings outside the recorded set may ask for contexts that were not
+recorded. They lie off the answer, where nothing is ever accepted. Only their children's scores are unknown, and these
+decide which tokens get a place in the tree and the batch. Such children get the log-probabilities of the most probable
+recorded sibling of their parent, or of the parent's parent if no sibling was recorded. The last column of the table
+says how often.
 
 Not modelled: prefill, sampling of drafts (there is none: trees hold the most probable tokens), the host, and passes
 that cost less because few of their rows are live. A trace holds for the text and draft it was recorded with: mean

@@ -1,7 +1,7 @@
 """KV cache: the committed prefix in order, then the tree window.
 
 Slots `[0, length)` hold the committed prefix; slots `[length, length + W)` are the window that a pass writes.
-Whatever lies behind is garbage that masks hide. Arrays are zeros when new: uninitialised memory may hold NaN, and
+Everything after them is garbage that masks hide. Arrays are zeros when new: uninitialised memory may hold NaN, and
 `0 * NaN` would leak through a masked product.
 """
 
@@ -57,7 +57,7 @@ def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
 
     Args:
       cache: its window holds the path's rows at scattered slots.
-      slots: int32 `[P]`, window slots in order of depth; those behind `count` are arbitrary.
+      slots: int32 `[P]`, window slots in order of depth; those from `count` on are arbitrary.
       count: int32 [], rows to commit.
     """
     return commit_rows(permute_window(cache, slots, count), count)

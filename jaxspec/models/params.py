@@ -1,7 +1,7 @@
 """Parameters: one declaration from which initial values, abstract shapes, shardings and restores derive.
 
 Axis letters are those of `ModelConfig`. Weights are stored `[out..., in...]`, as checkpoints have them: a
-one-token step is then a row-major matrix-vector product, the fastest form on CPU (docs/design.md). Query, key and
+one-token step is then a row-major matrix-vector product, the fastest form on CPU (docs/decisions.md). Query, key and
 value share one tensor grouped by KV head, gate and up share another, so that sharding the first named axis gives
 each device whole heads with their keys.
 

@@ -88,7 +88,7 @@ def prefill(
 ) -> KVCache:
     """Commit the first `count` of T consecutive tokens.
 
-    Rows from `count` on are padding: they write behind the prefix, where the next pass overwrites them. No hidden
+    Rows from `count` on are padding: they write after the prefix, where the next pass overwrites them. No hidden
     state is returned, so the last layer only computes keys and values.
     """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
@@ -123,6 +123,8 @@ def _run_layers(params, cfg, token, position, cache, window, units):
     """All layers; without a window the rows are a causal chunk, of which only the cache is wanted."""
     with jax.named_scope("embed"):
         x = embed(params, token)
+        if cfg.embed_scale != 1:
+            x = x * cfg.embed_scale
     rope = rope_tables(position, jnp.asarray(rope_frequencies(cfg.rope, cfg.head_dim)))
     cut = {None: window}
     if window is not None:

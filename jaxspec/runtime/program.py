@@ -65,7 +65,7 @@ class Program:
         self._compiled = lowered.compile()
 
     def __call__(self, *args: Any) -> Any:
-        """Dispatch; compiles first if nobody did."""
+        """Dispatch; compiles first if needed."""
         if not self.ready:
             self.finish(self.lower())
         compiled = self._compiled

@@ -1,15 +1,15 @@
-"""Acceptance: the walk from the root along the tokens that the target's own distribution confirms (ALGORITHMS 2.2).
+"""Acceptance: the walk from the root along the tokens that the target's own distribution confirms.
 
 | rule | children of a row | what is offered here |
 |---|---|---|
-| R1 greedy, R4 draw and match | any, chosen without looking at the target's noise or not | `match_rule` |
+| R1 greedy, R4 draw and match | any | `match_rule` |
 | R2 chain rejection | one, drawn from q | `rejection_rule` with one draw |
 | R3 multi-round rejection | several, drawn independently from q | `rejection_rule` |
 | R3' without replacement | several, drawn in turn without replacement | `rejection_rule`, `replacement=False` |
 
 The rejection rules compare p with the q that a child was really drawn from. Children that were picked in any other way
-(the k most probable ones, say) make their law wrong; such trees need `match_rule`, which is exact for every tree and
-under which the output equals plain sampling with the same seed, token for token.
+(the k most probable ones, say) make their distribution wrong. Such trees need `match_rule`, which is exact for every
+tree. Its output equals plain sampling with the same seed, token for token. docs/algorithms.md states the rules.
 
 Only rows on the path are looked at, one after the other, by the code that plain decoding runs: penalties see the
 path's own tokens, and nothing is drawn for rows that are not reached.
@@ -41,7 +41,7 @@ class Verified:
     """What a round decided.
 
     Attributes:
-      tokens: int32 [P], accepted tokens and then the bonus token; arbitrary behind `count`.
+      tokens: int32 [P], accepted tokens and then the bonus token; arbitrary after `count`.
       count: int32 [], at least 1.
       path: int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count.
       logprob: float32 [P], of each token under the processed target distribution; see `choose`.
@@ -99,7 +99,7 @@ def find_child(batch: Batch, row: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def children_mask(batch: Batch, row: jax.Array) -> jax.Array:
-    """Which batch rows are children of `row`, bool [bs]; unused rows, their own parents, are nobody's."""
+    """Which batch rows are children of `row`, bool [bs]; unused rows are their own parents and no children."""
     rows = jnp.arange(batch.rows)
     return (batch.parent == row) & (rows != batch.parent)
 
@@ -150,7 +150,7 @@ def rejection_rule(
       logits: of the target.
       batch: children of a row in ascending order are its draws, in the order in which they were drawn.
       draft_logprob: float32 [rows, V_local], log q that the children of each inner row were drawn from; rows are those
-        of the batch, leaves may lie behind the last one.
+        of the batch, leaves may come after the last one.
       request: processors and seed.
       position: int32 [], absolute position of the root.
       vocab: the local columns.
@@ -235,6 +235,6 @@ def draw_children(
 
 
 def _normalise(weights: jax.Array, fallback: jax.Array, vocab: VocabShard) -> jax.Array:
-    """Scale [1, V_local] to sum 1; a sum of 0 only comes from rounding and gives `fallback` (2.3, C4)."""
+    """Scale [1, V_local] to sum 1; a sum of 0 only comes from rounding and gives `fallback`."""
     total = vocab.sum(weights.sum(axis=-1, keepdims=True))
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), fallback)

@@ -1,4 +1,4 @@
-"""Rule R4: each token is a function of its distribution and of the noise at its position (ALGORITHMS 2.4)."""
+"""Rule R4: each token is a function of its distribution and of the noise at its position (docs/algorithms.md)."""
 
 from collections.abc import Callable
 
@@ -149,7 +149,7 @@ def choose_ranked(
 
 
 def _by_case(processors: Processors, plain: Case, penalised: Case, draw: Case) -> tuple[jax.Array, jax.Array]:
-    """Run one of three: greedy as the logits are, greedy behind penalties, or with noise."""
+    """Run one of three: greedy as the logits are, greedy after penalties, or with noise."""
     # The cheap case first and alone: its branch reads the logits and nothing else.
     branch = jnp.where(jnp.asarray(processors.temperature) > 0, 2, jnp.asarray(processors.penalised, jnp.int32))
     return lax.switch(branch, [plain, penalised, draw])

@@ -1,4 +1,4 @@
-"""Gumbel noise tied to seed, absolute position and token id (ALGORITHMS 2.4).
+"""Gumbel noise tied to seed, absolute position and token id.
 
 The noise of a token at a position is a hash of the three, so it is the same for any vocabulary sharding, any number of
 rows and any method; drawing from it twice is the same draw.
@@ -25,7 +25,7 @@ def role_key(key: jax.Array | np.ndarray, role: int) -> jax.Array:
       key: uint32 [2], from `seed_key`.
       role: at least 1.
     """
-    # The counter's high word is 0 for positions, so that no role meets one.
+    # The counter's high word is 0 for positions, so no role gets the key of a position.
     seed = jnp.asarray(key, jnp.uint32)
     return jnp.stack(threefry((seed[0], seed[1]), jnp.uint32(role), jnp.uint32(0)))
 

@@ -1,4 +1,6 @@
-"""The one logits processor: penalties, bias, temperature, top-k, top-p, min-p (ALGORITHMS 2.1).
+"""The one logits processor: penalties, bias, temperature, top-k, top-p, min-p.
+
+The order of the steps is in docs/algorithms.md, "One logits processor".
 
 Every knob is a traced value, so that one compiled program serves all sampling parameters. Nothing is sorted and the
 vocabulary is never gathered: the cuts of top-k and top-p are found by exact bisection over the bits of the scores,

@@ -1,4 +1,4 @@
-"""The logits processor for one row, in float64 with sorting, written for reading (ALGORITHMS 2.1)."""
+"""The logits processor for one row, in float64 with sorting, written for reading."""
 
 import math
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ class Request:
     max_tokens: jax.Array | np.int32 = np.int32(UNLIMITED)
 
     def left(self, generated: jax.Array) -> jax.Array:
-        """Tokens to come behind so many, int32 []; at least 1, for a round that was launched ahead and is not read."""
+        """Tokens to come after so many, int32 []; at least 1, for a round that was launched ahead and is not read."""
         return jnp.maximum(self.max_tokens - generated, 1)
 
 

@@ -32,7 +32,7 @@ class VocabShard:
       vocab_size: ids of the real vocabulary.
       local_size: columns per device, padding included.
       axis_name: mesh axis over which the columns are split; None for a vocabulary in one piece.
-      subset: the ids that the columns stand for, ascending; empty where they are all ids in order. Columns behind the
+      subset: the ids that the columns stand for, ascending; empty where they are all ids in order. Columns after the
         last one are padding.
     """
 

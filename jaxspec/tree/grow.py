@@ -62,7 +62,7 @@ def picked_mask(tree: Tree, picked: Picked) -> jax.Array:
 def add_rows(tree: Tree, picked: Picked, mask: jax.Array, child_token: jax.Array, child_logprob: jax.Array) -> Tree:
     """Append evaluated leaves and their proposals; `tree.size + w` must not exceed M.
 
-    Fillers are written behind the valid rows, where the next call overwrites them.
+    Fillers are written after the valid rows, where the next call overwrites them.
 
     Args:
       tree: grows by the valid ones of `picked`.
@@ -121,7 +121,7 @@ def plant(tree: Tree, token: jax.Array, child_token: jax.Array, child_logprob: j
 
 
 def is_complete(tree: Tree, budget: int, least: jax.Array | float = -jnp.inf) -> jax.Array:
-    """Whether no further growth can change the `budget` best proposals: the exact stop test of SpecExec (5.2).
+    """Whether no further growth can change the `budget` best proposals: the exact stop test of SpecExec.
 
     Children never score above their parents, so what the frontier may still bring scores at most its best leaf.
     Leaves below `least` are not grown and count as no frontier.

@@ -1,4 +1,4 @@
-"""Following verified tokens through a tree, and moving its root there (SwiftSpec 3.4)."""
+"""Following verified tokens through a tree, and moving its root there (docs/algorithms.md, "Re-rooting")."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def follow(tree: Tree, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, 
       count: int32 [], how many there are, at least 1.
 
     Returns:
-      rows: int32 [P + 1], the old root and the nodes reached, in order of depth; behind `reached` arbitrary.
+      rows: int32 [P + 1], the old root and the nodes reached, in order of depth; after `reached` arbitrary.
       reached: int32 [], nodes reached, the old root included; 0 if it was never evaluated.
     """
 
@@ -24,7 +24,7 @@ def follow(tree: Tree, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, 
         row, reached = state
         token, place = token_and_place
         hit = (tree.child_token[row] == token) & (tree.child_row[row] >= 0)
-        # Only a path without gaps: once a token has no row, none behind it has.
+        # Only a path without gaps: once a token has no row, no later one has.
         go_on = (reached == place + 1) & (place < count) & hit.any()
         row = jnp.where(go_on, tree.child_row[row][jnp.argmax(hit)], row)
         return (row, reached + go_on), row

@@ -17,7 +17,7 @@ from flax import struct
 
 @struct.dataclass
 class Tree:
-    """A draft tree below the root, the last verified token; rows at or behind `size` are unused.
+    """A draft tree below the root, the last verified token; rows from `size` on are unused.
 
     Attributes:
       token: int32 [M].

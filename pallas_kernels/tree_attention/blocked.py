@@ -2,7 +2,7 @@
 
 A `switch` picks among a few static prefix lengths (powers of two), so one compiled program serves every context
 length. A dynamic loop over blocks was measured 1.3 times slower at 2,000 tokens, full capacity 1.2 times slower at
-256 of 2,048 (docs/design.md). On GPUs a data-dependent branch stalls the host, so the reference runs there.
+256 of 2,048 (docs/decisions.md). On GPUs a data-dependent branch stalls the host, so the reference runs there.
 """
 
 import jax.numpy as jnp

@@ -97,7 +97,7 @@ class Packer:
                 token[r, whole], position[r, whole], segment[r, whole] = text, np.arange(len(text)), number
                 column[r, own] = self._column[c.teacher_id]
                 logprob[r, own] = c.teacher_logprob
-                # Row i of the teacher's is about the token behind token i; behind the last one nothing was said.
+                # Row i of the teacher's is about the token after token i; there is none for the last one.
                 weight[r, own] = np.where(np.arange(len(c.token)) + 1 >= c.answer, 1.0, CONTEXT_WEIGHT)
                 weight[r, own.stop - 1] = 0
                 at = whole.stop

@@ -1,4 +1,4 @@
-"""Sample conversations from the target: many at once, as branches of one tree window behind the template's beginning.
+"""Sample conversations from the target: many at once, as branches of one tree window after the template's beginning.
 
 Each branch holds a conversation of its own; where one ends, the next starts in the same branch. All of them attend to
 the same committed prefix, the chat template's text before the user's turn, so a pass of B rows moves B conversations on
@@ -64,7 +64,7 @@ def find_turns(llm: LLM) -> Turns:
     """What the template puts around a user's text: what two conversations have in common.
 
     Raises:
-      ValueError: nothing in front of the text or behind it, so that there is nothing to begin or to end a turn with.
+      ValueError: nothing before the text or after it, so that there is nothing to begin or to end a turn with.
     """
     one, other = (llm.encode([{"role": "user", "content": word}]) for word in ("X", "7"))
     differing = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
@@ -100,7 +100,7 @@ class Branch:
         return self._forced[0]
 
     def take(self, ids: np.ndarray, logprob: np.ndarray, rng: np.random.Generator) -> bool:
-        """Take the teacher's top logits [K] behind `next_token`; returns whether the conversation goes on."""
+        """Take the teacher's top logits [K] after `next_token`; returns whether the conversation goes on."""
         self.token.append(self._forced.pop(0))
         self.teacher_id.append(ids)
         self.teacher_logprob.append(logprob)
@@ -114,7 +114,7 @@ class Branch:
         token = int(ids[_draw(logprob, temperature, rng)])
         if self._answering:
             self._forced.append(token)
-            # The token that ends the answer is part of it; nothing is predicted behind it.
+            # The token that ends the answer is part of it; nothing is predicted after it.
             return len(self.token) == self.answer or self.token[-1] not in self._ends
         if token in self._ends or len(self.token) >= self._asked + LONGEST_QUESTION:
             self._end_question()
@@ -225,7 +225,7 @@ class Sampler:
 
 def _check_settings(settings: SampleSettings, turns: Turns, llm: LLM) -> None:
     cfg = llm.engine.target.cfg
-    # The first token of a question's turn, the template's text behind it, and a token of an answer, at least.
+    # The first token of a question's turn, the template's text after it, and a token of an answer, at least.
     shortest, longest = 2 + len(turns.suffix), cfg.max_context - len(turns.prefix) + 1
     if not shortest <= settings.longest <= longest:
         raise ValueError(f"longest is {settings.longest}: must be from {shortest} to {longest} for this target")

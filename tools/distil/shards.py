@@ -1,7 +1,7 @@
 """Sampled conversations and the teacher's logits on disk: one compressed-free `.npz` per shard, written whole or not.
 
-A conversation is the tokens behind the chat template's fixed beginning (`prefix` in the folder's `meta.json`), the last
-token of which is its first. Row i of the teacher's logits is its distribution over the token behind token i.
+A conversation is the tokens after the chat template's fixed beginning (`prefix` in the folder's `meta.json`), the last
+token of which is its first. Row i of the teacher's logits is its distribution over the token after token i.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     old = read_meta(folder)
-    # What was noted before the first shard binds nobody.
+    # What was noted before the first shard has no effect.
     if old and old != meta and any(folder.glob("shard-*.npz")):
         differing = sorted(key for key in {*old, *meta} if old.get(key) != meta.get(key))
         raise ValueError(

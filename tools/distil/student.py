@@ -46,7 +46,7 @@ def student_hidden(
     position: jax.Array,  # int32 [B, T]
     segment: jax.Array,  # int32 [B, T]
 ) -> jax.Array:  # [B, T, D]
-    """Hidden states behind the final norm. Tokens see those before them in their own segment."""
+    """Hidden states after the final norm. Tokens see those before them in their own segment."""
     B, T = token.shape
     order = jnp.arange(T)
     seen = (segment[:, :, None] == segment[:, None, :]) & (order[:, None] >= order[None, :])

@@ -48,7 +48,7 @@ class TrainSettings:
 
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-    """Muon for the matrices (arXiv 2502.16982), Adam for the norms, behind a clip of the gradient's norm to 1."""
+    """Muon for the matrices (arXiv 2502.16982), Adam for the norms, after a clip of the gradient's norm to 1."""
     warmup = min(settings.warmup, settings.steps // 10)
     peak = settings.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, settings.steps, peak / 20)
@@ -289,7 +289,7 @@ def measure_quality(
 
 
 def _run_lengths(hits: np.ndarray, longest: int) -> np.ndarray:
-    """How many hits in a row begin at each position that has `longest` positions behind it."""
+    """How many hits in a row begin at each position that has `longest` positions after it."""
     count = max(0, len(hits) - longest + 1)
     windows = np.lib.stride_tricks.sliding_window_view(hits, longest) if count else np.zeros((0, longest), bool)
     return np.cumprod(windows, axis=1).sum(axis=1)

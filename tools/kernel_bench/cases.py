@@ -70,7 +70,7 @@ class Case:
 
 
 def attention_case(cfg: ModelConfig, model: str, tensor: int, T: int, prefix: int, dtype: Any = jnp.bfloat16) -> Case:
-    """T rows of a chain behind `prefix` tokens, on one of `tensor` devices."""
+    """T rows of a chain after `prefix` tokens, on one of `tensor` devices."""
     K, G, H = -(-cfg.num_kv_heads // tensor), cfg.group, cfg.head_dim
     slots = -(-(prefix + T) // 64) * 64
     row = jnp.arange(T, dtype=jnp.int32)

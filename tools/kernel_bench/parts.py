@@ -47,7 +47,7 @@ def run_rows(name: str, rows: Callable[[], Iterable[dict[str, Any]]], path: Path
 
 
 def divide_slice(seconds: float) -> tuple[float, float]:
-    """A part's budget, and the grace behind it, which together are not more than its slice of the time."""
+    """A part's budget, and the grace after it, which together are not more than its slice of the time."""
     grace = min(GRACE, seconds / 2)
     return seconds - grace, grace
 
@@ -60,7 +60,7 @@ def run_child(name: str, command: Sequence[str], path: Path, budget_s: float, gr
       command: writes the result to `path`, by `run_rows`.
       path: of the result.
       budget_s: the part's own deadline.
-      grace_s: the process is ended so many seconds behind it.
+      grace_s: the process is ended so many seconds after it.
     """
     start = time.monotonic()
     path.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ def _write(path: Path, result: dict[str, Any], start: float) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file at once: whoever ends this process leaves a whole one."""
+    """Replace a file at once, so that a process that is ended leaves a whole one."""
     other = path.with_suffix(".part")
     other.write_text(text, encoding="utf-8")
     other.replace(path)

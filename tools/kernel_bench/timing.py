@@ -30,7 +30,7 @@ Copies = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 # Twice the largest L2 cache of today's GPUs.
 COLD_BYTES = 256 << 20
-# Attention of one KV head behind a thousand tokens reads half a megabyte.
+# Attention of one KV head after a thousand tokens reads half a megabyte.
 MOST_COPIES = 512
 LOOP_COPIES = 64  # in one program, which compiles the call as often
 MOST_ROUNDS = 1 << 14
@@ -151,7 +151,7 @@ def median_step(sample: Callable[[int], float], passes: int, repeats: int = 3) -
     Args:
       sample: seconds of so many passes; see `jaxspec.bench.microbench.time_pass`.
       passes: of the long run.
-      repeats: behind the median.
+      repeats: of which the median is taken.
     """
     sample(1)
     return statistics.median((sample(1 + passes) - sample(1)) / passes for _ in range(repeats))

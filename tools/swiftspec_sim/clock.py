@@ -38,7 +38,7 @@ class Steps:
       draft: a pass of growth.
       first: a draft pass that catches up, or that a branch-free turn always has.
       message: to the other side.
-      walk: behind the target's pass.
+      walk: after the target's pass.
       turn: beside the draft's passes.
     """
 

@@ -68,7 +68,7 @@ class State:
     Attributes:
       tree: its tokens are proposals.
       root: int32 [], tokens of the text up to the root; -1 before the first turn.
-      count: int32 [], tokens that the target has verified behind the root.
+      count: int32 [], tokens that the target has verified after the root.
       passes: int32 [], of the draft since the last turn.
       computed: int32 [], tokens that these ran.
       stood_in: int32 [], how many of these were approximated.

@@ -63,7 +63,7 @@ class Times:
       target: {devices: {rows: time of a pass}}.
       draft: likewise.
       message: from one submesh to the other.
-      walk: acceptance and commit, behind the target's pass.
+      walk: acceptance and commit, after the target's pass.
       turn: re-rooting, compaction and selection, beside the draft's passes.
       published: measured rates to set predictions beside.
     """

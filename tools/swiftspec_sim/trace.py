@@ -1,4 +1,4 @@
-"""Traces: what a target wrote, and what its draft proposes behind every context that a replay may ask for.
+"""Traces: what a target wrote, and what its draft proposes after every context that a replay may ask for.
 
 A trace is a table of *nodes*. A node is a context: the prompt, then some tokens. Node i, for i up to L, is the prompt
 and the first i tokens of the target's text; further nodes lie off that text. Each holds the draft's K most probable
@@ -29,7 +29,7 @@ class Trace:
       question_id: of its prompt.
       category: of its prompt.
       text: int32 [L], what the target wrote.
-      parent: int32 [N], node that each node lies behind; -1 for node 0.
+      parent: int32 [N], node that each node follows; -1 for node 0.
       token: int32 [N], each node's last token; -1 for node 0.
       child_token: int32 [N, K], distinct within a node.
       child_logprob: float32 [N, K], never increasing; -inf where there is no proposal.
