@@ -90,8 +90,8 @@ def test_a_run_writes_sets_and_a_preset_that_decodes(call, deep_model, tmp_path)
     assert [(row["ratio"], row["num_skipped"]) for row in found["results"]] == [(0.34, 2), (0.5, 3)]
     assert sum(row["measured"] is not None for row in found["results"]) <= 1
     assert all(row["steps"] == 12 and 0 <= row["matchness"] <= 1 for row in found["results"])
-    [model] = json.loads(sets.read_text())["models"].values()
-    assert set(model["tasks"]["words"]) == {"0.34", "0.5"}
+    stored = json.loads(sets.read_text())["sets"]
+    assert {(entry["task"], entry["ratio"]) for entry in stored} == {("words", "0.34"), ("words", "0.5")}
 
     written = tomllib.loads(preset.read_text())
     gained = any((row["measured"] or 0) >= LEAST_GAIN for row in found["results"])

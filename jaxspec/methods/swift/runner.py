@@ -164,7 +164,6 @@ class SwiftRunner:
         meter.pass_cost = float(pass_costs(target, max(rows, 1))[-1])
 
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="swift") if self._searches else None
-        search.executor = self._worker
         self._pending: tuple[Asked, jax.Array] | None = None  # scores on their way
         self._window: Window | None = None
         self._compiling: tuple[LayerSet, Future[Program]] | None = None
@@ -264,7 +263,7 @@ class SwiftRunner:
                 return target
         if (window := self._next_window(text)) is None:
             return target
-        asked = search.next_sets(self._sets, spare_s)
+        asked = search.next_sets(self._sets)
         units = np.stack([layers.runs for layers in asked.layers])
         tokens = np.array(text.tokens[window.start : window.start + search.settings.window + 1], np.int32)
         target, matches = self._score(params, target, tokens, np.int32(window.start), units)

@@ -1,23 +1,25 @@
-"""The search for the layers to skip (SWIFT, arXiv 2410.06916, section 4.2): on the host, a step at a time.
+"""The search for the blocks to skip (SWIFT, arXiv 2410.06916, section 4.2): on the host, one step at a time.
 
-A step scores one candidate on a *window*, tokens of the text at hand. The best set so far, the incumbent, is scored on
-new windows too (ALGORITHMS B2). A candidate that does better there becomes a rival, and rivals are scored with the
-incumbent from then on: the best by all that is known of it is the incumbent. One window says little, and the best of
-hundreds of scores is a lucky one. Where windows get few scores each, half of all are candidates' nevertheless, and
-those that have to be scored again take turns. Whoever runs the search asks `next_sets` for work and gives `tell` the
-results.
+A step scores one candidate on a *window*: consecutive verified tokens. The score is the number of these tokens that
+the model without the candidate's blocks predicts. `LayerSearch.next_sets` says what to score, `tell` takes the result.
+Two rules decide which candidate becomes the *incumbent*, the set that drafts:
+
+- "paper": every step has a new window. A candidate replaces the incumbent if its score exceeds the incumbent's, which
+  is never measured again. One score above `max_score` ends the search.
+- "budget": one window says little, and the best of hundreds of scores is a lucky one. So several candidates share a
+  window, and the incumbent is scored there too. A candidate that does better becomes a rival. Rivals and incumbent are
+  scored on the next windows as well, and the best of them by all scores is the incumbent.
+
+A search that has ended scores its incumbent now and then. It is resumed when the score falls below what was stored.
 """
 
 import collections
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxspec.methods.swift.bayes import propose_bayesian
 from jaxspec.models.layer_set import (
     LayerSet,
     all_layers,
@@ -30,29 +32,29 @@ from jaxspec.models.layer_set import (
 
 # Observations that are kept, the latest ones.
 MEMORY = 256
-# Candidates on one window before the next one is taken.
-WINDOW_STEPS = 8
-# Windows on which a set must have been seen before it counts as good enough to stop.
-CONFIRMING_WINDOWS = 2
-# Sets that are scored on every window beside the incumbent, and the weight of the mean candidate in what is believed of
-# a set, in windows.
-RIVALS, PRIOR_WINDOWS = 3, 1.0
-# What the first Bayesian proposal of a process is taken to cost, in seconds: it imports what it needs.
-FIRST_PROPOSAL_S = 1.5
+# "budget": candidates per window, windows that must confirm a set before it can end the search, rivals, and the weight
+# of the mean candidate in the estimate of a set, in windows.
+WINDOW_STEPS, CONFIRMING_WINDOWS, RIVALS, PRIOR_WINDOWS = 8, 2, 3, 1.0
+# Numbers that outlive a process.
+COUNTERS = ("steps", "stale", "since", "proposed", "again", "decoded_s", "spent_s")
+# A search that has ended is resumed when the incumbent's matchness on so many windows is lower by this much.
+WATCHED_WINDOWS, FALL = 4, 0.15
+# Bayesian proposals. Weight of the deviation in the upper confidence bound, as in the paper's code.
+KAPPA = 2.5
+# Variance of a score's noise relative to that of all scores: 1e-2 is that of the paper's code, 0.3 takes into account
+# that 32 tokens say little about one set.
+NOISE = {"paper": 0.01, "budget": 0.3}
+# Observed sets that a proposal rests on; random sets that it starts from; then how often the neighbours of the best
+# one are looked at, and how many.
+OBSERVATIONS, POOL, CLIMBS, NEIGHBOURS = 128, 256, 12, 64
+
+SearchRule = Literal["budget", "paper"]
+NOTHING_TO_CHOOSE = "there is nothing to choose"
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchSettings:
-    """How layers are searched; see `Swift`.
-
-    Attributes:
-      ratio: r, share of the units that is skipped.
-      window: gamma, tokens of a window.
-      interval: beta, every how many steps a proposal is Bayesian.
-      steps: S, most steps.
-      tolerance: steps without a better set after which the search ends.
-      max_score: matchness above which it ends.
-    """
+    """How layers are searched; `Swift` documents the fields. `rule` is its `search`."""
 
     ratio: float = 0.45
     window: int = 32
@@ -60,17 +62,18 @@ class SearchSettings:
     steps: int = 1000
     tolerance: int = 300
     max_score: float = 0.95
+    rule: SearchRule = "budget"
 
 
 @dataclasses.dataclass
 class Standing:
-    """What a set reached on windows, since it became a rival of the incumbent.
+    """Scores of one set.
 
     Attributes:
       layers: the set.
       matches: tokens that it predicted.
       tokens: tokens that it was scored on.
-      here: matches on the present window; None where it was not scored on that yet.
+      here: matches on the present window; None before it was scored there.
     """
 
     layers: LayerSet
@@ -80,18 +83,16 @@ class Standing:
 
     @property
     def matchness(self) -> float | None:
-        """Share of tokens that it predicted; None before any was scored."""
+        """Share of tokens that the set predicted; None before any was scored."""
         return self.matches / self.tokens if self.tokens else None
 
     def add(self, matches: int, window: int) -> None:
-        """Count a window."""
-        self.matches += matches
-        self.tokens += window
-        self.here = matches
+        """Count the score of a window."""
+        self.matches, self.tokens, self.here = self.matches + matches, self.tokens + window, matches
 
 
 class Asked(NamedTuple):
-    """Sets that are to be scored on one window; those that were candidates already with their standing."""
+    """Sets to score on one window, and the standing of those that are scored again (None for candidates)."""
 
     window: int
     sets: tuple[tuple[LayerSet, Standing | None], ...]
@@ -103,237 +104,272 @@ class Asked(NamedTuple):
 
 
 class LayerSearch:
-    """One search, over as many generations as it takes.
+    """One search, over any number of texts and processes.
 
     Attributes:
-      incumbent: the best set so far.
+      incumbent: the set that drafts.
       steps: candidates scored.
-      stale: of these, since the incumbent last changed.
-      stopped: why the search ended; None while it goes on.
-      history: (step, matchness of the incumbent) whenever it was scored.
-      adopted: (step, layer set as text), every incumbent so far.
-      decoded_s: seconds of decoding beside which it ran, those of earlier processes included.
-      spent_s: of these, seconds that it took.
+      stale: candidates scored since the incumbent last changed.
+      since: `steps` when the search was last resumed.
+      proposed: candidates asked for.
+      again: sets asked for that had been scored before.
+      stopped: why the search has ended; None while it goes on.
+      history: (step, matchness of the incumbent), each time that one of them changed.
+      adopted: (step, layer set as text) of every incumbent.
+      decoded_s: seconds of decoding during the search, those of earlier processes included.
+      spent_s: seconds of these that scoring took.
     """
 
-    def __init__(self, num_layers: int, settings: SearchSettings, executor: Executor | None = None, seed: int = 0):
-        """Start at the uniform set.
-
-        Args:
-          num_layers: L.
-          settings: how to search.
-          executor: makes Bayesian proposals aside; None makes them at once.
-          seed: of the random proposals.
-        """
-        self.settings = settings
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int, settings: SearchSettings, seed: int = 0):
+        """Start with the uniform set of a model of `num_layers` layers; `seed` is that of random sets."""
+        self.settings, self._num_layers, self._seed = settings, num_layers, seed
         self._units, self._skipped = num_units(num_layers), count_skipped(num_layers, settings.ratio)
-        self.executor, self._seed = executor, seed
         self._rng = np.random.default_rng(seed)
         start = uniform_layers(num_layers) if self._skipped else all_layers(num_layers)
-        self.incumbent = Standing(start)
-        self.steps = self.stale = 0
-        self.stopped: str | None = None if 0 < self._skipped < self._units else "there is nothing to choose"
+        self.incumbent, self._rivals, self._candidates = Standing(start), [], Standing(start)
+        self.steps = self.stale = self.since = 0
+        self.stopped = None if 0 < self._skipped < self._units else NOTHING_TO_CHOOSE
         self.history: list[tuple[int, float]] = []
-        self.adopted: list[tuple[int, str]] = [(0, str(start))]
+        self.adopted = [(0, str(start))]
         self.decoded_s = self.spent_s = 0.0
-        self._rivals: list[Standing] = []
-        self._judged = Standing(start)  # of all candidates together
-        self._due: collections.deque[Standing] = collections.deque()
-        self._window_number = 0
-        self._on_window = 0
-        self._proposed = self._again = 0  # scores that were asked for, of candidates and of what was one before
-        self._num_bayesian, self._proposal_s = 0, FIRST_PROPOSAL_S
-        self._seen: set[LayerSet] = {start}
+        self._due: list[Standing] = []
+        self._window = self._on_window = 0  # number of the window; candidates proposed for it
+        self.proposed = self.again = 0
+        self._seen = {start}
         self._observed: collections.deque[tuple[np.ndarray, float]] = collections.deque(maxlen=MEMORY)
-        self._thinking: Future[Any] | None = None
-        self._bayesian = True  # until such a proposal fails
+        self._watched = Standing(start)
 
     @property
     def window_is_used_up(self) -> bool:
-        """Whether the next candidates should be scored on other text."""
-        return self._on_window >= WINDOW_STEPS
+        """Whether the next sets should be scored on other tokens."""
+        paper = self.settings.rule == "paper"
+        return paper or self.stopped is not None or self._on_window >= WINDOW_STEPS
 
     def open_window(self) -> None:
-        """What is asked for from now on is scored on other text than before; answers that are still out are ignored."""
-        self._window_number += 1
+        """Sets asked for from now on are scored on other tokens; answers that are still to come are ignored."""
+        if self.settings.rule == "budget":
+            self._window += 1
         self._on_window = 0
-        standings = [self.incumbent, *self._rivals]
-        late = [due for due in self._due if any(due is standing for standing in standings)]
-        others = [standing for standing in standings if all(standing is not due for due in late)]
-        self._due = collections.deque([*late, *others])
-        for standing in standings:
+        # The set with the fewest scores comes first: short texts have room for a few scores only.
+        self._due = sorted([self.incumbent, *self._rivals], key=lambda standing: standing.tokens)
+        for standing in self._due:
             standing.here = None
 
-    def next_sets(self, count: int, spare_s: float = float("inf")) -> Asked:
-        """`count` sets to be scored on the present window: what has to be scored again, and candidates.
-
-        A Bayesian proposal has to cost no more than `spare_s` seconds.
-        """
+    def next_sets(self, count: int) -> Asked:
+        """`count` sets to score on the present window."""
+        if self.stopped is not None:
+            return Asked(self._window, ((self.incumbent.layers, self.incumbent),) * count)
+        budget = self.settings.rule == "budget"
         chosen: list[tuple[LayerSet, Standing | None]] = []
         while len(chosen) < count:
-            if self._due and (self._again <= self._proposed + RIVALS or self.incumbent.matchness is None):
-                standing = self._due.popleft()
+            # At least about half of all scores are those of candidates.
+            due = budget and self._due and (self.again <= self.proposed + RIVALS or not self.incumbent.tokens)
+            if due:
+                standing = self._due.pop(0)
                 chosen.append((standing.layers, standing))
-                self._again += 1
+                self.again += 1
             else:
-                chosen.append((self._propose(spare_s), None))
+                chosen.append((self._propose(), None))
                 self._on_window += 1
-        return Asked(self._window_number, tuple(chosen))
+        return Asked(self._window, tuple(chosen))
 
     def tell(self, asked: Asked, matches: Sequence[int]) -> None:
-        """How many tokens of the window each of the sets predicted; in the order in which they were asked for."""
-        if asked.window != self._window_number:
+        """Take the scores of the sets that `next_sets` asked for: how many tokens of the window each predicted."""
+        if asked.window != self._window:
             return
-        for (layers, standing), count in zip(asked.sets, matches, strict=True):
-            if standing is None:
-                self._judge(layers, int(count))
-            else:
-                standing.add(int(count), self.settings.window)
+        for (layers, standing), count in zip(asked.sets, map(int, matches), strict=True):
+            if self.stopped is not None:
+                if standing is self.incumbent:
+                    self._watch(count)
+                return
+            if standing is not None:
+                standing.add(count, self.settings.window)
                 self._observed.append((layers.skipped, standing.matchness or 0.0))
-                self._choose()
+                self._rank()
                 if standing is self.incumbent:
                     self._note()
-        self._stop_if_done()
+            else:
+                self._judge(layers, count)
+            self._stop_if_done()
 
     def _judge(self, layers: LayerSet, matches: int) -> None:
-        """A candidate's score, beside the incumbent's on the same window, or on others where it was not due."""
-        assert self.incumbent.matchness is not None
-        window = self.settings.window
-        usual = self.incumbent.matchness * window
-        here = usual if self.incumbent.here is None else self.incumbent.here
-        # How hard this window is shows in the incumbent, whose average is known.
-        self._observed.append((layers.skipped, (matches - here) / window + self.incumbent.matchness))
-        self._judged.add(matches, window)
-        self.steps += 1
-        self.stale += 1
-        if matches > here:
+        """Compare a candidate with the incumbent on this window, or with its usual score where it has none here."""
+        window, usual = self.settings.window, self.incumbent.matchness or 0.0
+        here = usual * window if self.incumbent.here is None else self.incumbent.here
+        # The incumbent's score here beside its usual one shows how hard this window is.
+        self._observed.append((layers.skipped, (matches - here) / window + usual))
+        self._candidates.add(matches, window)
+        self.steps, self.stale = self.steps + 1, self.stale + 1
+        if matches > here and self.settings.rule == "paper":
+            self._adopt(Standing(layers, matches, window))
+        elif matches > here:
             self._rivals.append(Standing(layers, matches, window, matches))
-            self._choose()
+            self._rank()
 
-    def _choose(self) -> None:
-        """The best of the incumbent and its rivals is the incumbent; the worst rivals go if they are too many."""
-        # Equals keep their order: the incumbent stays.
+    def _rank(self) -> None:
+        """Make the best of the incumbent and its rivals the incumbent; drop the worst of too many rivals."""
+        # Sorting is stable: the incumbent wins a tie.
         ranked = sorted([self.incumbent, *self._rivals], key=self._estimate, reverse=True)
         best, self._rivals = ranked[0], ranked[1 : 1 + RIVALS]
+        self._due = [standing for standing in self._due if any(standing is one for one in ranked[: 1 + RIVALS])]
         if best is not self.incumbent:
-            self.incumbent, self.stale = best, 0
-            self.adopted.append((self.steps, str(best.layers)))
-            self._note()
+            self._adopt(best)
+
+    def _adopt(self, standing: Standing) -> None:
+        self.incumbent, self.stale = standing, 0
+        self.adopted.append((self.steps, str(standing.layers)))
+        self._note()
 
     def _estimate(self, standing: Standing) -> float:
+        """Expected matchness: few scores count less than the mean candidate."""
         weight = PRIOR_WINDOWS * self.settings.window
-        return (standing.matches + weight * (self._judged.matchness or 0.0)) / (standing.tokens + weight)
+        return (standing.matches + weight * (self._candidates.matchness or 0.0)) / (standing.tokens + weight)
 
     def _note(self) -> None:
         self.history.append((self.steps, self.incumbent.matchness or 0.0))
 
     def _stop_if_done(self) -> None:
         settings, standing = self.settings, self.incumbent
-        confirmed = standing.tokens >= CONFIRMING_WINDOWS * settings.window
-        if confirmed and (standing.matchness or 0.0) > settings.max_score:
+        windows = CONFIRMING_WINDOWS if settings.rule == "budget" else 1
+        if standing.tokens >= windows * settings.window and (standing.matchness or 0.0) > settings.max_score:
             self.stopped = f"matchness above {settings.max_score}"
-        elif self.steps >= settings.steps:
+        elif self.steps - self.since >= settings.steps:
             self.stopped = f"{settings.steps} steps"
         elif self.stale >= settings.tolerance:
             self.stopped = f"{settings.tolerance} steps without a better set"
 
-    def _propose(self, spare_s: float) -> LayerSet:
-        self._proposed += 1
-        owed = self._proposed // self.settings.interval > self._num_bayesian
-        due = self._bayesian and owed and len(self._observed) > 1 and self._proposal_s <= spare_s
-        if due and self._thinking is None:
-            self._num_bayesian += 1
-            best = self.incumbent.layers.skipped
-            arguments = ([*self._observed], best, self._skipped, int(self._rng.integers(2**31)))
-            if self.executor is None:
-                return self._take(lambda: propose_bayesian(*arguments))
-            self._thinking = self.executor.submit(propose_bayesian, *arguments)
-        elif self._thinking is not None and self._thinking.done():
-            thought, self._thinking = self._thinking, None
-            return self._take(thought.result)
-        return self._random()
+    def _watch(self, matches: int) -> None:
+        """Resume a search that has ended where its set has become worse, as with texts of another kind."""
+        self._watched.add(matches, self.settings.window)
+        if self._watched.tokens < WATCHED_WINDOWS * self.settings.window:
+            return
+        found, self._watched = self._watched, Standing(self.incumbent.layers)
+        if (found.matchness or 0.0) >= self._estimate(self.incumbent) - FALL:
+            return
+        # Old scores are those of other texts.
+        self.incumbent = Standing(self.incumbent.layers, found.matches, found.tokens)
+        self._rivals, self._candidates, self._due = [], Standing(self.incumbent.layers), []
+        self._observed.clear()
+        self._seen = {self.incumbent.layers}
+        self.since, self.stale, self.stopped = self.steps, 0, None
+        self._note()
 
-    def _take(self, propose: Callable[[], tuple[np.ndarray, float]]) -> LayerSet:
-        """A Bayesian proposal, or a random one where that fails or is known already."""
-        try:
-            skipped, seconds = propose()
-        except Exception as error:
-            # The text at hand must not end because a package of the search has changed.
-            self._bayesian = False
-            logging.getLogger(__name__).warning("layer sets are proposed at random from here on: %s", error)
-            return self._random()
-        self.spent_s += seconds
-        self._proposal_s = seconds
-        layers = from_skipped(self._num_layers, skipped)
-        if layers in self._seen:
-            return self._random()
-        self._seen.add(layers)
-        return layers
-
-    def _random(self) -> LayerSet:
-        """A uniform set of the asked-for size, a new one if that is easily found."""
+    def _propose(self) -> LayerSet:
+        """A candidate, a new one if that is easily found: Bayesian every `interval` steps, else a uniform set."""
+        self.proposed += 1
         layers = self.incumbent.layers
+        if self.proposed % self.settings.interval == 0 and len(self._observed) > 1:
+            observed, noise = [*self._observed], NOISE[self.settings.rule]
+            layers = from_skipped(self._num_layers, propose_bayesian(observed, self._skipped, self._rng, noise))
         for _ in range(20):
-            skipped = np.zeros(self._units, bool)
-            skipped[self._rng.choice(self._units, self._skipped, replace=False)] = True
-            layers = from_skipped(self._num_layers, skipped)
             if layers not in self._seen:
                 break
+            layers = from_skipped(self._num_layers, _random_sets(1, self._units, self._skipped, self._rng)[0])
         self._seen.add(layers)
         return layers
 
     def save(self) -> dict[str, Any]:
-        """What another process can go on from, as JSON."""
-        standing = self.incumbent
-        observed = [
-            ["".join("01"[int(unit)] for unit in skipped), round(score, 5)] for skipped, score in self._observed
-        ]
-        return {
-            "layers": str(standing.layers), "matches": standing.matches, "tokens": standing.tokens,
-            "steps": self.steps, "stale": self.stale, "stopped": self.stopped,
-            "settings": dataclasses.asdict(self.settings), "history": self.history[-MEMORY:], "observed": observed,
-            "rivals": [[str(rival.layers), rival.matches, rival.tokens] for rival in self._rivals],
-            "judged": [self._judged.matches, self._judged.tokens], "again": self._again, "proposed": self._proposed,
-            "bayesian": self._num_bayesian, "decoded_s": self.decoded_s, "spent_s": self.spent_s,
+        """What another process needs to go on, as JSON."""
+
+        def row(standing: Standing) -> list[Any]:
+            return [str(standing.layers), standing.matches, standing.tokens]
+
+        bits = [("".join("01"[int(unit)] for unit in skipped), round(score, 5)) for skipped, score in self._observed]
+        return {name: getattr(self, name) for name in COUNTERS} | {
+            "sets": [row(each) for each in (self.incumbent, self._candidates, self._watched, *self._rivals)],
+            "observed": bits, "stopped": self.stopped, "history": self.history[-MEMORY:],
+            "settings": dataclasses.asdict(self.settings),
         }  # fmt: skip
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from `save`'s result; a search with other settings only takes the set to begin with.
+        """Go on from the result of `save`; a search with other settings takes its scores, and counts steps anew.
 
         Raises:
-          ValueError: it is none (`ConfigError` and `KeyError`, `TypeError` besides).
+          ValueError, KeyError, TypeError: it is not such a result, or of a model of another depth.
         """
-        standing = self._standing(saved["layers"], saved["matches"], saved["tokens"])
-        rivals = [self._standing(*rival) for rival in saved["rivals"]]
-        judged = self._standing(saved["layers"], *saved["judged"])
-        observed = [(np.array([c == "1" for c in bits], bool), float(score)) for bits, score in saved["observed"]]
+        sets = [Standing(parse_layers(text, self._num_layers), int(m), int(n)) for text, m, n in saved["sets"]]
+        observed = [(np.array([bit == "1" for bit in bits], bool), float(score)) for bits, score in saved["observed"]]
+        counters = {name: type(getattr(self, name))(saved[name]) for name in COUNTERS}
+        history, stopped = [(int(step), float(score)) for step, score in saved["history"]], saved["stopped"]
         if any(len(skipped) != self._units for skipped, _ in observed):
-            raise ValueError("observations of a model of another depth")
-        steps, stale, stopped = int(saved["steps"]), int(saved["stale"]), saved["stopped"]
-        history = [(int(step), float(score)) for step, score in saved["history"]]
-        again, proposed, num_bayesian = (int(saved[name]) for name in ("again", "proposed", "bayesian"))
-        decoded_s, spent_s = (float(saved[name]) for name in ("decoded_s", "spent_s"))
-        if saved["settings"]["ratio"] != self.settings.ratio:
-            # What another ratio found is no set of this one's size.
-            return
-        self.incumbent, self._rivals, self._judged = standing, rivals[:RIVALS], judged
-        known = [standing, *self._rivals]
-        self._seen.update(one.layers for one in known)
-        # Who was scored least is the first: a process may be too short for more.
-        self._due = collections.deque(sorted(known, key=lambda one: one.tokens))
+            raise ValueError(f"observations are not of {self._units} blocks")
+        if any(not 0 <= each.matches <= each.tokens for each in sets):
+            raise ValueError("a set predicted more tokens than it was scored on")
+        self.incumbent, self._candidates, self._watched, *self._rivals = sets
         self._observed.extend(observed)
-        self.adopted = [(steps, str(standing.layers))]
+        self._seen |= {each.layers for each in sets}
         if saved["settings"] == dataclasses.asdict(self.settings):
-            self.steps, self.stale, self.history = steps, stale, history
-            self._again, self._proposed, self._num_bayesian = again, proposed, num_bayesian
-            self.decoded_s, self.spent_s = decoded_s, spent_s
-            self.stopped = self.stopped or stopped
-            # Not the same proposals again.
-            self._rng = np.random.default_rng([self._seed, proposed])
+            vars(self).update(counters)
+            self.history, self.stopped = history, self.stopped or stopped
+            # Not the random sets of the earlier process again.
+            self._rng = np.random.default_rng([self._seed, self.proposed])
+        self.adopted = [(self.steps, str(self.incumbent.layers))]
 
-    def _standing(self, layers: str, matches: Any, tokens: Any) -> Standing:
-        standing = Standing(parse_layers(layers, self._num_layers), int(matches), int(tokens))
-        if not 0 <= standing.matches <= standing.tokens:
-            raise ValueError(f"{standing.matches} matches of {standing.tokens} tokens")
-        return standing
+
+def propose_bayesian(
+    observed: Sequence[tuple[np.ndarray, float]], size: int, rng: np.random.Generator, noise: float
+) -> np.ndarray:
+    """The set of `size` blocks with the highest upper confidence bound that a local search finds, bool [U].
+
+    The candidates are random sets and observed ones, then, again and again, neighbours of the best: sets that differ
+    from it in one skipped block. Observed sets themselves are proposed only if nothing else was looked at.
+
+    Args:
+      observed: skipped blocks bool [U] and score of each observation; equal sets count once, with their mean.
+      size: blocks to skip.
+      rng: of the random sets.
+      noise: see `fit_upper_bound`.
+    """
+    scores: dict[bytes, list[float]] = collections.defaultdict(list)
+    for skipped, score in reversed(observed):
+        scores[skipped.tobytes()].append(score)
+    latest = [*scores][:OBSERVATIONS]
+    known = np.array([np.frombuffer(key, bool) for key in latest])
+    bound = fit_upper_bound(known, np.array([np.mean(scores[key]) for key in latest]), noise)
+    units = known.shape[1]
+    sets = np.concatenate([_random_sets(POOL, units, size, rng), known[known.sum(axis=1) == size]])
+    best = sets[np.argmax(bound(sets))]
+    for _ in range(CLIMBS):
+        moved, place = np.repeat(best[None], NEIGHBOURS, axis=0), np.arange(NEIGHBOURS)
+        moved[place, rng.choice(np.flatnonzero(best), NEIGHBOURS)] = False
+        moved[place, rng.choice(np.flatnonzero(~best), NEIGHBOURS)] = True
+        sets = np.array([row for row in (best, *moved) if row.tobytes() not in scores] or moved)
+        best = sets[np.argmax(bound(sets))]
+    return best
+
+
+def fit_upper_bound(known: np.ndarray, scores: np.ndarray, noise: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Upper confidence bound of a Gaussian process with a Matern-5/2 kernel: mean + `KAPPA` deviations.
+
+    The kernel's length is that of the cube's diagonal. It is not fitted: hundreds of noisy scores do not determine it.
+
+    Args:
+      known: observed sets, bool [n, U].
+      scores: their scores [n].
+      noise: variance of a score's noise relative to the variance of the scores.
+
+    Returns:
+      A function of sets bool [m, U] that gives their bounds, float64 [m].
+    """
+
+    def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        # The squared distance of two 0/1 vectors is the number of places in which they differ.
+        differ = a.sum(axis=1)[:, None] + b.sum(axis=1)[None, :] - 2.0 * (a.astype(float) @ b.astype(float).T)
+        scaled = np.sqrt(5 * differ / known.shape[1])
+        return (1 + scaled + scaled**2 / 3) * np.exp(-scaled)
+
+    mean, spread = scores.mean(), scores.std() or 1.0
+    whiten = np.linalg.inv(np.linalg.cholesky(kernel(known, known) + noise * np.eye(len(known))))
+    weights = whiten.T @ (whiten @ ((scores - mean) / spread))
+
+    def bound(sets: np.ndarray) -> np.ndarray:
+        across = kernel(sets, known)
+        variance = 1 - ((across @ whiten.T) ** 2).sum(axis=1)
+        return mean + spread * (across @ weights + KAPPA * np.sqrt(np.maximum(variance, 0)))
+
+    return bound
+
+
+def _random_sets(count: int, units: int, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Uniform sets of `size` blocks, bool [count, units]."""
+    return rng.permuted(np.tile(np.arange(units) < size, (count, 1)), axis=1)
