@@ -91,7 +91,7 @@ class EngineConfig:
       draft_platform: of these devices, where it is not the target's: "cpu" beside an accelerator.
       max_context: most tokens of prompt plus output; None takes the model's own context length.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches the cache off.
-      kernels: one of `KERNEL_NAMES`; see `pallas_kernels.registry.choose`.
+      kernels: one of `KERNEL_NAMES`; see `pallas_kernels.selection.choose`.
     """
 
     dtype: DType = "auto"

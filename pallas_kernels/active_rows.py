@@ -1,4 +1,8 @@
-"""Passes whose number of rows is known only at run time."""
+"""Passes whose number of active rows is known only at run time.
+
+A pass has a static number of rows, of which the first `active_rows` matter. This module computes about those, and
+says what such a pass costs relative to a pass of one row.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -11,34 +15,37 @@ from jax import lax
 from pallas_kernels import registry
 from pallas_kernels.registry import Kernels
 
-# Row counts that such a pass is compiled for: each adds two seconds of compilation. On two CPU cores passes of 2 and 4
-# rows cost nearly what one of 8 costs: steps between 1 and 8 would save little.
+# Row counts that XLA's CPU backend compiles such a pass for. Each adds two seconds of compilation. On two CPU cores
+# passes of 2 and 4 rows cost nearly what one of 8 costs, so steps between 1 and 8 would save little.
 ROW_STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
-# Time of a pass of so many rows over that of one row, on two CPU cores (docs/results); on accelerators a pass is bound
-# by its weights far beyond that.
+# (rows, time relative to a pass of one row), on two CPU cores (docs/results). On accelerators the time of a pass is
+# that of reading its weights, for many more rows than these.
 XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 8.0))
 NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
-# Of weights in blocks, whose single rows cost a third as much.
+# Weights in blocks: a single row costs a third of what it costs in float32, so more rows cost relatively more.
 BLOCKS_PASS_COST = ((1, 1.0), (2, 1.11), (4, 1.45), (8, 2.1), (16, 4.0), (32, 7.9))
 
 
 def map_active_rows(function: Callable[..., Any], active_rows: jax.Array | None, *arrays: jax.Array) -> Any:
-    """Apply a function of rows to about the first `active_rows` rows of `arrays`, and fill the rest up with zeros.
+    """Apply a function of rows to at least the first `active_rows` rows of `arrays`.
 
-    Native kernels take the number of active rows as data. Under XLA on CPU, where rows cost time, a switch picks the
-    smallest of a few static row counts. Elsewhere all rows are computed: on accelerators a few rows cost what one
-    costs, and a data-dependent branch would stall the host.
+    Native kernels take the number of active rows as data. Under XLA on CPU, where each row costs time, a switch picks
+    the smallest of a few static row counts, and the rows after it come out as zeros. Elsewhere all rows are computed:
+    on an accelerator a few rows cost as much as one, and a data-dependent branch would stall the host.
 
     Args:
-      function: from `active_rows` or None for all, and arrays [t, ...], to a pytree of arrays [t, ...], for any t.
-        What it closes over is only read.
+      function: takes `active_rows` (or None for all) and arrays [t, ...], returns a pytree of arrays [t, ...]. It is
+        traced with several t. Arrays that it closes over are only read.
       active_rows: int32 [], at least 1; None computes every row.
       arrays: [T, ...] each.
+
+    Returns:
+      What `function` returns, with T rows.
     """
-    rows = arrays[0].shape[0]
-    sizes = row_sizes(rows)
-    if active_rows is None or len(sizes) == 1 or registry.current().native:
+    rows, kernels = arrays[0].shape[0], registry.current()
+    sizes = row_sizes(rows, kernels)
+    if active_rows is None or len(sizes) == 1 or kernels.native:
         return function(active_rows, *arrays)
 
     def on_first(size: int) -> Callable[[], Any]:
@@ -51,36 +58,34 @@ def map_active_rows(function: Callable[..., Any], active_rows: jax.Array | None,
     return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), active_rows), [on_first(size) for size in sizes])
 
 
-def row_sizes(rows: int) -> list[int]:
+def row_sizes(rows: int, kernels: Kernels) -> list[int]:
     """Row counts that an XLA pass of up to `rows` rows is compiled for, ascending."""
-    steps = ROW_STEPS if registry.current().platform == "cpu" else ()
+    steps = ROW_STEPS if kernels.platform == "cpu" else ()
     return [*(size for size in steps if size < rows), rows]
 
 
-def computed_rows(active_rows: int, rows: int, kernels: Kernels | None = None) -> int:
-    """Rows that such a pass computes for `active_rows` ones; `kernels` are the current ones if not given."""
-    kernels = kernels or registry.current()
+def computed_rows(active_rows: int, rows: int, kernels: Kernels) -> int:
+    """Rows that a pass of `rows` rows computes where `active_rows` of them matter."""
     if kernels.native:
         return min(active_rows, rows)
-    with registry.using(kernels):
-        return next(size for size in row_sizes(rows) if size >= min(active_rows, rows))
+    return next(size for size in row_sizes(rows, kernels) if size >= min(active_rows, rows))
 
 
-def relative_pass_cost(active_rows: int, rows: int, blocks: bool = False) -> float:
-    """Rough time of a pass with `active_rows` of `rows` rows, relative to a pass of one row.
+def relative_pass_cost(active_rows: int, rows: int, kernels: Kernels, blocks: bool = False) -> float:
+    """Time of a pass over that of a pass of one row: a rough, fixed figure for decisions.
 
     Args:
       active_rows: rows that matter.
-      rows: of the pass.
+      rows: rows of the pass.
+      kernels: kernels that the pass runs on.
       blocks: whether most weights are kept in blocks.
     """
-    kernels = registry.current()
     if kernels.platform != "cpu":
         return 1.0 + 0.003 * (active_rows - 1)
     table = XLA_CPU_PASS_COST
     if kernels.native:
         table = BLOCKS_PASS_COST if blocks else NATIVE_PASS_COST
-    computed = computed_rows(active_rows, rows)
+    computed = computed_rows(active_rows, rows, kernels)
     for (low, cheap), (high, dear) in itertools.pairwise(table):
         if computed <= high:
             return cheap + (dear - cheap) * (computed - low) / (high - low)

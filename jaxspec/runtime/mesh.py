@@ -1,4 +1,4 @@
-"""MeshPlan: which devices a model runs on, and how many of them share each weight."""
+"""Which devices a model runs on, and how many of them share each weight; the split between target and draft."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import TENSOR_AXIS
-from pallas_kernels import registry
+from pallas_kernels import selection
 from pallas_kernels.registry import Kernels
 
 
@@ -58,7 +58,7 @@ def plan_mesh(
     Args:
       count: devices.
       offset: devices to leave out.
-      kernels: one of `KERNEL_NAMES`; see `pallas_kernels.registry.choose`.
+      kernels: one of `KERNEL_NAMES`; see `pallas_kernels.selection.choose`.
       platform: of the devices, "cpu" for instance; None for the default one.
       beside: devices of another mesh that compute at the same time and share a CPU's cores.
 
@@ -80,6 +80,53 @@ def plan_mesh(
         )
     devices = tuple(available[offset : offset + count])
     try:
-        return MeshPlan(devices, registry.choose(kernels, devices[0].platform, count + beside, devices[0]))
+        return MeshPlan(devices, selection.choose(kernels, devices[0].platform, count + beside, devices[0]))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def plan_pair(
+    target_devices: int,
+    draft_devices: int | None,
+    *,
+    draft_platform: str | None = None,
+    kernels: str = "auto",
+    method: str,
+    own_devices: bool,
+) -> tuple[MeshPlan, MeshPlan]:
+    """Meshes of target and draft: the draft's devices come after the target's, or both have the same.
+
+    Args:
+      target_devices: tensor-parallel degree of the target.
+      draft_devices: that of the draft. None: one device if the method can use it and one is left, else the draft runs
+        on the target's devices.
+      draft_platform: platform of the draft's devices; None is the target's.
+      kernels: see `plan_mesh`.
+      method: the method's name, for messages.
+      own_devices: whether the method's draft may have devices of its own.
+
+    Raises:
+      ConfigError: the devices do not exist, or the method cannot use them.
+    """
+    if not own_devices:
+        for name, value in (("draft_devices", draft_devices), ("draft_platform", draft_platform)):
+            if value is not None:
+                raise ConfigError(f"method {method!r} runs the draft on the target's devices: {name} is for swiftspec")
+        plan = plan_mesh(target_devices, kernels=kernels)
+        return plan, plan
+    # Compared as devices: a platform may go by several names, "cuda" and "gpu".
+    other = draft_platform is not None and plan_mesh(platform=draft_platform).devices[0] != jax.devices()[0]
+    if draft_devices is None:
+        left = 1 if other else len(jax.devices()) - target_devices
+        if left < 1:
+            plan = plan_mesh(target_devices, kernels=kernels)
+            return plan, plan
+        draft_devices = 1
+    # A CPU's cores are shared by all its devices; an accelerator's are its own.
+    beside = (0, 0) if other else (draft_devices, target_devices)
+    target = plan_mesh(target_devices, kernels=kernels, beside=beside[0])
+    offset = 0 if other else target_devices
+    draft = plan_mesh(
+        draft_devices, offset, "auto" if other else kernels, draft_platform if other else None, beside=beside[1]
+    )
+    return target, draft

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native, registry
-from pallas_kernels.linear import reference, xla_cpu
 from pallas_kernels.linear.blocks import FORMATS, Blocks, Weight
+from pallas_kernels.linear.reference import as_numbers, linear_on_cpu
+from pallas_kernels.linear.reference import linear as linear_reference
 
 
 def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -> jax.Array:  # [T, I], [O, I] -> [T, O]
@@ -27,12 +28,12 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
     check_operands(x, weight)
     kernels = registry.current()
     if not kernels.native:
-        implementation = xla_cpu if kernels.platform == "cpu" else reference
-        return implementation.linear(x, reference.as_numbers(weight))
+        multiply = linear_on_cpu if kernels.platform == "cpu" else linear_reference
+        return multiply(x, as_numbers(weight))
     data, weight_format = native_weight(weight)
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
     return native.call(
-        "linear", out, x.astype(jnp.float32), data, row_count(active_rows, x),
+        "linear", out, x.astype(jnp.float32), data, native.row_count(active_rows, x),
         format=weight_format, threads=kernels.threads,
     )  # fmt: skip
 
@@ -49,7 +50,7 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [
     if not isinstance(weight, Blocks):
         return weight[index].astype(jnp.float32)
     if not registry.current().native:
-        return reference.as_numbers(Blocks(weight.data[index], weight.format))
+        return as_numbers(Blocks(weight.data[index], weight.format))
     data, weight_format = native_weight(weight)
     out = jax.ShapeDtypeStruct((index.shape[0], _inputs(weight)), jnp.float32)
     return native.call("take_rows", out, data, index, format=weight_format)
@@ -77,11 +78,6 @@ def check_weight(weight: Weight) -> None:
 def native_weight(weight: Weight) -> tuple[jax.Array, str]:
     """The buffer of a weight and the native library's name for its format."""
     return (weight.data, weight.format) if isinstance(weight, Blocks) else (weight, jnp.dtype(weight.dtype).name)
-
-
-def row_count(active_rows: jax.Array | None, x: jax.Array) -> jax.Array:
-    """`active_rows` as the native library wants it."""
-    return jnp.int32(x.shape[0]) if active_rows is None else active_rows.astype(jnp.int32)
 
 
 def _inputs(weight: Weight) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 TARGET_PREFIX = "jaxspec_"
 TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_attention")
@@ -75,6 +76,11 @@ def call(target: str, out: Any, *operands: Any, aliases: dict[int, int] | None =
     """
     function = jax.ffi.ffi_call(TARGET_PREFIX + target, out, vmap_method="sequential", input_output_aliases=aliases)
     return function(*operands, **attributes)
+
+
+def row_count(active_rows: jax.Array | None, x: jax.Array) -> jax.Array:
+    """The int32 operand that tells an operation how many rows of `x` to compute; None stands for all."""
+    return jnp.int32(x.shape[0]) if active_rows is None else active_rows.astype(jnp.int32)
 
 
 def _supported_level(paths: dict[str, Path]) -> str:

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native, registry
-from pallas_kernels.linear.api import check_operands, native_weight, row_count
+from pallas_kernels.linear.api import check_operands, linear, native_weight
 from pallas_kernels.linear.blocks import Weight
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.swiglu import reference
 from pallas_kernels.swiglu.config import MAX_ROWS
 
 
@@ -31,13 +30,20 @@ def swiglu(
     kernels = registry.current()
     if not kernels.native:
         fused = _find(x, gate_up)
-        return (fused or reference).swiglu(x, gate_up)
+        return fused.swiglu(x, gate_up) if fused else reference(x, gate_up)
     data, weight_format = native_weight(gate_up)
     out = jax.ShapeDtypeStruct((x.shape[0], gate_up.shape[0] // 2), jnp.float32)
     return native.call(
-        "swiglu", out, x.astype(jnp.float32), data, row_count(active_rows, x),
+        "swiglu", out, x.astype(jnp.float32), data, native.row_count(active_rows, x),
         format=weight_format, threads=kernels.threads,
     )  # fmt: skip
+
+
+def reference(x: jax.Array, gate_up: Weight) -> jax.Array:  # [T, I], [2F, I] -> [T, F] float32
+    """`swiglu` as one product and what XLA makes of the rest; every row is computed."""
+    hidden = linear(x, gate_up)
+    columns = gate_up.shape[0] // 2
+    return jax.nn.silu(hidden[:, :columns]) * hidden[:, columns:]
 
 
 def norm_swiglu(

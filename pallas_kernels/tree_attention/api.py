@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native, registry
-from pallas_kernels.linear.api import row_count
-from pallas_kernels.tree_attention import xla
+from pallas_kernels.tree_attention.xla import tree_attention as attend_by_xla
 
 
 def tree_attention(
@@ -68,7 +67,7 @@ def tree_attention(
         }  # fmt: skip
         # Where nothing is attended to, XLA's update in place is as good as any.
         fused = None if write_only else kernels.find("tree_attention", *operands, **options)
-        return (fused or xla).tree_attention(*operands, **options)
+        return (fused.tree_attention if fused else attend_by_xla)(*operands, **options)
     T, K, rows, H = qkv.shape
     return native.call(
         "tree_attention",
@@ -77,7 +76,7 @@ def tree_attention(
             jax.ShapeDtypeStruct(key.shape, key.dtype),
             jax.ShapeDtypeStruct(value.shape, value.dtype),
         ),
-        qkv, key, value, length, jnp.int32(0) if offset is None else offset, row_count(active_rows, qkv),
+        qkv, key, value, length, jnp.int32(0) if offset is None else offset, native.row_count(active_rows, qkv),
         jnp.zeros((T, 0), bool) if window_mask is None else window_mask,
         jnp.zeros(T, jnp.int32) if position is None else position, cos, sin,
         aliases={1: 1, 2: 2}, causal=window_mask is None, write_only=write_only,

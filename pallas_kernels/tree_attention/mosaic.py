@@ -9,12 +9,13 @@ Only window and last prefix slots that share a tile of 64 need a mask. What rows
 depend on nothing that changes from layer to layer. Caches are bfloat16, heads 64 or 128 wide.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import _compat, registry
-from pallas_kernels.tree_attention import reference
+from pallas_kernels import registry
 from pallas_kernels.tree_attention.mask_bits import WORD, pack_bits, split_mask
 from pallas_kernels.tree_attention.mosaic_kernel import (
     TILE,
@@ -23,7 +24,7 @@ from pallas_kernels.tree_attention.mosaic_kernel import (
     shared_bytes,
     tokens_of_tile,
 )
-from pallas_kernels.tree_attention.reference import MASKED
+from pallas_kernels.tree_attention.reference import MASKED, causal_mask, slot_mask
 
 WIDTHS = (64, 128)
 # Of the 227 KiB of shared memory that a CTA of Hopper may have, some is for alignment, barriers and reductions over
@@ -88,7 +89,7 @@ def tree_attention(
     G = heads - 2
     if window_mask is None:
         rows = jnp.arange(T, dtype=jnp.int32)
-        window_mask, position = reference.causal_mask(rows, rows, sliding_window), length + rows
+        window_mask, position = causal_mask(rows, rows, sliding_window), length + rows
     used = jnp.int32(0) if offset is None else offset
     old, new = split_mask(window_mask, used)
     if offset is None:
@@ -101,7 +102,7 @@ def tree_attention(
     interpret = None
     if kernels.interpret:
         # TMA fills with zeros what lies behind the end of an array; the interpreter with NaN, which shows more.
-        interpret = _compat.mosaic_interpreter(out_of_bounds_reads="uninitialized")
+        interpret = interpreter(out_of_bounds_reads="uninitialized")
     marks = _pack_marks(old, new, position, length, sliding_window)
     with jax.named_scope("tree_attention/mosaic"):
         parts, lse, key, value = attend_parts(
@@ -115,6 +116,15 @@ def tree_attention(
         # The rest may hold anything, and what it gives is finite by contract.
         out = jnp.where((jnp.arange(T) < active_rows)[:, None, None, None], out, 0.0)
     return out, key, value
+
+
+def interpreter(**options: Any) -> Any:
+    """The `interpret` argument that makes the kernel run on the host: JAX's `InterpretGPUParams(**options)`."""
+    try:
+        from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:  # public since JAX 0.11
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    return InterpretGPUParams(**options)
 
 
 def merge_parts(parts: jax.Array, lse: jax.Array) -> jax.Array:  # [P, K, R, H], [P, K, R] -> [K, R, H], all float32
@@ -155,7 +165,7 @@ def _pack_marks(old, new, position, length, sliding_window) -> jax.Array:  # int
     window = old.shape[1]
     base = length - lax.rem(length, TILE)
     slots = _count_words(0, window, None) * WORD
-    before = reference.slot_mask(slots, length - base, old, position - base, sliding_window)
+    before = slot_mask(slots, length - base, old, position - base, sliding_window)
     words = [pack_bits(before), pack_bits(new, TILE)]
     if sliding_window is not None:
         words.append((position - sliding_window + 1)[:, None])

@@ -5,30 +5,34 @@ import jax.numpy as jnp
 
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
-from pallas_kernels.tree_attention import blocked, reference
+from pallas_kernels.tree_attention.blocked import attend_chunk, attend_tree
+from pallas_kernels.tree_attention.reference import attend_chunk as reference_chunk
+from pallas_kernels.tree_attention.reference import attend_tree as reference_tree
 
 
 def tree_attention(
     qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ):
-    """Same contract as `api.tree_attention`."""
+    """The operation, with the contract of `api.tree_attention`."""
     query, new_key, new_value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     slot = length if offset is None else length + offset
     key = _write_rows(key, rotate(new_key, cos, sin), slot)
-    # A masked slot still meets a product with zero, and 0 * NaN is NaN: one broken row (a padding token of a damaged
-    # model, an abandoned sequence in reused buffers) must not reach the others through the cache.
+    # A masked slot is multiplied by zero, and 0 * NaN is NaN. One broken row, for instance a padding token of a damaged
+    # model or an abandoned sequence in reused buffers, must not reach the others through the cache.
     new_value = new_value.astype(value.dtype)
     value = _write_rows(value, jnp.where(jnp.isfinite(new_value), new_value, 0), slot)
     if write_only:
         return query, key, value
-    implementation = blocked if registry.current().platform == "cpu" else reference
+    on_cpu = registry.current().platform == "cpu"
     query = rotate(query, cos, sin)
     if window_mask is None:
-        return implementation.attend_chunk(query, key, value, length, sliding_window), key, value
+        chunk = attend_chunk if on_cpu else reference_chunk
+        return chunk(query, key, value, length, sliding_window), key, value
     used = None if offset is None else offset + query.shape[0]
 
     def attend(_, query, position, mask):
-        return implementation.attend_tree(query, key, value, length, mask, position, sliding_window, used)
+        tree = attend_tree if on_cpu else reference_tree
+        return tree(query, key, value, length, mask, position, sliding_window, used)
 
     return map_active_rows(attend, active_rows, query, position, window_mask), key, value
 
@@ -42,6 +46,6 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:  # [T, ..
 
 
 def _write_rows(cached: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
-    """Write keys or values `[T, K, H]` into a cache layer `[K, S, H]` at `slot` and on."""
+    """Write keys or values `[T, K, H]` into a cache layer `[K, S, H]`, from `slot` on."""
     start = (jnp.int32(0), slot, jnp.int32(0))
     return jax.lax.dynamic_update_slice(cached, rows.transpose(1, 0, 2).astype(cached.dtype), start)

@@ -15,11 +15,12 @@ from jaxspec import SamplingParams
 from jaxspec.bench import run as bench
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.bench.report import bootstrap_interval, make_report, print_report
-from jaxspec.bench.roofline import roofline_pass, weight_bytes
+from jaxspec.bench.microbench import roofline_pass, weight_bytes
 from jaxspec.bench.run import Column, default_methods, loading_method, make_columns, measure
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
-from pallas_kernels.registry import Kernels, choose
+from pallas_kernels.registry import Kernels
+from pallas_kernels.selection import choose
 
 PROMPTS = [
     BenchPrompt("a", "chat", ("a" * 50,)),

@@ -18,7 +18,7 @@ from jaxspec.cli import check as command
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import ROUND_HEADER
 from jaxspec.methods.registry import METHODS
-from pallas_kernels.registry import choose
+from pallas_kernels.selection import choose
 
 needs_native = pytest.mark.skipif(not choose("auto", "cpu").native, reason="the native kernels were not built")
 

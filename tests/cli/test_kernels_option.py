@@ -10,7 +10,7 @@ from tiny_models import quick_compilation
 
 import jaxspec.llm
 from jaxspec import LLM
-from pallas_kernels.registry import choose
+from pallas_kernels.selection import choose
 
 NATIVE = choose("auto", "cpu").native
 

@@ -14,7 +14,7 @@ import jaxspec
 from jaxspec.check.reference_decoder import Scorer, margin, rounding
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.program import Program
-from pallas_kernels import registry
+from pallas_kernels import selection
 
 # Heads as wide as kernels take them.
 SMALL = ModelConfig("llama", 2, 128, 192, 4, 2, 64, 64, 512)
@@ -34,8 +34,8 @@ def model(tmp_path_factory):
 
 def skip_where_impossible(name, device):
     """Only where kernels are none for this GPU or not installed: one that fails its check must fail here."""
-    capability = registry.choose("auto", "gpu", device=device).capability
-    if obstacle := registry.find_obstacle(registry.OWN.get(name, "triton"), capability):
+    capability = selection.choose("auto", "gpu", device=device).capability
+    if obstacle := selection.find_obstacle(selection.OWN.get(name, "triton"), capability):
         pytest.skip(f"{name}: {obstacle}")
 
 

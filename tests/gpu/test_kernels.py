@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attention_cases import assert_attention, assert_cache, grown_case, poisoned, random_case, random_parents
 
-from pallas_kernels import registry
+from pallas_kernels import registry, selection
 from pallas_kernels.swiglu import norm_swiglu, swiglu
 from pallas_kernels.tree_attention import tree_attention
 
@@ -26,10 +26,10 @@ MOSAIC_WIDTHS = (64, 128)
 
 def kernels_for(name, device, operation, implementation):
     """A set of kernels whose own implementation of an operation runs here; the test is skipped where it cannot."""
-    obstacle = registry.find_obstacle(implementation, registry.choose("auto", "gpu", device=device).capability)
+    obstacle = selection.find_obstacle(implementation, selection.choose("auto", "gpu", device=device).capability)
     if obstacle:
         pytest.skip(f"{name}: {obstacle}")
-    kernels = registry.choose(name, "gpu", device=device)
+    kernels = selection.choose(name, "gpu", device=device)
     assert kernels.candidates(operation)[0] == implementation
     return kernels
 
@@ -230,8 +230,8 @@ def test_swiglu(gpu, name, implementation, dtype, rows, inputs, columns):
 
 
 def test_auto_finds_kernels(gpu):
-    kernels = registry.choose("auto", "gpu", device=gpu)
-    if registry.find_obstacle("triton", kernels.capability):
+    kernels = selection.choose("auto", "gpu", device=gpu)
+    if selection.find_obstacle("triton", kernels.capability):
         pytest.skip("kernels are for NVIDIA GPUs from Ampere on")
     assert {operation for operation, _ in kernels.implementations} == {"tree_attention", "swiglu"}
     if importlib.util.find_spec("jax_triton") is None:

@@ -1,11 +1,16 @@
-"""Shared by the tests of kernels: a quick interpreter."""
+"""Shared by the tests of kernels: a quick interpreter, and selection as in a new process."""
 
+import functools
+import logging
 import threading
 
 import jax
 import pytest
 from jax._src.pallas.mosaic.interpret import thread_map
 from kernel_cases import QUICK
+
+from pallas_kernels import selection, self_check
+from pallas_kernels.native import library
 
 
 @pytest.fixture
@@ -24,3 +29,20 @@ def mosaic_compiled_once(monkeypatch):
 
     if hasattr(thread_map, "_run_jaxpr"):
         monkeypatch.setattr(thread_map, "_run_jaxpr", run)
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """As in a new process: nothing is loaded or checked yet. The library stays registered with XLA."""
+    monkeypatch.setattr(library, "load", functools.cache(library.load.__wrapped__))
+    for once in ("find_native_problem", "warn_once"):
+        monkeypatch.setattr(selection, once, functools.cache(getattr(selection, once).__wrapped__))
+    run_once = self_check._run
+    # JAX knows traced functions by identity: another function is traced again.
+    monkeypatch.setattr(self_check, "_run", lambda operands: run_once(operands))
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records]

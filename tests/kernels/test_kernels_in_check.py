@@ -10,7 +10,7 @@ from tiny_models import quick_compilation
 
 from jaxspec.cli import check as command
 from jaxspec.models.config import ModelConfig
-from pallas_kernels import registry
+from pallas_kernels import registry, selection
 from pallas_kernels.registry import Kernels
 
 # One layer, whose heads Mosaic takes.
@@ -36,11 +36,11 @@ def check(monkeypatch, capsys, model):
     def choose(name, *_):
         # A multiprocessor is a thread of the interpreter.
         return Kernels(
-            name, "gpu", implementations=KERNELS[name], own=registry.OWN[name], capability=(9, 0), multiprocessors=1,
+            name, "gpu", implementations=KERNELS[name], own=selection.OWN[name], capability=(9, 0), multiprocessors=1,
             interpret=True,
         )  # fmt: skip
 
-    monkeypatch.setattr(registry, "choose", choose)
+    monkeypatch.setattr(selection, "choose", choose)
     monkeypatch.setattr(registry, "_own_calls", {})
     before = signal.getsignal(signal.SIGINT)
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax._src.lib.mlir import ir
 from jax._src.pallas.triton.lowering import _new_ir_context
+from lowering import lowering_for
 
-from pallas_kernels import _compat, registry
+from pallas_kernels import registry
 from pallas_kernels.tree_attention import tree_attention, triton
 from pallas_kernels.tree_attention.config import choose
 
@@ -29,7 +30,7 @@ def lower(function, operands, capability):
         "pallas-triton", "gpu", implementations=(("tree_attention", "triton"),), capability=capability,
         device_kind=device_kind, multiprocessors=cores,
     )  # fmt: skip
-    with registry.using(kernels), _compat.lowering_for(device_kind, cores):
+    with registry.using(kernels), lowering_for(device_kind, cores):
         lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
     modules = []
 

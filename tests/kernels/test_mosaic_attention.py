@@ -16,9 +16,10 @@ from attention_cases import assert_attention, assert_cache, grown_case, poisoned
 from jax.experimental.mosaic.gpu import dialect_lowering
 from jax.experimental.mosaic.gpu.dialect_lowering import lower_mgpu_dialect
 from kernel_cases import QUICK
+from lowering import lower_for_cuda
 from tiny_models import quick_compilation
 
-from pallas_kernels import _compat, kernel_check, registry
+from pallas_kernels import kernel_check, registry
 from pallas_kernels.tree_attention import mosaic, tree_attention
 from pallas_kernels.tree_attention.mosaic import choose_config, merge_parts
 from pallas_kernels.tree_attention.mosaic_kernel import Config, shared_bytes
@@ -145,7 +146,7 @@ def test_no_races(monkeypatch, capsys):
 
     The prefix ends with a tile: else its last tile is read while slots that no row sees of it are written.
     """
-    monkeypatch.setattr(_compat, "mosaic_interpreter", functools.partial(_compat.mosaic_interpreter, detect_races=True))
+    monkeypatch.setattr(mosaic, "interpreter", functools.partial(mosaic.interpreter, detect_races=True))
     rng = np.random.default_rng(6)
     case = random_case(rng, TREE, 40, 256, random_parents(rng, 40), 200, slots=SLOTS)
     # A config of its own, so that its program is traced here.
@@ -198,7 +199,7 @@ def lower(operands, **options):
         with registry.using(kernels):
             return tree_attention(*operands, **options)
 
-    return _compat.lower_for_cuda(function, *operands)
+    return lower_for_cuda(function, *operands)
 
 
 # A second each: rows decide on warpgroups and stages, heads on parts.

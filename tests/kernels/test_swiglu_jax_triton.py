@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from lowering import lower_for_cuda
 
-from pallas_kernels import registry
-from pallas_kernels._compat import lower_for_cuda
+from pallas_kernels import registry, selection
 from pallas_kernels.swiglu import norm_swiglu
 
 H100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
@@ -25,23 +25,23 @@ absent = pytest.mark.skipif(not ABSENT, reason="jax-triton is installed")
 
 @absent
 def test_is_refused_by_name_without_its_packages(monkeypatch):
-    monkeypatch.setattr(registry, "find_failure", lambda *_: None)
+    monkeypatch.setattr(selection, "find_failure", lambda *_: None)
     with pytest.raises(ValueError, match="cannot be used: not installed: jax_triton, triton; pip install"):
-        registry.choose("jax-triton", "gpu", device=H100)
+        selection.choose("jax-triton", "gpu", device=H100)
 
 
 @absent
 def test_auto_passes_over_it_in_silence(monkeypatch, caplog):
-    monkeypatch.setattr(registry, "find_failure", lambda *_: None)
+    monkeypatch.setattr(selection, "find_failure", lambda *_: None)
     for name in ("auto", "mosaic"):
-        kernels = registry.choose(name, "gpu", device=H100)
+        kernels = selection.choose(name, "gpu", device=H100)
         assert "jax_triton" not in kernels.candidates("swiglu")
     assert not caplog.records
 
 
 def test_is_refused_without_a_gpu():
     with pytest.raises(ValueError, match="'jax-triton' run on NVIDIA GPUs, not on cpu"):
-        registry.choose("jax-triton", "cpu")
+        selection.choose("jax-triton", "cpu")
 
 
 @pytest.mark.skipif(ABSENT, reason="jax-triton is not installed")

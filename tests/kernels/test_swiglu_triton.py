@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import DENSE, XLA, assert_close, numbers, run
+from lowering import lower_for_cuda
 from scipy.special import expit
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.mlp import feed_forward
 from jaxspec.models.params import declare_params, is_info
 from pallas_kernels import registry
-from pallas_kernels._compat import lower_for_cuda
 from pallas_kernels.linear import Blocks
 from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.swiglu import norm_swiglu, swiglu, triton

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from pallas_kernels import registry, tables
+from pallas_kernels import selection, tables
 from pallas_kernels.swiglu import config as swiglu_config
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention.config import Config
@@ -49,7 +49,7 @@ def test_files_that_are_none(tmp_path, text):
 @pytest.mark.parametrize("config", [attention_config, swiglu_config])
 def test_kernels_are_not_chosen_with_a_broken_table(tmp_path, monkeypatch, config):
     """However they are asked for, and before they are run."""
-    monkeypatch.setattr(registry, "find_failure", lambda *_: pytest.fail("a kernel was run"))
+    monkeypatch.setattr(selection, "find_failure", lambda *_: pytest.fail("a kernel was run"))
     monkeypatch.setattr(config, "TABLE", tmp_path / "table.json")
     config.TABLE.write_text('{"kind": {"row": {}}}')
     config.load_table.cache_clear()
@@ -57,6 +57,6 @@ def test_kernels_are_not_chosen_with_a_broken_table(tmp_path, monkeypatch, confi
         for name in ("auto", "pallas-triton"):
             device = types.SimpleNamespace(device_kind=KIND, compute_capability="9.0")
             with pytest.raises(ValueError, match="table.json, 'kind', 'row'"):
-                registry.choose(name, "gpu", device=device)
+                selection.choose(name, "gpu", device=device)
     finally:
         config.load_table.cache_clear()

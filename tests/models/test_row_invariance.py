@@ -18,7 +18,7 @@ from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.program import Program
-from pallas_kernels.registry import choose
+from pallas_kernels.selection import choose
 
 NATIVE = choose("auto", "cpu").native
 

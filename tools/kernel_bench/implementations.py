@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from pallas_kernels import registry
+from pallas_kernels import selection
 from pallas_kernels.registry import Kernels
 
 # Sets of kernels, and what they call their own implementation of an operation.
@@ -28,7 +28,7 @@ def find_implementations(operation: str, smoke: bool = False) -> tuple[dict[str,
     usable, missing = {"xla": Kernels("xla", device.platform)}, {}
     for name, implementation in SETS[operation].items():
         try:
-            kernels = registry.choose(name, device.platform, device=device)
+            kernels = selection.choose(name, device.platform, device=device)
         except ValueError as error:
             missing[name] = str(error)
             continue
@@ -46,4 +46,4 @@ def list_preferred(operation: str, smoke: bool = False) -> list[str]:
         return ["pallas-triton"]
     device = jax.devices()[0]
     names = {implementation: name for name, implementation in SETS[operation].items()}
-    return [names[found] for found in registry.choose("auto", device.platform, device=device).candidates(operation)]
+    return [names[found] for found in selection.choose("auto", device.platform, device=device).candidates(operation)]

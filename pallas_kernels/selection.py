@@ -1,0 +1,201 @@
+"""The choice of kernels for a mesh: by name, by what runs on its devices, and by what passes a numerical check.
+
+`choose` checks every implementation once per process before it uses it: `self_check` runs the native CPU library, and
+`kernel_check` runs one GPU kernel. An implementation that fails is replaced by the next one, in the end by XLA.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+from typing import Any
+
+import jax
+
+from pallas_kernels import KERNEL_NAMES
+from pallas_kernels.native import library
+from pallas_kernels.registry import Capability, Kernels
+
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What an implementation of GPU kernels runs on.
+
+    Attributes:
+      lowest: lowest compute capability.
+      below: first compute capability that it does not run on, or None.
+      packages: packages that must be installed beside JAX.
+    """
+
+    lowest: Capability
+    below: Capability | None = None
+    packages: tuple[str, ...] = ()
+
+
+# Only Hopper has the matrix instructions (wgmma) that Mosaic's attention uses.
+NEEDS = {
+    "triton": Needs(AMPERE),
+    "mosaic": Needs(HOPPER, below=BLACKWELL),
+    "jax_triton": Needs(AMPERE, packages=("jax_triton", "triton")),
+}
+
+# The implementation that each set is named after. It must work where users ask for the set by name.
+OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"}
+# The implementations of each set by operation, in the order they are tried. Pallas' SwiGLU comes before jax-triton's:
+# CI compares it with the reference, and does not install jax-triton.
+SETS = {
+    "auto": {"tree_attention": ("mosaic", "triton"), "swiglu": ("triton", "jax_triton")},
+    "pallas-triton": {"tree_attention": ("triton",), "swiglu": ("triton",)},
+    "mosaic": {"tree_attention": ("mosaic",), "swiglu": ("triton", "jax_triton")},
+    "jax-triton": {"tree_attention": ("triton",), "swiglu": ("jax_triton",)},
+}
+
+
+def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Kernels:
+    """Resolve a name for a mesh of `devices` devices of one platform, which share the machine's cores.
+
+    Args:
+      name: one of `KERNEL_NAMES`.
+        "xla": no kernels. "cpu": the native library. "pallas-triton": Pallas kernels for NVIDIA GPUs from Ampere on.
+        "mosaic": attention for Hopper. "jax-triton": SwiGLU through jax-triton, which is an extra, and the attention
+        of "pallas-triton".
+        "auto": the fastest that works here. An implementation is skipped where it is not installed, does not run on
+        the device, fails its check or does not take a call's shapes. The next one takes its place, in the end XLA. One
+        warning per process names what should have worked.
+      platform: platform of the devices.
+      devices: number of devices.
+      device: one of them, for GPU kernels; None takes JAX's first GPU.
+
+    Raises:
+      ValueError: the name is unknown; the kernels cannot run here, and why; or a table of tuned block sizes cannot be
+        read.
+    """
+    if name not in KERNEL_NAMES:
+        raise ValueError(f"kernels {name!r} are not known; use {', '.join(KERNEL_NAMES)}")
+    if name == "xla" or (name == "auto" and platform not in ("cpu", "gpu")):
+        return Kernels("xla", platform)
+    if name == "cpu" or (name == "auto" and platform == "cpu"):
+        return _choose_native(name, platform, devices)
+    if platform != "gpu":
+        raise ValueError(f"kernels {name!r} run on NVIDIA GPUs, not on {platform}; use auto or xla")
+    return _choose_gpu(name, device if device is not None else jax.local_devices(backend="gpu")[0])
+
+
+def _choose_native(name: str, platform: str, devices: int) -> Kernels:
+    if platform != "cpu":
+        raise ValueError(f"kernels 'cpu' run on CPU devices, not on {platform}; use auto or xla")
+    problem = find_native_problem()
+    if problem is None:
+        return Kernels("cpu", platform, max(1, count_cores() // devices))
+    if name == "cpu":
+        raise ValueError(f"kernels 'cpu' cannot be used: {problem}")
+    warn_once(f"no native CPU kernels, decoding goes through XLA: {problem}")
+    return Kernels("xla", platform)
+
+
+def _choose_gpu(name: str, device: Any) -> Kernels:
+    """The implementations of a set that run on a GPU and pass their check."""
+    # A table that cannot be read gives its error now, not while a program is traced.
+    for operation in SETS[name]:
+        importlib.import_module(f"pallas_kernels.{operation}.config").load_table()
+    base = Kernels("xla", "gpu", capability=_capability(device), device_kind=device.device_kind)
+    if cores := getattr(device, "core_count", None):
+        base = dataclasses.replace(base, multiprocessors=cores)
+    chosen, own = [], OWN.get(name)
+    for operation, candidates in SETS[name].items():
+        for candidate in candidates:
+            obstacle = find_obstacle(candidate, base.capability)
+            problem = obstacle or find_failure(operation, candidate, base, device)
+            if problem is None:
+                chosen.append((operation, candidate))
+            elif candidate == own:
+                raise ValueError(f"kernels {name!r} cannot be used: {problem}")
+            elif obstacle is None:
+                warn_once(f"a GPU kernel is not used: {problem}")
+    if not chosen:
+        return base
+    if own is None:
+        _, first = chosen[0]
+        name = next(named for named, implementation in OWN.items() if implementation == first)
+    return dataclasses.replace(base, name=name, implementations=tuple(chosen), own=own)
+
+
+def _capability(device: Any) -> Capability | None:
+    """CUDA's compute capability. GPUs of other makers have names instead ("gfx942")."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
+def find_obstacle(implementation: str, capability: Capability | None) -> str | None:
+    """Why an implementation is not made for a GPU, or is not installed; None where neither is the case."""
+    needs = NEEDS[implementation]
+    if capability is None:
+        return "they are for NVIDIA GPUs, and this is none"
+    if capability < needs.lowest or (needs.below is not None and capability >= needs.below):
+        reach = f"of compute capability {_dotted(needs.lowest)}"
+        reach += f" to below {_dotted(needs.below)}" if needs.below else " or newer"
+        return f"they are for NVIDIA GPUs {reach}, not {_dotted(capability)}"
+    missing = [package for package in needs.packages if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}; pip install 'jaxspec-decode[jax-triton]'"
+    return None
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))
+
+
+@functools.cache
+def find_failure(operation: str, implementation: str, base: Kernels, device: Any) -> str | None:
+    """What is wrong with a GPU kernel, or None. A few tiny calls find it out, once per process.
+
+    Args:
+      operation: name of its folder.
+      implementation: name of its module.
+      base: describes the GPU, or the interpreter.
+      device: device that the calls run on.
+    """
+    # Imported where it is needed: the checks import numpy references that a program on XLA does without.
+    from pallas_kernels.kernel_check import find_kernel_difference
+
+    named = f"{operation} by {implementation}"
+    try:
+        difference = find_kernel_difference(operation, implementation, base, device)
+    # A compiler for another GPU, driver or JAX may raise anything. Decoding goes on without the kernel.
+    except Exception as error:
+        return f"{named} cannot be run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return None if difference is None else f"{named} fails its check: {difference}"
+
+
+@functools.cache
+def find_native_problem() -> str | None:
+    """What is wrong with the native CPU library, or None. It is found out once per process."""
+    found = library.load()
+    if found.problem is not None:
+        return found.problem
+    from pallas_kernels.self_check import find_difference
+
+    try:
+        difference = find_difference()
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # The library was built from other sources: its operations take other operands or attributes.
+        reason = str(error).partition("\n")[0]
+        return f"the {found.level} library cannot be run ({reason}); {library.REINSTALL}"
+    return None if difference is None else f"the {found.level} library fails its check: {difference}"
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, the same one once per process."""
+    logging.getLogger(__name__).warning("%s", message)
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

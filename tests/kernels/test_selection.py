@@ -1,0 +1,222 @@
+"""The choice of kernels by name and device, and of an implementation by the operands of a call."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from kernel_cases import needs_native
+from lowering import H100, lowering_for
+
+from pallas_kernels import KERNEL_NAMES, kernel_check, registry, selection
+from pallas_kernels.registry import Kernels, current, using
+from pallas_kernels.selection import choose
+from pallas_kernels.swiglu import swiglu
+from pallas_kernels.tree_attention import tree_attention
+
+
+@needs_native
+def test_choice(monkeypatch):
+    monkeypatch.setattr(selection, "count_cores", lambda: 6)
+    assert choose("auto", "cpu") == choose("cpu", "cpu") == Kernels("cpu", "cpu", 6)
+    assert choose("auto", "cpu", 1).native
+    # Devices share the cores, and each has one at least.
+    assert [choose("cpu", "cpu", devices).threads for devices in (2, 4, 6, 8)] == [3, 1, 1, 1]
+
+
+def test_choice_of_xla():
+    for name in ("cpu", "gpu", "tpu"):
+        assert choose("xla", name) == Kernels("xla", name, 1)
+        assert not choose("xla", name).native
+    assert choose("auto", "tpu", 4) == Kernels("xla", "tpu", 1)
+
+
+def test_choices_that_are_refused():
+    assert KERNEL_NAMES == ("auto", "xla", "cpu", "pallas-triton", "mosaic", "jax-triton")
+    with pytest.raises(ValueError, match="kernels 'triton' are not known; use auto, xla, cpu, pallas-triton, mosaic"):
+        choose("triton", "cpu")
+    with pytest.raises(ValueError, match="kernels 'cpu' run on CPU devices, not on gpu"):
+        choose("cpu", "gpu")
+    for name in KERNEL_NAMES[3:]:
+        with pytest.raises(ValueError, match=f"kernels '{name}' run on NVIDIA GPUs, not on cpu; use auto or xla"):
+            choose(name, "cpu")
+
+
+def gpu(capability, kind="NVIDIA GPU", **known):
+    return types.SimpleNamespace(device_kind=kind, compute_capability=capability, **known)
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    """Fakes installed packages and checks: a set of what fails its check, and a list of what was checked."""
+    failing, checked = set(), []
+
+    def find_failure(operation, implementation, base, device):
+        checked.append((operation, implementation))
+        return f"{operation} by {implementation} fails" if (operation, implementation) in failing else None
+
+    monkeypatch.setattr(selection, "find_failure", find_failure)
+    monkeypatch.setattr(selection, "warn_once", functools.cache(selection.warn_once.__wrapped__))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return types.SimpleNamespace(failing=failing, checked=checked)
+
+
+def chosen(name, capability):
+    kernels = choose(name, "gpu", 1, gpu(capability))
+    operations = dict.fromkeys(operation for operation, _ in kernels.implementations)
+    return kernels.name, {operation: kernels.candidates(operation) for operation in operations}
+
+
+def test_choice_on_gpus(gpu_kernels, warnings):
+    triton, mosaic = ("triton",), ("mosaic",)
+    both = {"tree_attention": triton, "swiglu": ("triton", "jax_triton")}
+    assert chosen("auto", "9.0") == ("mosaic", both | {"tree_attention": mosaic + triton})
+    for capability in ("8.0", "8.9", "10.0", "12.0"):
+        assert chosen("auto", capability) == ("pallas-triton", both)
+    # Older ones, and those of other makers.
+    for capability in ("7.5", "gfx942", None):
+        assert choose("auto", "gpu", 1, gpu(capability)).name == "xla"
+        assert choose("auto", "gpu", 1, gpu(capability)).implementations == ()
+    assert chosen("pallas-triton", "9.0") == ("pallas-triton", {"tree_attention": triton, "swiglu": triton})
+    assert chosen("mosaic", "9.0") == ("mosaic", both | {"tree_attention": mosaic})
+    assert chosen("jax-triton", "8.6") == ("jax-triton", both | {"swiglu": ("jax_triton",)})
+    assert [choose(name, "gpu", 1, gpu("9.0")).own for name in ("auto", "mosaic")] == [None, "mosaic"]
+    kernels = choose("auto", "gpu", 4, gpu("9.0", "NVIDIA H100 80GB HBM3"))
+    assert kernels.capability == (9, 0) and kernels.device_kind == "NVIDIA H100 80GB HBM3"
+    assert kernels.platform == "gpu" and not kernels.native and not kernels.interpret
+    assert kernels.multiprocessors == 64
+    assert choose("auto", "gpu", 1, gpu("9.0", core_count=78)).multiprocessors == 78
+    assert hash(kernels) == hash(choose("auto", "gpu", 1, gpu("9.0", "NVIDIA H100 80GB HBM3")))
+    assert warnings() == []
+
+
+def test_gpu_kernels_that_are_not_for_this_gpu(gpu_kernels):
+    with pytest.raises(ValueError, match=r"'mosaic' cannot be used: .* capability 9.0 to below 10.0, not 8.6"):
+        choose("mosaic", "gpu", 1, gpu("8.6"))
+    with pytest.raises(ValueError, match=r"'mosaic' .*, not 10.0"):
+        choose("mosaic", "gpu", 1, gpu("10.0"))
+    with pytest.raises(ValueError, match=r"'pallas-triton' cannot be used: .* capability 8.0 or newer, not 7.5"):
+        choose("pallas-triton", "gpu", 1, gpu("7.5"))
+    with pytest.raises(ValueError, match="'jax-triton' cannot be used: they are for NVIDIA GPUs, and this is none"):
+        choose("jax-triton", "gpu", 1, gpu("gfx942"))
+    assert ("tree_attention", "mosaic") not in gpu_kernels.checked
+
+
+def test_without_jax_triton(gpu_kernels, warnings, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else object())
+    with pytest.raises(ValueError, match=r"not installed: jax_triton; pip install 'jaxspec-decode\[jax-triton\]'"):
+        choose("jax-triton", "gpu", 1, gpu("9.0"))
+    attention = {"auto": ("mosaic", "triton"), "mosaic": ("mosaic",)}
+    for name in ("auto", "mosaic"):
+        assert chosen(name, "9.0") == ("mosaic", {"tree_attention": attention[name], "swiglu": ("triton",)})
+    # Nobody asked for it.
+    assert warnings() == []
+
+
+def test_gpu_kernels_that_fail_their_check(gpu_kernels, warnings):
+    gpu_kernels.failing.add(("tree_attention", "mosaic"))
+    with pytest.raises(ValueError, match="kernels 'mosaic' cannot be used: tree_attention by mosaic fails"):
+        choose("mosaic", "gpu", 1, gpu("9.0"))
+    assert warnings() == []
+    for _ in range(2):
+        assert chosen("auto", "9.0") == (
+            "pallas-triton", {"tree_attention": ("triton",), "swiglu": ("triton", "jax_triton")}
+        )  # fmt: skip
+    assert warnings() == ["a GPU kernel is not used: tree_attention by mosaic fails"]
+    gpu_kernels.failing.update({("tree_attention", "triton"), ("swiglu", "jax_triton"), ("swiglu", "triton")})
+    assert choose("auto", "gpu", 1, gpu("9.0")).name == "xla"
+    assert len(warnings()) == 4
+    for name in ("pallas-triton", "jax-triton"):
+        with pytest.raises(ValueError, match=f"kernels '{name}' cannot be used: .* fails"):
+            choose(name, "gpu", 1, gpu("9.0"))
+
+
+def abstract_attention(H, dtype, **options):
+    """Operands of eight rows, as far as implementations look at them, and options."""
+    shape = jax.ShapeDtypeStruct
+    cache = shape((2, 512, H), dtype)
+    table = shape((8, H // 2), np.float32)
+    operands = (
+        shape((8, 2, 4, H), np.float32), table, table, cache, cache,
+        shape((), np.int32), shape((8, 8), bool), shape((8,), np.int32),
+    )  # fmt: skip
+    return operands, {"offset": None, "sliding_window": None, "active_rows": None, "write_only": False} | options
+
+
+def test_what_the_best_implementation_does_not_take_goes_to_the_next(gpu_kernels, warnings, monkeypatch):
+    """Also where it comes to a program; who asked for one by name is told once."""
+    monkeypatch.setattr(registry, "_own_calls", {})
+    bfloat16 = jax.numpy.bfloat16
+
+    def found(kernels, *call):
+        operands, options = abstract_attention(*call)
+        module = kernels.find("tree_attention", *operands, **options)
+        return module and module.__name__.rpartition(".")[2]
+
+    calls = ((64, bfloat16), (128, bfloat16), (64, np.float32), (96, bfloat16), (256, bfloat16), (512, bfloat16))
+    auto = choose("auto", "gpu", 1, gpu("9.0"))
+    assert [found(auto, *call) for call in calls] == ["mosaic", "mosaic", "triton", "triton", "triton", None]
+    assert warnings() == []
+    asked = choose("mosaic", "gpu", 1, gpu("9.0"))
+    assert [found(asked, *call) for call in calls[:3]] == ["mosaic", "mosaic", None]
+    (message,) = warnings()
+    assert "kernels 'mosaic' were asked for, but do not take tree_attention of float32[8, 2, 4, 64]" in message
+    assert found(asked, *calls[3]) is None and len(warnings()) == 1
+    (calls_of_attention,) = asked.own_calls().values()
+    assert calls_of_attention.taken and calls_of_attention.refused.startswith("tree_attention of float32[8, 2, 4, 64]")
+    assert auto.own_calls() == {}
+    assert found(choose("pallas-triton", "gpu", 1, gpu("9.0")), *calls[2]) == "triton"
+    operands, _ = abstract_attention(*calls[2])
+    with using(auto), lowering_for(*H100):
+        text = jax.jit(tree_attention).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla.gpu.triton" in text
+
+
+def test_no_word_of_what_is_left_to_xla_by_design(gpu_kernels, warnings, monkeypatch):
+    monkeypatch.setattr(registry, "_own_calls", {})
+    operands, _ = abstract_attention(64, np.float32)
+    rows, weight = jax.ShapeDtypeStruct((65, 64), np.float32), jax.ShapeDtypeStruct((96, 64), np.float32)
+    with using(choose("mosaic", "gpu", 1, gpu("9.0"))):
+        jax.eval_shape(lambda *operands: tree_attention(*operands, write_only=True), *operands)
+    with using(choose("jax-triton", "gpu", 1, gpu("9.0"))):
+        jax.eval_shape(swiglu, rows, weight)
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("operation", selection.SETS["auto"])
+def test_every_set_names_implementations_that_exist(operation):
+    folder = Path(registry.__file__).parent / operation
+    for name, candidates in selection.SETS.items():
+        for implementation in candidates[operation]:
+            assert implementation in selection.NEEDS
+            assert (folder / f"{implementation}.py").is_file(), name
+    assert operation in kernel_check.CHECKS
+    assert {*selection.SETS} == {*KERNEL_NAMES} - {"xla", "cpu"}
+
+
+def test_threads_are_the_cores_that_this_process_may_use():
+    if hasattr(os, "sched_getaffinity"):
+        assert selection.count_cores() == len(os.sched_getaffinity(0))
+    assert selection.count_cores() >= 1
+
+
+def test_current():
+    default = current()
+    assert default == Kernels("xla", jax.default_backend())
+    outer, inner = Kernels("cpu", "cpu", 2), Kernels("xla", "gpu")
+    with using(outer):
+        assert current() == outer and current().native
+        with using(inner):
+            assert current() == inner and not current().native
+        assert current() == outer
+        with pytest.raises(KeyError), using(inner):
+            raise KeyError
+        assert current() == outer
+    assert current() == default
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        outer.threads = 3
