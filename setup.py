@@ -10,7 +10,7 @@ import platform
 import warnings
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command import editable_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -81,6 +81,12 @@ def prefer_install_over_folders() -> None:
 prefer_install_over_folders()
 # Side by side, because each library takes a compiler twenty seconds.
 setup(
+    # configs/ and drafts/ are data of jaxspec, and packages so that an installation can find them.
+    packages=[
+        *find_packages(include=["jaxspec", "jaxspec.*", "pallas_kernels", "pallas_kernels.*"]),
+        "jaxspec_configs",
+        "jaxspec_drafts",
+    ],
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildSideBySide},
     options={"build_ext": {"parallel": os.cpu_count()}},
