@@ -6,11 +6,15 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxspec.errors import ConfigError
 from pallas_kernels import KERNEL_NAMES
 
 # How much is generated where nothing was asked for.
 DEFAULT_MAX_TOKENS = 256
+# Most tokens at each place whose log-probabilities can be asked for, as in vLLM.
+MAX_LOGPROBS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +32,14 @@ class SamplingParams:
       presence_penalty: subtracted once if the token occurs in the output.
       logit_bias: added to logits, by token id; -inf bans a token.
       stop: text that ends generation, cut from the output together with what follows.
+      stop_token_ids: tokens that end generation, as end-of-sequence tokens do; they end `token_ids` and are no text.
+      min_tokens: before so many tokens, end-of-sequence tokens and `stop_token_ids` are impossible. A stop string ends
+        the text at any length.
+      n: number of completions of each prompt, which differ in their seeds; with several, the temperature must be above 0.
       seed: names the random stream. Equal seeds give equal text; None takes a fresh seed, reported in the stats.
       ignore_eos: generate past end-of-sequence tokens.
-      logprobs: report the log-probability of each chosen token under the processed distribution.
+      logprobs: report log-probabilities under the processed distribution: of each chosen token (True, or 0), and with
+        an integer k also those of the k most probable tokens at each place.
     """
 
     max_tokens: int | None = None
@@ -45,17 +54,20 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     seed: int | None = None
     ignore_eos: bool = False
-    logprobs: bool = False
+    logprobs: bool | int | None = False
+    stop_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    n: int = 1
 
     def __post_init__(self):
-        """Check types and ranges; numpy numbers become Python's, `stop` a tuple, `logit_bias` a dict."""
+        """Check types and ranges; numpy numbers become Python's, `stop` a tuple, `logit_bias` a dict, and so on."""
 
         def assign(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        for name, low in (("max_tokens", 1), ("top_k", -1), ("seed", 0)):
+        for name, low in (("max_tokens", 1), ("top_k", -1), ("seed", 0), ("min_tokens", 0), ("n", 1)):
             value = getattr(self, name)
-            if value is not None or name == "top_k":
+            if value is not None or name not in ("max_tokens", "seed"):
                 assign(name, check_int(name, value, low))
         if self.seed is not None and self.seed >= 2**63:
             raise ConfigError(f"seed must be below 2**63, got {self.seed}")
@@ -70,9 +82,29 @@ class SamplingParams:
             raise ConfigError("repetition_penalty must be above 0; 1 switches it off")
         assign("stop", _check_stop(self.stop))
         assign("logit_bias", _check_bias(self.logit_bias))
-        for name in ("ignore_eos", "logprobs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        assign("stop_token_ids", _check_token_ids(self.stop_token_ids))
+        if self.logprobs is None:
+            assign("logprobs", False)
+        elif not isinstance(self.logprobs, bool):
+            assign("logprobs", check_int("logprobs", self.logprobs, 0))
+            if self.logprobs > MAX_LOGPROBS:
+                raise ConfigError(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(f"n is {self.n} and temperature 0: all completions would be equal; raise the temperature")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of the chosen tokens are reported."""
+        return self.logprobs is not False
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many of the most probable tokens are reported at each place."""
+        return 0 if isinstance(self.logprobs, bool) or self.logprobs is None else self.logprobs
 
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -149,6 +181,14 @@ def _check_stop(stop: object) -> tuple[str, ...]:
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
         raise ConfigError(f"stop must be one or several non-empty strings, got {stop!r}")
     return tuple(strings)
+
+
+def _check_token_ids(ids: object) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Sequence | np.ndarray):
+        raise ConfigError(f"stop_token_ids must be a list of token ids, got {ids!r:.80}")
+    return tuple(check_int("stop_token_ids", token, 0) for token in ids)
 
 
 def _check_bias(bias: object) -> dict[int, float] | None:

@@ -4,7 +4,11 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length"]
+# "stop": an end-of-sequence token, a stop token or a stop string; "length": the last of `max_tokens`; "abort": the
+# caller ended the text, as Ctrl-C does in jaxspec-decode.
+FinishReason = Literal["stop", "length", "abort"]
+# The most probable tokens at one place, best first: token ids with their log-probabilities.
+TopTokens = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +20,7 @@ class StreamEvent:
       token_ids: the tokens that this event adds.
       from_draft: for each of them, whether a draft proposed it.
       logprobs: for each of them, its log-probability, if asked for.
+      top_logprobs: for each of them, the most probable tokens at its place, if asked for.
       finish_reason: None until the last event, which also carries `completion`.
       completion: the whole result, on the last event.
       spans: `text` in parts, each with whether all tokens that end in it were proposed by a draft.
@@ -28,6 +33,7 @@ class StreamEvent:
     finish_reason: FinishReason | None = None
     completion: "Completion | None" = None
     spans: tuple[tuple[str, bool], ...] = ()
+    top_logprobs: tuple[TopTokens, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,7 @@ class DecodeStats:
       ttft_s: from the call to the first token. A text that ends leaves a round in flight, which the next call on the
         same device waits for.
       decode_s: from the first round's tokens to the last round's.
-      tokens_per_s: emitted tokens behind those of the first round, per second of `decode_s`; None where there are none.
+      tokens_per_s: emitted tokens after those of the first round, per second of `decode_s`; None where there are none.
       compile_s: tracing, compiling or loading compiled programs.
       seed: the seed that reproduces this text at temperature > 0; None for greedy decoding.
       speculative_decoding: counters in vLLM's vocabulary; None for plain decoding.
@@ -68,9 +74,19 @@ class DecodeStats:
 class Completion:
     """A finished generation.
 
-    `token_ids` ends with the end-of-sequence token if one ended the text; `text` does not show it. A stop string
-    cuts both at the same place: `text` ends before its first character, and `token_ids` is the shortest prefix of
-    the generated tokens that holds all of `text`.
+    `token_ids` ends with the end-of-sequence or stop token if one ended the text; `text` does not show it. A stop
+    string cuts both at the same place: `text` ends before its first character, and `token_ids` is the shortest prefix
+    of the generated tokens that holds all of `text`.
+
+    Attributes:
+      text: the new text.
+      token_ids: the new tokens.
+      finish_reason: what ended the text; see `FinishReason`.
+      stats: timings and counts.
+      method: name of the method.
+      logprobs: log-probability of each token, if asked for.
+      top_logprobs: the most probable tokens at the place of each token, if asked for.
+      alternatives: the other completions of the same prompt, where `SamplingParams.n` asked for several.
     """
 
     text: str
@@ -79,6 +95,13 @@ class Completion:
     stats: DecodeStats
     method: str
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopTokens, ...] | None = None
+    alternatives: tuple["Completion", ...] = ()
+
+    @property
+    def outputs(self) -> tuple["Completion", ...]:
+        """All completions of the prompt, this one first."""
+        return (self, *self.alternatives)
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `jaxspec-decode --json` prints."""
@@ -90,7 +113,15 @@ class Completion:
             "method": self.method,
             "stats": dataclasses.asdict(self.stats),
         }
+        # JSON has no infinities: what is not a number there is null.
         if self.logprobs is not None:
-            # JSON has no infinities: what is not a number there is null.
-            result["logprobs"] = [p if math.isfinite(p) else None for p in self.logprobs]
+            result["logprobs"] = [_finite(p) for p in self.logprobs]
+        if self.top_logprobs is not None:
+            result["top_logprobs"] = [[[token, _finite(p)] for token, p in top] for top in self.top_logprobs]
+        if self.alternatives:
+            result["alternatives"] = [other.to_dict() for other in self.alternatives]
         return result
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -42,12 +42,39 @@ from jaxspec.methods.registry import check_draft_given, resolve_method
         ("seed", -1, "at least 0"),
         ("seed", 2**63, "below 2\\*\\*63"),
         ("ignore_eos", 1, "True or False"),
-        ("logprobs", 5, "True or False"),
+        ("logprobs", 21, "at most 20, got 21"),
+        ("logprobs", -1, "at least 0, got -1"),
+        ("logprobs", "yes", "integer, got 'yes'"),
+        ("stop_token_ids", [-1], "at least 0, got -1"),
+        ("stop_token_ids", "2", "list of token ids"),
+        ("stop_token_ids", {2: 1}, "list of token ids"),
+        ("stop_token_ids", 2, "list of token ids"),
+        ("min_tokens", -1, "at least 0, got -1"),
+        ("min_tokens", None, "integer, got None"),
+        ("n", 0, "at least 1, got 0"),
+        ("n", 2, "n is 2 and temperature 0"),
     ],
 )
 def test_bad_sampling_parameters(field, value, message):
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**{field: value})
+
+
+def test_the_least_length_is_within_the_most():
+    SamplingParams(min_tokens=5, max_tokens=5)
+    with pytest.raises(ConfigError, match="min_tokens 6 exceeds max_tokens 5"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+@pytest.mark.parametrize(("given", "wanted", "top"), [(None, 0, 0), (False, 0, 0), (True, 1, 0), (0, 1, 0), (5, 1, 5)])
+def test_log_probabilities_of_the_chosen_token_and_of_others(given, wanted, top):
+    sampling = SamplingParams(logprobs=given)
+    assert (sampling.wants_logprobs, sampling.num_logprobs) == (bool(wanted), top)
+
+
+def test_stop_tokens_become_a_tuple():
+    assert SamplingParams(stop_token_ids=np.array([3, 4])).stop_token_ids == (3, 4)
+    assert SamplingParams().stop_token_ids == ()
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -109,7 +109,7 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int) -> 
         presence=np.float32(params.presence_penalty),
         bias=bias,
         penalised=np.bool_(any(penalties)),
-        want_logprob=np.bool_(params.logprobs),
+        want_logprob=np.bool_(params.wants_logprobs),
     )
 
 

@@ -68,7 +68,7 @@ class TextStream:
 
     Attributes:
       finish_reason: None until an end-of-sequence token or a stop string ("stop") or the last of `max_tokens` tokens
-        ("length") was pushed; "stop" if both happen at once.
+        ("length") was pushed, "stop" if both happen at once; or until `abort` was called ("abort").
     """
 
     def __init__(
@@ -121,6 +121,22 @@ class TextStream:
         self._pieces.append(text)
         self._num_characters += len(text)
         return StreamPiece(text, self._keep_tokens(everything=last and not stopped), self.finish_reason)
+
+    def abort(self) -> StreamPiece:
+        """End the text here, with everything that was held back.
+
+        Raises:
+          RuntimeError: the text is finished.
+        """
+        if self.finish_reason is not None:
+            raise RuntimeError(f"the text is finished ({self.finish_reason}): it cannot be ended again")
+        text, stopped = self._matcher.push(self._detokenizer.finish())
+        if not stopped:
+            text += self._matcher.finish()
+        self.finish_reason = "stop" if stopped else "abort"
+        self._pieces.append(text)
+        self._num_characters += len(text)
+        return StreamPiece(text, self._keep_tokens(everything=not stopped), self.finish_reason)
 
     def _place_token(self, token_id: int, text: str) -> None:
         """Note which characters the token holds, `text` being those that became certain with it."""

@@ -289,3 +289,26 @@ def test_nothing_follows_the_end():
     stream, _ = run_stream(tokenizer, [2])
     with pytest.raises(RuntimeError, match="finished"):
         stream.push(5)
+
+
+@PROPERTY
+@given(stream=STREAMS, stops=st.lists(st.sampled_from(["a", " the", "\ufffd", "e s"]), max_size=2))
+def test_an_aborted_text_holds_all_tokens_so_far(stream, stops):
+    """Nothing stays held back, neither half a character nor half a stop string."""
+    make, ids = stream
+    tokenizer = make()
+    text = TextStream(tokenizer, stops, (), False, 10**6)
+    pushed = []
+    for token_id in ids:
+        pushed.append(token_id)
+        if text.push(token_id).finish_reason is not None:
+            break
+    else:
+        text.abort()
+    whole = tokenizer.decode(pushed)
+    found = [whole.index(stop) for stop in stops if stop in whole]
+    assert text.text == (whole[: min(found)] if found else whole)
+    assert text.finish_reason == ("stop" if found else "abort")
+    assert found or text.token_ids == tuple(pushed)
+    with pytest.raises(RuntimeError, match="is finished"):
+        text.abort()
