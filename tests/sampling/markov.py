@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxspec.methods.core.path_history import PathHistory
 from scipy import stats
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.path_history import PathHistory
 from jaxspec.methods.core.proposals import most_probable, same_draw
 from jaxspec.methods.core.sampled_tree import SampledShape
 from jaxspec.sampling.accept import Decide, RowLogits, draw_children, match_rule, rejection_rule, walk
@@ -263,7 +263,7 @@ def keys(count: int, seed: int = 0) -> np.ndarray:
 
 
 def arguments(mode: Mode, params: SamplingParams, draft, target, fans, fault, draws, vocab_size=V):
-    """Arguments of a vmapped `decode` behind the static ones."""
+    """Arguments of a vmapped `decode` after the static ones."""
     tables = [np.resize(table, (TABLES, V, V)) for table in (target, draft)]
     fans = mode.expansion if fans is None else (*fans, *[0] * (len(mode.expansion) - len(fans)))
     processors = from_sampling(params, vocab_size, V)
@@ -294,13 +294,13 @@ def generate_plainly(params: SamplingParams, length: int = ROUNDS, target=TARGET
 
 
 def next_law(params: SamplingParams, output=(), target=TARGET) -> np.ndarray:
-    """Probabilities of the token behind prompt and output, [V]."""
+    """Probabilities of the token after prompt and output, [V]."""
     row = target[[*PROMPT, *output][-1]]
     return np.exp(process_reference(row, params, PROMPT, output, V))
 
 
 def joint_law(params: SamplingParams, depth: int = ROUNDS, target=TARGET) -> np.ndarray:
-    """Probabilities of the first tokens behind the prompt, by enumeration: [V] * depth."""
+    """Probabilities of the first tokens after the prompt, by enumeration: [V] * depth."""
     law = np.ones(())
     for place in range(depth):
         paths = np.ndindex(*[V] * place)

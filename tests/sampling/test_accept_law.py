@@ -6,6 +6,7 @@ Planted faults show that the same statistic, on as many draws, finds what it is 
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +39,8 @@ from markov import (
     reject,
     sampled,
 )
+from marks import fast_part
 from sampling_cases import shard_call
-from tiny_models import quick_compilation
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
@@ -47,8 +48,12 @@ from jaxspec.sampling.accept import children_mask, find_child
 from jaxspec.sampling.noise import gumbel_rows, role_key
 from jaxspec.sampling.processors import processor_specs
 
-every_mode = pytest.mark.parametrize("mode", MODES)
-every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS)
+
+def law_cases(*axes, fast):
+    """Every mode with every value of the axes; the fast suite keeps what equals `fast` in all of them."""
+    return fast_part(itertools.product(MODES, *axes), lambda mode, *values: values == fast)
+
+
 # R2, R3 and R4 promise equality with plain decoding in different senses; these promise it token for token.
 MATCHING = ("tree", "simulated")
 
@@ -58,22 +63,23 @@ def _generated(mode, sampling, fans=None):
     return generate(MODES[mode], SAMPLINGS[sampling], fans=fans)
 
 
-@every_sampling
-@every_mode
+@pytest.mark.parametrize(("mode", "sampling"), law_cases(SAMPLINGS, fast=("all",)))
 def test_joint_law_of_the_first_tokens(mode, sampling):
     generated = _generated(mode, sampling)
     assert law_p_value(generated.tokens, SAMPLINGS[sampling]) > FALSE_ALARM
-    # The tokens come from rounds of every length, so that what one round leaves behind meets the next.
+    # The tokens come from rounds of every length, so that the next round starts from what each leaves.
     assert (np.bincount(generated.counts[:, 0])[1:] > DRAWS // 100).all()
 
 
-@every_sampling
-@pytest.mark.parametrize("mode", MATCHING)
+@pytest.mark.parametrize(
+    ("mode", "sampling"), fast_part(itertools.product(MATCHING, SAMPLINGS), lambda mode, sampling: sampling == "all")
+)
 def test_matching_gives_the_tokens_of_plain_decoding(mode, sampling):
     tokens, _ = generate_plainly(SAMPLINGS[sampling])
     np.testing.assert_array_equal(_generated(mode, sampling).tokens, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "fans"),
     [
@@ -87,8 +93,9 @@ def test_joint_law_of_smaller_trees(mode, fans):
     assert law_p_value(generated.tokens, SAMPLINGS["all"]) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("draft", ["equal", "opposite", "unrelated", "flat", "certain"])
-@every_mode
+@pytest.mark.parametrize(
+    ("mode", "draft"), law_cases(["equal", "opposite", "unrelated", "flat", "certain"], fast=("opposite",))
+)
 def test_joint_law_does_not_depend_on_the_draft(mode, draft):
     table = {
         "equal": TARGET,
@@ -104,8 +111,8 @@ def test_joint_law_does_not_depend_on_the_draft(mode, draft):
         assert (generated.counts == MODES[mode].steps).mean() > 0.9999
 
 
-def _behind(generated, where, given, params):
-    """p-value of the tokens behind the first `given`, among the draws `where`."""
+def _p_value_after(generated, where, given, params):
+    """p-value of the tokens after the first `given`, among the draws `where`."""
     tokens = generated.tokens[where]
     assert len(tokens) > DRAWS // 100
     law = joint_law(params)
@@ -114,25 +121,21 @@ def _behind(generated, where, given, params):
     return chi_square(count(tokens).reshape(V**given, -1), conditional)
 
 
-@pytest.mark.parametrize("sampling", ["cold", "top-p", "all"])
-@pytest.mark.parametrize("accepted", [1, 2])
-@every_mode
-def test_law_of_the_token_behind_accepted_ones(mode, accepted, sampling):
-    """Given an accepted path, and given that it is a whole one, the next token has the target's law (gallery 1)."""
+@pytest.mark.parametrize(("mode", "accepted", "sampling"), law_cases([1, 2], ["cold", "top-p", "all"], fast=(1, "all")))
+def test_law_of_the_token_after_accepted_ones(mode, accepted, sampling):
+    """Given an accepted path, and given that it is a whole one, the next token has the target's law."""
     fans = (1, 1) if len(MODES[mode].expansion) > 2 else None
     generated = _generated(mode, sampling, fans)
     assert generated.counts.max() == 3  # so two accepted tokens are a whole path, and a bonus token follows
-    p_value = _behind(generated, generated.counts[:, 0] > accepted, accepted, SAMPLINGS[sampling])
+    p_value = _p_value_after(generated, generated.counts[:, 0] > accepted, accepted, SAMPLINGS[sampling])
     assert p_value > FALSE_ALARM
 
 
-@pytest.mark.parametrize("sampling", ["hot", "all"])
-@pytest.mark.parametrize("first", [1, 2])
-@every_mode
+@pytest.mark.parametrize(("mode", "first", "sampling"), law_cases([1, 2], ["hot", "all"], fast=(1, "all")))
 def test_a_round_knows_nothing_of_the_one_before(mode, first, sampling):
-    """How many tokens a round accepted says nothing about the next ones: no number decides twice (gallery 6)."""
+    """How many tokens a round accepted says nothing about the next ones: no number decides twice."""
     generated = _generated(mode, sampling)
-    p_value = _behind(generated, generated.counts[:, 0] == first, first, SAMPLINGS[sampling])
+    p_value = _p_value_after(generated, generated.counts[:, 0] == first, first, SAMPLINGS[sampling])
     assert p_value > FALSE_ALARM
 
 
@@ -152,6 +155,7 @@ def _accepts(p, q, draws, replacement):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["plain", "cold", "all"])
 @pytest.mark.parametrize(
     ("mode", "fan"), [("chain", 1), ("multi", 2), ("multi", 3), ("distinct", 2), ("distinct", 3), ("tree", 3)]
@@ -196,8 +200,7 @@ def _tied_tables():
     return target, np.where(rng.random((TABLES, V, 1)) < 0.5, target, other)
 
 
-@pytest.mark.parametrize("case", _EXACT)
-@every_mode
+@pytest.mark.parametrize(("mode", "case"), law_cases(_EXACT, fast=("penalties",)))
 def test_temperature_zero_is_the_argmax_chain(mode, case):
     """The lowest id wins a tie, whatever was drafted, and penalties see the path."""
     params = _EXACT[case]
@@ -217,7 +220,9 @@ def test_temperature_zero_is_the_argmax_chain(mode, case):
     assert len(set(generated.counts[:, 0].tolist())) == MODES[mode].steps
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "hot", "top-p", "bias"])
+@pytest.mark.parametrize(
+    "sampling", fast_part(["greedy", "hot", "top-p", "bias"], lambda sampling: sampling == "top-p")
+)
 def test_a_sharded_vocabulary_decides_the_same(sampling):
     mode = "distinct"  # every step of the others is one of its own, or of `draw_children`, see test_accept.py
     params = SAMPLINGS.get(sampling, SamplingParams(repetition_penalty=1.5))
@@ -226,8 +231,7 @@ def test_a_sharded_vocabulary_decides_the_same(sampling):
     whole = generate(MODES[mode], params, target=target, draft=draft)
     target[:, -1] = draft[:, -1] = 50  # padding may hold anything
     args = arguments(MODES[mode], params, draft, target, None, 0, some, vocab_size=V - 1)
-    with quick_compilation():
-        tokens, counts = _sharded(mode)(*args)
+    tokens, counts = _sharded(mode)(*args)
     np.testing.assert_array_equal(tokens, whole.tokens[:some])
     np.testing.assert_array_equal(counts, whole.counts[:some])
 
@@ -243,15 +247,15 @@ def _sharded(mode):
     return shard_call(decode_all, 4, V - 1, V, specs, (scalar, scalar))
 
 
-# Planted faults: the mistakes of other decoders (ALGORITHMS 7), which the joint law must show.
+# Planted faults: mistakes found in other decoders, which the joint law must show.
 NO_FAULT, RAW_BONUS, SAME_NUMBERS, TEXT_ONLY, NO_TEMPERATURE, REDRAWN, PICKED, TOGETHER = range(8)
 FAULTS = {
-    RAW_BONUS: "the bonus token is drawn from the raw logits (1)",
-    SAME_NUMBERS: "two positions share their random numbers (6)",
-    TEXT_ONLY: "penalties see the text and not the path (9)",
-    NO_TEMPERATURE: "the temperature is ignored (15)",
-    REDRAWN: "what is not in the tree is drawn again (19)",
-    PICKED: "p/q ratios of children that were picked, not drawn (17)",
+    RAW_BONUS: "the bonus token is drawn from the raw logits",
+    SAME_NUMBERS: "two positions share their random numbers",
+    TEXT_ONLY: "penalties see the text and not the path",
+    NO_TEMPERATURE: "the temperature is ignored",
+    REDRAWN: "what is not in the tree is drawn again",
+    PICKED: "p/q ratios of children that were picked, not drawn",
     TOGETHER: "children drawn without replacement are judged as independent draws",
 }
 _PLANTED = SamplingParams(temperature=0.6, frequency_penalty=1.0)
@@ -299,6 +303,7 @@ _FAULTY_REJECT = Mode(_plant(reject), _plant_children, (2, 2))
 _MATCH_FAULTS = (RAW_BONUS, SAME_NUMBERS, TEXT_ONLY, NO_TEMPERATURE, REDRAWN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [(_FAULTY_MATCH, f) for f in _MATCH_FAULTS] + [(_FAULTY_REJECT, f) for f in FAULTS],
@@ -310,14 +315,16 @@ def test_planted_faults_are_found(mode, fault):
     assert law_p_value(generated.tokens, params) < DETECTED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [_PLANTED, SAMPLINGS["hot"]], ids=["penalised", "hot"])
 @pytest.mark.parametrize("mode", [_FAULTY_MATCH, _FAULTY_REJECT], ids=["match", "reject"])
 def test_without_a_fault_the_same_code_passes(mode, params):
     assert law_p_value(generate(mode, params, draft=_POOR_DRAFT).tokens, params) > FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_the_classic_error_is_large():
-    """Not a matter of many draws: in total variation 0.2 are wrong (0.81 in the toy of ALGORITHMS 2.2)."""
+    """The error does not need many draws to show: its total variation is above 0.2."""
     for fault, low, high in ((PICKED, 0.2, 1.0), (NO_FAULT, 0.0, 0.01)):
         generated = generate(_FAULTY_REJECT, SAMPLINGS["plain"], draft=_POOR_DRAFT, fault=fault)
         first = count(generated.tokens[:, :1]) / DRAWS

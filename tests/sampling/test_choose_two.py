@@ -72,7 +72,7 @@ def test_the_runner_up_is_the_choice_once_the_first_is_ruled_out(num_shards, sub
         np.testing.assert_allclose(logprob[:, 0], first_logprob, rtol=1e-5, atol=1e-6)
         without = logits.copy()
         without[np.arange(ROWS), np.searchsorted(ids, token[:, 0])] = -np.inf
-        # Cuts are made before the noise: ruled out behind them, a token leaves the others' chances as they are.
+        # Cuts are made before the noise: ruled out after them, a token leaves the others' chances as they are.
         if not {"top_k", "min_p"} & set(options):
             _, (second, _) = both(num_shards, subset)(without, processors, seen, counts, positions)
             np.testing.assert_array_equal(token[:, 1], second)
