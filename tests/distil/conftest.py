@@ -1,26 +1,10 @@
-"""Shared by the tests of the distillation tool: where it is, and a tiny model that can chat."""
-
-import sys
-from pathlib import Path
+"""Shared by the tests of the distillation tool: a tiny model that can chat."""
 
 import pytest
+from distil_cases import write_chat_tokenizer
 from native_models import LLAMA, write_native
-from tiny_models import quick_compilation
 
 from jaxspec import LLM
-
-# The tool is no part of the package.
-TOOLS = str(Path(__file__).parents[2] / "tools")
-if TOOLS not in sys.path:
-    sys.path.append(TOOLS)
-
-from distil_cases import write_chat_tokenizer  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -35,5 +19,4 @@ def chat_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def chat_llm(chat_model):
     """The same, loaded as the tool loads a target."""
-    with quick_compilation():
-        return LLM(chat_model, method="ar", dtype="float32")
+    return LLM(chat_model, method="ar", dtype="float32")

@@ -93,7 +93,7 @@ def assert_same(some, others):
 
 @functools.cache
 def unbroken():
-    """Losses and parameters of a run that nobody stopped."""
+    """Losses and parameters of a run that was not stopped."""
     losses = {}
     trainer = train(report=losses.__setitem__)
     return losses, trainer.params
@@ -103,6 +103,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [(1,), (SAVE_EVERY,), (18, 32, 59)])
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, at):
     losses = {}
@@ -127,6 +128,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, at):
     assert_same(again.params, unbroken()[1])
 
 
+@pytest.mark.slow
 def test_the_students_start_is_left_alone():
     """Updates are donated; what the caller gave stays."""
     before = jax.tree.map(np.array, start())
@@ -403,6 +405,7 @@ def test_sampling_goes_on_where_it_was(command, data, tmp_path):
     assert content(tmp_path / "data") == content(data)
 
 
+@pytest.mark.slow
 def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, finished, tmp_path):
     curve = [json.loads(line) for line in (finished / "curve.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in curve] == [0, 3, 6]
@@ -423,6 +426,7 @@ def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, 
     assert result.exit_code == 2 and "exists already" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(command, data, finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
     measure = distil_draft.measure_quality
@@ -502,6 +506,7 @@ def test_a_run_keeps_to_its_model(command, data, finished, other_model, tmp_path
     assert command("train", data, tmp_path / "run", *TRAIN, model=other_model).exit_code != 0
 
 
+@pytest.mark.slow
 def test_all_tokens_in_the_head(command, data, tmp_path):
     succeed(command("train", data, tmp_path / "run", *TRAIN, "--head", 0, "--steps", 2))
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["head_ids"] == []
@@ -682,6 +687,7 @@ def test_a_run_keeps_to_its_data(command, data, finished, tmp_path):
     refuse(command("train", tmp_path / "data", finished, *TRAIN), "other settings (data)")
 
 
+@pytest.mark.slow
 def test_a_run_is_not_measured_on_what_it_has_seen(command, data, finished, tmp_path, stop_before_training):
     """Under whatever name, however much of it, and also if the run that it began with has seen it."""
     fresh, longer = tmp_path / "fresh", tmp_path / "longer"

@@ -11,7 +11,6 @@ from tiny_models import (
     empty_cache,
     logits_after,
     on_one_device,
-    quick_compilation,
     relative_error,
     step_logits,
     tiny_params,
@@ -31,12 +30,6 @@ TREES = 3
 LENGTH = PREFIX + NODES
 SLOTS = 40
 EXACT = 2e-5  # float32, other orders of summation
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 def tokens_of(length, seed=0):

@@ -1,8 +1,7 @@
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.config import ModelConfig, RopeConfig
-from jaxspec.models.config_data import config_from_data, config_to_data
+from jaxspec.models.config import ModelConfig, RopeConfig, config_from_data, config_to_data
 from jaxspec.models.params import count_params
 from jaxspec.models.presets import list_presets, load_preset
 

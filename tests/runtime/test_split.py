@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.runtime.split import plan_pair
+from jaxspec.runtime.mesh import plan_mesh, plan_pair
 
 
 def ids(plans):

@@ -1,6 +1,7 @@
 """Padded tensor parallelism over 2, 3, 4 and 8 devices agrees with one device, and moves no more than it must."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -8,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, place, quick_compilation, relative_error, step_logits, tiny_params
+from marks import fast_part
+from tiny_models import FAMILIES, place, relative_error, step_logits, tiny_params
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
@@ -19,9 +21,8 @@ from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import ArrayInfo
 from jaxspec.models.transformer import prefill
 from jaxspec.runtime.mesh import MeshPlan, plan_mesh
-from jaxspec.runtime.padding import round_up
 from jaxspec.runtime.program import Program, compile_programs
-from jaxspec.runtime.sharding import partition_spec
+from jaxspec.runtime.sharding import partition_spec, round_up
 from jaxspec.sampling.processors import clean
 from jaxspec.sampling.request import make_request
 from pallas_kernels.registry import Kernels
@@ -32,14 +33,8 @@ CHUNK, STEPS = 32, 12
 PROMPT = np.random.default_rng(0).integers(0, 101, 70).astype(np.int32)  # two chunks, the second one padded
 
 
-@pytest.fixture
-def quickly():
-    with quick_compilation():
-        yield
-
-
 def greedy_program(target):
-    """Logits `[STEPS, padded V]` and tokens of greedy decoding behind a padded chunk."""
+    """Logits `[STEPS, padded V]` and tokens of greedy decoding after a padded chunk."""
     cfg = target.cfg
 
     def run(params, tokens, count, root):
@@ -59,15 +54,11 @@ def greedy_program(target):
 
 
 @functools.cache
-def greedy_by_degree(family):
-    """What `greedy_program` gives at every degree, one device included; compiled side by side."""
-    programs = {degree: greedy_program(place(FAMILIES[family], degree)) for degree in (1, *DEGREES)}
-    compile_programs(list(programs.values()))
-    results = {}
-    for degree, program in programs.items():
-        logits, tokens = program(tiny_params(family, degree), PROMPT[:CHUNK], np.int32(CHUNK - 3), PROMPT[-1])
-        results[degree] = np.asarray(logits), tokens.tolist()
-    return results
+def greedy(family, degree):
+    """Logits and tokens of `greedy_program` on a number of devices."""
+    program = greedy_program(place(FAMILIES[family], degree))
+    logits, tokens = program(tiny_params(family, degree), PROMPT[:CHUNK], np.int32(CHUNK - 3), PROMPT[-1])
+    return np.asarray(logits), tokens.tolist()
 
 
 @functools.cache
@@ -90,24 +81,31 @@ def decode(family, degree, sampling, seed):
     return tokens, logprobs
 
 
-@pytest.mark.usefixtures("quickly")
-@pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    fast_part(
+        itertools.product(FAMILIES, DEGREES),
+        lambda family, degree: (family, degree) in (("llama", 3), ("qwen2", 4), ("llama-tied", 4)),
+    ),
+)
 def test_logits_and_greedy_tokens_agree_with_one_device(family, degree):
     cfg = FAMILIES[family]
     # Nothing divides: this tests padding of every kind.
     assert any(n % degree for n in (cfg.num_kv_heads, cfg.vocab_size, cfg.mlp_dim))
-    results = greedy_by_degree(family)
-    (logits, tokens), (expected, expected_tokens) = results[degree], results[1]
+    (logits, tokens), (expected, expected_tokens) = greedy(family, degree), greedy(family, 1)
     assert logits.shape[1] == round_up(cfg.vocab_size, degree)
     assert not logits[:, cfg.vocab_size :].any()
     assert relative_error(logits[:, : cfg.vocab_size], expected) < 1e-4
     assert tokens == expected_tokens
 
 
-@pytest.mark.usefixtures("quickly")
-# The method's own programs are slow to compile: not every family at every degree.
-@pytest.mark.parametrize(("family", "degree"), [*(("llama", degree) for degree in DEGREES), ("qwen2", 8), ("qwen3", 2)])
+@pytest.mark.parametrize(
+    ("family", "degree"),
+    fast_part(
+        [*(("llama", degree) for degree in DEGREES), ("qwen2", 8), ("qwen3", 2)],
+        lambda family, degree: (family, degree) == ("qwen2", 8),
+    ),
+)
 def test_decoding_equals_that_of_one_device(family, degree):
     for sampling in (
         SamplingParams(max_tokens=16, logprobs=True),
@@ -128,7 +126,7 @@ COLLECTIVE = re.compile(
 def collectives(program):
     """Kind and element count of every collective of a compiled program, one per result of a merged one."""
     found = []
-    for line in program._compiled.as_text().splitlines():
+    for line in program.lower().compile().as_text().splitlines():
         if match := COLLECTIVE.search(line):
             for dims in re.findall(r"\w+\[([\d,]*)\]", match["result"]):
                 found.append((match["kind"], math.prod(int(d) for d in dims.split(",") if d)))
@@ -139,7 +137,6 @@ def test_two_all_reduces_a_layer_and_no_gathered_logits():
     cfg = FAMILIES["llama"]
     bound = Autoregressive().bind(Models(place(cfg, 4)), SLOTS)
     programs = [p for p in bound.programs if p.name in ("round", "target prefill 64")]
-    compile_programs(programs)
     fill, step = programs
     found = collectives(step)
     wide = [size for kind, size in found if size >= cfg.embed_dim]
@@ -156,7 +153,6 @@ def test_two_all_reduces_a_layer_and_no_gathered_logits():
 def test_one_device_needs_no_collective():
     for program in Autoregressive().bind(Models(place(FAMILIES["llama"], 1)), SLOTS).programs:
         if program.name == "round":
-            program.finish(program.lower())
             assert not collectives(program)
 
 
@@ -169,7 +165,6 @@ def test_greedy_choice_needs_two_reductions():
 
     logits = target.array((1, target.padded_vocab), jnp.float32, None, TENSOR_AXIS)
     program = Program("choose", choose, target.plan, [logits], target.array((1,), jnp.int32))
-    program.finish(program.lower())
     assert collectives(program) == [("all-reduce", 1), ("all-reduce", 1)]
 
 

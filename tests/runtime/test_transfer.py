@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import FAMILIES, RandomSource, quick_compilation
+from tiny_models import FAMILIES, RandomSource
 
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
@@ -15,9 +15,8 @@ from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
 from jaxspec.methods.swiftspec.messages import DraftCounts
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.mesh import plan_mesh, plan_pair
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.split import plan_pair
 from jaxspec.runtime.transfer import replicated, transfer
 
 FLOAT32 = np.dtype("float32")
@@ -111,8 +110,7 @@ def pairs():
         if key not in made:
             plans = plan_pair(target, draft, method="swiftspec", own_devices=True)
             engine = Engine(Models(*(Placement(config, plan, FLOAT32) for plan in plans)), method, 64)
-            with quick_compilation():
-                engine.prepare()
+            engine.prepare()
             params = [load_foreign(RandomSource(config, seed), plan, FLOAT32) for seed, plan in enumerate(plans)]
             made[key] = engine, ModelParams(*params)
         return made[key]

@@ -25,7 +25,7 @@ from swiftspec_sim.record import Recorder, cover
 from swiftspec_sim.replay import make_table
 from swiftspec_sim.times import Published, Split, Times, load_times, parse_split
 from swiftspec_sim.trace import UNPROPOSED, Trace, load_traces, save_traces
-from tiny_models import FAMILIES, quick_compilation
+from tiny_models import FAMILIES
 from typer.testing import CliRunner
 
 from jaxspec import SwiftSpec
@@ -55,8 +55,7 @@ def engine_of(name):
     """A real engine of `METHODS`, each model on a device of its own."""
     draft = dataclasses.replace(draft_placement("llama", 1, "same"), plan=plan_mesh(1, 1))
     engine = Engine(Models(Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32), draft), METHODS[name][0], 120)
-    with quick_compilation():
-        engine.prepare()
+    engine.prepare()
     return engine
 
 
@@ -97,6 +96,7 @@ def replayed(trace, setting, times=TIMES):
     return result, summarise([result], setting, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(("kind", "temperature"), [("copy", 1.0), ("copy", 0.0), ("adversarial", 0.0)])
 def test_rounds_are_those_of_the_real_runner(name, kind, temperature):

@@ -35,6 +35,7 @@ def model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_smoke(monkeypatch, capsys, tmp_path, model):
     """All parts but the tests of the device, which begin with a process of their own."""
     path = tmp_path / "out.json"
@@ -139,6 +140,7 @@ def test_operands_do_not_fit_into_a_cache():
         assert timing.count_copies(case.nbytes) * case.nbytes >= timing.COLD_BYTES
 
 
+@pytest.mark.slow
 def test_smoke_writes_nothing_unasked(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(gpu_bench, "RESULTS", tmp_path)
     fake_parts(monkeypatch, device=[DEVICE])

@@ -12,6 +12,8 @@ from jaxspec.methods.swift.search import SearchSettings
 from jaxspec.models.layer_set import uniform_layers
 from jaxspec.tune.swift import Scorer, search_layers, write_passages
 
+pytestmark = [pytest.mark.slow, pytest.mark.real_model]
+
 REAL, INSERTED = 4, 12
 WINDOW = 16
 ANSWER = SamplingParams(max_tokens=60, ignore_eos=True)
