@@ -27,7 +27,7 @@ import tokenizers
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
 
-from jaxspec.checkpoint.default_model import SHA256, default_model_path
+from jaxspec.checkpoint.shipped import SHA256, default_model_path
 from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_TOKENS = 128

@@ -22,9 +22,9 @@ from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import KVCache, commit_rows, init_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, prefill, vocab_logits
-from jaxspec.runtime.padding import round_up
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program, compile_programs
+from jaxspec.runtime.sharding import round_up
 from jaxspec.sampling.noise import gumbel_rows
 from jaxspec.sampling.processors import History, clean, penalise, process
 from jaxspec.sampling.request import make_request

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.block_codec import encode_blocks
 from jaxspec.checkpoint.keymaps import check_accounted, recipes, source_storage
 from jaxspec.checkpoint.load import detect_format, open_checkpoint
 from jaxspec.checkpoint.native.arrays import PendingLeaf
@@ -21,7 +20,14 @@ from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, is_info, leaf_name
-from jaxspec.models.quantization import LeafType, Storage, collect_storage, restrict_storage, weight_leaves
+from jaxspec.models.quantization import (
+    LeafType,
+    Storage,
+    collect_storage,
+    encode_blocks,
+    restrict_storage,
+    weight_leaves,
+)
 from pallas_kernels.linear.blocks import FORMATS
 
 DTYPES = ("float32", "bfloat16")

@@ -1,28 +1,27 @@
 """GGUF files as a source of tensors under Hugging Face names.
 
-llama.cpp's own names and its interleaved query and key rows (architecture `llama` only) stop here, and its block types
-where they are not to be kept: what `read` returns is what the Hugging Face folder of the same model would hold, up to
-quantisation.
+What `read` returns is what the Hugging Face folder of the same model would hold, up to quantisation. llama.cpp's own
+names and its order of query and key rows are translated here. What is particular to a family is in
+`jaxspec.models.families`.
 """
 
 import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxspec.checkpoint.block_codec import decode_blocks, format_of
 from jaxspec.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_header
 from jaxspec.checkpoint.keymaps import check_accounted
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.config import Family, ModelConfig, RopeConfig
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.families import FAMILIES
+from jaxspec.models.families.base import ConfigValues, Family
+from jaxspec.models.quantization import decode_blocks
 from pallas_kernels.linear.blocks import FORMATS
-
-# llama.cpp has no architecture of its own for Mistral: such files say `llama`.
-ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -44,17 +43,10 @@ _LAYER_NAMES = {
 }
 _ROPE_FREQS = "rope_freqs.weight"
 
-# Hyperparameters read below, and those that change nothing in the architectures above.
-_READ_KEYS = frozenset({
-    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size",
-    "attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
-    "attention.key_length", "attention.value_length", "attention.sliding_window", "attention.causal",
-    "rope.dimension_count", "rope.freq_base", "rope.scale_linear",
-    "rope.scaling.type", "rope.scaling.factor",
-})  # fmt: skip
+# Hyperparameters that change nothing in the supported architectures.
 _HARMLESS_KEYS = frozenset({"tensor_data_layout", "rope.scaling.original_context_length", "rope.scaling.finetuned"})
-# Factors, for which one is as good as absent; for every other unknown key only zero, false and empty are.
-_NEUTRAL_ONE_KEYS = frozenset({
+# Factors, for which one is as good as absent. For every other unknown key only zero, false and empty are.
+_FACTOR_KEYS = frozenset({
     "logit_scale", "residual_scale", "embedding_scale", "attention.output_scale", "rope.scaling.attn_factor",
     "rope.scaling.yarn_attn_factor",
 })  # fmt: skip
@@ -70,10 +62,10 @@ _DTYPES = {
 
 
 class GGUFSource:
-    """An open GGUF file (see `TensorSource`); `read` may be called from several threads."""
+    """An open GGUF file (a `TensorSource`); `read` may be called from several threads."""
 
     def __init__(self, path: Path, header: GGUFHeader):
-        """Check everything but the accounting, which `open_gguf` adds."""
+        """Check everything but the tensors' names and shapes, which `open_gguf` does."""
         self.path = path
         self._family = _read_family(path, header.metadata)
         self._tensors = _rename(path, header.tensors)
@@ -87,22 +79,23 @@ class GGUFSource:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def weight_type(self, name: str) -> str:
-        """How one tensor can be kept (see `TensorSource`)."""
+        """A dtype, the name of a block format, or float32 for blocks that are not kept."""
         kind = self._tensors[name].ggml_type
-        return _DTYPES[kind].name if kind in _DTYPES else format_of(kind) or "float32"
+        block_type = kind.name.lower()
+        return _DTYPES[kind].name if kind in _DTYPES else block_type if block_type in FORMATS else "float32"
 
     def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
-        """One tensor by Hugging Face name (see `TensorSource`)."""
+        """One tensor by Hugging Face name, or its blocks where they are of a known format and to be kept."""
         tensor = self._tensors[name]
         raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
-        if self._family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            raw = _unpermute_rows(raw, tensor.shape[0], self.config.head_dim)
-        block_format = format_of(tensor.ggml_type)
-        if keep_blocks and block_format is not None:
-            return raw.reshape(*tensor.shape[:-1], -1, FORMATS[block_format].nbytes)
+        if self._family.gguf_interleaves and name.endswith(("q_proj.weight", "k_proj.weight")):
+            raw = _deinterleave_rows(raw, tensor.shape[0], self.config.head_dim)
+        block_type = tensor.ggml_type.name.lower()
+        if keep_blocks and block_type in FORMATS:
+            return raw.reshape(*tensor.shape[:-1], -1, FORMATS[block_type].nbytes)
         if tensor.ggml_type in _DTYPES:
             return raw.view(_DTYPES[tensor.ggml_type]).reshape(tensor.shape)
-        return decode_blocks(raw, tensor.ggml_type).reshape(tensor.shape)
+        return decode_blocks(raw, block_type).reshape(tensor.shape)
 
 
 def open_gguf(path: str | Path) -> GGUFSource:
@@ -127,12 +120,13 @@ def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
     kind = metadata.get("general.type", "model")
     if kind != "model":
         raise CheckpointError(f"{path}: holds a GGUF {kind!r} (general.type), not a model")
+    known = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
     architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(
-            f"{path}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"{path}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(known)}"
         )
-    return ARCHITECTURES[architecture]
+    return known[architecture]
 
 
 def _rename(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
@@ -165,7 +159,7 @@ def _refuse_block_types(path: Path, tensors: dict[str, GGUFTensor]) -> None:
 
 
 def _can_dequantise(kind: GGMLQuantizationType) -> bool:
-    """Ask the package with one block of zeros: it has no list."""
+    """Whether the package dequantises one block of zeros; it offers no list of its types."""
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
@@ -173,69 +167,74 @@ def _can_dequantise(kind: GGMLQuantizationType) -> bool:
     return True
 
 
+class _Hyperparameters(ConfigValues):
+    """The `{architecture}.*` keys of a GGUF file."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value; a list of one per layer counts as its value where all layers agree."""
+        value = super().get(key, default)
+        if isinstance(value, list) and value:
+            if any(other != value[0] for other in value):
+                self.refuse(key, "layers that differ in it are not supported")
+            return value[0]
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The float32 that the file holds, with the digits that were meant (1e-05, not 9.9999e-06)."""
+        return float(str(np.float32(super().number(key, default))))
+
+
 def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
-    hyper = _Hyperparameters(path, header.metadata)
+    values = _Hyperparameters(path, header.metadata, f"{family.gguf_architecture}.")
     embed = header.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError(f"{path}: has no two-dimensional tensor 'token_embd.weight'")
-    num_layers = hyper.integer("block_count")
-    embed_dim = hyper.integer("embedding_length")
-    num_heads = hyper.integer("attention.head_count")
-    head_dim = hyper.integer("attention.key_length", default=embed_dim // num_heads)
+    embed_dim, num_heads = values.integer("embedding_length"), values.integer("attention.head_count")
+    head_dim = values.integer("attention.key_length", default=embed_dim // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if (length := hyper.integer(key, default=head_dim)) != head_dim:
-            hyper.refuse(key, length, f"only the head width {head_dim} is supported")
+        if values.integer(key, default=head_dim) != head_dim:
+            values.refuse(key, f"only the head width {head_dim} is supported")
     vocab_size = embed.shape[0]
-    if (claimed := hyper.integer("vocab_size", default=vocab_size)) != vocab_size:
-        hyper.refuse("vocab_size", claimed, f"but 'token_embd.weight' has {vocab_size} rows", CheckpointError)
+    if values.integer("vocab_size", default=vocab_size) != vocab_size:
+        values.refuse("vocab_size", f"but 'token_embd.weight' has {vocab_size} rows", CheckpointError)
     tokens = header.metadata.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list) or len(tokens) > vocab_size:
         raise CheckpointError(
             f"{path}: tokenizer.ggml.tokens must be a list of at most {vocab_size} tokens, the rows of "
             f"'token_embd.weight', got {len(tokens) if isinstance(tokens, list) else type(tokens).__name__}"
         )
-    if hyper.get("attention.causal", True) is not True:
-        hyper.refuse("attention.causal", False, "only causal attention is supported")
-    max_context = hyper.integer("context_length")
-    sliding_window = _read_window(hyper, family, max_context)
-    hyper.refuse_unknown()
-    return ModelConfig(
-        family="mistral" if sliding_window else family,
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        mlp_dim=hyper.integer("feed_forward_length"),
-        num_heads=num_heads,
-        num_kv_heads=hyper.integer("attention.head_count_kv", default=num_heads),
-        head_dim=head_dim,
-        vocab_size=vocab_size,
-        max_context=max_context,
-        rope=_read_rope(path, header, hyper, head_dim),
-        norm_eps=hyper.number("attention.layer_norm_rms_epsilon"),
-        tied="output.weight" not in header.tensors,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        sliding_window=sliding_window,
+    if values.get("attention.causal", True) is not True:
+        values.refuse("attention.causal", "only causal attention is supported")
+    max_context = values.integer("context_length")
+    fields = {
+        "family": family.name,
+        "num_layers": values.integer("block_count"),
+        "embed_dim": embed_dim,
+        "mlp_dim": values.integer("feed_forward_length"),
+        "num_heads": num_heads,
+        "num_kv_heads": values.integer("attention.head_count_kv", default=num_heads),
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "max_context": max_context,
+        "rope": _read_rope(path, header, values, head_dim),
+        "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        "tied": "output.weight" not in header.tensors,
+        **family.read_gguf(values, max_context),
+    }
+    values.refuse_unread(
+        lambda key, value: key in _HARMLESS_KEYS or value in (0, "", []) or (key in _FACTOR_KEYS and value == 1)
     )
+    return ModelConfig(**fields)
 
 
-def _read_window(hyper: "_Hyperparameters", family: Family, max_context: int) -> int | None:
-    window = hyper.integer("attention.sliding_window", default=0, least=0)
-    if window == 0 or window >= max_context:
-        return None
-    if family != "llama":
-        hyper.refuse("attention.sliding_window", window, f"the file does not say which layers of {family} it holds for")
-    return window
-
-
-def _read_rope(path: Path, header: GGUFHeader, hyper: "_Hyperparameters", head_dim: int) -> RopeConfig:
-    theta = hyper.number("rope.freq_base", default=10000.0)
-    scaling = hyper.get("rope.scaling.type", "none")
-    factor = hyper.number("rope.scaling.factor", default=1.0)
+def _read_rope(path: Path, header: GGUFHeader, values: ConfigValues, head_dim: int) -> RopeConfig:
+    theta = values.number("rope.freq_base", default=10000.0)
+    scaling = values.get("rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
-        hyper.refuse("rope.scaling.type", scaling, "supported: none, linear")
+        values.refuse("rope.scaling.type", "supported: none, linear")
+    factor, old_factor = (values.number(key, default=1.0) for key in ("rope.scaling.factor", "rope.scale_linear"))
     if scaling == "none":
-        # Files older than the scaling keys have this one instead.
-        factor = hyper.number("rope.scale_linear", default=1.0)
+        factor = old_factor  # of files older than the scaling keys
     divisors = header.tensors.get(_ROPE_FREQS)
     if divisors is None:
         return RopeConfig(theta=theta, scaling="linear", factor=factor) if factor > 1 else RopeConfig(theta=theta)
@@ -244,10 +243,10 @@ def _read_rope(path: Path, header: GGUFHeader, hyper: "_Hyperparameters", head_d
             f"{path}: {_ROPE_FREQS!r} must hold {head_dim // 2} F32 values, "
             f"got shape {divisors.shape} of {divisors.ggml_type.name}"
         )
-    values = np.fromfile(path, "<f4", head_dim // 2, offset=divisors.offset)
+    frequencies = np.fromfile(path, "<f4", head_dim // 2, offset=divisors.offset)
     if factor > 1:
         raise ConfigError(f"{path}: asks for linear rope scaling and {_ROPE_FREQS!r} at once, which is not supported")
-    return _recover_llama3(path, values, theta, head_dim)
+    return _recover_llama3(path, frequencies, theta, head_dim)
 
 
 def _recover_llama3(path: Path, divisors: np.ndarray, theta: float, head_dim: int) -> RopeConfig:
@@ -285,61 +284,8 @@ def _read_eos_ids(path: Path, metadata: dict[str, Any], vocab_size: int) -> tupl
     return tuple(ids)
 
 
-class _Hyperparameters:
-    """The `{architecture}.*` keys of a GGUF file, by the part behind the dot."""
-
-    def __init__(self, path: Path, metadata: dict[str, Any]):
-        self._path = path
-        self._prefix = f"{metadata['general.architecture']}."
-        self._values = {k.removeprefix(self._prefix): v for k, v in metadata.items() if k.startswith(self._prefix)}
-
-    def refuse(self, key: str, value: Any, why: str, error: type[ValueError] = ConfigError) -> NoReturn:
-        raise error(f"{self._path}: {self._prefix}{key} is {_shorten(value)}; {why}")
-
-    def get(self, key: str, default: Any) -> Any:
-        return self._values.get(key, default)
-
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer; a list of one per layer is accepted where all of them agree."""
-        value = self._required(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
-        if isinstance(value, list):
-            self.refuse(key, value, "layers that differ in it are not supported")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            self.refuse(key, value, f"an integer of at least {least} is needed", CheckpointError)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; float32 as the file has it, but with the digits that were meant (1e-05, not 9.9999e-06)."""
-        value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            self.refuse(key, value, "a finite number is needed", CheckpointError)
-        return float(str(np.float32(value)))
-
-    def refuse_unknown(self) -> None:
-        """Refuse every key that may change the model and that nobody here reads."""
-        for key, value in self._values.items():
-            if key in _READ_KEYS or key in _HARMLESS_KEYS:
-                continue
-            neutral = value in (0, "", []) or (key in _NEUTRAL_ONE_KEYS and value == 1)
-            if not neutral:
-                self.refuse(key, value, "this hyperparameter is not supported")
-
-    def _required(self, key: str, default: Any) -> Any:
-        value = self._values.get(key, default)
-        if value is None:
-            raise CheckpointError(f"{self._path}: lacks the metadata key {self._prefix}{key}")
-        return value
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def _unpermute_rows(raw: np.ndarray, num_rows: int, head_dim: int) -> np.ndarray:
-    """Rotary halves from interleaved pairs: within each head, row 2i+j of the file is row j*H/2+i of Hugging Face.
+def _deinterleave_rows(raw: np.ndarray, num_rows: int, head_dim: int) -> np.ndarray:
+    """Hugging Face's order of rows: row j*H/2+i of each head is row 2i+j of the file.
 
     Whole rows move, so quantised bytes can: fewer of them than of float32.
     """

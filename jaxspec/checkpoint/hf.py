@@ -2,22 +2,26 @@
 
 import dataclasses
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint.hf_config import parse_config
-from jaxspec.checkpoint.json_file import read_json
 from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted
-from jaxspec.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
 from jaxspec.errors import CheckpointError
+from jaxspec.json_file import read_json
+from jaxspec.models.families import FAMILIES
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
+_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _COMPARED_ROWS = 1024
 
 # Settings of `generation_config.json` that change greedy text, and the values at which they do nothing.
@@ -29,51 +33,66 @@ _GREEDY_SETTINGS = (
 _NEUTRAL = (None, False, 0, 1, 1.0, [], {})
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """Where one tensor lies: file, shape, dtype, and absolute offset in bytes."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class HFSource:
-    """An open Hugging Face folder (see `TensorSource`); tensors are views of the mapped files."""
+    """An open Hugging Face folder (a `TensorSource`); tensors are views of the mapped files."""
 
     def __init__(self, path: Path):
-        """Check everything but the accounting, which `open_hf` adds."""
+        """Check everything but the tensors' names and shapes, which `open_hf` does."""
         self.path = path
         raw = read_json(path / CONFIG_FILE)
-        self._tensors: dict[str, tuple[Path, SafeTensor]] = {}
+        self._tensors: dict[str, _Tensor] = {}
         for file in _list_weights(path):
-            for name, tensor in read_safetensors_header(file).items():
+            for name, tensor in _read_header(file).items():
                 if name in self._tensors:
-                    raise CheckpointError(f"{path}: {self._tensors[name][0].name} and {file.name} both hold {name!r}")
-                self._tensors[name] = (file, tensor)
-        self._check_index()
+                    raise CheckpointError(f"{path}: {self._tensors[name].file.name} and {file.name} both hold {name!r}")
+                self._tensors[name] = tensor
+        for name, file in _read_weight_map(path).items():
+            if name not in self._tensors or self._tensors[name].file.name != file:
+                raise CheckpointError(f"{path}: {_INDEX_FILE} places {name!r} in {file}, which does not hold it")
         self.config = parse_config(path / CONFIG_FILE, raw, max_layers=len(self._tensors))
+        self._norm_offset = FAMILIES[self.config.family].norm_offset
         generation = read_json(path / GENERATION_FILE) if (path / GENERATION_FILE).is_file() else {}
         self.eos_ids = _read_eos_ids(path, generation, raw, self.config.vocab_size)
         _warn_unapplied(path / GENERATION_FILE, generation)
-        self._data = {file: np.memmap(file, np.uint8, mode="r") for file, _ in self._tensors.values()}
+        self._data = {tensor.file: np.memmap(tensor.file, np.uint8, mode="r") for tensor in self._tensors.values()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""
-        return {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def weight_type(self, name: str) -> str:
         """Dtype of one tensor."""
-        return self._tensors[name][1].dtype.name
+        return self._tensors[name].dtype.name
 
     def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
         """One tensor by name, in its own dtype: a read-only view of the file. There are no blocks to keep."""
-        file, tensor = self._tensors[name]
-        raw = self._data[file][tensor.offset : tensor.offset + tensor.nbytes]
-        return np.asarray(raw).view(tensor.dtype).reshape(tensor.shape)
-
-    def _check_index(self) -> None:
-        for name, file in _read_weight_map(self.path).items():
-            if name not in self._tensors or self._tensors[name][0].name != file:
-                raise CheckpointError(f"{self.path}: {_INDEX_FILE} places {name!r} in {file}, which does not hold it")
+        tensor = self._tensors[name]
+        raw = self._data[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
+        array = np.asarray(raw).view(tensor.dtype).reshape(tensor.shape)
+        if self._norm_offset and name.endswith("norm.weight"):
+            return array.astype(np.float32) + np.float32(self._norm_offset)
+        return array
 
 
 def open_hf(path: str | Path) -> HFSource:
-    """Open a Hugging Face folder: configuration, headers and names are checked; no weight is read but for one case.
+    """Open a Hugging Face folder: configuration, headers and names are checked.
 
-    A config that ties the embeddings beside weights that hold a head of their own is followed only where both are
-    equal, which takes reading them; else the head counts, as in transformers 5.
+    No weight is read, with one exception: where the config ties the embeddings and the folder holds a head, both are
+    compared. If they differ, the head counts and not the config, as in transformers 5.
 
     Raises:
       CheckpointError: files are missing, damaged or hostile, or do not match the configuration.
@@ -86,8 +105,33 @@ def open_hf(path: str | Path) -> HFSource:
     return source
 
 
+def _read_header(path: Path) -> dict[str, _Tensor]:
+    """Directory of a safetensors file by tensor name; the package checks the header against the size of the file.
+
+    Raises:
+      CheckpointError: the file is damaged or hostile, or holds a type other than F32, F16 and BF16.
+    """
+    tensors: dict[str, _Tensor] = {}
+    try:
+        with open(path, "rb") as file:
+            offset = 8 + int.from_bytes(file.read(8), "little")
+        with safe_open(path, framework="np") as header:
+            # The package refuses gaps and overlaps, so that each tensor begins where the one before it ends.
+            for name in header.offset_keys():
+                part = header.get_slice(name)
+                if (kind := part.get_dtype()) not in _DTYPES:
+                    raise CheckpointError(f"{path}: tensor {name!r} has type {kind}; supported: {', '.join(_DTYPES)}")
+                tensors[name] = _Tensor(path, tuple(part.get_shape()), _DTYPES[kind], offset)
+                offset += tensors[name].nbytes
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return tensors
+
+
 def _are_equal(embed: np.ndarray, head: np.ndarray) -> bool:
-    """Row by row, so that two large matrices never lie in memory."""
+    """Compare some rows at a time, so that two large matrices never lie in memory."""
     starts = range(0, len(embed), _COMPARED_ROWS)
     return all(np.array_equal(embed[i : i + _COMPARED_ROWS], head[i : i + _COMPARED_ROWS]) for i in starts)
 
@@ -138,7 +182,7 @@ def _warn_unapplied(path: Path, generation: dict[str, Any]) -> None:
 
 
 def _read_eos_ids(path: Path, generation: dict[str, Any], config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text: those of `generation_config.json`, else those of `config.json`."""
+    """The tokens that end a text, from `generation_config.json` or else from `config.json`."""
     for file, values in ((GENERATION_FILE, generation), (CONFIG_FILE, config)):
         ids = values.get("eos_token_id")
         if ids is None:

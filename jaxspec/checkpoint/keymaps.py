@@ -1,17 +1,18 @@
 """From Hugging Face names to jaxspec's parameters: which tensors make each leaf, and how.
 
-Letters are those of `ModelConfig`. The canonical leaves are those of `declare_params`, unpadded. Blocks move as numbers
-do, in whole rows: `[out, in]` is then `[out, in / values, nbytes]`.
+Letters are those of `ModelConfig`. The leaves are those of `declare_params`, unpadded. Blocks move as numbers do, in
+whole rows: `[out, in]` is then `[out, in / values, nbytes]`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.source import TensorSource
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, declare_leaves
@@ -26,11 +27,38 @@ HEAD = "lm_head.weight"
 _MAX_LISTED = 8
 
 
+class TensorSource(Protocol):
+    """An open Hugging Face folder or GGUF file, already checked, with tensors under Hugging Face names.
+
+    Opening reads headers only. Tensors are laid out as Hugging Face lays them out: `[out, in]`, rotary halves.
+    """
+
+    path: Path
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor by name."""
+        ...
+
+    def weight_type(self, name: str) -> str:
+        """How one tensor can be kept without loss: one of `jaxspec.models.quantization.WEIGHT_TYPES`."""
+        ...
+
+    def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
+        """One whole tensor in its own dtype; blocks are dequantised to float32.
+
+        With `keep_blocks`, blocks of the format that `weight_type` names are returned as they are: uint8
+        `[out, in / values, nbytes]`.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """How to make one leaf: `assemble` takes the tensors named in `sources`, in that order and of those shapes.
 
-    What it makes is read in the declared shape of the leaf, `info`.
+    The result is reshaped to the declared shape of the leaf, `info`.
     """
 
     sources: tuple[tuple[str, Shape], ...]
@@ -43,10 +71,12 @@ class Recipe:
         Raises:
           ConfigError: blocks of a format are asked for, and a tensor is not kept in it.
         """
-        if self.info.format is not None:
-            arrays = [self._read_blocks(source, name, self.info.format) for name, _ in self.sources]
-        else:
-            arrays = [source.read(name) for name, _ in self.sources]
+        block_format = self.info.format
+        for name, _ in self.sources:
+            if block_format is not None and (found := source.weight_type(name)) != block_format:
+                raise ConfigError(f"{source.path}: {name} is kept as {found}, it cannot be loaded as {block_format}")
+        read = source.read if block_format is None else functools.partial(source.read, keep_blocks=True)
+        arrays = [read(name) for name, _ in self.sources]
         if len({array.dtype for array in arrays}) > 1:
             # Half formats have no common type of their own.
             arrays = [array.astype(np.float32, copy=False) for array in arrays]
@@ -55,11 +85,6 @@ class Recipe:
             leaf = self.assemble(arrays).astype(self.info.dtype, copy=False).reshape(self.info.shape)
         # Read-only means a view of the mapped file: a parameter must not change, or fault, when the file does.
         return leaf if leaf.flags.writeable else leaf.copy()
-
-    def _read_blocks(self, source: TensorSource, name: str, block_format: str) -> np.ndarray:
-        if (found := source.weight_type(name)) != block_format:
-            raise ConfigError(f"{source.path}: {name} is kept as {found}, it cannot be loaded as {block_format}")
-        return source.read(name, keep_blocks=True)
 
 
 def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str, Recipe]:
@@ -85,12 +110,9 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
     for index in range(cfg.num_layers):
         leaf, layer = f"layers.{index}", f"model.layers.{index}"
         attn, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        heads = {"q_proj": K * G * H, "k_proj": K * H, "v_proj": K * H}
+        qkv = [(f"{attn}.{name}.weight", (rows, D)) for name, rows in heads.items()]
         add(f"{leaf}.attn_norm", (f"{layer}.input_layernorm.weight", (D,)))
-        qkv = (
-            (f"{attn}.q_proj.weight", (K * G * H, D)),
-            (f"{attn}.k_proj.weight", (K * H, D)),
-            (f"{attn}.v_proj.weight", (K * H, D)),
-        )
         if f"{leaf}.qkv" in infos:
             add(f"{leaf}.qkv", *qkv, assemble=group_heads)
         else:
@@ -98,25 +120,16 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
                 add(f"{leaf}.qkv.{part}", tensor, assemble=group_heads)
         add(f"{leaf}.out", (f"{attn}.o_proj.weight", (D, K * G * H)))
         add(f"{leaf}.mlp_norm", (f"{layer}.post_attention_layernorm.weight", (D,)))
-        add(
-            f"{leaf}.gate_up",
-            (f"{mlp}.gate_proj.weight", (F, D)),
-            (f"{mlp}.up_proj.weight", (F, D)),
-            assemble=np.stack,
-        )
+        gate_up = [(f"{mlp}.{name}.weight", (F, D)) for name in ("gate_proj", "up_proj")]
+        add(f"{leaf}.gate_up", *gate_up, assemble=np.stack)
         add(f"{leaf}.down", (f"{mlp}.down_proj.weight", (D, F)))
         if cfg.qkv_bias:
-            add(
-                f"{leaf}.qkv_bias",
-                (f"{attn}.q_proj.bias", (K * G * H,)),
-                (f"{attn}.k_proj.bias", (K * H,)),
-                (f"{attn}.v_proj.bias", (K * H,)),
-                assemble=group_heads,
-            )
+            biases = [(f"{attn}.{name}.bias", (rows,)) for name, rows in heads.items()]
+            add(f"{leaf}.qkv_bias", *biases, assemble=group_heads)
         if cfg.qk_norm:
-            add(f"{leaf}.q_norm", (f"{attn}.q_norm.weight", (H,)))
-            add(f"{leaf}.k_norm", (f"{attn}.k_norm.weight", (H,)))
-    # In the order of the declaration, so that walking one walks the other.
+            for name in ("q_norm", "k_norm"):
+                add(f"{leaf}.{name}", (f"{attn}.{name}.weight", (H,)))
+    # In the order of the declaration.
     return {name: made[name] for name in infos}
 
 
@@ -137,7 +150,7 @@ def source_storage(source: TensorSource) -> Storage:
 
 
 def check_accounted(source: TensorSource) -> None:
-    """Every tensor of a checkpoint has a place in the model its config describes, and every place a tensor.
+    """Check that the tensors of a checkpoint are those of the model that its config describes.
 
     Raises:
       CheckpointError: some are missing, unexpected or of another shape; all of them are in the one message.
@@ -150,15 +163,13 @@ def check_accounted(source: TensorSource) -> None:
             f"but the checkpoint holds only {len(found)} tensors"
         )
     expected = {name: shape for recipe in recipes(source.config).values() for name, shape in recipe.sources}
-    misshapen = [
-        f"{name} is {list(found[name])}, not {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
     problems = [
-        _list_some("missing", [name for name in expected if name not in found]),
-        _list_some("unexpected", [n for n, s in found.items() if n not in expected and not _is_harmless(n, s, source)]),
-        _list_some("of the wrong shape", misshapen),
+        _list_some("missing", (name for name in expected if name not in found)),
+        _list_some("unexpected", (n for n, s in found.items() if n not in expected and not _is_harmless(n, s, source))),
+        _list_some(
+            "of the wrong shape",
+            (f"{n} is {list(found[n])}, not {list(s)}" for n, s in expected.items() if n in found and found[n] != s),
+        ),
     ]
     if any(problems):
         listed = "; ".join(filter(None, problems))
@@ -166,15 +177,15 @@ def check_accounted(source: TensorSource) -> None:
 
 
 def _is_harmless(name: str, shape: Shape, source: TensorSource) -> bool:
-    """Tensors that say nothing the config does not: saved rotary frequencies, and the head of a tied model."""
+    """Whether a tensor adds nothing to the config: saved rotary frequencies, and the head of a tied model."""
     if name.endswith(".rotary_emb.inv_freq"):
         return True
     return name == HEAD and source.config.tied and shape == (source.config.vocab_size, source.config.embed_dim)
 
 
-def _list_some(what: str, items: list[str]) -> str:
+def _list_some(what: str, names: Iterable[str]) -> str:
     """`3 missing (a, b, c)`, with at most a few of them spelled out; empty where there are none."""
-    if not items:
+    if not (items := list(names)):
         return ""
     more = f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else ""
     return f"{len(items)} {what} ({', '.join(items[:_MAX_LISTED])}{more})"

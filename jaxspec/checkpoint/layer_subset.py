@@ -1,6 +1,6 @@
-"""A draft that is its target with some blocks left out: `draft="self:attention=1,3-5;mlp=2"`.
+"""A draft that is its target without some attention or MLP blocks: `draft="self:attention=1,3-5;mlp=2"`.
 
-It holds what is kept and nothing else: on the target's devices the target's own arrays, on others copies of them.
+It holds the blocks that it keeps and no others: on the target's devices the target's own arrays, elsewhere copies.
 """
 
 import dataclasses
@@ -10,25 +10,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.load import place_leaf
-from jaxspec.checkpoint.weights import Weights
+from jaxspec.checkpoint.load import Weights
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet, parse_layers
 from jaxspec.models.params import Params, declare_params
 from jaxspec.models.quantization import collect_storage, fit_storage, weight_leaves
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement, SharedEmbedding
+from jaxspec.runtime.sharding import place_array
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
-# Begins the name of such a draft; a layer set, what is skipped, follows.
+# Begins the name of such a draft; the set of skipped blocks follows, as `parse_layers` reads it.
 PREFIX = "self:"
 
 
-def open_own_layers(name: str, weights: Weights, vocabulary: str) -> Weights:
+def open_layer_subset(name: str, weights: Weights, vocabulary: str) -> Weights:
     """The draft of this name for an open target; `vocabulary` is the digest of the target's.
 
     Raises:
-      ConfigError: the name holds no layer set, or none of this model.
+      ConfigError: the name holds no layer set, or one that does not fit the model.
     """
     layers = parse_layers(name.removeprefix(PREFIX), weights.config.num_layers)
     return dataclasses.replace(
@@ -38,7 +38,7 @@ def open_own_layers(name: str, weights: Weights, vocabulary: str) -> Weights:
 
 
 def cut_config(cfg: ModelConfig, layers: LayerSet) -> ModelConfig:
-    """The geometry of what is kept: layers of which nothing is are gone, others may lack a block."""
+    """The geometry of the draft: a layer without a kept block is dropped, others may lack one block."""
     kept = layers.kept
     units = LayerSet(tuple(layers.attention[i] for i in kept), tuple(layers.mlp[i] for i in kept))
     return dataclasses.replace(
@@ -50,14 +50,14 @@ def cut_config(cfg: ModelConfig, layers: LayerSet) -> ModelConfig:
     )
 
 
-def place_own_layers(target: Placement, layers: LayerSet, plan: MeshPlan, dtype: Any) -> Placement:
-    """The draft's place: its weights as the target keeps them, where the draft's kernels read those.
+def place_layer_subset(target: Placement, layers: LayerSet, plan: MeshPlan, dtype: Any) -> Placement:
+    """The draft's placement: its weights are kept as the target's are, where the draft's kernels read those.
 
     Args:
       target: the whole model.
       layers: the blocks that the draft has.
       plan: its devices.
-      dtype: of its cache, and of weights that are not kept as the target's are.
+      dtype: of its cache, and of weights that are not kept as the target keeps them.
     """
     cfg, storage = cut_config(target.cfg, layers), None
     if target.storage is not None and plan.kernels.native:
@@ -67,8 +67,8 @@ def place_own_layers(target: Placement, layers: LayerSet, plan: MeshPlan, dtype:
             return target.weights.type_of(f"layers.{layers.kept[int(index)]}.{name}")
 
         storage = fit_storage(collect_storage({leaf: type_of(leaf) for leaf in weight_leaves(cfg)}), cfg, plan.tensor)
-    lender = SharedEmbedding(target.cfg, target.weights)
-    return Placement(cfg, plan, dtype, target.cfg.vocab_size, target.cfg.vocab_size, storage, lender)
+    shared = SharedEmbedding(target.cfg, target.weights)
+    return Placement(cfg, plan, dtype, target.cfg.vocab_size, target.cfg.vocab_size, storage, shared)
 
 
 def take_layers(target: Placement, draft: Placement, layers: LayerSet, params: Params) -> Params:
@@ -85,14 +85,14 @@ def take_layers(target: Placement, draft: Placement, layers: LayerSet, params: P
 
 
 def _take(leaf: Any, have: Any, want: Any, shape: Any) -> Any:
-    """A weight as `want` declares it and `shape` places it: the same arrays where they are that already."""
+    """A weight as `want` declares it and `shape` places it; the same arrays where they already are that."""
     if _is_placed(leaf, shape):
         return leaf
     if isinstance(want, dict):
         return {part: _take(leaf[part], have[part], want[part], shape[part]) for part in want}
     if isinstance(want, Blocks):
-        return Blocks(place_leaf(_cut(leaf.data, have.data), shape.data), want.format)
-    return place_leaf(_numbers(leaf, have).reshape(want.shape).astype(want.dtype), shape)
+        return Blocks(place_array(_cut(leaf.data, have.data), shape.data), want.format)
+    return place_array(_numbers(leaf, have).reshape(want.shape).astype(want.dtype), shape)
 
 
 def _is_placed(leaf: Any, shape: Any) -> bool:
@@ -114,5 +114,5 @@ def _numbers(leaf: Any, have: Any) -> np.ndarray:
 
 
 def _cut(array: jax.Array, have: Any) -> np.ndarray:
-    """An array on the host, without what the target's devices needed for padding: that is behind all else."""
+    """An array on the host, without the padding that the target's devices needed, which comes last."""
     return np.asarray(array)[tuple(slice(n) for n in have.shape)]

@@ -1,26 +1,32 @@
-"""Telling checkpoint formats apart, and loading foreign ones straight onto a mesh."""
+"""Opening a checkpoint of any format, and loading its weights straight onto a mesh.
 
+A checkpoint is opened and checked first; its weights stay on disk until they are loaded.
+"""
+
+import dataclasses
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import open_hf
-from jaxspec.checkpoint.keymaps import recipes
-from jaxspec.checkpoint.source import TensorSource
-from jaxspec.errors import CheckpointError
+from jaxspec.checkpoint.keymaps import TensorSource, recipes, source_storage
+from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
+from jaxspec.checkpoint.shipped import default_model_path, verify_default
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params, declare_params, leaf_name
-from jaxspec.models.quantization import Storage
+from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.runtime.sharding import placed_shapes
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.sharding import place_array, placed_shapes
 
 Format = Literal["hf", "gguf", "native"]
-
-NATIVE_MARK = "jaxspec.json"
 
 # Formats that run code when they are opened.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -29,28 +35,69 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NUM_THREADS = 2
 
 
-def detect_format(path: str | Path) -> Format:
-    """Which format a checkpoint has, from what lies there and not from its name.
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A checkpoint whose headers are read and checked, and whose weights are still on disk.
+
+    Attributes:
+      path: the checkpoint.
+      config: geometry.
+      eos_ids: token ids that end a text.
+      own_storage: the types of the weights as the checkpoint holds them.
+      load: reads every parameter that the checkpoint holds for a placement: in blocks where its storage says so, else
+        as numbers.
+      vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
+      layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
+    """
+
+    path: Path
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+    own_storage: Storage
+    load: Callable[[Placement], Params]
+    vocabulary: str | None = None
+    layers: LayerSet | None = None
+
+    def storage(self, plan: MeshPlan) -> Storage:
+        """What a placement on `plan` keeps the weights in, where they are to stay as the checkpoint holds them."""
+        return fit_storage(self.own_storage, self.config, plan.tensor)
+
+
+def open_weights(path: Path | None) -> Weights:
+    """Open a checkpoint of any format, or the default model where `path` is None.
 
     Raises:
-      CheckpointError: there is nothing, or nothing that jaxspec reads; the message says what was found.
+      CheckpointError: it is missing, damaged or incomplete, or asks for something that is not supported.
     """
-    path = Path(path)
+    is_default = path is None
+    if path is None:
+        path = default_model_path()
+    if detect_format(path) == "native":
+        native = open_native(path)
+
+        def restore(placement: Placement) -> Params:
+            # Orbax takes a second to import; here that runs beside the compiler.
+            from jaxspec.checkpoint.native.checkpoint import restore_native
+
+            return restore_native(native, placement.plan, placement.weights, placement.vocab_rows)
+
+        return Weights(path, native.config, native.eos_ids, native.storage, restore, native.vocabulary)
     try:
-        if path.is_dir():
-            return _detect_folder(path)
-        if path.is_file():
-            return _detect_file(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    raise CheckpointError(
-        f"{path}: no such file or folder (nothing is downloaded); "
-        "give a Hugging Face folder, a GGUF file or a native checkpoint"
-    )
+        source = open_checkpoint(path)
+    except ConfigError as error:
+        # The checkpoint asks for it, not the caller.
+        raise CheckpointError(str(error)) from error
+
+    def load(placement: Placement) -> Params:
+        if is_default:
+            verify_default(source.path)
+        return load_foreign(source, placement.plan, placement.weights, placement.vocab_rows)
+
+    return Weights(path, source.config, source.eos_ids, source_storage(source), load)
 
 
 def open_checkpoint(path: str | Path) -> TensorSource:
-    """Open a Hugging Face folder or a GGUF file; headers only.
+    """Open a Hugging Face folder or a GGUF file; only headers are read.
 
     Raises:
       CheckpointError: not such a checkpoint (a native one is restored, not read tensor by tensor), or a damaged one.
@@ -71,24 +118,24 @@ def open_checkpoint(path: str | Path) -> TensorSource:
 def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, vocab_rows: int = 0) -> Params:
     """Read every parameter and place each shard on its device.
 
+    Memory beyond the parameters themselves is about one leaf per thread.
+
     Args:
       source: an open checkpoint.
-      plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.runtime.padding`).
+      plan: the devices; dimensions that they do not divide are zero-padded.
       storage: how each weight is kept: blocks only as the checkpoint has them. A dtype is that of all weights; norms
         and biases stay float32.
       vocab_rows: least number of vocabulary rows; fewer are zero-padded.
 
     Raises:
       ConfigError: a weight is asked for in blocks that the checkpoint does not hold.
-
-    Memory beyond the parameters themselves is about one leaf per thread.
     """
     shapes = placed_shapes(declare_params(source.config, storage), plan, {"vocab": vocab_rows})
     placed, treedef = jax.tree.flatten_with_path(shapes)
     made = recipes(source.config, storage)
 
     def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
-        return place_leaf(made[leaf_name(path)].read(source), target)
+        return place_array(made[leaf_name(path)].read(source), target)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         futures = [pool.submit(load_leaf, path, target) for path, target in placed]
@@ -100,22 +147,28 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
     return jax.tree.unflatten(treedef, leaves)
 
 
-def place_leaf(leaf: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """One whole unpadded parameter, padded and sharded as `target` says."""
+def detect_format(path: str | Path) -> Format:
+    """The format of a checkpoint, by content and not by name.
 
-    def cut_shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # JAX declares None and never passes it
-        shard = leaf[index]
-        shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, target.shape, strict=True))
-        if shard.shape == shape:
-            return shard
-        return np.pad(shard, [(0, n - have) for n, have in zip(shape, shard.shape, strict=True)])
-
-    return jax.make_array_from_callback(target.shape, target.sharding, cut_shard, dtype=target.dtype)
+    Raises:
+      CheckpointError: there is nothing, or nothing that jaxspec reads; the message says what was found.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            return _detect_folder(path)
+        if path.is_file():
+            return _detect_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    raise CheckpointError(
+        f"{path}: no such file or folder (nothing is downloaded); "
+        "give a Hugging Face folder, a GGUF file or a native checkpoint"
+    )
 
 
 def _detect_folder(path: Path) -> Format:
-    if (path / NATIVE_MARK).is_file():
+    if (path / MANIFEST).is_file():
         return "native"
     if (path / "adapter_config.json").is_file():
         raise CheckpointError(f"{path}: holds an adapter (adapter_config.json); merge it into its base model first")
@@ -128,7 +181,7 @@ def _detect_folder(path: Path) -> Format:
     if ggufs:
         raise CheckpointError(f"{path}: is a folder; give the GGUF file in it, such as {path / ggufs[0]}")
     raise CheckpointError(
-        f"{path}: holds neither config.json (Hugging Face) nor {NATIVE_MARK} (native); it holds {', '.join(names[:5])}"
+        f"{path}: holds neither config.json (Hugging Face) nor {MANIFEST} (native); it holds {', '.join(names[:5])}"
     )
 
 

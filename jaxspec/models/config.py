@@ -1,17 +1,23 @@
-"""Model geometry: what a network is, and nothing of meshes, dtypes or sampling."""
+"""Model geometry: what a network is, and nothing of meshes, dtypes or sampling.
+
+As plain data, a geometry is what TOML presets and native checkpoints hold: the keys are the field names. No value is
+converted, and an unknown key is an error.
+"""
 
 import dataclasses
 import itertools
-from typing import Literal
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, suggest
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.layer_set import LayerSet
 
 # The mesh axis over which weights, heads, vocabulary and caches are split.
 TENSOR_AXIS = "tensor"
-
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +59,15 @@ class ModelConfig:
     `sliding_window` counts the positions a query sees, itself included, in the layers that
     `sliding_layers` marks (all layers when it is empty).
 
+    `embed_scale` multiplies the embedding of each token.
+
     A draft may be made for one target and share its vocabulary (`shares_embedding`): it has no embedding and no head of
     its own. Such a draft may score some tokens only: `head_ids`, ascending; empty for all of them.
 
     A draft that consists of its target's layers may lack attention or MLP blocks: `units` are those it has.
     """
 
-    family: Family
+    family: str
     num_layers: int
     embed_dim: int
     mlp_dim: int
@@ -78,6 +86,7 @@ class ModelConfig:
     shares_embedding: bool = False
     head_ids: tuple[int, ...] = ()
     units: LayerSet | None = None
+    embed_scale: float = 1.0
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -131,3 +140,66 @@ class ModelConfig:
         if self.sliding_layers and not self.sliding_layers[layer]:
             return None
         return self.sliding_window
+
+
+def config_to_data(cfg: ModelConfig) -> dict[str, Any]:
+    """Plain data that `config_from_data` reads back; tuples become lists, as in JSON."""
+    data = dataclasses.asdict(cfg)
+    data["sliding_layers"] = list(cfg.sliding_layers)
+    data["head_ids"] = list(cfg.head_ids)
+    if cfg.units is not None:
+        data["units"] = {"attention": list(cfg.units.attention), "mlp": list(cfg.units.mlp)}
+    # Older versions of jaxspec know neither field: they are left out where they say nothing.
+    return {key: value for key, value in data.items() if (key, value) not in (("units", None), ("embed_scale", 1.0))}
+
+
+def config_from_data(data: Mapping[str, Any], where: str) -> ModelConfig:
+    """Read a geometry strictly.
+
+    Args:
+      data: field names and values, as parsed from TOML or JSON.
+      where: names the place in errors.
+
+    Raises:
+      ConfigError: a key is missing, unknown (the nearest known one is named) or of the wrong type, or the geometry
+        cannot be built.
+    """
+    return _read_dataclass(ModelConfig, data, where)
+
+
+def _read_dataclass(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: must be a table of named values, got {data!r}")
+    hints = typing.get_type_hints(kind)
+    for key in data:
+        if key not in hints:
+            raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, hints)}")
+    fields = dataclasses.fields(kind)
+    required = [f.name for f in fields if f.default is dataclasses.MISSING]
+    missing = [name for name in required if name not in data]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+    values = {key: _read_value(hints[key], value, f"{where}: {key}") for key, value in data.items()}
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _read_value(hint: Any, value: Any, where: str) -> Any:
+    """One value as its annotation says; JSON's integers pass as floats, but booleans never as numbers."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _read_dataclass(hint, value, where)
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if hint in (int, bool, str) and type(value) is hint:
+        return value
+    origin, choices = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal and isinstance(value, str) and value in choices:
+        return value
+    if origin is types.UnionType and types.NoneType in choices:
+        return None if value is None else _read_value(choices[0], value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_read_value(choices[0], item, where) for item in value)
+    wanted = f"one of {', '.join(choices)}" if origin is Literal else getattr(hint, "__name__", str(hint))
+    raise ConfigError(f"{where} must be {wanted}, got {value!r}")

@@ -119,7 +119,7 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     return params
 
 
-def declare_shared(cfg: ModelConfig, storage: Storage, lender: Params) -> Params:
+def declare_shared(cfg: ModelConfig, storage: Storage, target: Params) -> Params:
     """Declare what a draft with `shares_embedding` has of its target: `embed`, and `head` where it needs one.
 
     A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type.
@@ -127,12 +127,12 @@ def declare_shared(cfg: ModelConfig, storage: Storage, lender: Params) -> Params
     Args:
       cfg: the draft's geometry.
       storage: the draft's.
-      lender: the target's declaration.
+      target: the target's declaration.
     """
     if cfg.head_ids:
         shape, axes = (len(cfg.head_ids), cfg.embed_dim), ("head_rows", "embed")
-        return {"embed": lender["embed"], "head": _declare_weight("head", storage.default, shape, axes)}
-    return {leaf: lender[leaf] for leaf in ("embed", "head") if leaf in lender}
+        return {"embed": target["embed"], "head": _declare_weight("head", storage.default, shape, axes)}
+    return {leaf: target[leaf] for leaf in ("embed", "head") if leaf in target}
 
 
 def declare_leaves(cfg: ModelConfig, storage: Storage | Any) -> dict[str, ArrayInfo]:

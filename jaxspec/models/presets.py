@@ -5,8 +5,7 @@ import tomllib
 from importlib.resources.abc import Traversable
 
 from jaxspec.errors import ConfigError, suggest
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.config_data import config_from_data
+from jaxspec.models.config import ModelConfig, config_from_data
 
 _SUFFIX = ".toml"
 

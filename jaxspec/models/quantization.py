@@ -1,13 +1,19 @@
-"""How the weights of a model are kept: as numbers of a dtype, or in the blocks that a GGUF file holds."""
+"""How the weights of a model are kept: as numbers of a dtype, or in the blocks that a GGUF file holds.
+
+Blocks become numbers, and numbers blocks, on the host with the `gguf` package's arithmetic.
+"""
 
 import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 
 from jaxspec.models.config import ModelConfig
 from pallas_kernels.linear.blocks import FORMATS
@@ -16,6 +22,10 @@ WEIGHT_TYPES = ("float32", "bfloat16", "float16", *FORMATS)
 
 # The parts of a `qkv` leaf whose tensors differ in type, in the order of the fused one.
 PARTS = ("query", "key", "value")
+
+# Values converted at once: enough that numpy's fixed costs vanish, few enough to stay in a core's cache. The package's
+# own loop takes 16 rows at a time, which for narrow models is mostly overhead.
+_CHUNK_VALUES = 64 * 1024
 
 # Of one weight leaf: a name in `WEIGHT_TYPES`, or the three of a `qkv` that is kept in parts.
 LeafType = str | tuple[str, ...]
@@ -34,7 +44,7 @@ class Storage:
     leaves: tuple[tuple[str, LeafType], ...] = ()
 
     def __post_init__(self):
-        """Refuse unknown types, and parts of a leaf that has none."""
+        """Refuse unknown types, and parts of a leaf that cannot have them."""
         for leaf, leaf_type in (("default", self.default), *self.leaves):
             parts = parts_of(leaf_type)
             if parts is leaf_type and not (leaf.endswith(".qkv") and len(parts) == len(PARTS)):
@@ -105,6 +115,52 @@ def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:
 
 
 def crosses_heads(cfg: ModelConfig, leaf_type: LeafType) -> bool:
-    """Whether the query heads of one KV head are no whole number of blocks of this type."""
+    """Whether the query heads of one KV head do not fill a whole number of blocks of this type."""
     block_format = FORMATS.get(leaf_type) if isinstance(leaf_type, str) else None
     return block_format is not None and cfg.group * cfg.head_dim % block_format.values != 0
+
+
+def decode_blocks(raw: np.ndarray, block_type: str) -> np.ndarray:
+    """The values of blocks of any GGUF tensor type that the package dequantises.
+
+    Args:
+      raw: uint8, whole blocks in any shape.
+      block_type: name of their type, such as "q4_k".
+
+    Returns:
+      float32 `[number of values]`.
+    """
+    kind = GGMLQuantizationType[block_type.upper()]
+    values, nbytes = GGML_QUANT_SIZES[kind]
+    blocks = raw.reshape(-1, nbytes)
+    decoded = np.empty((len(blocks), values), np.float32)
+    _convert_chunks(blocks, decoded, values, lambda chunk: dequantize(chunk, kind))
+    return decoded.reshape(-1)
+
+
+def encode_blocks(numbers: np.ndarray, block_format: str) -> np.ndarray:
+    """Quantise numbers to one of the formats that the package can make.
+
+    Args:
+      numbers: float32 `[..., I]`, where I is a whole number of blocks.
+      block_format: a name in `FORMATS`.
+
+    Returns:
+      uint8 `[number of blocks, nbytes]`.
+    """
+    shape, kind = FORMATS[block_format], GGMLQuantizationType[block_format.upper()]
+    rows = numbers.reshape(-1, shape.values)
+    encoded = np.empty((len(rows), shape.nbytes), np.uint8)
+    _convert_chunks(rows, encoded, shape.values, lambda chunk: quantize(chunk, kind))
+    return encoded
+
+
+def _convert_chunks(
+    rows: np.ndarray, out: np.ndarray, values: int, convert: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    """Convert rows of one block each into `out`, a few blocks at a time as one long row."""
+    step = _CHUNK_VALUES // values
+    with np.errstate(all="ignore"):  # damaged scales give infinities, not warnings
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step].reshape(1, -1)
+            out[start : start + step] = convert(chunk).reshape(-1, out.shape[1])

@@ -14,8 +14,7 @@ from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params, declare_params, declare_shared
 from jaxspec.models.quantization import Storage, as_storage
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.runtime.padding import round_up
-from jaxspec.runtime.sharding import placed_shapes
+from jaxspec.runtime.sharding import placed_shapes, round_up
 from jaxspec.sampling.processors import History, history_specs, init_history, processor_specs
 from jaxspec.sampling.request import Request, make_request
 from jaxspec.sampling.vocab import VocabShard
@@ -40,7 +39,7 @@ class Placement:
         the same tokens of both.
       vocab_limit: ids from here on are never proposed; None is the vocabulary's size.
       storage: how each weight is kept, fitted to the plan (see `fit_storage`).
-      lender: the target whose embedding this model shares.
+      shared_embedding: the target whose embedding this model shares; None for a model with its own.
     """
 
     cfg: ModelConfig
@@ -49,7 +48,7 @@ class Placement:
     vocab_rows: int = 0
     vocab_limit: int | None = None
     storage: Storage | None = None
-    lender: SharedEmbedding | None = None
+    shared_embedding: SharedEmbedding | None = None
 
     @property
     def weights(self) -> Storage:
@@ -94,10 +93,10 @@ class Placement:
 
     def shared_params(self) -> Params:
         """Shapes of what the model has of its target."""
-        if self.lender is None:
+        if self.shared_embedding is None:
             return {}
-        lent = declare_params(self.lender.cfg, self.lender.storage)
-        return placed_shapes(declare_shared(self.cfg, self.weights, lent), self.plan, {"vocab": self.vocab_rows})
+        target = declare_params(self.shared_embedding.cfg, self.shared_embedding.storage)
+        return placed_shapes(declare_shared(self.cfg, self.weights, target), self.plan, {"vocab": self.vocab_rows})
 
     def replicated(self, tree: Any) -> Any:
         """Shapes of a pytree of arrays, a whole copy on every device."""

@@ -1,15 +1,21 @@
-"""Axis rules: which logical axis of a parameter is split over which mesh axis, and the shardings that follow."""
+"""How parameters lie on a mesh: which axis is split over which mesh axis, and the zero padding that makes it divide.
+
+Padding lets every tensor-parallel degree divide every split dimension (SwiftSpec, section 4: TP padding). Padded heads
+have zero query, key, value and output weights, padded MLP columns zero gate, up and down weights: they add exact zeros
+to the residual stream (zero bytes are zeros in every block format). Padded vocabulary rows are masked where logits are
+made.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.params import ArrayInfo, is_info
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.runtime.padding import pad_shape
 
 # A dimension that holds all heads at once, where blocks cross from head to head: it fits on one device only.
 UNCUT = "uncut"
@@ -25,26 +31,24 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
 }
 
 
-def partition_spec(info: ArrayInfo, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> PartitionSpec:
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
+def partition_spec(info: ArrayInfo) -> PartitionSpec:
     """Partition spec of one declared array.
 
     Raises:
       ValueError: a logical axis has no rule, or two axes of one array claim the same mesh axis.
     """
-    names = []
     for axis in info.axes:
-        if axis is not None and axis not in rules:
-            raise ValueError(f"logical axis {axis!r} has no rule; known: {', '.join(rules)}")
-        names.append(None if axis is None else rules[axis])
-    used = [n for n in names if n is not None]
-    if len(used) != len(set(used)):
+        if axis is not None and axis not in TENSOR_PARALLEL:
+            raise ValueError(f"logical axis {axis!r} has no rule; known: {', '.join(TENSOR_PARALLEL)}")
+    names = [None if axis is None else TENSOR_PARALLEL[axis] for axis in info.axes]
+    if names.count(TENSOR_AXIS) > 1:
         raise ValueError(f"axes {info.axes} claim one mesh axis twice: {names}")
     return PartitionSpec(*names)
-
-
-def partition_specs(infos: Any, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> Any:
-    """Partition specs of a pytree of `ArrayInfo`."""
-    return jax.tree.map(lambda i: partition_spec(i, rules), infos, is_leaf=is_info)
 
 
 def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = None) -> Any:
@@ -67,9 +71,28 @@ def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = 
                 f"heads of {info.format} blocks {info.shape} cannot be split over {plan.tensor} devices: "
                 "their blocks cross from head to head; `fit_storage` keeps such a weight in float32"
             )
-        spec = partition_spec(info)
-        shape = tuple(n if a is None else max(n, sizes.get(a, 0)) for n, a in zip(info.shape, info.axes, strict=True))
-        shape = pad_shape(shape, spec, plan.tensor * info.unit)
-        return jax.ShapeDtypeStruct(shape, info.dtype, sharding=NamedSharding(mesh, spec))
+        spec, multiple = partition_spec(info), plan.tensor * info.unit
+        shape = (n if a is None else max(n, sizes.get(a, 0)) for n, a in zip(info.shape, info.axes, strict=True))
+        padded = tuple(n if name is None else round_up(n, multiple) for n, name in zip(shape, spec, strict=True))
+        return jax.ShapeDtypeStruct(padded, info.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, infos, is_leaf=is_info)
+
+
+def place_array(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """One whole unpadded array on its devices, padded with zeros and sharded as `target` says."""
+
+    def cut_shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # JAX declares None and never passes it
+        shard = array[index]
+        shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, target.shape, strict=True))
+        return pad_to(shard, shape)
+
+    return jax.make_array_from_callback(target.shape, target.sharding, cut_shard, dtype=target.dtype)
+
+
+def pad_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros after the end of every dimension that is too short; the array itself where none is."""
+    if array.shape == shape:
+        return array
+    return np.pad(array, [(0, n - have) for n, have in zip(shape, array.shape, strict=True)])

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from jaxspec.checkpoint.json_file import read_json
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.json_file import read_json
 
 _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"

@@ -11,7 +11,7 @@ from gguf.quants import quantize
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.keymaps import recipes
-from jaxspec.models.config import Family, ModelConfig, RopeConfig
+from jaxspec.models.config import ModelConfig, RopeConfig
 
 F32 = GGMLQuantizationType.F32
 
@@ -39,7 +39,7 @@ _GGUF_LAYER = {
 _SCALES = {GGMLQuantizationType.Q4_K: (0, 2), GGMLQuantizationType.Q6_K: (208,)}
 
 
-def tiny_config(family: Family = "llama", **changes: Any) -> ModelConfig:
+def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
     """Two layers, four query and two KV heads; every width a multiple of 32, for GGUF's blocks."""
     values: dict[str, Any] = dict(
         family=family, num_layers=2, embed_dim=64, mlp_dim=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=72,

@@ -111,7 +111,7 @@ BAD_GGUF_MODELS = {
     "architecture": (CheckpointError, dict(architecture="mamba"), "architecture 'mamba' is not supported"),
     "split": (CheckpointError, dict(changes={"split.count": 3}), "one of 3 parts of a split GGUF"),
     "adapter": (CheckpointError, dict(changes={"general.type": "adapter"}), "holds a GGUF 'adapter'"),
-    "missing key": (CheckpointError, dict(changes={"llama.block_count": None}), "lacks the metadata key llama.block"),
+    "missing key": (CheckpointError, dict(changes={"llama.block_count": None}), "lacks llama.block_count"),
     "layers absurd": (CheckpointError, dict(changes={"llama.block_count": 2**30}), "1073741824 layers"),
     "zero heads": (CheckpointError, dict(changes={"llama.attention.head_count": 0}), "head_count is 0"),
     "text for a number": (CheckpointError, dict(changes={"llama.block_count": "two"}), "block_count is 'two'"),
@@ -198,14 +198,14 @@ BAD_CONFIGS = {
     "rope per layer": (ConfigError, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
     "rope factor": (CheckpointError, {"rope_scaling": {"type": "linear"}}, "lacks factor"),
     "llama3 bands": (ConfigError, {"rope_scaling": LLAMA3}, "low_freq_factor 4.0 must be below"),
-    "theta": (CheckpointError, {"rope_theta": "big"}, "rope_theta must be a number"),
-    "theta huge": (CheckpointError, {"rope_theta": 10**4000}, "rope_theta must be a number"),
-    "nan": (CheckpointError, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
+    "theta": (CheckpointError, {"rope_theta": "big"}, "rope_theta is 'big'; a finite number"),
+    "theta huge": (CheckpointError, {"rope_theta": 10**4000}, "rope_theta is 1000.*a finite number"),
+    "nan": (CheckpointError, {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a finite number"),
     "unknown key": (ConfigError, {"logit_soft_cap": 30.0}, "logit_soft_cap is 30.0"),
     "unknown multiplier": (ConfigError, {"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
     "missing key": (CheckpointError, {"hidden_size": None}, "lacks hidden_size"),
-    "negative": (CheckpointError, {"hidden_size": -64}, "hidden_size must be an integer of at least 1, got -64"),
-    "fraction": (CheckpointError, {"vocab_size": 72.5}, "vocab_size must be an integer"),
+    "negative": (CheckpointError, {"hidden_size": -64}, "hidden_size is -64; an integer of at least 1"),
+    "fraction": (CheckpointError, {"vocab_size": 72.5}, "vocab_size is 72.5; an integer"),
     "uneven heads": (ConfigError, {"num_key_value_heads": 3}, "not a multiple of num_kv_heads 3"),
     "odd head": (ConfigError, {"head_dim": 15}, "head_dim 15 is odd"),
     "width": (ConfigError, {"head_dim": None, "hidden_size": 65}, "not a multiple of num_attention_heads"),
@@ -273,18 +273,20 @@ def rewrite_header(folder, change, cut=0, pad=b""):
 NORM = "model.norm.weight"
 
 BAD_ENTRIES = {
-    "type": (lambda h: h[NORM].update(dtype="F8_E4M3"), "has type 'F8_E4M3'; supported: F32, F16, BF16"),
-    "type kind": (lambda h: h[NORM].update(dtype=["F32"]), r"has type \['F32'\]"),
-    "negative shape": (lambda h: h[NORM].update(shape=[-64]), r"invalid shape \[-64\]"),
-    "shape kind": (lambda h: h[NORM].update(shape="64"), "invalid shape 64"),
-    "absurd shape": (lambda h: h[NORM].update(shape=[2**62, 2**62]), "its data_offsets give it 256"),
+    "other type": (lambda h: h[NORM].update(dtype="F64", shape=[32]), "'model.norm.weight' has type F64; supported"),
+    "unknown type": (lambda h: h[NORM].update(dtype="F99"), "unknown variant `F99`"),
+    "type of other size": (lambda h: h[NORM].update(dtype="F8_E4M3"), "invalid shape, data type, or offset"),
+    "type kind": (lambda h: h[NORM].update(dtype=["F32"]), "invalid type: sequence"),
+    "negative shape": (lambda h: h[NORM].update(shape=[-64]), "integer `-64`, expected usize"),
+    "shape kind": (lambda h: h[NORM].update(shape="64"), 'invalid type: string "64"'),
+    "absurd shape": (lambda h: h[NORM].update(shape=[2**62, 2**62]), "overflow computing buffer size"),
     "other shape": (lambda h: h[NORM].update(shape=[8, 8]), r"model.norm.weight is \[8, 8\], not \[64\]"),
-    "offsets": (lambda h: h[NORM].update(data_offsets=[0]), "invalid data_offsets"),
-    "offsets swapped": (lambda h: h[NORM]["data_offsets"].reverse(), "gives? it -256|give it -256"),
-    "overlap": (lambda h: h[NORM].update(data_offsets=[0, 256]), "overlaps the tensor before it|leaves a gap"),
-    "beyond": (lambda h: h[NORM].update(data_offsets=[2**40, 2**40 + 256]), "leaves a gap before it"),
-    "lacks": (lambda h: h[NORM].pop("shape"), "lacks dtype, shape or data_offsets"),
-    "no object": (lambda h: h.update({NORM: 7}), "lacks dtype, shape or data_offsets"),
+    "offsets": (lambda h: h[NORM].update(data_offsets=[0]), "expected a tuple of size 2"),
+    "offsets swapped": (lambda h: h[NORM]["data_offsets"].reverse(), "invalid offset"),
+    "overlap": (lambda h: h[NORM].update(data_offsets=[0, 256]), "invalid offset"),
+    "beyond": (lambda h: h[NORM].update(data_offsets=[2**40, 2**40 + 256]), "invalid offset"),
+    "lacks": (lambda h: h[NORM].pop("shape"), "missing field `shape`"),
+    "no object": (lambda h: h.update({NORM: 7}), "invalid type: integer `7`"),
     "renamed": (lambda h: h.update({"model.nrom.weight": h.pop(NORM)}), "1 missing .* 1 unexpected"),
 }
 
@@ -301,9 +303,9 @@ def test_bad_safetensors_entry(tmp_path, name):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"", "header of 0 bytes, the file has 0 left"),
-        (struct.pack(U64, HUGE) + b"{}", f"header of {HUGE} bytes, the file has 2 left"),
-        (struct.pack(U64, 2) + b"[]", "must hold a JSON object"),
+        (b"", "header too small"),
+        (struct.pack(U64, HUGE) + b"{}", "header too large"),
+        (struct.pack(U64, 2) + b"[]", "invalid type: sequence"),
         (struct.pack(U64, 2) + b"{}", "asks for 2 layers, but the checkpoint holds only 0 tensors"),
     ],
 )
@@ -318,7 +320,7 @@ def test_bad_safetensors_file(tmp_path, raw, message):
 def test_wrong_length_of_safetensors(tmp_path, cut, pad):
     folder = write_hf(tmp_path, tiny_config())
     rewrite_header(folder, lambda header: None, cut, pad)
-    with pytest.raises(CheckpointError, match="truncated or overlong"):
+    with pytest.raises(CheckpointError, match="is damaged or no safetensors file: .*not fully covered"):
         open_hf(folder)
 
 

@@ -16,18 +16,16 @@ from make import random_tensors, tiny_config, write_gguf, write_hf
 
 from jaxspec.bench.microbench import weight_bytes
 from jaxspec.checkpoint import convert as module
-from jaxspec.checkpoint.block_codec import decode_blocks, type_of
 from jaxspec.checkpoint.convert import convert
-from jaxspec.checkpoint.load import load_foreign, open_checkpoint
+from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
 from jaxspec.checkpoint.native import arrays as native_arrays
 from jaxspec.checkpoint.native.checkpoint import read_leaf
 from jaxspec.checkpoint.native.manifest import open_native
-from jaxspec.checkpoint.weights import open_weights
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import declare_leaves
-from jaxspec.models.quantization import PARTS, Storage, restrict_storage
+from jaxspec.models.quantization import PARTS, Storage, decode_blocks, restrict_storage
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
@@ -96,7 +94,7 @@ def host_numbers(leaf):
         return np.concatenate([host_numbers(leaf[part]) for part in PARTS], axis=1)
     if isinstance(leaf, Blocks):
         data = np.asarray(leaf.data)
-        return decode_blocks(data, type_of(leaf.format)).reshape(*data.shape[:-2], -1)
+        return decode_blocks(data, leaf.format).reshape(*data.shape[:-2], -1)
     return np.asarray(leaf).astype(np.float32)
 
 
@@ -326,7 +324,7 @@ def test_quantising(tmp_path, converted, src, quantize):
             np.testing.assert_array_equal(stored, held[name].data, err_msg=name)
         else:
             rows = np.asarray(before[name]).reshape(-1, 32)
-            expected = quantize_rows(rows, type_of(info.format))
+            expected = quantize_rows(rows, Kind[info.format.upper()])
             np.testing.assert_array_equal(stored.reshape(expected.shape), expected, err_msg=name)
             # Half a step, 1/127 or 1/8 of the largest value; a whole one on the side that four bits cut off.
             step = np.abs(rows).max(axis=1, keepdims=True) / (127 if info.format == "q8_0" else 8)

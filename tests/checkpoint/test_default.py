@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.bench.roofline import weight_bytes
-from jaxspec.checkpoint import default_model as default
-from jaxspec.checkpoint.default_model import default_model_path, verify_default
-from jaxspec.checkpoint.load import load_foreign, open_checkpoint
-from jaxspec.checkpoint.weights import open_weights
+from jaxspec.bench.microbench import weight_bytes
+from jaxspec.checkpoint import shipped as default
+from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
+from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError
 from jaxspec.models.params import count_params
 from jaxspec.models.quantization import Storage

@@ -6,7 +6,7 @@ from make import random_tensors, tiny_config, write_hf
 from jaxspec.checkpoint.hf import open_hf
 from jaxspec.checkpoint.keymaps import check_accounted, recipes
 from jaxspec.errors import CheckpointError
-from jaxspec.models.config import FAMILIES
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.params import declare_params, is_info, leaf_name
 
 

@@ -185,7 +185,7 @@ def test_read_leaf_refuses_damage(copy, damage):
         (lambda m: m["model"].update(mlp_dim=24.0), "mlp_dim must be int"),
         (lambda m: m["model"].update(tied=1), "tied must be bool"),
         (lambda m: m["model"].update(norm_eps=float("nan")), "norm_eps must be float"),
-        (lambda m: m["model"].update(family="gpt2"), "family must be one of llama"),
+        (lambda m: m["model"].update(family="gpt2"), "model family .gpt2. is not supported; supported: llama, "),
         (lambda m: m["model"].update(num_kv_heads=4), "num_heads 6 is not a multiple of num_kv_heads 4"),
         (lambda m: m["model"].update(num_layers=2**31 - 1), "2147483647 layers, but only 15 arrays"),
         (lambda m: m["model"].update(mlp_dim=25), "arrays do not match the model"),

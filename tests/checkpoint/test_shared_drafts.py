@@ -13,25 +13,24 @@ from make import tiny_config
 from native_models import EOS_IDS, random_leaves, write_native, write_tokenizer
 from tiny_models import quick_compilation
 
-from jaxspec.checkpoint import shipped_drafts as shipped
-from jaxspec.checkpoint.block_codec import decode_blocks, encode_blocks, type_of
+from jaxspec.checkpoint import shipped
 from jaxspec.checkpoint.convert import convert, save_draft
-from jaxspec.checkpoint.load import place_leaf
+from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
 from jaxspec.checkpoint.native.manifest import open_native
 from jaxspec.checkpoint.shared_embedding import share_embedding
-from jaxspec.checkpoint.shipped_drafts import find_shipped_draft
+from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.checkpoint.vocabulary import check_vocabulary, vocabulary_digest
-from jaxspec.checkpoint.weights import open_weights
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.llm import LLM
 from jaxspec.methods.chain import Chain
 from jaxspec.models.params import declare_params, leaf_name
-from jaxspec.models.quantization import Storage
+from jaxspec.models.quantization import Storage, decode_blocks, encode_blocks
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
+from jaxspec.runtime.sharding import place_array
 from jaxspec.text.tokenizer import load_tokenizer
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
@@ -97,7 +96,7 @@ def test_weights_in_blocks(tmp_path):
             continue
         expected = encode_blocks(np.reshape(array, (*array.shape[: stored.ndim - 2], -1)), "q8_0")
         np.testing.assert_array_equal(stored, expected.reshape(stored.shape), err_msg=name)
-        error = np.abs(decode_blocks(stored, type_of("q8_0")).reshape(array.shape) - array).max()
+        error = np.abs(decode_blocks(stored, "q8_0").reshape(array.shape) - array).max()
         assert error < np.abs(array).max() / 200
 
 
@@ -193,9 +192,9 @@ def test_converted_to_another_type_it_is_the_same_draft(tmp_path):
 # Beside its target
 
 
-def placed(cfg, plan, storage="float32", lender=None, **options):
+def placed(cfg, plan, storage="float32", shared=None, **options):
     storage = Storage(storage) if isinstance(storage, str) else storage
-    return Placement(cfg, plan, FLOAT32, storage=storage, lender=lender, **options)
+    return Placement(cfg, plan, FLOAT32, storage=storage, shared_embedding=shared, **options)
 
 
 def random_target(placement):
@@ -207,7 +206,7 @@ def random_target(placement):
         array = leaves[name]
         if shape.dtype == np.uint8:
             array = encode_blocks(array, placement.weights.type_of(name)).reshape(*array.shape[:1], *shape.shape[1:])
-        return place_leaf(array.astype(shape.dtype), shape)
+        return place_array(array.astype(shape.dtype), shape)
 
     whole = placement.params()
     needed = {name: whole[name] for name in ("embed", "head") if name in whole}
@@ -224,11 +223,11 @@ def test_on_the_targets_devices_nothing_is_copied_but_the_rows_of_a_head(cfg, de
     plan = plan_mesh(degree)
     target = placed(cfg, plan)
     params, leaves = random_target(target)
-    lender = SharedEmbedding(cfg, target.weights)
-    whole = share_embedding(placed(WHOLE, plan, lender=lender), params)
+    shared = SharedEmbedding(cfg, target.weights)
+    whole = share_embedding(placed(WHOLE, plan, shared=shared), params)
     assert sorted(whole) == (["embed"] if cfg.tied else ["embed", "head"])
     assert all(whole[name] is params[name] for name in whole)
-    some = share_embedding(placed(DRAFT, plan, lender=lender), params)
+    some = share_embedding(placed(DRAFT, plan, shared=shared), params)
     assert sorted(some) == ["embed", "head"] and some["embed"] is params["embed"]
     rows = len(HEAD_IDS)
     assert some["head"].shape == (rows + rows % degree, cfg.embed_dim)
@@ -236,18 +235,18 @@ def test_on_the_targets_devices_nothing_is_copied_but_the_rows_of_a_head(cfg, de
     assert not np.asarray(some["head"])[rows:].any()
 
 
-@pytest.mark.parametrize("lender_plan", [(1, 0), (4, 0)])
+@pytest.mark.parametrize("target_plan", [(1, 0), (4, 0)])
 @pytest.mark.parametrize("cfg", [TARGET, TIED], ids=["untied", "tied"])
-def test_on_other_devices_it_has_copies(cfg, lender_plan):
+def test_on_other_devices_it_has_copies(cfg, target_plan):
     """From any number of devices to two others: 72 rows are padded for five and not for two."""
-    target, plan = placed(cfg, plan_mesh(*lender_plan), vocab_rows=75), plan_mesh(2, 4)
+    target, plan = placed(cfg, plan_mesh(*target_plan), vocab_rows=75), plan_mesh(2, 4)
     params, leaves = random_target(target)
-    lender = SharedEmbedding(cfg, target.weights)
+    shared = SharedEmbedding(cfg, target.weights)
     for draft_cfg in (WHOLE, DRAFT):
-        draft = placed(draft_cfg, plan, lender=lender)
-        borrowed, shapes = share_embedding(draft, params), draft.shared_params()
-        assert list(borrowed) == list(shapes)
-        for name, leaf in borrowed.items():
+        draft = placed(draft_cfg, plan, shared=shared)
+        given, shapes = share_embedding(draft, params), draft.shared_params()
+        assert list(given) == list(shapes)
+        for name, leaf in given.items():
             expected = leaves[name] if name in leaves else leaves["embed"]
             if name == "head" and draft_cfg.head_ids:
                 expected = table_of(cfg, leaves)[list(HEAD_IDS)]
@@ -270,10 +269,10 @@ def test_a_restricted_head_is_kept_as_the_draft_is(lent, own):
     target = placed(TARGET, plan, lent)
     params, leaves = random_target(target)
     draft = placed(DRAFT, plan, own, SharedEmbedding(TARGET, target.weights))
-    borrowed = share_embedding(draft, params)
+    given = share_embedding(draft, params)
     # The embedding stays the target's, whatever the draft keeps its own weights in.
-    assert jax.tree.leaves(borrowed["embed"])[0] is jax.tree.leaves(params["embed"])[0]
-    head, shape = borrowed["head"], draft.shared_params()["head"]
+    assert jax.tree.leaves(given["embed"])[0] is jax.tree.leaves(params["embed"])[0]
+    head, shape = given["head"], draft.shared_params()["head"]
     assert jax.tree.structure(head) == jax.tree.structure(shape)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(head)] == [(x.shape, x.dtype) for x in jax.tree.leaves(shape)]
     rows = values_of(params["head"])[list(HEAD_IDS)]
@@ -282,7 +281,7 @@ def test_a_restricted_head_is_kept_as_the_draft_is(lent, own):
     elif own == "bfloat16":
         np.testing.assert_array_equal(head, rows.astype(BF16))
     else:
-        expected = decode_blocks(encode_blocks(rows, own), type_of(own)).reshape(rows.shape)
+        expected = decode_blocks(encode_blocks(rows, own), own).reshape(rows.shape)
         np.testing.assert_array_equal(values_of(head), expected)
     assert np.abs(values_of(head) - leaves["head"][list(HEAD_IDS)]).max() < {"q4_0": 0.6}.get(own, 0.05)
 

@@ -260,8 +260,8 @@ def draft_placement(family, degree, geometry):
     """Placement of a draft."""
     config, rows = draft_config(family, geometry), vocab_rows_of(geometry)
     limit = min(VOCAB, config.vocab_size) if rows else None
-    lender = SharedEmbedding(FAMILIES[family], Storage("float32")) if config.shares_embedding else None
-    return Placement(config, plan_mesh(degree), FLOAT32, rows, limit, lender=lender)
+    shared = SharedEmbedding(FAMILIES[family], Storage("float32")) if config.shares_embedding else None
+    return Placement(config, plan_mesh(degree), FLOAT32, rows, limit, shared_embedding=shared)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pytest
 
 import jaxspec
 from jaxspec import Chain, PromptLookup, SamplingParams, SpecExec, SpecInfer, Swift
-from jaxspec.checkpoint.default_model import default_model_path
+from jaxspec.checkpoint.shipped import default_model_path
 
 TEXT = "The lighthouse stood on the cliff. The lighthouse keeper walked down the cliff. The lighthouse"
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return"

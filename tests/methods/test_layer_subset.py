@@ -10,14 +10,14 @@ from method_cases import FLOAT32, LONG_PROMPT, PROMPT, SAMPLINGS, run, tokens_of
 from swift_cases import LAYERS, config_of, models_of, params_of, plain_tokens
 from tiny_models import empty_cache, on_one_device, quick_compilation
 
-from jaxspec.checkpoint.layer_subset import cut_config, place_own_layers, take_layers
+from jaxspec.checkpoint.layer_subset import cut_config, place_layer_subset, take_layers
 from jaxspec.checkpoint.shared_embedding import share_embedding
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swiftspec.settings import SwiftSpec
-from jaxspec.models.config_data import config_from_data, config_to_data
+from jaxspec.models.config import config_from_data, config_to_data
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.layer_set import parse_layers
 from jaxspec.models.params import declare_leaves
@@ -31,7 +31,7 @@ SET = "attention=1,4;mlp=1-2"
 def pair(family, text, degree=1, plan=None):
     """Placements and parameters of a target and a draft of its own layers."""
     target, layers = models_of(family, degree).target, parse_layers(text, LAYERS)
-    draft = place_own_layers(target, layers, plan or target.plan, FLOAT32)
+    draft = place_layer_subset(target, layers, plan or target.plan, FLOAT32)
     params = params_of(family, degree).target
     own = take_layers(target, draft, layers, params)
     return Models(target, draft), ModelParams(params, own | share_embedding(draft, params))

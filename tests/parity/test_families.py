@@ -11,7 +11,7 @@ import torch
 import transformers
 from tiny_models import empty_cache, logits_after, on_one_device, quick_compilation, relative_error, step_logits
 
-from jaxspec.checkpoint.weights import open_weights
+from jaxspec.checkpoint.load import open_weights
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive

@@ -13,14 +13,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jaxspec.checkpoint.block_codec import decode_blocks, type_of
-from jaxspec.checkpoint.json_file import read_json
-from jaxspec.checkpoint.load import NATIVE_MARK as MANIFEST
-from jaxspec.checkpoint.load import place_leaf
-from jaxspec.checkpoint.native.manifest import count_bytes
+from jaxspec.checkpoint.native.manifest import MANIFEST, count_bytes
 from jaxspec.errors import CheckpointError
+from jaxspec.json_file import read_json
 from jaxspec.models.params import ArrayInfo
-from jaxspec.runtime.sharding import partition_spec
+from jaxspec.models.quantization import decode_blocks
+from jaxspec.runtime.sharding import pad_to, partition_spec, place_array
 
 # A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
 _MIN_CHUNK_BYTES = 4 << 20
@@ -49,7 +47,7 @@ class PendingLeaf:
 
 
 class Reading(NamedTuple):
-    """An array to be read: how it is stored, its unpadded shape in the memory to come, and its shards there."""
+    """An array to be read: how it is stored, its unpadded shape in memory, and its shards there."""
 
     stored: ArrayInfo
     shape: tuple[int, ...]
@@ -58,8 +56,8 @@ class Reading(NamedTuple):
 
 @contextmanager
 def orbax_checkpointer(readings: Mapping[str, Reading]) -> Iterator[ocp.Checkpointer]:
-    """Orbax with our way to write arrays and to read them (by leaf name)."""
-    # Orbax warns of features that are not used here; that would go to the terminal.
+    """A checkpointer of Orbax that writes and reads arrays with `_LeafHandler`; `readings` are by leaf name."""
+    # Orbax warns on the terminal of features that are not used here.
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -76,7 +74,7 @@ def orbax_checkpointer(readings: Mapping[str, Reading]) -> Iterator[ocp.Checkpoi
 
 
 def check_array(folder: Path, info: ArrayInfo) -> None:
-    """The array on disk is the one that the manifest declares, in chunks that fit into it.
+    """Check that the array on disk is the one that the manifest declares, in chunks that fit into it.
 
     Raises:
       CheckpointError: it is not.
@@ -111,10 +109,10 @@ class _Interrupted(Exception):
 
 
 class _LeafHandler(ocp.type_handlers.NumpyHandler):
-    """How Orbax writes and reads our arrays: few at a time, padded, and with nothing left running after an error.
+    """How Orbax writes and reads our arrays: a few at a time, padded, and with no thread left running after an error.
 
-    Orbax's own handlers want all values in memory before they write, and go on reading after a failure. The type that
-    the checkpoint records is still NumpyHandler's: plain Orbax reads the arrays as numpy arrays.
+    Orbax's own handlers need all values in memory before they write, and go on reading after a failure. The checkpoint
+    records NumpyHandler's type, so that plain Orbax reads the arrays as numpy arrays.
     """
 
     def __init__(self, readings: Mapping[str, Reading]):
@@ -125,8 +123,8 @@ class _LeafHandler(ocp.type_handlers.NumpyHandler):
         self, values: Sequence[PendingLeaf], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         """Make and write one array after another."""
-        # Ctrl-C stops the main thread alone and leaves this block when the array at hand is on the disk: whoever then
-        # removes the folder does not race with files that still appear in it.
+        # Ctrl-C stops the main thread only. This block ends when the current array is on the disk, so that no file
+        # appears in the folder while the caller removes it.
         with _deferring_interrupts(), ThreadPoolExecutor(1) as pool:
             for leaf, info in zip(values, infos, strict=True):
                 value = _make_leaf(info.name, leaf)
@@ -148,22 +146,20 @@ class _LeafHandler(ocp.type_handlers.NumpyHandler):
 
 
 def _read_placed(folder: Path, reading: Reading) -> jax.Array:
-    """Read one array shard by shard; what lies beyond its stored shape is the zero padding of the mesh."""
+    """Read one array shard by shard, and pad it with zeros for its mesh."""
     stored, shape, target = reading
     with _naming_damage(folder):
         store = _open_leaf(folder)
         if stored.format is not None and target.dtype != stored.dtype:
-            # Shards of numbers may begin within a block: whole, then.
-            numbers = decode_blocks(store.read().result(), type_of(stored.format)).reshape(shape)
-            return place_leaf(numbers.astype(target.dtype, copy=False), target)
+            # The whole array, because shards of numbers may begin within a block.
+            numbers = decode_blocks(store.read().result(), stored.format).reshape(shape)
+            return place_array(numbers.astype(target.dtype, copy=False), target)
 
         def read_shard(index: Any) -> np.ndarray:
             bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
-            shape = [stop - start for start, stop in bounds]
             stored = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, store.shape, strict=True))
             shard = store[stored].read().result().astype(target.dtype, copy=False)
-            missing = [(0, n - have) for n, have in zip(shape, shard.shape, strict=True)]
-            return np.pad(shard, missing) if any(after for _, after in missing) else shard
+            return pad_to(shard, tuple(stop - start for start, stop in bounds))
 
         return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
 
@@ -175,7 +171,7 @@ def _open_leaf(folder: Path) -> ts.TensorStore:
 
 @contextmanager
 def _naming_damage(folder: Path) -> Iterator[None]:
-    """Tensorstore's errors as ours."""
+    """Raise tensorstore's errors as CheckpointError."""
     try:
         yield
     except ValueError as error:

@@ -2,13 +2,12 @@
 
 A folder holds
 
-* `jaxspec.json`: format version, geometry, the type of most weights, end-of-sequence ids, and the shape and dtype of
-  every array, with the block format of those that hold blocks; its presence is what makes the folder a checkpoint, so
-  it is written last; a draft that shares its target's embedding names the target's vocabulary too, as
-  `jaxspec.checkpoint.vocabulary.vocabulary_digest` does, and has no tokenizer of its own;
+* `jaxspec.json`: format version, geometry, the type of most weights, end-of-sequence ids, and the shape, dtype and
+  block format of every array. It makes the folder a checkpoint and is written last. A draft that shares its target's
+  embedding names the digest of the target's vocabulary here, and has no tokenizer;
 * `arrays/`: an Orbax checkpoint of the unpadded parameters of `declare_params`, in Zarr 3 chunks with a CRC-32C each,
-  so that a flipped bit is an error and not a wrong answer (checking costs nothing that can be measured); blocks are
-  arrays of bytes under the name of their weight;
+  so that a flipped bit is an error and not a wrong answer (no measurable cost). Blocks are arrays of bytes under the
+  name of their weight;
 * the tokenizer's files, as Hugging Face names them.
 """
 
@@ -22,11 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxspec.checkpoint.block_codec import decode_blocks, type_of
-from jaxspec.checkpoint.json_file import read_json
 from jaxspec.checkpoint.native.arrays import Reading, check_array, orbax_checkpointer, read_array
 from jaxspec.checkpoint.native.manifest import NativeCheckpoint
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.json_file import read_json
 from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, leaf_name
 from jaxspec.models.quantization import (
     PARTS,
@@ -34,6 +32,7 @@ from jaxspec.models.quantization import (
     Storage,
     as_storage,
     collect_storage,
+    decode_blocks,
     fit_storage,
     parts_of,
     weight_leaves,
@@ -52,9 +51,9 @@ def restore_native(
 
     Args:
       checkpoint: an open checkpoint.
-      plan: the devices; dimensions that they do not divide are zero-padded (see `jaxspec.runtime.padding`).
+      plan: the devices; dimensions that they do not divide are zero-padded.
       storage: how each weight is kept: blocks only as they are stored. A dtype is that of all weights; norms and biases
-        stay float32. None is as stored, as far as the devices can share it.
+        stay float32. None keeps what is stored, where the devices can share it.
       vocab_rows: least number of vocabulary rows; fewer are zero-padded.
 
     Raises:
@@ -63,7 +62,7 @@ def restore_native(
     """
     cfg = checkpoint.config
     wanted = fit_storage(checkpoint.storage, cfg, plan.tensor) if storage is None else as_storage(storage)
-    # Orbax restores the tree that is stored, whose query, key and value may be apart.
+    # Orbax restores the stored tree, in which query, key and value may be separate arrays.
     apart = _split_alike(checkpoint, wanted)
     targets = placed_shapes(declare_params(cfg, apart), plan, {"vocab": vocab_rows})
     named = {leaf_name(path): target for path, target in jax.tree.flatten_with_path(targets)[0]}
@@ -81,7 +80,7 @@ def restore_native(
             restored = checkpointer.restore(folder.absolute(), args=args)
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # whatever Orbax meets in a tree that is not what it wrote
+    except Exception as error:  # Orbax raises errors of many types on a damaged tree
         raise CheckpointError(f"{folder}: damaged or incomplete: {error}") from error
     params = jax.tree.unflatten(jax.tree.structure(targets), jax.tree.leaves(restored))
     for index, layer in enumerate(params["layers"]):
@@ -103,12 +102,9 @@ def read_leaf(checkpoint: NativeCheckpoint, name: str) -> np.ndarray:
 
 
 def read_leaf_as(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo) -> np.ndarray:
-    """One whole unpadded array as `info` declares it: as numbers, or in the blocks that are stored.
+    """As `read_leaf`, in the form that `info` declares: numbers, or the blocks that are stored.
 
     A query, key and value that are stored apart are joined where `name` is that of all three.
-
-    Raises:
-      CheckpointError: its files are missing, truncated or corrupted.
     """
     if name not in checkpoint.infos:
         K, rows, *inner = info.shape
@@ -118,7 +114,7 @@ def read_leaf_as(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo) -> np
     stored = checkpoint.infos[name]
     value = read_leaf(checkpoint, name)
     if stored.format is not None and info.format is None:
-        value = decode_blocks(value, type_of(stored.format)).reshape(info.shape)
+        value = decode_blocks(value, stored.format).reshape(info.shape)
     return value.astype(info.dtype, copy=False)
 
 
@@ -154,16 +150,16 @@ def _join_parts(parts: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def _without_blocks(tree: Any) -> Any:
-    """A tree of parameters whose weights in blocks are their bytes alone: what Orbax stores."""
-
-    def is_blocks(leaf: Any) -> bool:
-        return isinstance(leaf, Blocks)
-
-    return jax.tree.map(lambda leaf: leaf.data if is_blocks(leaf) else leaf, tree, is_leaf=is_blocks)
+    """A tree of parameters with the bytes of blocks instead of `Blocks`: what Orbax stores."""
+    return jax.tree.map(
+        lambda leaf: leaf.data if isinstance(leaf, Blocks) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, Blocks),
+    )
 
 
 def _check_stored(checkpoint: NativeCheckpoint) -> None:
-    """The arrays on disk are those of the manifest: a restore that pads would take any shape for theirs."""
+    """Check that the arrays on disk are those of the manifest; a restore that pads would accept any shape."""
     folder = checkpoint.path / ARRAYS
     tree = read_json(folder / "_METADATA")
     if tree.get("use_zarr3") is not True or (folder / "manifest.ocdbt").exists():

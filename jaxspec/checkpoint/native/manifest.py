@@ -1,4 +1,4 @@
-"""The manifest of a native checkpoint, `jaxspec.json`: read and checked without any of its arrays (or Orbax)."""
+"""The manifest of a native checkpoint, `jaxspec.json`; it is read and checked without the arrays and without Orbax."""
 
 import dataclasses
 import functools
@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.json_file import read_json
-from jaxspec.checkpoint.load import NATIVE_MARK as MANIFEST
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.config_data import config_from_data, config_to_data
+from jaxspec.json_file import read_json
+from jaxspec.models.config import ModelConfig, config_from_data, config_to_data
 from jaxspec.models.params import ArrayInfo, declare_leaves
 from jaxspec.models.quantization import (
     PARTS,
@@ -27,10 +25,11 @@ from jaxspec.models.quantization import (
     weight_leaves,
 )
 
+MANIFEST = "jaxspec.json"
 FORMAT = "jaxspec"
 VERSION = 1
 
-# A folder of this name is a conversion's work in progress, whatever it holds.
+# A folder of this name belongs to an unfinished conversion, whatever it holds.
 PARTIAL = re.compile(r"\..*\.partial-\d+")
 
 _MANIFEST_KEYS = ("format", "version", "model", "dtype", "eos_ids", "num_bytes", "arrays")
@@ -68,18 +67,18 @@ class NativeCheckpoint:
 
 
 def open_native(path: str | Path) -> NativeCheckpoint:
-    """Open a native checkpoint: its manifest is read and checked; no array is.
+    """Open a native checkpoint: its manifest is read and checked, and no array is read.
 
     Raises:
       CheckpointError: the folder is no finished checkpoint, or its manifest is damaged, of an unknown version, or does
-        not list exactly the arrays of its own geometry.
+        not list the arrays of its own geometry.
     """
     path = Path(path)
     file = path / MANIFEST
     if not file.is_file():
         raise CheckpointError(f"{path}: is no native checkpoint: {MANIFEST} is missing")
     if PARTIAL.fullmatch(path.resolve().name):
-        raise CheckpointError(f"{path}: is what an interrupted conversion left; delete it and convert again")
+        raise CheckpointError(f"{path}: was left by an interrupted conversion; delete it and convert again")
     manifest = read_json(file)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file}: format is {manifest.get('format')!r}, not {FORMAT!r}")
@@ -94,7 +93,7 @@ def open_native(path: str | Path) -> NativeCheckpoint:
     unknown = [key for key in manifest if key not in keys]
     if missing or unknown:
         raise CheckpointError(f"{file}: missing keys: {missing or 'none'}; unknown keys: {unknown or 'none'}")
-    dtype, arrays = manifest["dtype"], manifest["arrays"]
+    dtype, arrays, vocabulary = manifest["dtype"], manifest["arrays"], manifest.get("vocabulary")
     if dtype not in WEIGHT_TYPES:
         raise CheckpointError(f"{file}: dtype is {dtype!r}, not one of {', '.join(WEIGHT_TYPES)}")
     if not isinstance(arrays, dict):
@@ -108,16 +107,22 @@ def open_native(path: str | Path) -> NativeCheckpoint:
         raise CheckpointError(
             f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed"
         )
-    vocabulary = manifest.get("vocabulary")
     if cfg.shares_embedding and not isinstance(vocabulary, str):
         raise CheckpointError(f"{file}: vocabulary must be the digest of the target's, got {vocabulary!r}")
-    storage = _read_storage(cfg, dtype, arrays)
-    checkpoint = NativeCheckpoint(path, cfg, _read_eos_ids(file, manifest, cfg), storage, vocabulary)
+    eos_ids = manifest["eos_ids"]
+    if not isinstance(eos_ids, list) or any(type(i) is not int or not 0 <= i < cfg.vocab_size for i in eos_ids):
+        raise CheckpointError(f"{file}: eos_ids must be token ids below {cfg.vocab_size}, got {eos_ids!r}")
+    checkpoint = NativeCheckpoint(path, cfg, tuple(eos_ids), _read_storage(cfg, dtype, arrays), vocabulary)
     try:
-        infos = checkpoint.infos
+        expected = {name: _describe_leaf(info) for name, info in checkpoint.infos.items()}
     except ValueError as error:
         raise CheckpointError(f"{file}: arrays do not match the model: {error}") from error
-    _check_arrays(file, arrays, {name: _describe_leaf(info) for name, info in infos.items()})
+    problems = [f"{name} is missing" for name in expected if name not in arrays]
+    problems += [f"{name} is unexpected" for name in arrays if name not in expected]
+    problems += [f"{n} is {arrays[n]}, not {e}" for n, e in expected.items() if n in arrays and arrays[n] != e]
+    if problems:
+        more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise CheckpointError(f"{file}: arrays do not match the model: {'; '.join(problems[:_MAX_LISTED])}{more}")
     if dtype != checkpoint.storage.default:
         raise CheckpointError(f"{file}: dtype is {dtype!r}, but most weights are {checkpoint.storage.default}")
     if manifest["num_bytes"] != checkpoint.num_bytes:
@@ -128,7 +133,7 @@ def open_native(path: str | Path) -> NativeCheckpoint:
 def write_manifest(
     folder: Path, cfg: ModelConfig, storage: Storage, eos_ids: Sequence[int], vocabulary: str | None = None
 ) -> None:
-    """Write `jaxspec.json`, which makes `folder` a checkpoint: call it last."""
+    """Write `jaxspec.json`, which makes `folder` a checkpoint. Call it last."""
     storage = restrict_storage(storage, cfg)
     infos = declare_leaves(cfg, storage)
     manifest = {
@@ -155,7 +160,7 @@ def _describe_leaf(info: ArrayInfo) -> dict[str, Any]:
 
 
 def _read_storage(cfg: ModelConfig, default: str, arrays: dict[str, Any]) -> Storage:
-    """The types of the weights as the manifest lists them; one that it gives no type is left to `_check_arrays`."""
+    """The types of the weights as the manifest lists them; one without a known type gets the default."""
 
     def read_type(name: str) -> str | None:
         entry = arrays.get(name)
@@ -170,19 +175,3 @@ def _read_storage(cfg: ModelConfig, default: str, arrays: dict[str, Any]) -> Sto
         else:
             types[leaf] = read_type(leaf) or default
     return collect_storage(types)
-
-
-def _read_eos_ids(file: Path, manifest: dict[str, Any], cfg: ModelConfig) -> tuple[int, ...]:
-    ids = manifest["eos_ids"]
-    if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < cfg.vocab_size for i in ids):
-        raise CheckpointError(f"{file}: eos_ids must be token ids below {cfg.vocab_size}, got {ids!r}")
-    return tuple(ids)
-
-
-def _check_arrays(file: Path, listed: dict[str, Any], expected: dict[str, Any]) -> None:
-    problems = [f"{name} is missing" for name in expected if name not in listed]
-    problems += [f"{name} is unexpected" for name in listed if name not in expected]
-    problems += [f"{n} is {listed[n]}, not {e}" for n, e in expected.items() if n in listed and listed[n] != e]
-    if problems:
-        more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-        raise CheckpointError(f"{file}: arrays do not match the model: {'; '.join(problems[:_MAX_LISTED])}{more}")
