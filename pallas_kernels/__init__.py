@@ -1,4 +1,4 @@
-"""Operations that decide the speed of a decoding step: one folder each, a reference beside every fast path."""
+"""The operations that take most of a decoding step: one folder each, with a reference beside every fast path."""
 
-# What users may ask for; `registry.choose` says what each means.
+# The names that users may ask for. `selection.choose` says what each one means.
 KERNEL_NAMES = ("auto", "xla", "cpu", "pallas-triton", "mosaic", "jax-triton")

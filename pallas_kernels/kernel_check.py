@@ -1,11 +1,10 @@
-"""A numerical check of GPU kernels on a few tiny calls, before anything relies on them.
+"""A numerical check of a GPU kernel on a few tiny calls, before any program uses it.
 
-The calls are few, because each is compiled when a model is loaded, and together they run what decoding runs: older
-window rows, rows that do not matter, two words of marks, parts of a prefix and their merge, the sliding window, edges
-of tiles. Their windows weigh as much as their prefixes, else a wrong mask would hardly show. Whatever a kernel must not
-read is NaN.
+The calls are few, because each one is compiled while a model is loaded. Together they run what decoding runs: older
+window slots, inactive rows, two words of mask bits, parts of a prefix and their merge, a sliding window, tile edges.
+Windows have as much weight as prefixes, so that a wrong mask shows. All that a kernel must not read is NaN.
 
-The expected results come from numpy; see `self_check`.
+The expected results come from numpy, as in `self_check`.
 """
 
 from collections.abc import Callable
@@ -17,12 +16,12 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import registry
-from pallas_kernels.self_check import as_in_programs, compare
+from pallas_kernels.self_check import as_in_programs, compare, rotate
 
 Arrays = dict[str, Any]
 
-# Relative to the largest number of a result, by the dtype that is multiplied. Weights of a softmax are rounded to it
-# too. Wrong code is off by far more.
+# Relative to the largest number of a result, by the dtype that is multiplied. The weights of a softmax are rounded to
+# that dtype too. Wrong code is off by far more.
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-3}
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
@@ -31,7 +30,7 @@ EPSILON = 1e-5
 
 
 class Attention(NamedTuple):
-    """A call of attention; see `tree_attention.api`. `required`: no kernel may leave it to others."""
+    """A call of attention, in the terms of `tree_attention.api`. Every kernel must take it if it is `required`."""
 
     name: str
     rows: int
@@ -52,12 +51,12 @@ class Attention(NamedTuple):
 
     @property
     def new(self) -> slice:
-        """Slots of the rows that matter."""
+        """Slots of the active rows."""
         return slice(self.first, self.first + self.active_rows)
 
 
 class Swiglu(NamedTuple):
-    """A call of SwiGLU: rows, inputs and output columns."""
+    """A call of SwiGLU by its rows, inputs and output columns. Every kernel must take it if it is `required`."""
 
     name: str
     rows: int
@@ -70,7 +69,7 @@ class Swiglu(NamedTuple):
 ATTENTION = (
     Attention("a tree", 40, 4, 64, 5, "bfloat16", active_rows=37, offset=3),
     Attention("a chunk", 20, 3, 128, 150, "bfloat16", active_rows=20, sliding=100, causal=True),
-    # Mosaic takes no such cache.
+    # Mosaic takes no float32 cache.
     Attention("a float32 step", 1, 3, 64, 200, "float32", active_rows=1, required=False),
 )
 SWIGLU = (
@@ -80,16 +79,17 @@ SWIGLU = (
 
 
 def find_kernel_difference(operation: str, implementation: str, kernels: registry.Kernels, device: Any) -> str | None:
-    """Run one operation through a GPU kernel; what is off, and by how much, or None.
+    """Run one operation through a GPU kernel. Return what is wrong, and by how much, or None.
 
     Args:
       operation: name of its folder.
-      implementation: name of its module, called itself: the operation would quietly leave to XLA what it refuses.
-      kernels: of the GPU, or of the interpreter.
-      device: that it runs on.
+      implementation: name of its module. The module is called directly, since the operation's api would leave to XLA
+        what the kernel refuses.
+      kernels: describes the GPU, or the interpreter.
+      device: device that the calls run on.
 
     Raises:
-      Exception: of any kind, where the kernel cannot be compiled or run.
+      Exception: any kind, where the kernel cannot be compiled or run.
     """
     check = CHECKS[operation]
     with as_in_programs(kernels, device):
@@ -113,7 +113,7 @@ def find_kernel_difference(operation: str, implementation: str, kernels: registr
 
 
 def _make_attention(call: Attention) -> Arrays:
-    """Operands as models give them, with NaN wherever no row that matters may look."""
+    """Operands as models give them, with NaN in every place that no active row may read."""
     rng = np.random.default_rng(0)
     T, H = call.rows, call.width
     mask, depth = np.tril(np.ones((T, T), bool)), np.arange(T)
@@ -121,7 +121,7 @@ def _make_attention(call: Attention) -> Arrays:
         mask, depth = _grow_forest(rng, T)
     if call.offset is not None:
         older = rng.random((T, call.offset)) < 0.5
-        older[:, 1] = False  # on nobody's path
+        older[:, 1] = False  # on no row's path
         mask = np.concatenate([older, mask], axis=1)
     position = (call.length + depth).astype(np.int32)
     angle = position[:, None] * 1e4 ** -np.linspace(0, 1, H // 2)
@@ -130,7 +130,7 @@ def _make_attention(call: Attention) -> Arrays:
         "cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32),
         "key": rng.normal(size=(HEADS, SLOTS, H)), "value": rng.normal(size=(HEADS, SLOTS, H)),
         "mask": mask, "position": position,
-        # Data, as they are in programs.
+        # Arrays, as they are in programs.
         "length": np.int32(call.length), "offset": np.int32(call.offset or 0),
         "active_rows": np.int32(call.active_rows),
     }  # fmt: skip
@@ -144,7 +144,7 @@ def _make_attention(call: Attention) -> Arrays:
 
 
 def _grow_forest(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ancestors of each row, itself among them, and its depth: bool [rows, rows], int [rows]."""
+    """Each row's ancestors, itself included, and its depth: bool [rows, rows], int [rows]."""
     mask, depth = np.eye(rows, dtype=bool), np.zeros(rows, np.int32)
     for row in range(1, rows):
         parent = int(rng.integers(-1, row))
@@ -186,40 +186,34 @@ def _run_attention(module: ModuleType, call: Attention, o: Arrays) -> dict[str, 
     heads, key, value = module.tree_attention(*operands, **options)
     return {
         "the result": heads[: call.active_rows],
-        "what does not matter": 0 * heads[call.active_rows :],
+        "the inactive rows": 0 * heads[call.active_rows :],
         "the cache's keys": key[:, call.new],
         "the cache's values": value[:, call.new],
     }
 
 
 def _expect_attention(call: Attention, o: Arrays) -> Arrays:
-    """Rounded where the contract has numbers in the cache's dtype: keys, values, and queries to multiply with."""
+    """Keys, values, and the queries in products are rounded to the cache's dtype, as the contract says."""
     qkv, cos, sin = (o[name][: call.active_rows] for name in ("qkv", "cos", "sin"))
 
     def stored(x: np.ndarray) -> np.ndarray:
         return x.astype(DTYPES[call.dtype]).astype(np.float32)
 
     key, value = (o[name].astype(np.float32) for name in ("key", "value"))
-    key[:, call.new] = stored(_rotate(qkv[:, :, -2], cos, sin)).swapaxes(0, 1)
+    key[:, call.new] = stored(rotate(qkv[:, :, -2], cos, sin)).swapaxes(0, 1)
     value[:, call.new] = stored(qkv[:, :, -1]).swapaxes(0, 1)
     seen = _visible(call, o)
     used = seen.any(axis=0)
-    query = stored(_rotate(qkv[:, :, :-2], cos, sin))
+    query = stored(rotate(qkv[:, :, :-2], cos, sin))
     scores = np.einsum("tkgh,ksh->tkgs", query, key[:, used]) / np.sqrt(call.width)
     weights = np.where(seen[:, None, None, used], np.exp(scores - scores.max(-1, keepdims=True)), 0)
     heads = np.einsum("tkgs,ksh->tkgh", weights / weights.sum(-1, keepdims=True), value[:, used])
     return {
         "the result": heads,
-        "what does not matter": np.zeros((call.rows - call.active_rows, *heads.shape[1:]), np.float32),
+        "the inactive rows": np.zeros((call.rows - call.active_rows, *heads.shape[1:]), np.float32),
         "the cache's keys": key[:, call.new],
         "the cache's values": value[:, call.new],
     }
-
-
-def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:  # [T, ..., H], [T, H / 2] x2
-    cos, sin = (table.reshape(len(x), *[1] * (x.ndim - 2), -1) for table in (cos, sin))
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _make_swiglu(call: Swiglu) -> Arrays:
@@ -260,11 +254,11 @@ class Check(NamedTuple):
     """How an operation is checked.
 
     Attributes:
-      calls: to run.
-      make: operands of a call.
-      takes: whether an implementation takes it.
-      run: named results by an implementation.
-      expect: the same by numpy.
+      calls: calls to run.
+      make: makes the operands of a call.
+      takes: says whether an implementation takes a call.
+      run: named results of an implementation.
+      expect: the same results by numpy.
     """
 
     calls: tuple[Any, ...]

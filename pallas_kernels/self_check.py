@@ -1,6 +1,6 @@
-"""A numerical check of the native operations on one tiny input, before anything relies on them.
+"""A numerical check of the native CPU operations on one tiny input, before any program uses them.
 
-The expected results come from numpy and from the `gguf` package: compiling XLA's references would take a second.
+The expected results come from numpy and from the `gguf` package. Compiling XLA's references would take a second.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pallas_kernels.rope import rope_tables
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.tree_attention import tree_attention
 
-# Relative to the largest number of a result; wrong code is off by far more.
+# Relative to the largest number of a result. Wrong code is off by far more.
 TOLERANCE = 1e-4
 
 ROWS, HEADS, GROUP, WIDTH, SLOTS, LENGTH = 3, 2, 2, 24, 160, 140
@@ -32,13 +32,13 @@ EPSILON = 1e-5
 
 
 def find_difference() -> str | None:
-    """Run every operation; the name of one whose result is off, and by how much, or None.
+    """Run every operation. Return the name of one whose result is wrong, and by how much, or None.
 
-    As with programs, what the caller set for code of their own (64-bit types, guards, no jit) changes nothing.
+    The caller's own JAX settings (64-bit types, guards, no jit) change nothing, as in compiled programs.
 
     Raises:
       JaxRuntimeError: the library refuses a call.
-      ValueError: the same, found out where a result is read.
+      ValueError: the library refuses a call, and JAX says so when a result is read.
     """
     operands = _make_operands()
     with as_in_programs(registry.Kernels("cpu", "cpu", 2), jax.local_devices(backend="cpu")[0]):
@@ -48,7 +48,7 @@ def find_difference() -> str | None:
 
 @contextlib.contextmanager
 def as_in_programs(kernels: registry.Kernels, device: Any) -> Iterator[None]:
-    """Whatever callers set for code of their own changes nothing."""
+    """Run calls with `kernels` on `device`, under JAX's default settings whatever the caller set."""
     with (
         registry.using(kernels),
         jax.default_device(device),
@@ -62,12 +62,19 @@ def as_in_programs(kernels: registry.Kernels, device: Any) -> Iterator[None]:
 
 
 def compare(results: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> str | None:
-    """What is off by more than `tolerance` of its largest number, and by how much, or None."""
+    """The name of a result that is off by more than `tolerance` of its largest number, and by how much, or None."""
     for name, exact in expected.items():
         error = float(np.max(np.abs(results[name].astype(np.float32) - exact), initial=0.0))
         if not error <= tolerance * float(np.max(np.abs(exact), initial=0.0)):
             return f"{name} is off by {error:.2g}"
     return None
+
+
+def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:  # [T, ..., H], [T, H / 2] x2
+    """Rotary embedding in numpy."""
+    cos, sin = (table.reshape(len(x), *[1] * (x.ndim - 2), -1) for table in (cos, sin))
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _make_operands() -> dict[str, np.ndarray]:
@@ -84,7 +91,7 @@ def _make_operands() -> dict[str, np.ndarray]:
     operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     for name, block_format in FORMATS.items():
         data = rng.integers(0, 256, (6, 256 // block_format.values, block_format.nbytes), np.uint8)
-        # Scales are float16 numbers at the start or the end of a block: such high bytes make them finite and small.
+        # Scales are float16 numbers at the start or the end of a block. This mask keeps them finite and small.
         data[..., [1, 3, -1]] &= 0x3B
         operands[name] = data
     return operands
@@ -113,15 +120,16 @@ def _run(o):
 def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     x, hidden = o["x"], o["x"] @ o["dense"].T
     angle = POSITION[:, None] * o["frequency"]
+    cos, sin = np.cos(angle), np.sin(angle)
     key, value = o["key"].copy(), o["value"].copy()
-    key[:, LENGTH : LENGTH + ROWS] = _rotate(o["qkv"][:, :, -2], angle).swapaxes(0, 1)
+    key[:, LENGTH : LENGTH + ROWS] = rotate(o["qkv"][:, :, -2], cos, sin).swapaxes(0, 1)
     value[:, LENGTH : LENGTH + ROWS] = o["qkv"][:, :, -1].swapaxes(0, 1)
     out = {
         "linear": hidden,
         "swiglu": hidden[:, :3] / (1 + np.exp(-hidden[:, :3])) * hidden[:, 3:],
         "rms_norm": x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
-        "rope_tables": np.concatenate([np.cos(angle), np.sin(angle)]),
-        "tree_attention": _attend(_rotate(o["qkv"][:, :, :-2], angle), key, value),
+        "rope_tables": np.concatenate([cos, sin]),
+        "tree_attention": _attend(rotate(o["qkv"][:, :, :-2], cos, sin), key, value),
         "the cache's keys": key,
         "the cache's values": value,
     }
@@ -131,14 +139,6 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         out[f"linear of {name}"] = x @ weight.T
         out[f"take_rows of {name}"] = weight[TAKEN]
     return out
-
-
-def _rotate(x: np.ndarray, angle: np.ndarray) -> np.ndarray:  # [ROWS, ..., WIDTH], [ROWS, WIDTH / 2]
-    angle = angle.reshape(ROWS, *[1] * (x.ndim - 2), -1)
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate(
-        [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)], axis=-1
-    )
 
 
 def _attend(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Tables of tuned block sizes, in pallas_kernels/tuned/: tools/tune_kernels.py writes them, each kernel's config reads.
+"""Tables of tuned block sizes in `pallas_kernels/tuned/`: `tools/tune_kernels.py` writes them, configs read them.
 
-`{device kind: {bucket: {size: number}}}`, with the kind as JAX names it and `bucket` from the config's function.
+A table is `{device kind: {bucket: {size: number}}}`. JAX names the device kind, and the config's `bucket` a call's row.
 """
 
 import json
@@ -14,14 +14,14 @@ FOLDER = Path(__file__).parent / "tuned"
 
 
 def load_table(path: Path, make: Callable[..., Config]) -> dict[str, dict[str, Config]]:
-    """Block sizes by device kind and bucket; none where there is no file.
+    """Block sizes by device kind and bucket; empty where there is no file.
 
     Args:
-      path: of the table.
-      make: a row's sizes, by keyword, into a config; raises ValueError or TypeError.
+      path: file of the table.
+      make: turns a row's sizes, given by keyword, into a config. It raises ValueError or TypeError for wrong ones.
 
     Raises:
-      ValueError: something in it makes no config.
+      ValueError: the file is no such table; the message names the file and the row.
     """
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Linear layer of few rows against a large weight, and single rows of one."""
+"""The linear layer, and single rows of a weight."""
 
 from pallas_kernels.linear.api import linear, take_rows
 from pallas_kernels.linear.blocks import Blocks, Weight, as_matrix

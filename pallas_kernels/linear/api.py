@@ -1,4 +1,4 @@
-"""Linear layer: the door through which every matrix product of a model goes."""
+"""The linear layer: every matrix product of a model goes through it."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
     """Multiply rows by a weight stored `[out, in]`; float32 results.
 
     Args:
-      x: `[T, I]` activations. Native kernels multiply them as float32; XLA rounds them to a bfloat16 or float16
-        weight's dtype first, as accelerators do, and accumulates in float32.
+      x: `[T, I]` activations. Native kernels multiply them as float32. XLA rounds them to the dtype of a bfloat16 or
+        float16 weight first, as accelerators do, and accumulates in float32.
       weight: `[O, I]` float32, bfloat16 or float16, or `Blocks` with data `[O, I / values, nbytes]`.
-      active_rows: int32 [], at least 1: rows that matter. The others come out arbitrary but finite. None for all.
-        Only native kernels save time by it.
+      active_rows: int32 [], at least 1: the rows that matter, which come first. The others come out arbitrary but
+        finite. None for all. Only native kernels save time by it.
 
     Returns:
       `[T, O]` float32.
@@ -39,10 +39,10 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
 
 
 def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [T] -> [T, I] float32
-    """Rows of a weight as float32 numbers; indices lie within the weight.
+    """Rows of a weight as float32 numbers. All indices must lie within the weight.
 
     Raises:
-      ValueError: no matrix, or an index that is no int32 vector.
+      ValueError: the weight is no matrix, or the index is no int32 vector.
     """
     check_weight(weight)
     if index.ndim != 1 or index.dtype != jnp.int32:
@@ -57,14 +57,14 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [
 
 
 def check_operands(x: jax.Array, weight: Weight) -> None:
-    """Refuse operands that no implementation can multiply."""
+    """Raise ValueError for operands that no implementation can multiply."""
     check_weight(weight)
     if x.ndim != 2 or x.shape[1] != _inputs(weight):
         raise ValueError(f"linear needs [T, I] and [O, I], got {x.shape} and {(weight.shape[0], _inputs(weight))}")
 
 
 def check_weight(weight: Weight) -> None:
-    """Refuse what is no matrix in a format that kernels read."""
+    """Raise ValueError unless the weight is a matrix in a format that kernels read."""
     if isinstance(weight, Blocks):
         known = weight.format in FORMATS and weight.data.dtype == jnp.uint8
         if not known or weight.ndim != 3 or weight.shape[2] != FORMATS[weight.format].nbytes:

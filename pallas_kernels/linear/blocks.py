@@ -1,7 +1,7 @@
-"""Weights kept in the blocks of a GGUF file: a few values share a scale, and each takes 4 to 8 bits.
+"""Weights kept in the blocks of a GGUF file: some values share a scale, and each takes 4 to 8 bits.
 
 The formats are ggml's (ggml-common.h, ggml-quants.c). A block holds `values` consecutive weights of one row in
-`nbytes` bytes; zero bytes decode to zeros in every format, so that blocks are padded like numbers.
+`nbytes` bytes. In every format zero bytes decode to zeros, so blocks are padded with zeros as numbers are.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """A block format: its name, the values in a block, and the bytes of one."""
+    """A block format: its name, and the number of values and of bytes in a block."""
 
     name: str
     values: int
@@ -41,7 +41,7 @@ class Blocks:
     """A weight in blocks along its input dimension.
 
     Attributes:
-      data: uint8 `[..., I / values, nbytes]`, the bytes as a GGUF file has them.
+      data: uint8 `[..., I / values, nbytes]`, the bytes of the GGUF file.
       format: a name in `FORMATS`.
     """
 
@@ -50,12 +50,12 @@ class Blocks:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the bytes, not of the values."""
+        """Shape of the bytes, not that of the values."""
         return self.data.shape
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the bytes: one more than the values have."""
+        """Number of dimensions of the bytes, one more than that of the values."""
         return self.data.ndim
 
     @property
@@ -68,12 +68,11 @@ Weight = jax.Array | Blocks
 
 
 def as_matrix(weight: Weight, outputs: int) -> Weight:
-    """A weight of any rank as the matrix that `linear` takes; memory is only read in another shape.
+    """A weight of any rank as the matrix that `linear` takes. Nothing moves in memory.
 
     Args:
-      weight: `[..., I]` or blocks with data `[..., I / values, nbytes]`, whose first dimensions make up `outputs`;
-        those between them and the last belong to the input.
-      outputs: rows of the matrix.
+      weight: numbers `[...outputs, ...inputs]`, or blocks with data `[...outputs, ...inputs / values, nbytes]`.
+      outputs: rows of the matrix, the product of the output dimensions.
 
     Returns:
       `[outputs, I]`, or blocks with data `[outputs, I / values, nbytes]`.
@@ -84,10 +83,10 @@ def as_matrix(weight: Weight, outputs: int) -> Weight:
 
 
 def dequantise(blocks: Blocks) -> jax.Array:
-    """The values of blocks: what every kernel's products are compared with.
+    """The values of blocks, which the products of every kernel are compared with.
 
-    Outside of jit each product and sum is rounded by itself, as in the `gguf` package's numpy (equal bits); inside of
-    it XLA may fuse a product with the sum that follows.
+    Outside of jit each product and each sum is rounded separately, and the bits equal those of the `gguf` package.
+    Inside of jit XLA may fuse a product with the sum after it.
 
     Args:
       blocks: data uint8 `[..., I / values, nbytes]`.
@@ -118,7 +117,7 @@ def _float16(raw: jax.Array) -> jax.Array:  # uint8 [..., 2] -> float32 [..., 1]
 
 
 def _fields(raw: jax.Array, bits: int, width: int) -> jax.Array:  # uint8 [..., B] -> int32 [..., B * 8 / bits]
-    """Small integers from bytes: of each run of `width` bytes first the lowest `bits`, then those above, and so on."""
+    """Small integers from bytes. Each run of `width` bytes gives its lowest `bits` first, then the next ones."""
     shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)
     runs = raw.reshape(*raw.shape[:-1], -1, 1, width)
     fields = (runs >> shifts[:, None]) & jnp.uint8(2**bits - 1)  # [..., runs, 8 / bits, width]
@@ -147,8 +146,8 @@ def _decode_q5_0(d: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
 
 
 def _decode_q4_k(d: jax.Array, dmin: jax.Array, scales: jax.Array, q: jax.Array) -> jax.Array:
-    # Eight 6-bit scales and eight minima: four of each in the low bits of bytes 0 to 7, the others in bytes 8 to 11 and
-    # the high bits before them.
+    # Eight scales and eight minima of 6 bits. Four of each are the low bits of bytes 0 to 7. The other four have their
+    # low bits in bytes 8 to 11, and their high bits in the high bits of bytes 0 to 7.
     scale, minimum, rest = scales[..., :4], scales[..., 4:8], scales[..., 8:]
     scale = jnp.concatenate([scale & 0x3F, rest & 0x0F | scale >> 2 & 0x30], axis=-1)
     minimum = jnp.concatenate([minimum & 0x3F, rest >> 4 | minimum >> 2 & 0x30], axis=-1)
@@ -162,7 +161,7 @@ def _decode_q6_k(low: jax.Array, high: jax.Array, scales: jax.Array, d: jax.Arra
 
 
 class _Decoder(NamedTuple):
-    """Bytes of each field of a block, in order, and the function from fields to values."""
+    """The sizes in bytes of a block's fields, in order, and the function from fields to values."""
 
     sizes: tuple[int, ...]
     decode: Callable[..., jax.Array]

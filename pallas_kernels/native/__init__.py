@@ -1,4 +1,4 @@
-"""The native library of CPU operations: its shared C++ headers, how it is loaded, and how it is called."""
+"""The native library of CPU operations: its shared C++ headers, its loading, and calls from JAX."""
 
 from pallas_kernels.native.library import call, row_count
 

@@ -1,6 +1,6 @@
 """Loading the native CPU operations, and calling them from JAX.
 
-`setup.py` builds one library per instruction set from the same sources.
+`setup.py` builds one library for each instruction set, all from the same sources.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 TARGET_PREFIX = "jaxspec_"
 TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_attention")
 
-# From the best to what every machine can run.
+# From the best to the one that every machine can run.
 LEVELS = ("avx512", "avx2", "portable")
 
 REINSTALL = "reinstall jaxspec"
@@ -25,7 +25,7 @@ BUILD = f"install a C++17 compiler (such as g++) and {REINSTALL}"
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What was found.
+    """What `load` found.
 
     Attributes:
       level: instruction set of the library in use, or None.
@@ -38,7 +38,7 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Load the best library that this machine can run and register its operations with XLA; once per process."""
+    """Load the best library that this machine can run, and register its operations with XLA, once per process."""
     paths = find()
     if not paths:
         return Library(None, f"they were not built when jaxspec was installed; {BUILD}")
@@ -53,7 +53,7 @@ def load() -> Library:
 
 
 def find() -> dict[str, Path]:
-    """Libraries that lie beside this file, by level."""
+    """The libraries beside this file, by level."""
     folder = Path(__file__).parent
     found = {}
     for level in LEVELS:
@@ -68,10 +68,10 @@ def call(target: str, out: Any, *operands: Any, aliases: dict[int, int] | None =
     """Call an operation of the native library.
 
     Args:
-      target: its name there, without the prefix.
+      target: name of the operation, without the prefix.
       out: `jax.ShapeDtypeStruct`s of the results.
       operands: arrays.
-      aliases: operands that results replace in place, by number.
+      aliases: number of an operand -> number of the result that replaces it in place.
       attributes: numpy scalars, booleans and strings.
     """
     function = jax.ffi.ffi_call(TARGET_PREFIX + target, out, vmap_method="sequential", input_output_aliases=aliases)
@@ -84,7 +84,7 @@ def row_count(active_rows: jax.Array | None, x: jax.Array) -> jax.Array:
 
 
 def _supported_level(paths: dict[str, Path]) -> str:
-    # Any of them can tell: the function uses no special instruction.
+    # Every library has this function, which uses no special instruction.
     level = ctypes.CDLL(str(paths.get("portable", next(iter(paths.values()))))).jaxspec_level
     level.restype = ctypes.c_char_p
     return level().decode()
@@ -92,7 +92,8 @@ def _supported_level(paths: dict[str, Path]) -> str:
 
 def _register(level: str, path: Path) -> Library:
     library = ctypes.CDLL(str(path))
-    # Without a backend JAX registers later, and what it refuses then leaves it without one for good.
+    # The backend starts first. Else JAX registers the operations when it starts one, and an operation that it refuses
+    # then takes the CPU backend away for good.
     jax.local_devices(backend="cpu")
     for target in TARGETS:
         handler = getattr(library, TARGET_PREFIX + target)

@@ -8,10 +8,10 @@ from pallas_kernels import native, registry
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D] float32
-    """Scale each row to unit mean square, then by `scale`; float32 inside.
+    """Scale each row to a mean square of one, then multiply by `scale`, in float32.
 
     Raises:
-      ValueError: `scale` is not one row wide.
+      ValueError: `scale` is not as wide as a row.
     """
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm needs [..., D] and [D], got {x.shape} and {scale.shape}")
@@ -23,6 +23,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:  # [..., 
 
 
 def reference(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D] float32
-    """`rms_norm`, left to XLA."""
+    """`rms_norm` left to XLA."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale

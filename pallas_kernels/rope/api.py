@@ -7,14 +7,14 @@ from pallas_kernels import native, registry
 
 
 def rope_tables(position: jax.Array, frequency: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, each float32 `[T, H / 2]`, of the angles position times frequency.
+    """Cosines and sines of the angles position times frequency, each float32 `[T, H / 2]`.
 
     Args:
       position: int32 `[T]`.
       frequency: float32 `[H / 2]`, radians per position.
 
     Raises:
-      ValueError: other shapes or dtypes.
+      ValueError: the shapes or dtypes are others.
     """
     for name, array, dtype in (("position", position, jnp.int32), ("frequency", frequency, jnp.float32)):
         if array.ndim != 1 or array.dtype != dtype:

@@ -1,4 +1,4 @@
-"""Gate and up projection of a SwiGLU block with the activation between them and the norm before them."""
+"""The gate and up projections of a SwiGLU block, their activation, and the norm before them."""
 
 from pallas_kernels.swiglu.api import norm_swiglu, swiglu
 

@@ -1,4 +1,4 @@
-"""Gate and up projection of a SwiGLU block, fused with the activation that joins them and the norm before them."""
+"""The gate and up projections of a SwiGLU block, their activation, and the norm before them, as one operation."""
 
 from types import ModuleType
 from typing import Any
@@ -20,8 +20,8 @@ def swiglu(
 
     Args:
       x: `[T, I]` activations.
-      gate_up: `[2F, I]`, the F rows of the gate before those of the other; see `linear`.
-      active_rows: see `linear`.
+      gate_up: `[2F, I]`, the F rows of the gate before the F rows of the up projection; a weight as `linear` takes it.
+      active_rows: int32 [], at least 1: the rows that matter, as in `linear`. None for all.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -40,7 +40,7 @@ def swiglu(
 
 
 def reference(x: jax.Array, gate_up: Weight) -> jax.Array:  # [T, I], [2F, I] -> [T, F] float32
-    """`swiglu` as one product and what XLA makes of the rest; every row is computed."""
+    """`swiglu` as one product and XLA's own fusion of the rest; every row is computed."""
     hidden = linear(x, gate_up)
     columns = gate_up.shape[0] // 2
     return jax.nn.silu(hidden[:, :columns]) * hidden[:, columns:]
@@ -55,8 +55,8 @@ def norm_swiglu(
 ) -> jax.Array:  # [T, F] float32
     """`swiglu(rms_norm(x, scale, eps), gate_up, active_rows)`, by GPU kernels in one pass over the weights.
 
-    There the normed rows are rounded to the weights' dtype before each is divided by its root mean square, elsewhere
-    behind it: both round once.
+    GPU kernels round rows to the weights' dtype before the division by the root mean square, all others after it. Both
+    round once.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -69,7 +69,7 @@ def norm_swiglu(
 
 
 def _find(x: jax.Array, gate_up: Weight, *norm: Any) -> ModuleType | None:
-    """The GPU kernels that take a call; many rows are XLA's without asking, and without a word to users."""
+    """The GPU kernel that takes a call, or None. Calls of more than `MAX_ROWS` rows go to XLA without a warning."""
     return registry.current().find("swiglu", x, gate_up, *norm) if x.shape[0] <= MAX_ROWS else None
 
 

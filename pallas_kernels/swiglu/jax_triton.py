@@ -1,14 +1,14 @@
 """Fused norm and SwiGLU as a Triton kernel called through jax-triton, an optional dependency.
 
-The same program as `triton.py`, which says how it works, in Triton's own language: the dialect inside Pallas is
+It is the program of `triton.py`, where its steps are explained, in Triton's own language. The dialect inside Pallas is
 deprecated, and Triton's own compiler is newer than the one inside XLA.
 
-jax-triton needs JAX's CUDA plugin; on any other installation the import of this module fails, and the registry says so.
+jax-triton needs JAX's CUDA plugin. Elsewhere the import of this module fails, and `selection.find_failure` reports it.
 
 Letters: T rows, D inputs, F output columns.
 """
 
-# The two packages have the names of modules in this folder, which pyright takes them for.
+# The two packages have the names of modules in this folder, and pyright confuses them.
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 
 import jax
@@ -25,7 +25,7 @@ NAME = "jaxspec_swiglu"
 
 
 def supports(x: jax.Array, gate_up: Weight, scale: jax.Array | None = None, eps: float = 0.0) -> bool:
-    """Whether `swiglu` takes the call, as in `triton.py`; Triton has no interpreter that JAX could call."""
+    """Whether `swiglu` takes the call, as in `triton.py`. JAX cannot call Triton's interpreter."""
     few = x.shape[0] <= MAX_ROWS and not registry.current().interpret
     return few and getattr(gate_up, "dtype", None) in (jnp.bfloat16, jnp.float32)
 
@@ -37,7 +37,7 @@ def swiglu(
     eps: float = 0.0,
     config: Config | None = None,
 ) -> jax.Array:  # [T, F] float32
-    """Same contract as `triton.swiglu`."""
+    """The operation, with the contract of `triton.swiglu`."""
     T, D = x.shape
     F = gate_up.shape[0] // 2
     kernels = registry.current()
@@ -47,7 +47,7 @@ def swiglu(
     return jax_triton.triton_call(
         x,
         gate_up,
-        # A pointer that is not read where there is no norm.
+        # Without a norm this pointer is not read.
         x if scale is None else scale.astype(jnp.float32),
         kernel=_run_program,
         out_shape=jax.ShapeDtypeStruct((T, F), jnp.float32),
@@ -55,7 +55,7 @@ def swiglu(
         name=NAME,
         num_warps=config.warps,
         num_stages=config.stages,
-        # Without one it asks the first GPU.
+        # Without a value jax-triton asks the first GPU.
         compute_capability=10 * major + minor or None,
         normed=scale is not None,
         eps=eps,
@@ -83,13 +83,13 @@ def _run_program(
     block_f: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """One program: output columns `[f, f + block_f)` of all rows. Sizes are constants: each model has few of them."""
+    """One program: output columns `[f, f + block_f)` of all rows. A model has few sizes, so they are constants."""
     row = tl.arange(0, block_t)[:, None]
     column = tl.program_id(0) * block_f + tl.arange(0, block_f)
-    # Masks against constants that the blocks divide cost nothing: the compiler sees that they hold.
+    # Where blocks divide a size the compiler sees that the mask is all true, and drops it.
     row_mask = row < T
     column_mask = (column < F) | (F % block_f == 0)
-    # Rows of a large weight lie beyond 2^31 elements.
+    # A large weight has more than 2^31 elements.
     weight_row = weight_ptr + column.to(tl.int64)[None, :] * D
     gate = tl.zeros((block_t, block_f), tl.float32)
     up = tl.zeros((block_t, block_f), tl.float32)

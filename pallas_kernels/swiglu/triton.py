@@ -1,8 +1,8 @@
 """Fused norm and SwiGLU as a Pallas kernel in the Triton dialect: NVIDIA GPUs from Ampere on.
 
-One program computes F's columns `[f, f + block_f)` of all T rows: it walks over the inputs once, and reads of each
-weight row, gate and up, every element once. The norm costs no pass of its own: the row's factor commutes with the
-product, so the program adds up the squares of the inputs that it multiplies, and scales the sums at the end.
+One program computes output columns `[f, f + block_f)` of all T rows. It goes over the inputs once, and reads each
+element of its gate and up rows once. The norm needs no pass of its own, because a row's factor commutes with the
+product: the program adds up the squares of the inputs that it multiplies, and scales the sums at the end.
 
 Letters: T rows, D inputs, F output columns.
 """
@@ -22,8 +22,10 @@ NAME = "jaxspec_swiglu"
 
 
 def supports(x: jax.Array, gate_up: Weight, scale: jax.Array | None = None, eps: float = 0.0) -> bool:
-    """Whether `swiglu` takes the call: few rows, weights in a dtype that matrix units multiply and whose range is
-    float32's, since sums are scaled after the product."""
+    """Whether `swiglu` takes the call: few rows, and bfloat16 or float32 weights.
+
+    Sums are scaled after the product, so the range of float16 would not be enough.
+    """
     return x.shape[0] <= MAX_ROWS and getattr(gate_up, "dtype", None) in (jnp.bfloat16, jnp.float32)
 
 
@@ -34,14 +36,14 @@ def swiglu(
     eps: float = 0.0,
     config: Config | None = None,
 ) -> jax.Array:  # [T, F] float32
-    """Same contract as `api.norm_swiglu`, and without a scale as `api.swiglu`; every row is computed.
+    """`api.norm_swiglu`, and without a scale `api.swiglu`; every row is computed.
 
     Args:
-      x: rows, normed first if there is a scale.
+      x: rows, which are normed first if there is a scale.
       gate_up: gate rows before up rows.
-      scale: of the norm; None for rows that are normed already.
-      eps: of the norm.
-      config: block sizes; None for those that `config.choose` gives.
+      scale: scale of the norm; None for rows that are normed already.
+      eps: epsilon of the norm.
+      config: block sizes; None takes those of `config.choose`.
     """
     T, D = x.shape
     F = gate_up.shape[0] // 2
@@ -59,13 +61,13 @@ def swiglu(
 
 
 def _run_program(x_ref, weight_ref, *refs, eps: float, config: Config):
-    """One program: `refs` are the scale's, if there is a norm, and the output's."""
+    """One program. `refs` are the scale, if there is a norm, and the output."""
     *scale_ref, out_ref = refs
     (T, D), F = x_ref.shape, out_ref.shape[1]
     block_t, block_f, block_k = block_rows(T), config.block_f, config.block_k
     precision = jax.lax.Precision.HIGHEST if weight_ref.dtype == jnp.float32 else None
     first = pl.program_id(0) * block_f
-    # Arrays, since a slice may not hang over where JAX can see it (0.12).
+    # Arrays of indices: JAX 0.12 refuses a slice that it can see to reach over the end.
     row, column = jnp.arange(block_t)[:, None], first + jnp.arange(block_f)
     row_mask = _within(0, block_t, T)
     column_mask = _within(first, block_f, F)
@@ -79,7 +81,7 @@ def _run_program(x_ref, weight_ref, *refs, eps: float, config: Config):
             squares += jnp.sum(rows * rows, axis=1)
             rows = rows * _load(scale_ref[0].at[inputs], input_mask)
         rows = rows.astype(weight_ref.dtype)
-        # The weights are read once: they need no place in the cache, which the rows, read by every program, do.
+        # Weights are read once, and leave the cache to the rows, which every program reads.
         read = functools.partial(_load, eviction_policy="evict_first")
         multiply = functools.partial(plgpu.dot, rows, trans_b=True, precision=precision)
         gate += multiply(read(weight_ref.at[column[:, None], inputs[None, :]], column_mask, input_mask))
@@ -97,19 +99,19 @@ def _run_program(x_ref, weight_ref, *refs, eps: float, config: Config):
 
 
 def _within(start, block: int, size: int):  # -> bool [block] | None
-    """Which places of a block lie within an axis; None for all of them, if that is known."""
+    """Which places of a block lie within an axis; None where all are known to."""
     return None if size % block == 0 else start + jnp.arange(block) < size
 
 
 def _combine(first, second):
-    """The mask of a tile from those of its two axes."""
+    """The mask of a tile from the masks of its two axes."""
     if first is None or second is None:
         return first[:, None] if first is not None else second[None, :] if second is not None else None
     return first[:, None] & second[None, :]
 
 
 def _load(ref, first, second=None, eviction_policy: str | None = None):
-    """A block of one or two axes, with zeros where it hangs over."""
+    """A block of one or two axes, with zeros outside the array."""
     mask = first if len(ref.shape) == 1 else _combine(first, second)
     other = None if mask is None else 0.0
     if mask is not None:

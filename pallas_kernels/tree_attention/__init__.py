@@ -1,4 +1,4 @@
-"""Attention of a few rows over a committed prefix and a window of tree nodes."""
+"""Attention of a few rows over a committed prefix and a tree window."""
 
 from pallas_kernels.tree_attention.api import tree_attention
 

@@ -1,8 +1,8 @@
-"""Attention over a KV cache whose committed prefix is followed by a window of new rows.
+"""Attention over a KV cache: a committed prefix, and the tree window after it.
 
 Letters: T rows, K KV heads, G query heads per KV head, H head width, S cache slots, W window slots.
-Slot s below `length` holds the token at position s; slot `length + j` holds window row j. Keys carry their rotary
-embedding already, so that a slot never needs recomputation.
+Slot s below `length` holds the token at position s, and slot `length + j` holds window slot j. Cached keys carry their
+rotary embedding, so a slot is never recomputed.
 """
 
 from typing import Any
@@ -31,29 +31,30 @@ def tree_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, K, G, H] float32, [K, S, H], [K, S, H]
     """Rotate the rows' queries and keys, write keys and values into the cache, and attend.
 
-    Each row attends to the prefix and to the window slots that its mask marks: its tree ancestors and itself, whose
-    slots ascend along a path. Without a mask the rows are a chunk of consecutive tokens behind the prefix, each of
-    which sees those before it and itself.
+    Each row attends to the prefix and to the window slots in its mask. Those are its tree ancestors and itself, and
+    their slots ascend along a path. Without a mask the rows are a causal chunk: consecutive tokens after the prefix,
+    each of which sees itself and those before it.
 
     Args:
-      qkv: each KV head's queries, key and value, as projected; half-split rotary pairs (i, i + H/2).
-      cos: of each row's angles.
-      sin: of each row's angles.
+      qkv: each KV head's queries, key and value before rotation; rotary pairs are (i, i + H/2).
+      cos: cosines of each row's angles.
+      sin: sines of each row's angles.
       key: cache keys.
-      value: cache values; what is not finite in their dtype is written as zero.
+      value: cache values; numbers that are not finite in their dtype are written as zero.
       length: committed prefix length.
-      window_mask: row t sees window slot j; None for a causal chunk.
+      window_mask: whether row t sees window slot j; None for a causal chunk.
       position: logical position of each row, by which the sliding window cuts the prefix; None for a causal chunk.
-      offset: row t is written at slot `length + offset + t`, all of them within the cache; None is 0, as it is for a
-        causal chunk and where the window is no wider than the rows.
-      sliding_window: positions a row sees, itself included; None for all.
-      active_rows: rows that matter, at least 1; the rest comes out arbitrary but finite. None for all.
-      write_only: only the cache is wanted; the first result is arbitrary.
+      offset: row t is written at slot `length + offset + t`, which must lie within the cache. None is 0, and is
+        required for a causal chunk; it is allowed where the window is no wider than the rows.
+      sliding_window: positions that a row sees, itself included; None for all.
+      active_rows: the rows that matter, which come first, at least 1; the others come out arbitrary but finite. None
+        for all.
+      write_only: only the cache is wanted, and the first result is arbitrary.
 
     Returns:
       Attention output per query head, and the cache with the rows written.
 
-    GPU kernels refuse some calls by their shapes and dtypes (their `supports`), which XLA then carries out.
+    A GPU kernel may refuse a call by its shapes and dtypes (its `supports`). XLA then runs it.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -65,7 +66,7 @@ def tree_attention(
         options: dict[str, Any] = {
             "offset": offset, "sliding_window": sliding_window, "active_rows": active_rows, "write_only": write_only,
         }  # fmt: skip
-        # Where nothing is attended to, XLA's update in place is as good as any.
+        # Without attention XLA's update in place is as good as a kernel.
         fused = None if write_only else kernels.find("tree_attention", *operands, **options)
         return (fused.tree_attention if fused else attend_by_xla)(*operands, **options)
     T, K, rows, H = qkv.shape
@@ -103,7 +104,7 @@ def _check(qkv, cos, sin, key, value, window_mask, position, offset) -> None:
         raise ValueError("window_mask and position are given together, or neither for a causal chunk")
     if window_mask is None:
         if offset is not None:
-            raise ValueError("a causal chunk lies right behind the prefix: it takes no offset")
+            raise ValueError("a causal chunk lies right after the prefix: it takes no offset")
         return
     if window_mask.ndim != 2 or len(window_mask) != T or window_mask.dtype != bool:
         raise ValueError(f"window_mask must be bool [{T}, W], got {window_mask.dtype} {window_mask.shape}")

@@ -1,8 +1,9 @@
-"""Tree attention for XLA's CPU backend: cost follows the live prefix, not the capacity of the cache.
+"""Tree attention for XLA's CPU backend: its cost follows the slots in use, not the capacity of the cache.
 
-A `switch` picks among a few static prefix lengths (powers of two), so one compiled program serves every context
-length. A dynamic loop over blocks was measured 1.3 times slower at 2,000 tokens, full capacity 1.2 times slower at
-256 of 2,048 (docs/decisions.md). On GPUs a data-dependent branch stalls the host, so the reference runs there.
+A `switch` picks one of a few static prefix lengths (powers of two), so one compiled program serves every context
+length. A dynamic loop over blocks took 1.3 times as long at 2,000 tokens, and reading the whole cache 1.2 times as long
+at 256 tokens of 2,048 (docs/decisions.md). On GPUs a data-dependent branch stalls the host, so the reference runs
+there.
 """
 
 import jax.numpy as jnp
@@ -23,10 +24,10 @@ QUERY_BLOCK = 128
 
 
 def prefix_sizes(slots: int) -> list[int]:
-    """Static prefix lengths that a cache of `slots` slots is read at, smallest first; the last is `slots`.
+    """Static prefix lengths that a cache of `slots` slots is read at, ascending; the last is `slots`.
 
-    XLA copies a slice before the product that reads it, which costs nearly as much as the product: a slice of more than
-    two thirds of the cache is slower than the whole.
+    XLA copies a slice before the product that reads it, and the copy takes nearly as long as the product. A slice of
+    more than two thirds of the cache is slower than the whole cache.
     """
     sizes = []
     size = SMALLEST_PREFIX
@@ -37,7 +38,7 @@ def prefix_sizes(slots: int) -> list[int]:
 
 
 def attend_tree(query, key, value, length, window_mask, position, sliding_window=None, window_used=None):
-    """Same contract as `reference.attend_tree`."""
+    """The operation, with the contract of `reference.attend_tree`."""
     sizes = prefix_sizes(key.shape[1])
 
     def attend(size):
@@ -47,12 +48,12 @@ def attend_tree(query, key, value, length, window_mask, position, sliding_window
 
         return branch
 
-    live = length + (window_mask.shape[1] if window_used is None else window_used)
-    return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), live), [attend(size) for size in sizes])
+    used = length + (window_mask.shape[1] if window_used is None else window_used)
+    return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), used), [attend(size) for size in sizes])
 
 
 def _attend_in_blocks(query, key, value, mask):
-    """`masked_attention` for a few hundred rows at a time: the scores of a thousand would not fit any cache."""
+    """`masked_attention` for `QUERY_BLOCK` rows at a time. Scores of a thousand rows would not fit the CPU's cache."""
     rows = query.shape[0]
     if rows <= QUERY_BLOCK:
         return masked_attention(query, key, value, mask)
@@ -67,7 +68,7 @@ def _attend_in_blocks(query, key, value, mask):
 
 
 def attend_chunk(query, key, value, length, sliding_window=None):
-    """Same contract as `reference.attend_chunk`; the half of the chunk's square above the diagonal is skipped."""
+    """The operation, with the contract of `reference.attend_chunk`. Blocks above the chunk's diagonal are skipped."""
     T, K, G, H = query.shape
     chunk_key = lax.dynamic_slice(key, (0, length, 0), (K, T, H))
     chunk_value = lax.dynamic_slice(value, (0, length, 0), (K, T, H))
@@ -83,7 +84,7 @@ def attend_chunk(query, key, value, length, sliding_window=None):
 
 
 def _prefix_part(query, key, value, length, sliding_window):
-    """Softmax part over slots `[0, length)`; nothing is computed for an empty prefix."""
+    """Partial softmax over slots `[0, length)`. For an empty prefix nothing is computed."""
     T, K, G, H = query.shape
     sizes = prefix_sizes(key.shape[1])
 
@@ -118,7 +119,7 @@ def _partial(query, key, value, mask):  # -> max [K, R], sum [K, R], weighted va
 
 
 def _merge(a, b):
-    """Normalised attention from two partial softmaxes over disjoint keys, merged in float32."""
+    """Normalised attention from the partial softmaxes over two disjoint sets of keys, in float32."""
     highest = jnp.maximum(a[0], b[0])
     scale_a, scale_b = jnp.exp(a[0] - highest), jnp.exp(b[0] - highest)
     total = a[1] * scale_a + b[1] * scale_b

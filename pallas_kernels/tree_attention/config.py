@@ -1,4 +1,4 @@
-"""Block sizes of the Triton attention: a tuned table for each kind of GPU, and a heuristic for everything else."""
+"""Block sizes of the Triton attention: a tuned table for each kind of GPU, and a heuristic for all other calls."""
 
 import dataclasses
 import functools
@@ -8,20 +8,19 @@ from pallas_kernels import tables
 
 TABLE = tables.FOLDER / "tree_attention_triton.json"
 
-# A program's tiles of queries, keys and values must fit into the shared memory of the smallest GPU: 99 KiB on consumer
-# Ampere and Ada.
+# A program's tiles of queries, keys and values must fit the smallest shared memory: 99 KiB on consumer Ampere and Ada.
 SHARED_BYTES = 96 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How one call is cut.
+    """How one call is cut into programs.
 
     Attributes:
-      block_q: rows of a query tile (query heads of one KV head times new rows), a power of two from 16 on.
-      block_k: prefix slots of a tile, a power of two from 16 on.
-      splits: parts of the prefix that are attended to at the same time, a power of two.
-      warps: of one program.
+      block_q: rows of a query tile (query heads of one KV head times new rows), a power of two of at least 16.
+      block_k: prefix slots of a tile, a power of two of at least 16.
+      splits: parts of the prefix that run at the same time, a power of two.
+      warps: warps of one program.
       stages: tiles in flight.
     """
 
@@ -32,7 +31,7 @@ class Config:
     stages: int
 
     def __post_init__(self):
-        """Refuse what Triton does not take."""
+        """Raise ValueError for sizes that Triton does not take."""
         for name, smallest in (("block_q", 16), ("block_k", 16), ("splits", 1), ("warps", 1), ("stages", 1)):
             size = getattr(self, name)
             if size < smallest or (name != "stages" and size & (size - 1)):
@@ -47,44 +46,45 @@ def choose(
 
     Args:
       device_kind: JAX's name of the GPU.
-      multiprocessors: of the GPU.
+      multiprocessors: streaming multiprocessors of the GPU.
       T: rows.
       group: query heads per KV head.
       head_width: H.
       slots: S.
-      kv_heads: K, of this shard.
-      itemsize: bytes of a number of the cache.
+      kv_heads: K of this shard.
+      itemsize: bytes of a number in the cache.
     """
     tuned = load_table().get(device_kind, {}).get(bucket(T, group, head_width, slots, kv_heads, itemsize))
     if tuned is not None:
         return tuned
     width = max(power_of_two(head_width), 16)
-    # Results stay in registers. Full float32 products go through them too, and large tiles would overflow them.
+    # Results stay in registers. Exact float32 products use registers too, so large tiles would spill.
     most_q, most_k = (min(128, 16384 // width), 64) if itemsize == 2 else (32, 32)
     block_q = min(max(power_of_two(T * group), 16), most_q)
     pair = 2 * width * itemsize  # a key and a value
     block_k = min(max(_floor_power(16 * 1024 // pair * 2), 16), most_k)
-    # Triton holds all stages but one in shared memory, beside the queries and half a tile for changes of layout.
+    # Shared memory holds all stages but one, the queries, and half a tile for changes of layout.
     left = SHARED_BYTES - block_q * width * itemsize - block_k * pair // 2
     stages = min(max(left // (block_k * pair), 1), 3) + 1
     programs = kv_heads * -(-T * group // block_q)
-    # Two programs on each multiprocessor hide each other's waits; parts of fewer than two tiles are not worth a merge.
+    # Two programs on a multiprocessor hide each other's waits. A part of fewer than two tiles costs more to merge than
+    # it saves.
     splits = min(2 * multiprocessors // programs, slots // (2 * block_k), 64)
     return Config(block_q, block_k, _floor_power(max(splits, 1)), 8 if block_q * width >= 8192 else 4, stages)
 
 
 def bucket(T: int, group: int, head_width: int, slots: int, kv_heads: int, itemsize: int = 2) -> str:
-    """Name of the table's row for calls like this one.
+    """Name of the table's row for such a call.
 
-    Rows count as the next power of two, as tiles do. Slots count as the nearest one: caches have a power of two of
-    them, or a prompt's and the tokens' that follow it.
+    T is rounded up to a power of two, as tiles are. Slots are rounded to the nearest one: a cache has a power of two of
+    them, or as many as a prompt and its answer take.
     """
     near = 1 << round(math.log2(slots))
     return f"T{power_of_two(T)} G{group} H{head_width} S{near} K{kv_heads} x{itemsize}"
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below `number`."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -97,6 +97,6 @@ def load_table() -> dict[str, dict[str, Config]]:
     """The tuned table.
 
     Raises:
-      ValueError: see `tables.load_table`.
+      ValueError: the file is no table; see `tables.load_table`.
     """
     return tables.load_table(TABLE, Config)

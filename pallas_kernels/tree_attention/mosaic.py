@@ -1,12 +1,12 @@
-"""Tree attention for NVIDIA Hopper, through Pallas' Mosaic GPU dialect: two steps.
+"""Tree attention for NVIDIA Hopper, in Pallas' Mosaic GPU dialect, in two steps.
 
-1. The kernel (`mosaic_kernel`) rotates the rows, writes their keys and values into the cache, and attends over parts of
-   the slots at a time. The query heads of a KV head and the rows are folded into the 64 rows of a wgmma; slots are read
-   up to the last one written, whatever the cache's capacity.
+1. The kernel (`mosaic_kernel`) rotates the rows, writes their keys and values into the cache, and attends to each part
+   of the slots. Rows and the query heads of a KV head are folded into the 64 rows of a wgmma. Slots are read up to the
+   last one in use, whatever the cache's capacity.
 2. One XLA reduction merges the parts in float32.
 
-Only window and last prefix slots that share a tile of 64 need a mask. What rows see of these is packed into bits, which
-depend on nothing that changes from layer to layer. Caches are bfloat16, heads 64 or 128 wide.
+A mask is needed for the window, and for the prefix slots in the same tile of 64. It is packed into bits, which are the
+same in every layer. Caches are bfloat16, and heads are 64 or 128 wide.
 """
 
 from typing import Any
@@ -27,24 +27,23 @@ from pallas_kernels.tree_attention.mosaic_kernel import (
 from pallas_kernels.tree_attention.reference import MASKED, causal_mask, slot_mask
 
 WIDTHS = (64, 128)
-# Of the 227 KiB of shared memory that a CTA of Hopper may have, some is for alignment, barriers and reductions over
-# warps: less than 4 KiB, but not by much.
+# A CTA of Hopper may have 227 KiB of shared memory. Alignment, barriers and reductions over warps take nearly 4 KiB.
 SHARED_BYTES = 223 * 1024
-MOST_WORDS = 256  # of mask bits of a row: what TMA copies at a time
-MOST_PARTS = 32  # more would take longer to merge than they save
+MOST_WORDS = 256  # words of a row's mask bits that TMA copies at a time
+MOST_PARTS = 32  # merging more takes longer than they save
 MOST_STAGES = 4
 
 
 def choose_config(tiles: int, heads: int, width: int, slots: int, words: int, *, multiprocessors: int) -> Config | None:
-    """Cut up the work of `tiles` of query rows for each of `heads` KV heads, or None if it does not fit.
+    """How to cut up the work, or None if it does not fit a CTA.
 
     Args:
-      tiles: of 64 rows.
+      tiles: tiles of 64 query rows of each KV head.
       heads: KV heads.
-      width: of a head.
-      slots: of the cache.
-      words: of mask bits for each row.
-      multiprocessors: of the GPU, each of which runs one CTA at a time.
+      width: width of a head.
+      slots: slots of the cache.
+      words: words of each row's mask bits.
+      multiprocessors: streaming multiprocessors of the GPU, each of which runs one CTA at a time.
     """
     for groups in (1,) if tiles == 1 else (2, 1):
         blocks = -(-tiles // groups)
@@ -59,11 +58,11 @@ def choose_config(tiles: int, heads: int, width: int, slots: int, words: int, *,
 def supports(
     qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ) -> bool:
-    """Whether `tree_attention` takes these operands, of which shapes and dtypes count."""
+    """Whether `tree_attention` takes these operands, by their shapes and dtypes."""
     del cos, sin, value, length, position, active_rows
     T, K, heads, H = qkv.shape
     slots = key.shape[1]
-    # The cache is swizzled in groups of eight slots; a tile may reach over its end, but not be all of it.
+    # TMA swizzles the cache in groups of eight slots. A tile may reach over the end of the cache, but must start in it.
     if write_only or T == 0 or key.dtype != jnp.bfloat16 or H not in WIDTHS or slots < TILE or slots % 8:
         return False
     if heads - 2 > TILE:
@@ -79,10 +78,10 @@ def tree_attention(
     qkv, cos, sin, key, value, length, window_mask, position,
     *, offset, sliding_window, active_rows, write_only=False, config: Config | None = None,
 ):  # fmt: skip
-    """Same contract as `api.tree_attention`, for calls that it `supports`.
+    """The operation, with the contract of `api.tree_attention`, for calls that `supports` takes.
 
-    Args (further):
-      config: how the work is cut up; None leaves it to `choose_config`.
+    Args:
+      config: how the work is cut up; None takes that of `choose_config`.
     """
     del write_only
     T, K, heads, H = qkv.shape
@@ -97,23 +96,23 @@ def tree_attention(
     kernels, tiles = registry.current(), _count_tiles(T, G)
     words = _count_words(T, old.shape[1], sliding_window)
     config = config or choose_config(tiles, K, H, key.shape[1], words, multiprocessors=kernels.multiprocessors)
-    assert config is not None, "what it does not support goes elsewhere"
+    assert config is not None, "`supports` refuses calls that do not fit"
     tiles = -(-tiles // config.groups) * config.groups
     interpret = None
     if kernels.interpret:
-        # TMA fills with zeros what lies behind the end of an array; the interpreter with NaN, which shows more.
+        # TMA reads zeros after the end of an array. NaN in the interpreter finds more errors.
         interpret = interpreter(out_of_bounds_reads="uninitialized")
-    marks = _pack_marks(old, new, position, length, sliding_window)
+    mask_bits = _pack_mask_bits(old, new, position, length, sliding_window)
     with jax.named_scope("tree_attention/mosaic"):
         parts, lse, key, value = attend_parts(
             qkv, cos, sin, key, value,
-            _tile_rows(marks, G, tiles),
+            _tile_rows(mask_bits, G, tiles),
             _describe_work(length, used, position, sliding_window, T if active_rows is None else active_rows),
             config=config, sliding=sliding_window is not None, interpret=interpret,
         )  # fmt: skip
         out = _untile_rows(merge_parts(parts, lse), T, G)
     if active_rows is not None:
-        # The rest may hold anything, and what it gives is finite by contract.
+        # Inactive rows may hold anything, and their results must be finite.
         out = jnp.where((jnp.arange(T) < active_rows)[:, None, None, None], out, 0.0)
     return out, key, value
 
@@ -130,7 +129,7 @@ def interpreter(**options: Any) -> Any:
 def merge_parts(parts: jax.Array, lse: jax.Array) -> jax.Array:  # [P, K, R, H], [P, K, R] -> [K, R, H], all float32
     """Attention over all slots from `attend_parts` over parts of them; zero where a row sees none."""
     seen = (lse > MASKED / 2)[..., None]
-    # What nobody wrote may be NaN, which no weight makes harmless.
+    # An empty part was never written and may be NaN, which a weight of zero would keep.
     parts = jnp.where(seen, parts, 0.0)
     if len(parts) == 1:
         return parts[0]
@@ -149,19 +148,19 @@ def merge_parts(parts: jax.Array, lse: jax.Array) -> jax.Array:  # [P, K, R, H],
 
 
 def _count_tiles(tokens: int, heads: int) -> int:
-    """Tiles of query rows."""
+    """Tiles of query rows of one KV head."""
     return -(-tokens // tokens_of_tile(tokens, heads))
 
 
 def _count_words(tokens: int, window: int, sliding_window: int | None) -> int:
-    """Words of each row in `_pack_marks`; `window` slots that may have been written before."""
-    # The window starts anywhere in a tile.
+    """Words of each row's mask bits, where earlier passes may have written up to `window` slots."""
+    # The window may start anywhere in a tile.
     tiles = -(-(TILE - 1 + window) // TILE) + -(-tokens // TILE)
     return tiles * (TILE // WORD) + (sliding_window is not None)
 
 
-def _pack_marks(old, new, position, length, sliding_window) -> jax.Array:  # int32 [T, words]
-    """What tokens see by bits, as `attend_parts` takes it."""
+def _pack_mask_bits(old, new, position, length, sliding_window) -> jax.Array:  # int32 [T, words]
+    """The mask bits of each token, in the order that `attend_parts` takes."""
     window = old.shape[1]
     base = length - lax.rem(length, TILE)
     slots = _count_words(0, window, None) * WORD
@@ -172,11 +171,11 @@ def _pack_marks(old, new, position, length, sliding_window) -> jax.Array:  # int
     return jnp.concatenate(words, axis=1)
 
 
-def _tile_rows(marks: jax.Array, G: int, tiles: int) -> jax.Array:  # [T, words] -> [tiles, words, 64]
-    """Marks of the query rows of each tile; zero for rows that are none."""
-    n = tokens_of_tile(len(marks), G)
-    marks = jnp.pad(marks, [(0, tiles * n - len(marks)), (0, 0)]).reshape(tiles, 1, n, -1)
-    rows = jnp.broadcast_to(marks, (tiles, G, n, marks.shape[-1])).reshape(tiles, G * n, -1)
+def _tile_rows(mask_bits: jax.Array, G: int, tiles: int) -> jax.Array:  # [T, words] -> [tiles, words, 64]
+    """Mask bits of the query rows of each tile; zero for rows that are padding."""
+    n = tokens_of_tile(len(mask_bits), G)
+    tokens = jnp.pad(mask_bits, [(0, tiles * n - len(mask_bits)), (0, 0)]).reshape(tiles, 1, n, -1)
+    rows = jnp.broadcast_to(tokens, (tiles, G, n, tokens.shape[-1])).reshape(tiles, G * n, -1)
     return jnp.pad(rows, [(0, 0), (0, TILE - G * n), (0, 0)]).transpose(0, 2, 1)
 
 
@@ -188,10 +187,10 @@ def _untile_rows(out: jax.Array, T: int, G: int) -> jax.Array:  # [K, R, H] -> [
 
 
 def _describe_work(length, used, position, sliding_window, active_rows):  # -> int32 [6]
-    """The tiles and tokens that count, as `attend_parts` takes them; the window's first `used` slots are not new."""
-    base, behind = length // TILE, (length + used + TILE - 1) // TILE
+    """The `work` that `attend_parts` takes; the window's first `used` slots were written by earlier passes."""
+    base, new = length // TILE, (length + used + TILE - 1) // TILE
     first = whole = jnp.int32(0)
     if sliding_window is not None:
         lowest = jnp.clip(position - sliding_window + 1, 0, length)
         first, whole = jnp.min(lowest) // TILE, (jnp.max(lowest) + TILE - 1) // TILE
-    return jnp.stack([first, whole, base, behind, jnp.asarray(active_rows, jnp.int32), length + used])
+    return jnp.stack([first, whole, base, new, jnp.asarray(active_rows, jnp.int32), length + used])

@@ -3,23 +3,24 @@
 Letters: T tokens, K KV heads, G query heads per KV head, H head width, S cache slots, P parts, n tokens of a tile of
 query rows. Row `g * n + t` of such a tile is head g of its t-th token; rows from `n * G` on are padding.
 
-One or two warpgroups compute, for 64 rows each; one more fetches tiles of 64 slots through TMA into rings in shared
-memory. So a tile is under way as soon as its place is free, whatever the others compute, and two computing warpgroups
-share one fetch; what that gains has not been measured on a device yet. It also zeroes what is not finite in the value
-tiles that need a mask: unseen slots weigh nothing there, but zero times NaN is NaN. Prefix tiles that all rows see
-entirely need no mask.
+One or two warpgroups compute, for 64 rows each. One more warpgroup fetches tiles of 64 slots through TMA into rings in
+shared memory. So a fetch starts as soon as a place in the ring is free, and two computing warpgroups share it. The
+fetching warpgroup also zeroes numbers that are not finite in the value tiles that need a mask. Unseen slots have a
+weight of zero there, but zero times NaN is NaN. Prefix tiles that all rows see entirely need no mask.
 
-Tiles are those of the cache, up to the last slot that was written before, and then those of the new tokens. No CTA
-relies on what another one writes, since within one launch none can know that another has written: each rotates its
-own queries, and the keys of new tokens wherever they are attended to, which is little beside reading the prefix. The
-CTAs of the first block of rows also write them into the cache. So the last tile of the cache may hold slots that are
-being written; no row sees them, and what no row sees may hold anything.
+Tiles are those of the cache, up to the last slot that earlier passes wrote, and then those of the new tokens. Within
+one launch no CTA can know that another one has written a slot, so none relies on it. Each CTA rotates its own queries,
+and the keys of the new tokens that it attends to, which takes little time beside reading the prefix. The CTAs of the
+first block of rows also write the new tokens into the cache. The last tile of the cache may therefore hold slots that
+are being written. No row sees them, and a slot that no row sees may hold anything.
 
-What is rotated is staged in one place, which the warpgroups use in turn: first those that compute, for their queries,
-then the one that fetches, for the new tokens.
+Rotated numbers are staged in one place, which the warpgroups use in turn: first the computing ones for their queries,
+then the fetching one for the new tokens.
 
-JAX's interpreter knows no transposed operands (0.10), operands in registers, or accumulators that start from a value:
-`_multiply_keys` and `_add_values` take plain products there. All else is interpreted as it runs on the device.
+JAX's interpreter has no transposed operands (0.10), no operands in registers, and no accumulators with a start value.
+There `_multiply_keys` and `_add_values` take plain products. All else is interpreted as it runs on the device.
+
+The file exceeds 400 lines because the steps of one kernel share scratch memory and barriers, and are read together.
 """
 
 import dataclasses
@@ -45,8 +46,8 @@ class Config:
     """How the work is cut up.
 
     Attributes:
-      groups: warpgroups that compute, 64 rows each.
-      parts: into which the tiles are split; a short context leaves some empty.
+      groups: warpgroups that compute, for 64 rows each.
+      parts: parts that the tiles are split into; a short context leaves some empty.
       stages: tiles of keys, and of values, that are held at a time; at least 2.
     """
 
@@ -59,9 +60,9 @@ class Config:
 class _Scratch:
     """Shared memory and barriers of a CTA.
 
-    `*_ready` is completed by TMA, by the cleaning of a value tile, whose raw form `v_raw` announces, or by who rotates
-    new tokens; `*_free` by the computing warpgroups, that of a ring only for places that are filled again, so that
-    every phase has its waiter.
+    A `*_ready` barrier is completed by TMA, by the rotation of new tokens, or by the cleaning of a value tile, which
+    waits for `v_raw`. A `*_free` barrier is completed by the computing warpgroups. For a ring they arrive only where a
+    place is filled again, so that each phase has a waiter.
     """
 
     staged: Any  # [64, H] float32
@@ -69,7 +70,7 @@ class _Scratch:
     written: Any  # [64, H] bfloat16
     k: Any  # [stages, 64, H] bfloat16
     v: Any  # [stages, 64, H] bfloat16
-    mask: Any  # [groups, words, 64] int32
+    row_bits: Any  # [groups, words, 64] int32
     result: Any  # [groups, 64, H] float32
     result_lse: Any  # [groups, 64] float32
     rows_ready: Any
@@ -93,16 +94,16 @@ class _Scratch:
         bf16, f32 = jnp.bfloat16, jnp.float32
         ring, freed = plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
         return {
-            # Tiles of one row, so that TMA takes any number of rows from any row on. It swizzles by the address, and a
-            # warpgroup by the place in the slice that it reads: these are read and written whole.
+            # Tiles of one row, so that TMA copies any number of rows from any row on. TMA swizzles by the address, a
+            # warpgroup by the place in the slice that it takes. So a warpgroup must take each of these as a whole.
             "staged": plgpu.SMEM((TILE, width), f32, transforms=tiled(32, f32, 1)),
             "angles": plgpu.SMEM((2, TILE, width // 2), f32, transforms=tiled(32, f32, 1)),
             "written": plgpu.SMEM((TILE, width), bf16, transforms=tiled(64, bf16, 1)),
-            # Swizzled as wgmma reads them; the halves of keys that are rotated are tiles of their own.
+            # Swizzled as wgmma reads them. The two halves of keys, which are rotated, are separate tiles.
             "k": plgpu.SMEM((stages, TILE, width), bf16, transforms=tiled(width // 2, bf16)),
             "v": plgpu.SMEM((stages, TILE, width), bf16, transforms=tiled(64, bf16)),
-            "mask": plgpu.SMEM((groups, words, TILE), jnp.int32),
-            # Swizzled for few bank conflicts.
+            "row_bits": plgpu.SMEM((groups, words, TILE), jnp.int32),
+            # Swizzled to avoid bank conflicts.
             "result": plgpu.SMEM((groups, TILE, width), f32, transforms=tiled(32, f32)),
             "result_lse": plgpu.SMEM((groups, TILE), f32),
             "rows_ready": plgpu.Barrier(num_arrivals=1 + 3 * G, num_barriers=groups),
@@ -121,9 +122,9 @@ class _Scratch:
 class _Span:
     """Tiles of a CTA.
 
-    Rows see tiles `[start, whole)` from some slot on, `[whole, masked)` entirely, and what `[masked, stop)` hold by
-    bits. The tiles of `[new, stop)` are new tokens, the first of which make tile `behind`; `base` is the cache's first
-    tile with bits.
+    Rows see tiles `[start, whole)` from some slot on, tiles `[whole, masked)` entirely, and tiles `[masked, stop)` by
+    mask bits. Tiles `[new, stop)` are new tokens. `base` is the cache's first tile with mask bits, and `first_new` the
+    first tile of new tokens, of all CTAs.
     """
 
     start: jax.Array
@@ -132,35 +133,35 @@ class _Span:
     new: jax.Array
     stop: jax.Array
     base: jax.Array
-    behind: jax.Array
+    first_new: jax.Array
 
     @classmethod
     def of_part(cls, work: Any, first_token: jax.Array, tokens: int, config: Config) -> "_Span":
-        first, whole, base, behind, active_rows = (work[i] for i in range(5))
-        end = behind + -(-tokens // TILE)
+        first, whole, base, first_new, active_rows = (work[i] for i in range(5))
+        end = first_new + -(-tokens // TILE)
         share = lax.div(end - first + (config.parts - 1), jnp.int32(config.parts))
         start = jnp.minimum(first + lax.axis_index("part") * share, end)
         stop = jnp.where(first_token < active_rows, jnp.minimum(start + share, end), start)
-        masked, new = jnp.clip(base, start, stop), jnp.clip(behind, start, stop)
-        return cls(start, jnp.clip(whole, start, masked), masked, new, stop, base, behind)
+        masked, new = jnp.clip(base, start, stop), jnp.clip(first_new, start, stop)
+        return cls(start, jnp.clip(whole, start, masked), masked, new, stop, base, first_new)
 
     def place(self, tile: jax.Array, stages: int) -> jax.Array:
-        """Of a tile in a ring."""
+        """The place of a tile in a ring."""
         return lax.rem(tile - self.start, jnp.int32(stages))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Head:
-    """One KV head's part of the operands, and where its new tokens belong.
+    """One KV head's part of the operands, and the slots of its new tokens.
 
     Attributes:
       qkv: [T, G + 2, H] float32.
       cos: [T, H / 2] float32.
       sin: [T, H / 2] float32.
       key: cache keys, [S, H] bfloat16.
-      value: cache values, alike.
-      slot: of the first token.
-      writes: whether this CTA writes them.
+      value: cache values, [S, H] bfloat16.
+      slot: slot of the first new token.
+      writes: whether this CTA writes the new tokens.
     """
 
     qkv: Any
@@ -172,7 +173,7 @@ class _Head:
     writes: jax.Array
 
     def stage(self, refs: _Scratch, part: int, first, count: int, ready, row: int = 0, *, angles: bool = True) -> None:
-        """Fetch queries, keys or values of `count` tokens: one arrival at `ready`, three with their `angles`."""
+        """Fetch queries, keys or values of `count` tokens. `ready` gets one arrival, or three with `angles`."""
         tokens, rows = pl.ds(first, count), pl.ds(row, count)
         plgpu.copy_gmem_to_smem(self.qkv.at[tokens, part], refs.staged.at[rows], ready)
         if angles:
@@ -180,9 +181,9 @@ class _Head:
             plgpu.copy_gmem_to_smem(self.sin.at[tokens], refs.angles.at[1, rows], ready)
 
     def write(self, refs: _Scratch, cache: Any, tile: jax.Array, index: jax.Array) -> None:  # tile [64, H] bfloat16
-        """Write keys or values of the `index`-th tile of tokens, the last of which may have fewer than 64.
+        """Write keys or values of the `index`-th tile of tokens. The last tile may have fewer than 64.
 
-        The kernel must not end before this is done.
+        The write may still be under way on return. The kernel must wait for it before it ends.
         """
         last, rest = divmod(len(self.cos) - 1, TILE)
 
@@ -195,17 +196,17 @@ class _Head:
         if last:
             pl.when(index < last)(lambda: store(TILE))
         pl.when(index == last)(lambda: store(rest + 1))
-        # `written` may be used again once it was read.
+        # The scratch `written` is free when it has been read.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def tokens_of_tile(tokens: int, heads: int) -> int:
-    """n: as many tokens as a tile has room for all query heads of."""
+    """n: the most tokens of which a tile of query rows holds all query heads."""
     return min(tokens, TILE // heads)
 
 
 def shared_bytes(config: Config, width: int, words: int) -> int:
-    """Shared memory of a CTA, without barriers and the scratch of reductions."""
+    """Bytes of shared memory of a CTA, without barriers and the scratch of reductions."""
     rows = config.groups * TILE
     return TILE * width * (4 + 4 + 2) + rows * (width * 4 + words * 4 + 4) + 2 * config.stages * TILE * width * 2
 
@@ -216,44 +217,45 @@ def attend_parts(
     sin: jax.Array,  # [T, H / 2] float32
     key: jax.Array,  # [K, S, H] bfloat16
     value: jax.Array,  # [K, S, H] bfloat16
-    bits: jax.Array,  # int32 [tiles, words, 64]
+    mask_bits: jax.Array,  # int32 [tiles, words, 64]
     work: jax.Array,  # int32 [6]
     *,
     config: Config,
     sliding: bool,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # float32 [P, K, R, H], [P, K, R], the cache
-    """Rotate and write new tokens, and take the softmax attention of their queries over each part of the tiles.
+    """Rotate and write new tokens, and compute softmax attention of their queries over each part of the tiles.
 
     Args:
       qkv: queries, key and value of each KV head, not rotated; G is at most 64.
-      cos: of each token's angles.
-      sin: of each token's angles.
+      cos: cosines of each token's angles.
+      sin: sines of each token's angles.
       key: cache keys.
       value: cache values.
-      bits: what the rows of each tile of query rows see, rows fastest. Bit b of word w stands for slot `32 * w + b`
-        behind the start of the cache's first tile with bits; the last `2 * ceil(T / 64)` words stand for the new tokens
-        instead. With `sliding` one more word holds the first slot that the row sees. There is a multiple of
-        `config.groups` of tiles, and some rows of the last ones may have no token.
-      work: first tile that any row sees; first one that all rows see entirely, as the others up to the first tile with
-        bits; this one, the tile of the first slot behind the prefix; the tile behind the last one written before;
-        tokens that matter, at least one; the slot of the first new token.
-      config: see there.
+      mask_bits: the slots that each query row sees, rows fastest. Bit b of word w is slot `32 * w + b` after the start
+        of the cache's first tile with mask bits. The last `2 * ceil(T / 64)` words are the new tokens instead. With
+        `sliding` one more word holds the first slot that the row sees. The number of tiles is a multiple of
+        `config.groups`, and some rows of the last tiles may have no token.
+      work: six numbers. 0: the first tile that any row sees. 1: the first tile that all rows see entirely, as they do
+        the ones after it up to number 2. 2: the first tile with mask bits, which holds the first slot after the prefix.
+        3: the first tile after the last one that earlier passes wrote. 4: active tokens, at least one. 5: the slot of
+        the first new token.
+      config: how the work is cut up.
       sliding: whether rows see the prefix only from some slot on.
       interpret: parameters of JAX's interpreter, or None.
 
     Returns:
-      Normalised attention of the rows of all tiles, of a single tile only of those that it has; the base-2 logarithm of
-      the softmax's denominator, `MASKED` where a row sees nothing of a part, and then the attention is arbitrary and
-      may be NaN; keys and values of the cache.
+      Normalised attention of the rows of all tiles; a single tile gives only the rows that it has. The base-2 logarithm
+      of the softmax's denominator, `MASKED` where a row sees nothing of a part; its attention is then arbitrary and may
+      be NaN. The cache's keys and values.
     """
     T, K, heads, H = qkv.shape
-    G, groups, tiles, words = heads - 2, config.groups, *bits.shape[:2]
+    G, groups, tiles, words = heads - 2, config.groups, *mask_bits.shape[:2]
     n = tokens_of_tile(T, G)
     rows = tiles * TILE if tiles > 1 else -(-n * G // 8) * 8
     new_word = words - int(sliding) - -(-T // TILE) * (TILE // WORD)
 
-    def tree_attention(qkv, cos, sin, bits, work, key, value, out, lse, **scratch):
+    def tree_attention(qkv, cos, sin, mask_bits, work, key, value, out, lse, **scratch):
         block, at, group = (lax.axis_index(name) for name in ("block", "head", "group"))
         span, refs = _Span.of_part(work, block * (groups * n), T, config), _Scratch(**scratch)
         head = _Head(qkv.at[:, at], cos, sin, key.at[at], value.at[at], work[5], block == 0)
@@ -265,7 +267,7 @@ def attend_parts(
         @pl.when(group < groups)
         def _():
             tile = block * groups + group
-            query = _rotate_queries(head, bits.at[tile], refs, group, tile * n, n, groups)
+            query = _rotate_queries(head, mask_bits.at[tile], refs, group, tile * n, n, groups)
             take_tile = functools.partial(
                 _take_tile, query=query, group=group, refs=refs, span=span, stages=config.stages, new_word=new_word,
                 interpret=interpret,
@@ -276,7 +278,7 @@ def attend_parts(
         scratch = _Scratch.types(config, G, H, words)
         pl.run_scoped(functools.partial(tree_attention, *refs), collective_axes="group", **scratch)
 
-    # References are updated in place; `plgpu.kernel` takes none (JAX 0.10 and 0.11).
+    # References make the kernel write in place, because `pl.kernel` has no aliases (JAX 0.10 and 0.11).
     cache = [jax.new_ref(array, memory_space=plgpu.GMEM) for array in (key, value)]
     attend: Any = pl.kernel(
         run,
@@ -290,12 +292,12 @@ def attend_parts(
             num_threads=groups + 1,
             thread_name="group",
         ),
-        # JAX 0.10 would lower thread by thread unless told so, 0.11 by warpgroup: one form for both.
+        # JAX 0.10 lowers thread by thread by default, and 0.11 by warpgroup.
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
         name="tree_attention",
     )
-    out, lse = attend(qkv, cos, sin, bits, work, *cache)
+    out, lse = attend(qkv, cos, sin, mask_bits, work, *cache)
     return out, lse, jax.freeze(cache[0]), jax.freeze(cache[1])
 
 
@@ -315,19 +317,19 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x.astype(jnp.float32)) < jnp.inf, x, jnp.zeros_like(x))
 
 
-def _rotate_queries(head: _Head, bits, refs: _Scratch, group, first, n: int, groups: int) -> list[jax.Array]:
-    """The halves of a warpgroup's rotated queries, [64, H / 2] bfloat16 each; also fetches the bits of its rows."""
+def _rotate_queries(head: _Head, mask_bits, refs: _Scratch, group, first, n: int, groups: int) -> list[jax.Array]:
+    """The halves of a warpgroup's rotated queries, [64, H / 2] bfloat16 each. Also fetches its rows' mask bits."""
     ready = refs.rows_ready.at[group]
-    plgpu.copy_gmem_to_smem(bits, refs.mask.at[group], ready)
+    plgpu.copy_gmem_to_smem(mask_bits, refs.row_bits.at[group], ready)
     for other in range(groups - 1):
         pl.when(group == other + 1)(functools.partial(plgpu.barrier_wait, refs.staged_free.at[other]))
-    # The last warpgroup may have no tokens: it takes the last one, and nobody wants what becomes of it.
+    # The last warpgroup may have no tokens. It takes the last one, and its result is not used.
     first = jnp.minimum(first, len(head.cos) - 1)
     for query_head in range(head.qkv.shape[1] - 2):
         head.stage(refs, query_head, first, n, ready, query_head * n)
     plgpu.barrier_wait(ready)
     query = _rotate_staged(refs)
-    # TMA may write what was read.
+    # After this fence TMA may write over what was read.
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.staged_free.at[group])
     return query
@@ -358,7 +360,7 @@ def _fetch_tiles(head: _Head, refs: _Scratch, span: _Span, config: Config, slidi
         @pl.loop(start, stop)
         def _(tile):
             fetch(tile, refs.v_raw)
-            # While this one is under way.
+            # The tile before is cleaned while this one is under way.
             pl.when(tile > start)(lambda: clean(tile - 1))
 
         pl.when(stop > start)(lambda: clean(stop - 1))
@@ -377,7 +379,7 @@ def _fetch_tiles(head: _Head, refs: _Scratch, span: _Span, config: Config, slidi
 
     @pl.loop(span.new, span.stop)
     def _(tile):
-        place, index = span.place(tile, stages), tile - span.behind
+        place, index = span.place(tile, stages), tile - span.first_new
         head.stage(refs, key_part, index * TILE, count, refs.key_ready)
         await_free(tile, refs.k_free)
         plgpu.barrier_wait(refs.key_ready)
@@ -387,11 +389,11 @@ def _fetch_tiles(head: _Head, refs: _Scratch, span: _Span, config: Config, slidi
         plgpu.barrier_arrive(refs.k_ready.at[place])
         head.stage(refs, key_part + 1, index * TILE, count, refs.value_ready, angles=False)
 
-        # The place is refilled by nobody else.
+        # No other warpgroup refills the place.
         pl.when(head.writes)(lambda: head.write(refs, head.key, refs.k[place], index))
         await_free(tile, refs.v_free)
         plgpu.barrier_wait(refs.value_ready)
-        # Behind the last token it holds anything, and large numbers become infinite when they are rounded.
+        # Rows after the last token hold anything, and rounding can make large numbers infinite.
         values = _finite(refs.staged[...].astype(jnp.bfloat16))
         refs.v[place] = values
         plgpu.commit_smem()
@@ -403,7 +405,7 @@ def _fetch_tiles(head: _Head, refs: _Scratch, span: _Span, config: Config, slidi
 
 
 def _compute_rows(out, lse, row, group, refs: _Scratch, span: _Span, take_tile, sliding) -> None:
-    """Attend from the 64 rows of a warpgroup, and write what becomes of them from `row` on."""
+    """Attend from the 64 rows of a warpgroup, and write the results from `row` on."""
     head, part = lax.axis_index("head"), lax.axis_index("part")
     stored, width = out.shape[2:]
     state = (
@@ -416,11 +418,11 @@ def _compute_rows(out, lse, row, group, refs: _Scratch, span: _Span, take_tile, 
     state = lax.fori_loop(span.whole, span.masked, functools.partial(take_tile, sight="all"), state)
     highest, total, sums = lax.fori_loop(span.masked, span.stop, functools.partial(take_tile, sight="by bits"), state)
 
-    # Only an empty part has no total: a row that sees nothing has weight one for each masked slot.
+    # Only an empty part has a total of zero. A row that sees nothing gives each masked slot a weight of one.
     refs.result_lse[group] = jnp.where(total > 0, highest + jnp.log2(total), MASKED)
     refs.result[group] = sums / _over_columns(jnp.maximum(total, 1.0), width)
     plgpu.commit_smem()
-    # A whole block's rows, or those of the only one.
+    # All 64 rows, or those that the only tile has.
     kept = min(TILE, stored)
 
     @pl.when(span.stop > span.start)
@@ -432,7 +434,7 @@ def _compute_rows(out, lse, row, group, refs: _Scratch, span: _Span, take_tile, 
 
 
 def _take_tile(tile, state, *, sight, query, group, refs: _Scratch, span: _Span, stages, new_word, interpret):
-    """Fold a tile into the online softmax: highest score [64], total weight [64], weighted values [64, H]."""
+    """Add a tile to the online softmax: highest score [64], total weight [64], weighted values [64, H]."""
     highest, total, sums = state
     width = sums.shape[1]
     place = span.place(tile, stages)
@@ -443,12 +445,12 @@ def _take_tile(tile, state, *, sight, query, group, refs: _Scratch, span: _Span,
     if sight != "all":
         column = lax.broadcasted_iota(jnp.int32, (TILE, TILE), 1)
         if sight == "by bits":
-            old, new = (tile - start for start in (span.base, span.behind))
-            word = jnp.where(tile < span.behind, old * (TILE // WORD), new * (TILE // WORD) + new_word)
-            low, high = (_over_columns(refs.mask[group, word + i], TILE) for i in range(2))
+            old, new = (tile - start for start in (span.base, span.first_new))
+            word = jnp.where(tile < span.first_new, old * (TILE // WORD), new * (TILE // WORD) + new_word)
+            low, high = (_over_columns(refs.row_bits[group, word + i], TILE) for i in range(2))
             seen = lax.shift_right_logical(jnp.where(column < WORD, low, high), column & (WORD - 1)) & 1 != 0
         else:
-            seen = column + tile * TILE >= _over_columns(refs.mask[group, refs.mask.shape[1] - 1], TILE)
+            seen = column + tile * TILE >= _over_columns(refs.row_bits[group, refs.row_bits.shape[1] - 1], TILE)
         scores = jnp.where(seen, scores, MASKED)
     now = jnp.maximum(highest, scores.max(axis=1))
     decay = jnp.exp2(highest - now)
@@ -487,6 +489,6 @@ def _add_values(sums, weights, value, interpret) -> jax.Array:  # [64, H], [64, 
 
 
 def _fence(x: jax.Array) -> jax.Array:
-    """Order a plain read of shared memory before the TMA write that follows; wgmma's reads need nothing of the kind."""
+    """Order a plain read of shared memory before the TMA write after it. Reads by wgmma need no fence."""
     plgpu.commit_smem()
     return x

@@ -1,10 +1,10 @@
-"""Tree attention written for reading: one masked softmax over the whole cache."""
+"""Tree attention as a reference: one masked softmax over the whole cache."""
 
 import jax
 import jax.numpy as jnp
 
 PRECISION = jax.lax.Precision.HIGHEST
-# Finite, so that a fully masked row gives numbers and not NaN; such rows are padding and never read.
+# Finite, so that a row that sees nothing gives numbers and not NaN. Such rows are padding and never read.
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -18,17 +18,17 @@ def attend_tree(
     sliding_window: int | None = None,
     window_used: jax.Array | None = None,  # int32 []
 ) -> jax.Array:  # [T, K, G, H] float32
-    """Attend from rotated queries to a cache that holds their keys and values already.
+    """Attend from rotated queries to a cache that already holds their keys and values.
 
     Args:
-      query: rotated, not yet scaled.
+      query: rotated queries, not scaled.
       key: cache keys.
       value: cache values.
       length: committed prefix length; `length + W <= S`.
-      window_mask: row t sees window slot j.
+      window_mask: whether row t sees window slot j.
       position: logical position of each row.
-      sliding_window: positions a row sees, itself included; None for all.
-      window_used: window slots that any row sees, so that fast paths need not look at the rest; None for all W.
+      sliding_window: positions that a row sees, itself included; None for all.
+      window_used: number of window slots that any row sees; fast paths read no others. None for all W.
     """
     mask = slot_mask(key.shape[1], length, window_mask, position, sliding_window)
     return masked_attention(query, key, value, mask)
@@ -45,14 +45,14 @@ def attend_chunk(query, key, value, length, sliding_window=None):
 
 
 def causal_mask(query_row, key_row, sliding_window):  # int32 [A], int32 [B] -> bool [A, B]
-    """Which rows of one chunk see which."""
+    """Which rows of a chunk see which other rows of it."""
     distance = query_row[:, None] - key_row[None, :]
     mask = distance >= 0
     return mask if sliding_window is None else mask & (distance < sliding_window)
 
 
 def slot_mask(slots, length, window_mask, position, sliding_window):  # -> bool [T, slots]
-    """Which cache slots each row sees: the prefix, cut by the sliding window, and the marked window slots."""
+    """Which cache slots each row sees: the prefix, cut by the sliding window, and the window slots in its mask."""
     rows, width = window_mask.shape
     slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
     mask = jnp.broadcast_to(slot < length, (rows, slots))
@@ -64,7 +64,7 @@ def slot_mask(slots, length, window_mask, position, sliding_window):  # -> bool 
 
 
 def masked_attention(query, key, value, mask):  # [T, K, G, H], [K, S, H] x2, bool [T, S] -> [T, K, G, H] float32
-    """Softmax attention with an explicit mask, grouped KV heads, float32 softmax."""
+    """Softmax attention with an explicit mask and grouped KV heads; the softmax is float32."""
     T, K, G, H = query.shape
     q = fold_rows(query).astype(key.dtype)
     scores = jnp.einsum("krh,ksh->krs", q, key, precision=PRECISION, preferred_element_type=jnp.float32)
@@ -76,7 +76,7 @@ def masked_attention(query, key, value, mask):  # [T, K, G, H], [K, S, H] x2, bo
 
 
 def fold_rows(query):  # [T, K, G, H] -> [K, T * G, H]
-    """Fold query heads of one KV head into matrix rows."""
+    """Fold the query heads of each KV head into matrix rows."""
     T, K, G, H = query.shape
     return query.transpose(1, 0, 2, 3).reshape(K, T * G, H)
 
@@ -88,6 +88,6 @@ def unfold_rows(out, rows):  # [K, T * G, H] -> [T, K, G, H]
 
 
 def _spread(window_mask, length, slots):  # bool [T, W] -> bool [T, slots], window row j at slot length + j
-    # Wide enough that an update which runs over the end is cut there and not moved back.
+    # Wider than the cache: JAX would move an update that reaches over the end back to fit.
     blank = jnp.zeros((window_mask.shape[0], slots + window_mask.shape[1]), bool)
     return jax.lax.dynamic_update_slice(blank, window_mask, (jnp.int32(0), length))[:, :slots]

@@ -1,19 +1,21 @@
-"""Tree attention for NVIDIA GPUs from Ampere on, through Pallas' Triton dialect: one kernel, and a merge of its parts.
+"""Tree attention for NVIDIA GPUs from Ampere on, in Pallas' Triton dialect: one kernel, and a merge of its parts.
 
 Letters: T rows, K KV heads, G query heads per KV head, H head width, S cache slots, W window slots; R = T * G query
-rows of one KV head, row `t * G + g` being head g of row t. They are folded into the matrix unit's M dimension: a KV
+rows of one KV head, where row `t * G + g` is head g of row t. Query rows are the matrix unit's M dimension, so a KV
 head's keys are read once for all of its queries.
 
-The grid is (parts of the prefix, blocks of query rows, KV heads). A program rotates its queries, attends to its part of
-the prefix, and the program of the last part also to the window. Where the prefix has one part it writes the result,
-else a second kernel merges the parts in float32 (flash decoding, https://pytorch.org/blog/flash-decoding/).
+The grid is (parts of the prefix, blocks of query rows, KV heads). Each program rotates its queries and attends to its
+part of the prefix; the program of the last part also attends to the window. With one part it writes the result. With
+more, a second kernel merges them in float32 (flash decoding, https://pytorch.org/blog/flash-decoding/).
 
-No program reads a slot that another one writes, so that the kernel needs no barrier and the rows no kernel of their
-own: the prefix and the older window slots come from the cache, and the new rows from `qkv`, rotated anew by every
-program that attends to them. That costs little beside reading the prefix, and rounds as the cache does. The programs of
-the last part and the last block of rows also write the new rows into the cache, which is updated in place.
+No program reads a slot that another one writes, so the kernel needs no barrier and the writing no launch of its own.
+The prefix and the older window slots come from the cache. The new rows come from `qkv`, and every program that attends
+to them rotates them again. That takes little time beside reading the prefix, and rounds as the cache does. The programs
+of the last part and the last block of rows also write the new rows into the cache, in place.
 
-Prefix tiles are read without a mask but for the last, partly filled one. Where a load has a mask, the rest is zero.
+Only the last prefix tile, which may be partly filled, is read with a mask. A masked load gives zeros.
+
+The file exceeds 400 lines because the steps of one kernel are read together.
 """
 
 import functools
@@ -30,12 +32,12 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention.config import Config, choose, power_of_two
-from pallas_kernels.tree_attention.mask_bits import WORD, pack_bits, split_mask  # a tile of the window is a word long
+from pallas_kernels.tree_attention.mask_bits import WORD, pack_bits, split_mask  # a window tile is one word long
 from pallas_kernels.tree_attention.reference import MASKED, PRECISION
 
 LOG2_E = math.log2(math.e)
 MOST_WIDTH = 256
-# Numbers of partial results that a program of the merge holds at a time.
+# Partial results that a program of the merge holds at a time, in numbers.
 MERGE_NUMBERS = 8192
 LAST = (((1,), (1,)), ((), ()))  # contract the last dimension of both
 
@@ -43,7 +45,7 @@ LAST = (((1,), (1,)), ((), ()))  # contract the last dimension of both
 def supports(
     qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ) -> bool:
-    """All calls but those which only write the cache: XLA's update in place is as good."""
+    """Whether `tree_attention` takes a call. XLA's update in place is as good where the cache is only written."""
     return qkv.shape[0] > 0 and qkv.shape[3] <= MOST_WIDTH and not write_only
 
 
@@ -51,10 +53,10 @@ def tree_attention(
     qkv, cos, sin, key, value, length, window_mask, position,
     *, offset, sliding_window, active_rows, write_only=False, config: Config | None = None,
 ):  # fmt: skip
-    """Same contract as `api.tree_attention`, for calls that `supports` takes.
+    """The operation, with the contract of `api.tree_attention`, for calls that `supports` takes.
 
-    Args (further):
-      config: block sizes; None leaves them to `config.choose`.
+    Args:
+      config: block sizes; None takes those of `config.choose`.
     """
     del write_only
     T, K, rows, H = qkv.shape
@@ -63,12 +65,12 @@ def tree_attention(
         kernels.device_kind, kernels.multiprocessors, T, G, H, S, kv_heads=K, itemsize=key.dtype.itemsize
     )
     call = Call(T, K, G, H, S, config, window_mask is None, offset is not None, sliding_window)
-    words, call = _pack_window(call, window_mask, offset)
+    mask_bits, call = _pack_window(call, window_mask, offset)
     numbers = [length, 0 if offset is None else offset, T if active_rows is None else jnp.minimum(active_rows, T)]
     operands = [
         jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers]),
         jnp.zeros(T, jnp.int32) if position is None else position,
-        words, qkv, cos, sin, key, value,
+        mask_bits, qkv, cos, sin, key, value,
     ]  # fmt: skip
     *parts, key, value = _attend(call, operands, kernels.interpret)
     if config.splits > 1:
@@ -77,7 +79,7 @@ def tree_attention(
 
 
 class Call(NamedTuple):
-    """What is static in one call.
+    """The static part of one call.
 
     Attributes:
       T: rows.
@@ -86,10 +88,10 @@ class Call(NamedTuple):
       H: head width.
       S: cache slots.
       config: block sizes.
-      causal: whether rows see what comes before them, without a mask.
-      grown: whether the window holds older rows, which lie before the new ones.
+      causal: whether the rows are a causal chunk, without a mask.
+      grown: whether the window holds older rows before the new ones.
       sliding: positions that a row sees, or None.
-      old_words: words of marks of one row before those of the new rows.
+      old_words: words of a row's mask bits that belong to older rows; those of the new rows come after them.
     """
 
     T: int
@@ -115,12 +117,12 @@ class Call(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of a tile: H, filled up to what the matrix unit takes."""
+        """Columns of a tile: H, padded to what the matrix unit takes."""
         return max(power_of_two(self.H), 16)
 
 
 def _pack_window(call: Call, mask, offset) -> tuple[jax.Array, Call]:
-    """Marks of the window as bits: int32 [T, words], those of older slots first, each part from a new word on."""
+    """Mask bits of the window, int32 [T, words]: older slots first, then new rows, each part from a new word on."""
     if mask is None:
         return jnp.zeros((call.T, 1), jnp.int32), call
     old, new = split_mask(mask, jnp.int32(0) if offset is None else offset)
@@ -132,7 +134,7 @@ def _pack_window(call: Call, mask, offset) -> tuple[jax.Array, Call]:
 
 
 def _attend(call: Call, operands: list[Any], interpret: bool) -> list[jax.Array]:
-    """The result [T, K, G, H], or its parts, and the cache."""
+    """Run the kernel: the result [T, K, G, H], or its parts, and the cache."""
     config, f32 = call.config, jnp.float32
     out = [jax.ShapeDtypeStruct((call.T, call.K, call.G, call.H), f32)]
     if config.splits > 1:
@@ -152,20 +154,20 @@ def _attend(call: Call, operands: list[Any], interpret: bool) -> list[jax.Array]
 
 
 class Sums(NamedTuple):
-    """A softmax so far: of each query row the largest score in base 2, the sum of weights, the weighted values."""
+    """The state of an online softmax: each query row's largest score in base 2, sum of weights, and weighted values."""
 
     largest: jax.Array  # [block_q]
     total: jax.Array  # [block_q]
     values: jax.Array  # [block_q, H]
 
     def add(self, scores: jax.Array, seen: jax.Array | None, values: jax.Array) -> "Sums":
-        """Go on with a tile: scores [block_q, B], which of them count, and values [B, H]."""
+        """Add a tile: scores [block_q, B], which of them count (None for all), and values [B, H]."""
         if seen is not None:
             scores = jnp.where(seen, scores, MASKED)
         largest = jnp.maximum(self.largest, scores.max(axis=1))
         weights = jnp.exp2(scores - largest[:, None])
         if seen is not None:
-            # Where a row has seen nothing yet its largest score is MASKED too, and the weight would be one.
+            # A row that has seen nothing yet has MASKED as its largest score too, which would give a weight of one.
             weights = jnp.where(seen, weights, 0.0)
         scale = jnp.exp2(self.largest - largest)
         added = jnp.dot(weights.astype(values.dtype), values, precision=PRECISION, preferred_element_type=jnp.float32)
@@ -176,11 +178,11 @@ class Rows(NamedTuple):
     """The block of query rows of one program.
 
     Attributes:
-      row: t of each, int32 [block_q].
-      head: g of each, int32 [block_q].
-      real: neither padding nor beyond `active_rows`, bool [block_q].
-      position: logical, int32 [block_q].
-      query: rotated, in the cache's dtype, [block_q, H].
+      row: t of each query row, int32 [block_q].
+      head: g of each query row, int32 [block_q].
+      real: whether it is an active row and no padding, bool [block_q].
+      position: its logical position, int32 [block_q].
+      query: rotated queries in the cache's dtype, [block_q, H].
     """
 
     row: jax.Array
@@ -190,19 +192,19 @@ class Rows(NamedTuple):
     query: jax.Array
 
     def score(self, keys: jax.Array, H: int) -> jax.Array:  # [B, H] -> [block_q, B]
-        """Scores in base 2: `exp2` is what the hardware has."""
+        """Scores in base 2, because the hardware has `exp2`."""
         product = lax.dot_general(self.query, keys, LAST, precision=PRECISION, preferred_element_type=jnp.float32)
         return product * (H**-0.5 * LOG2_E)
 
 
-def _attend_block(call: Call, numbers, position, words, qkv, cos, sin, key, value, *out) -> None:
-    """One program; the arguments after `call` are references."""
+def _attend_block(call: Call, numbers, position, mask_bits, qkv, cos, sin, key, value, *out) -> None:
+    """Run one program. The arguments after `call` are references."""
     *result, new_key, new_value = out
     config, H = call.config, call.H
     split, block, kv_head = (pl.program_id(axis) for axis in range(3))
     length, offset, active_rows = numbers[0], numbers[1], numbers[2]
     rows = _load_rows(call, block, kv_head, length, active_rows, position, qkv, cos, sin, key.dtype)
-    # Blocks of rows that do not matter skip all of it.
+    # Blocks without an active row skip all of it.
     matters = block * config.block_q < active_rows * call.G
 
     state = Sums(
@@ -215,16 +217,16 @@ def _attend_block(call: Call, numbers, position, words, qkv, cos, sin, key, valu
     in_window = split == config.splits - 1
     if call.grown:
         tiles = _if(in_window & matters, pl.cdiv(offset, WORD))
-        add = functools.partial(_add_old_rows, call, rows, kv_head, length, offset, words, key, value)
+        add = functools.partial(_add_old_rows, call, rows, kv_head, length, offset, mask_bits, key, value)
         state = _loop(0, tiles, add, state)
     writes = block == call.blocks - 1
     tiles = pl.cdiv(call.T, WORD)
     if call.causal:
-        # The block's last row sees no further than itself. The last block goes through all rows.
+        # The block's last row sees no row after itself. The last block goes through all rows.
         last = ((block + 1) * config.block_q - 1) // call.G
         tiles = jnp.minimum(tiles, last // WORD + 1)
     add = functools.partial(
-        _add_new_rows, call, rows, kv_head, length + offset, writes, words, qkv, cos, sin, new_key, new_value
+        _add_new_rows, call, rows, kv_head, length + offset, writes, mask_bits, qkv, cos, sin, new_key, new_value
     )
     state = _loop(0, _if(in_window & (matters | writes), tiles), add, state)
 
@@ -242,25 +244,25 @@ def _attend_block(call: Call, numbers, position, words, qkv, cos, sin, key, valu
 
 
 def _if(condition, count):
-    """Turns of a loop, or none; Pallas makes a wrong `select` of two constants (JAX 0.10.2)."""
+    """`count` iterations, or none. Pallas lowers `select` of two constants wrongly (JAX 0.10.2)."""
     return condition.astype(jnp.int32) * count
 
 
 def _loop(start, stop, add: Callable[..., Sums], state: Sums) -> Sums:
-    """A loop that Triton does not pipeline, because it has the form of `while`: few turns or only one.
+    """A loop of few iterations in the form of `while`, which Triton does not pipeline.
 
-    Pipelined, the float32 tiles of new rows would take more shared memory than most GPUs have.
+    A pipeline of the float32 tiles of new rows would take more shared memory than most GPUs have.
     """
 
-    def turn(carry):
+    def step(carry):
         tile, state = carry
         return tile + 1, add(tile, state)
 
-    return lax.while_loop(lambda carry: carry[0] < stop, turn, (jnp.asarray(start, jnp.int32), state))[1]
+    return lax.while_loop(lambda carry: carry[0] < stop, step, (jnp.asarray(start, jnp.int32), state))[1]
 
 
 def _divide(real, values, total):
-    """Results of query rows; zero where a row does not matter or sees nothing."""
+    """Results of query rows; zero where a row is inactive or sees nothing."""
     seen = real & (total != 0)
     return jnp.where(seen[:, None], values / jnp.where(seen, total, 1.0)[:, None], 0.0)
 
@@ -275,14 +277,14 @@ def _load_rows(call: Call, block, kv_head, length, active_rows, position, qkv, c
     elif call.sliding is not None:
         place = plt.load(position.at[row], mask=real, other=0)
     else:
-        place = row  # is not asked for
+        place = row  # never read
     return Rows(row, head, real, place, query)
 
 
 def _load_rotated(call: Call, qkv, cos, sin, row, kv_head, head, real, dtype) -> jax.Array:
-    """Rotated heads of some rows, in the cache's dtype: [rows, H]; zero where not `real`. `head` is one or [rows, 1].
+    """Rotated heads of some rows in the cache's dtype, [rows, H]; zero where not `real`. `head` is one or [rows, 1].
 
-    Column h of the first half turns with h + H/2, which is loaded a second time: Triton has no way to exchange halves.
+    Column h of the first half rotates with column h + H/2. Triton cannot exchange halves, so it is loaded again.
     """
     half = call.H // 2
     column = jnp.arange(call.width, dtype=jnp.int32)
@@ -298,13 +300,13 @@ def _load_rotated(call: Call, qkv, cos, sin, row, kv_head, head, real, dtype) ->
 
 
 def _attend_prefix(call: Call, state: Sums, rows: Rows, split, matters, kv_head, length, key, value) -> Sums:
-    """Attend to one part of the prefix; parts are equal numbers of tiles, some without any."""
+    """Attend to one part of the prefix. Parts have equal numbers of tiles, but the last ones may have fewer or none."""
     size = call.config.block_k
     column = jnp.arange(call.width, dtype=jnp.int32)
     tiles = pl.cdiv(length, size)
     start, lowest = 0, 0
     if call.sliding is not None:
-        # The first slot that any row of the block sees; what lies before it may hold anything.
+        # The first slot that any row of the block sees. Slots before it may hold anything.
         positions = jnp.where(rows.real, rows.position, np.iinfo(np.int32).max)
         lowest = jnp.maximum(positions.min() - (call.sliding - 1), 0)
         start = jnp.minimum(lowest // size, tiles)
@@ -337,21 +339,21 @@ def _attend_prefix(call: Call, state: Sums, rows: Rows, split, matters, kv_head,
     return _loop(jnp.maximum(start, full), stop, functools.partial(add, True), state)
 
 
-def _add_old_rows(call: Call, rows: Rows, kv_head, length, offset, words, key, value, tile, state: Sums) -> Sums:
-    """Go on with a tile of window slots that earlier passes wrote; those that no row sees may hold anything."""
+def _add_old_rows(call: Call, rows: Rows, kv_head, length, offset, mask_bits, key, value, tile, state: Sums) -> Sums:
+    """Add a tile of window slots that earlier passes wrote. Slots that no row sees may hold anything."""
     column = jnp.arange(call.width, dtype=jnp.int32)
     slot = tile * WORD + jnp.arange(WORD, dtype=jnp.int32)
     mask = (slot < offset)[:, None] & (column < call.H)[None, :]
     place = (kv_head, length + slot[:, None], column[None, :])
     keys, values = (plt.load(cache.at[place], mask=mask, other=0.0) for cache in (key, value))
-    seen = _marks(words, rows, tile) & (slot < offset)[None, :]
+    seen = _unpack_bits(mask_bits, rows, tile) & (slot < offset)[None, :]
     return state.add(rows.score(keys, call.H), seen, _finite(values))
 
 
 def _add_new_rows(
-    call: Call, rows: Rows, kv_head, first, writes, words, qkv, cos, sin, new_key, new_value, tile, state: Sums
+    call: Call, rows: Rows, kv_head, first, writes, mask_bits, qkv, cos, sin, new_key, new_value, tile, state: Sums
 ) -> Sums:
-    """Go on with a tile of new rows, and write them to the slots from `first` on where `writes`."""
+    """Add a tile of new rows, and write them to the slots from `first` on where `writes`."""
     column = jnp.arange(call.width, dtype=jnp.int32)
     row = tile * WORD + jnp.arange(WORD, dtype=jnp.int32)
     keys = _load_rotated(call, qkv, cos, sin, row, kv_head, call.G, row < call.T, new_key.dtype)
@@ -359,7 +361,7 @@ def _add_new_rows(
     values = plt.load(qkv.at[row[:, None], kv_head, call.G + 1, column[None, :]], mask=mask, other=0.0)
     values = _finite(values.astype(new_value.dtype))
     place = (kv_head, first + row[:, None], column[None, :])
-    # Behind a KV head's last slot lies the next head's first.
+    # A KV head's last slot is followed by the next head's first one.
     inside = mask & writes & (first + row < call.S)[:, None]
     plt.store(new_key.at[place], keys, mask=inside)
     plt.store(new_value.at[place], values, mask=inside)
@@ -369,24 +371,24 @@ def _add_new_rows(
         if call.sliding is not None:
             seen &= distance < call.sliding
     else:
-        seen = _marks(words, rows, call.old_words + tile)
+        seen = _unpack_bits(mask_bits, rows, call.old_words + tile)
     return state.add(rows.score(keys, call.H), seen & (row < call.T)[None, :], values)
 
 
 def _finite(values):
-    """A masked slot still meets a product with zero, and 0 * NaN is NaN."""
+    """Replace numbers that are not finite by zero: a masked slot is multiplied by zero, and 0 * NaN is NaN."""
     return jnp.where(jnp.abs(values) < math.inf, values, jnp.zeros_like(values))
 
 
-def _marks(words, rows: Rows, word) -> jax.Array:  # bool [block_q, 32]
-    """Which slots of a window tile each query row sees, by one word of its row."""
-    bits = plt.load(words.at[rows.row, word], mask=rows.real, other=0)
+def _unpack_bits(mask_bits, rows: Rows, word) -> jax.Array:  # bool [block_q, 32]
+    """Which slots of a window tile each query row sees, from one word of its mask bits."""
+    bits = plt.load(mask_bits.at[rows.row, word], mask=rows.real, other=0)
     place = jnp.arange(WORD, dtype=jnp.int32)
     return (lax.shift_right_logical(*jnp.broadcast_arrays(bits[:, None], place[None, :])) & 1) != 0
 
 
 def _merge(call: Call, numbers, largest, total, values, *, interpret: bool) -> list[jax.Array]:
-    """The result [T, K, G, H] from its parts."""
+    """Run the merge: the result [T, K, G, H] from its parts."""
     size = min(max(MERGE_NUMBERS // (call.config.splits * call.width), 1), power_of_two(call.rows))
     return pl.pallas_call(
         functools.partial(_merge_block, call, size),
@@ -399,7 +401,7 @@ def _merge(call: Call, numbers, largest, total, values, *, interpret: bool) -> l
 
 
 def _merge_block(call: Call, size: int, numbers, largest, total, values, out) -> None:
-    """Merge `size` query rows of one KV head; all parts are read at once, because their loads take longest."""
+    """Merge `size` query rows of one KV head. All parts are read at once, because their loads take longest."""
     block, kv_head = pl.program_id(0), pl.program_id(1)
     split = jnp.arange(call.config.splits, dtype=jnp.int32)
     query_row = block * size + jnp.arange(size, dtype=jnp.int32)

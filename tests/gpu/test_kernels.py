@@ -151,7 +151,7 @@ def test_causal_chunks(gpu, implementation, dtype, sliding, rows, prefix, model)
 
 
 @pytest.mark.parametrize(("implementation", "dtype", "model"), over_implementations([((2, 3, 64),), ((1, 4, 128),)]))
-def test_live_rows(gpu, implementation, dtype, model):
+def test_active_rows(gpu, implementation, dtype, model):
     """Garbage in the other rows reaches nothing, and what they give is finite."""
     rng = np.random.default_rng(4)
     case = poisoned(random_case(rng, (*model, dtype), 40, 100, random_parents(rng, 40), slots=192))

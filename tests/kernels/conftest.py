@@ -7,7 +7,6 @@ import threading
 import jax
 import pytest
 from jax._src.pallas.mosaic.interpret import thread_map
-from kernel_cases import QUICK
 
 from pallas_kernels import selection, self_check
 from pallas_kernels.native import library
@@ -24,7 +23,7 @@ def mosaic_compiled_once(monkeypatch):
             if id(jaxpr) not in programs:
                 # With the jaxpr, so that no other one is put where it was.
                 lowered = jax.jit(lambda *operands: jax.core.eval_jaxpr(jaxpr, *operands)).lower(consts, *operands)
-                programs[id(jaxpr)] = lowered.compile(QUICK), jaxpr
+                programs[id(jaxpr)] = lowered.compile(), jaxpr
         programs[id(jaxpr)][0](consts, *operands)
 
     if hasattr(thread_map, "_run_jaxpr"):

@@ -23,9 +23,6 @@ DENSE = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.fl
 ALL_FORMATS = (*DENSE, *FORMATS)
 XLA = registry.Kernels("xla", "cpu")
 
-# Tiny programs run for milliseconds and compile for seconds.
-QUICK = {"xla_backend_optimization_level": 0}
-
 # Half a unit in the last place of 1: what one rounding is off by at most, relative to the result.
 ROUNDING = 2.0**-24
 

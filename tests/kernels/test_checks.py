@@ -33,7 +33,7 @@ def test_the_check_of_gpu_kernels(monkeypatch, operation):
         assert re.search(f"{operation} by triton .*{problem}", find_failure(operation, "triton", INTERPRETER, device))
 
 
-def break_marks(words, rows, word):
+def break_mask_bits(mask_bits, rows, word):
     """A causal mask in a tree's place."""
     return 32 * word + jax.numpy.arange(32)[None, :] <= rows.row[:, None]
 
@@ -55,7 +55,7 @@ def break_old_rows(*arguments):
 @pytest.mark.parametrize(
     ("function", "broken", "call"),
     [
-        ("_marks", break_marks, "a tree"),
+        ("_unpack_bits", break_mask_bits, "a tree"),
         ("_merge", break_merge, "a tree"),
         ("_add_old_rows", break_old_rows, "a tree"),
         ("_attend_prefix", break_prefix, "a tree"),
@@ -75,7 +75,7 @@ def test_the_check_finds_broken_attention(monkeypatch, function, broken, call):
 
 @pytest.mark.parametrize("multiprocessors", [132, 108, 64, 58])
 def test_the_check_runs_what_decoding_runs(multiprocessors):
-    """Parts of a prefix and their merge on every GPU; more rows than a block has, and than a word has marks."""
+    """Parts of a prefix and their merge on every GPU; more rows than a block has, and than a word has bits."""
     chosen = {
         call.name: config.choose(
             "", multiprocessors, call.rows, call.group, call.width, kernel_check.SLOTS, kv_heads=kernel_check.HEADS,

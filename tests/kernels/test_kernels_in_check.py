@@ -6,7 +6,6 @@ import sys
 
 import pytest
 from native_models import write_native, write_tokenizer
-from tiny_models import quick_compilation
 
 from jaxspec.cli import check as command
 from jaxspec.models.config import ModelConfig
@@ -47,7 +46,7 @@ def check(monkeypatch, capsys, model):
     def check(kernels, *words):
         words = ["--model", model, "--raw", "--kernels", kernels, "--json", "-", *words, "w1 w2 w1 w2 w1"]
         monkeypatch.setattr(sys, "argv", [command.NAME, *words])
-        with pytest.raises(SystemExit) as left, quick_compilation():
+        with pytest.raises(SystemExit) as left:
             command.main()
         out, err = capsys.readouterr()
         return left.value.code, json.loads(out), err

@@ -146,7 +146,7 @@ def test_every_value_of_a_block(weight_format):
 
 @needs_native
 @pytest.mark.parametrize("weight_format", ALL_FORMATS)
-def test_live_rows(weight_format):
+def test_active_rows(weight_format):
     x, weight = operands(weight_format)
     expected = run_native(linear, x, weight)
     for active_rows in range(1, 66):

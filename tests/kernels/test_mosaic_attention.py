@@ -15,9 +15,7 @@ import pytest
 from attention_cases import assert_attention, assert_cache, grown_case, poisoned, random_case, random_parents
 from jax.experimental.mosaic.gpu import dialect_lowering
 from jax.experimental.mosaic.gpu.dialect_lowering import lower_mgpu_dialect
-from kernel_cases import QUICK
 from lowering import lower_for_cuda
-from tiny_models import quick_compilation
 
 from pallas_kernels import kernel_check, registry
 from pallas_kernels.tree_attention import mosaic, tree_attention
@@ -47,7 +45,7 @@ def run(operands, offset=None, active_rows=None, *, config, sliding_window=None)
 @functools.cache
 def program(config, sliding_window):
     """One program for each set of shapes; lengths, offsets, masks and active rows are data."""
-    return jax.jit(functools.partial(run, config=config, sliding_window=sliding_window), compiler_options=QUICK)
+    return jax.jit(functools.partial(run, config=config, sliding_window=sliding_window))
 
 
 def attend(case, config, active_rows=None):
@@ -114,7 +112,7 @@ def test_causal_chunks(sliding_window):
         assert_right(case, Config(2, 2, 2))
 
 
-def test_live_rows():
+def test_active_rows():
     """Garbage in the other rows reaches nothing, and what they give is finite."""
     rng = np.random.default_rng(4)
     config = Config(1, 2, 2)
@@ -157,8 +155,7 @@ def test_no_races(monkeypatch, capsys):
 def test_self_check():
     """On a GPU of few multiprocessors, which cuts its calls into few parts."""
     device, kernels = jax.devices()[0], dataclasses.replace(KERNELS, multiprocessors=8)
-    with quick_compilation():
-        assert kernel_check.find_kernel_difference("tree_attention", "mosaic", kernels, device) is None
+    assert kernel_check.find_kernel_difference("tree_attention", "mosaic", kernels, device) is None
 
 
 def test_merge_leaves_out_what_nobody_wrote():

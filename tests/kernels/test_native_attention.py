@@ -357,7 +357,7 @@ def test_a_value_too_large_for_bfloat16():
 
 @needs_native
 @pytest.mark.parametrize("model", FEW_MODELS)
-def test_live_rows(model):
+def test_active_rows(model):
     rng = np.random.default_rng(6)
     for length in (0, 129):
         tree = random_case(rng, model, 33, length, random_parents(rng, 33))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import assert_attention, assert_cache, grown_case, poisoned, random_case, random_parents
-from kernel_cases import QUICK, assert_same_bits
+from kernel_cases import assert_same_bits
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention import config, tree_attention, triton
@@ -36,7 +36,7 @@ def run(operands, offset=None, active_rows=None, *, blocks, sliding_window=None)
 @functools.cache
 def program(blocks, sliding_window):
     """One program for each set of shapes; lengths, offsets, masks and active rows are data."""
-    return jax.jit(functools.partial(run, blocks=blocks, sliding_window=sliding_window), compiler_options=QUICK)
+    return jax.jit(functools.partial(run, blocks=blocks, sliding_window=sliding_window))
 
 
 def attend(case, blocks, active_rows=None):
@@ -114,7 +114,7 @@ def test_causal_chunks(sliding_window):
         assert_right(case, Config(16, 32, 2, 4, 2))
 
 
-def test_live_rows():
+def test_active_rows():
     """Garbage in the other rows reaches nothing, whole blocks of them are left out, and what they give is finite."""
     rng = np.random.default_rng(4)
     model, rows, blocks = (2, 3, 64, "float32"), 13, Config(16, 32, 2, 4, 2)
@@ -175,7 +175,7 @@ def test_sequences_in_a_batch():
     fields = ("qkv", "cos", "sin", "key", "value", "length", "mask", "position")
     operands = tuple(np.stack([np.asarray(getattr(case, name)) for case in cases]) for name in fields)
     operands = tuple(x.astype(np.int32) if x.dtype == np.int64 else x for x in operands)
-    batch = jax.jit(jax.vmap(functools.partial(run, blocks=blocks)), compiler_options=QUICK)
+    batch = jax.jit(jax.vmap(functools.partial(run, blocks=blocks)))
     together = jax.tree.map(np.asarray, batch(operands))
     for index, case in enumerate(cases):
         for got, expected in zip(together, attend(case, blocks), strict=True):
