@@ -7,9 +7,8 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from tiny_models import FAMILIES, RandomSource, quick_compilation
+from tiny_models import FAMILIES, RandomSource
 
 from jaxspec.checkpoint.keymaps import EMBED, HEAD
 from jaxspec.checkpoint.load import load_foreign
@@ -18,16 +17,18 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core.chunks import CHUNKS
+from jaxspec.methods.core.best_first import tree_rows
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, read_round
+from jaxspec.methods.core.sampled_tree import SampledShape
+from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
-from jaxspec.sampling.request import make_request
+from jaxspec.runtime.sharding import round_up
 
 VOCAB = 101
 # What a draft with the target's embedding proposes: a number of tokens that four devices do not divide.
@@ -108,10 +109,10 @@ CASES = [
     LARGE_SPECEXEC,
     SMALL_SPECEXEC,
     Case("qwen3", 1, "foreign", SpecExec(1023, width=128, depth=9, score_temperature="sampling", decay=0.95)),
-    Case("mistral", 4, "none", PromptLookup(batch=64, length=40, ngram=2, candidates=3)),
-    Case("qwen2", 1, "none", PromptLookup(batch=2, adaptive=False)),
-    Case("mistral", 4, "shared", Auto(batch=5, length=2, ngram=2)),
-    Case("qwen3", 1, "none", Auto(batch=8, length=3)),
+    Case("mistral", 4, "none", PromptLookup(num_draft_tokens=63, length=40, ngram=2, candidates=3)),
+    Case("qwen2", 1, "none", PromptLookup(num_draft_tokens=1, adaptive=False)),
+    Case("mistral", 4, "shared", Auto(num_draft_tokens=4, length=2, ngram=2)),
+    Case("qwen3", 1, "none", Auto(num_draft_tokens=7, length=3)),
     Case("llama-tied", 4, "shared", SpecExec(12, width=2)),
     Case("qwen2", 1, "shared", SpecInfer((2, 2))),
     Case("llama", 4, "shared", Chain(3, "rejection")),
@@ -119,8 +120,15 @@ CASES = [
 
 # Tokens that an engine has room for; 150 in the others.
 CONTEXTS = {LLAMA_AUTO_LONG: 400}
-# Engines whose draft's cache ends with the last slot that it can need; in the others the target's does.
-DRAFT_TIGHT = (LLAMA_CHAIN, LLAMA_SPECINFER, CHAIN_TP4, LADDER[1])
+# Rows of the window in the draft's cache, for engines in which that cache ends with the last slot that it can need;
+# in the others the target's does.
+_SHAPE = SampledShape(LLAMA_SPECINFER.method.expansion)
+DRAFT_TIGHT = {
+    LLAMA_CHAIN: 2 * LLAMA_CHAIN.method.num_rows,
+    LLAMA_SPECINFER: _SHAPE.inner_rows + _SHAPE.width + LLAMA_SPECINFER.method.max_path,
+    CHAIN_TP4: 2 * CHAIN_TP4.method.num_rows,
+    LADDER[1]: tree_rows(16, 4) + LADDER[1].method.max_path,
+}
 
 
 def case_id(case):
@@ -268,18 +276,13 @@ def draft_placement(family, degree, geometry):
 def engine_of(case):
     """A compiled engine of 150 tokens or a few more: as many as one cache, of the target or of the draft, holds."""
     models, least = models_of(case), CONTEXTS.get(case, 150)
-
-    def slots(context):
-        runner = case.method.bind(models, context)
-        return runner._drafter._side.slots if case in DRAFT_TIGHT else runner.slots
-
-    low, high = least, least + CHUNKS[0]  # the last context with as many slots as the least
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if slots(middle) == slots(least) else (low, middle)
-    engine = Engine(models, case.method, low)
-    with quick_compilation():
-        engine.prepare()
+    slots = case.method.bind(models, least).slots
+    context = max(c for c in range(least, least + CHUNKS[0]) if case.method.bind(models, c).slots == slots)
+    if case in DRAFT_TIGHT:
+        window = 2 * DRAFT_TIGHT[case]
+        context = round_up(least + window, CHUNKS[0]) - window
+    engine = Engine(models, case.method, context)
+    engine.prepare()
     return engine
 
 
@@ -287,8 +290,7 @@ def engine_of(case):
 def plain_engine(family):
     """The baseline, on one device."""
     engine = Engine(Models(Placement(FAMILIES[family], plan_mesh(1), FLOAT32)), Autoregressive(), 446)
-    with quick_compilation():
-        engine.prepare()
+    engine.prepare()
     return engine
 
 
@@ -296,7 +298,14 @@ def run(engine, params, prompt, count, seed=0, **sampling):
     """Rounds of a generation."""
     options = SamplingParams(max_tokens=count, **sampling)
     engine.check_request(prompt, options)
-    return list(engine.rounds(params, prompt, options, seed))
+    with engine.open(params, prompt, options, seed) as session:
+        return list(rounds_of(session))
+
+
+def rounds_of(session):
+    """Rounds of a session, one after the other, to its end."""
+    while not session.done:
+        yield session.step()
 
 
 def decode(case, prompt, count, draft="copy", seed=0, **sampling):
@@ -322,18 +331,22 @@ def logprobs_of(rounds):
 def check_counts(case, rounds):
     """What holds for the counters of every round; the last one may be cut."""
     method = case.method
-    for emitted in rounds[:-1]:
-        assert len(emitted.tokens) == len(emitted.logprobs) == emitted.accepted + 1
-    assert len(rounds[-1].tokens) in (rounds[-1].accepted, rounds[-1].accepted + 1)
     for emitted in rounds:
-        assert 0 <= emitted.accepted <= emitted.depth <= emitted.drafted <= method.batch_rows - 1
-        assert emitted.depth < method.longest_path
+        assert len(emitted.tokens) == len(emitted.logprobs)
+        assert 0 <= emitted.accepted <= emitted.depth <= emitted.drafted <= method.num_rows - 1
+        assert emitted.depth < method.max_path
+        if emitted.drafted:
+            least = emitted.accepted if emitted is rounds[-1] else emitted.accepted + 1
+            assert least <= len(emitted.tokens) <= emitted.accepted + 1
+        else:
+            # Several tokens that one dispatch decoded without a draft.
+            assert 1 <= len(emitted.tokens) <= STEPS_PER_DISPATCH
         if not method.drafts:
             assert emitted.draft_passes == 0
         elif isinstance(method, Auto):
             assert emitted.draft_passes <= method.length + 1
         else:
-            assert 1 <= emitted.draft_passes < method.longest_path
+            assert 1 <= emitted.draft_passes < method.max_path
 
 
 class Steps:
@@ -341,12 +354,10 @@ class Steps:
 
     def __init__(self, case, draft, prompt, seed=0, **sampling):
         self.case, self.params = case, params_of(case, draft)
-        self.runner = engine_of(case)._runner
+        self.runner = engine_of(case).runner
         self.text = list(prompt)
-        self.header = []  # the last round's: new tokens, drafted tokens, depth, draft passes
-        target = models_of(case).target
-        request = make_request(SamplingParams(**sampling), seed, VOCAB, target.padded_vocab)
-        self.request = jax.tree.map(lambda leaf, s: jax.device_put(leaf, s.sharding), request, target.request())
+        self.output = None  # the last round's
+        self.request = self.runner.place_request(SamplingParams(**sampling), seed)
         self.state = self.prefilled(prompt)
 
     def prefilled(self, text):
@@ -356,18 +367,17 @@ class Steps:
 
     def step(self):
         """Run a round; returns its tokens."""
-        self.state, round_ = self.runner.round(self.params, self.state, self.request)
-        packed = np.asarray(round_.packed).tolist()
-        self.header = packed[:ROUND_HEADER]
-        tokens = packed[ROUND_HEADER : ROUND_HEADER + packed[0]]
-        self.text += tokens
-        return tokens
+        self.state, round_, _ = self.runner.round(self.params, self.state, self.request, 1)
+        self.output = read_round(round_)
+        self.runner.observe(self.state, self.output)
+        self.text += self.output.tokens
+        return list(self.output.tokens)
 
     def caches(self):
         """Of the target and, if there is one, of the draft."""
         found = {"target": self.state.target.cache}
         if self.case.method.drafts and self.case.geometry != "none":
-            found["draft"] = self.state.draft.cache
+            found["draft"] = self.state.draft.sequence.cache
         return found
 
 
@@ -380,7 +390,7 @@ def arrays(cache):
 
 
 def follow(tensors, successor):
-    """Make a random model predict `successor[t]` behind t, whatever came before."""
+    """Make a random model predict `successor[t]` after t, whatever came before."""
     drop_layers(tensors, 0)
     tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], 5)
     tensors[HEAD] = np.empty_like(tensors[EMBED])
@@ -388,7 +398,7 @@ def follow(tensors, successor):
 
 
 def counting(wrong=()):
-    """Parameters of a llama that counts, and goes to t + 50 behind the tokens of `wrong`."""
+    """Parameters of a llama that counts, and goes to t + 50 after the tokens of `wrong`."""
     return _counting(tuple(wrong))
 
 
@@ -401,5 +411,5 @@ def _counting(wrong):
 
 
 def count_on(root, count):
-    """What the counting model writes behind `root`."""
+    """What the counting model writes after `root`."""
     return [(root + 1 + i) % VOCAB for i in range(count)]
