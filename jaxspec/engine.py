@@ -1,10 +1,9 @@
-"""The engine: parameters on a mesh and one method. Token ids in, rounds out; text is somebody else's business."""
+"""The engine: parameters on a mesh and one method. Token ids in, rounds out; text is handled by `LLM`."""
 
 import collections
 import dataclasses
-import functools
 import secrets
-from collections.abc import Generator, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,9 +11,10 @@ import numpy as np
 
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods.base import ROUND_HEADER, Method, ModelParams, Models, Round, Runner
-from jaxspec.methods.swiftspec.messages import DraftCounts
-from jaxspec.runtime import trace as recording
+from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, read_round
+from jaxspec.methods.core.runner import Runner
+from jaxspec.runtime import trace
 from jaxspec.runtime.program import compile_programs
 from jaxspec.sampling.request import make_request
 
@@ -22,63 +22,25 @@ from jaxspec.sampling.request import make_request
 # follows the live prefix, so unused slots cost memory only.
 FIRST_CAPACITY = 2048
 CAPACITY_GROWTH = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """Tokens of one round, on the host.
-
-    Attributes:
-      tokens: new tokens; those beyond the asked-for length are cut off.
-      logprobs: of each of them.
-      accepted: how many of them, the first ones, a draft proposed.
-      drafted: tokens that the target verified; those that a cut hides are not counted.
-      depth: of their tree.
-      draft_passes: passes of the draft model.
-      draft: what a draft whose tree outlives the rounds did for this one; None elsewhere.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    accepted: int = 0
-    drafted: int = 0
-    depth: int = 0
-    draft_passes: int = 0
-    draft: DraftCounts | None = None
-
-    def cut(self, count: int) -> "StepOutput":
-        """The first `count` tokens; what lies behind is counted nowhere."""
-        if count >= len(self.tokens):
-            return self
-        accepted = min(self.accepted, count)
-        return dataclasses.replace(
-            self, tokens=self.tokens[:count], logprobs=self.logprobs[:count],
-            accepted=accepted, drafted=accepted, depth=accepted,
-        )  # fmt: skip
-
-    def steps(self) -> Iterator["StepOutput"]:
-        """One for each target pass: tokens that nobody drafted took one each."""
-        if self.drafted or len(self.tokens) == 1:
-            yield self
-            return
-        for index, (token, logprob) in enumerate(zip(self.tokens, self.logprobs, strict=True)):
-            yield StepOutput((token,), (logprob,), draft_passes=0 if index else self.draft_passes)
+# Rounds that run or wait on the devices while one is read.
+IN_FLIGHT = 2
 
 
 class Engine:
-    """Runs one method for one sequence at a time; generations may be interleaved, but in one thread only.
+    """Runs one method; sessions may be interleaved, but in one thread only.
 
-    Compiled functions and idle cache buffers are kept between calls, so a second generation of any length within
+    Compiled functions and idle cache buffers are kept between sessions, so a second generation of any length within
     the same capacity compiles and allocates nothing.
     """
 
-    def __init__(self, models: Models, method: Method, max_context: int | None = None):
+    def __init__(self, models: Models, method: Method, max_context: int | None = None, store: Store = NO_STORE):
         """Bind a method to placed models; nothing is compiled before `prepare`.
 
         Args:
           models: the target, which decides every token, and the draft, if the method uses one.
           method: how tokens are proposed and verified.
           max_context: most tokens of prompt plus output; None takes the model's own limit and starts small.
+          store: files that the method may use.
 
         Raises:
           ConfigError: `max_context` exceeds the model's own, or the method does not fit the models.
@@ -89,7 +51,8 @@ class Engine:
             raise ConfigError(f"max_context {max_context} exceeds the model's context of {limit} tokens")
         self.models = models
         self.target = models.target
-        self.method = method
+        self.store = store
+        self.method = method.configure(models, store)
         self.given_context = max_context
         self.max_context = max_context or limit
         self._first_capacity = max_context or min(limit, FIRST_CAPACITY)
@@ -98,11 +61,18 @@ class Engine:
         self._idle: Any = None  # buffers of a finished sequence
 
     @property
+    def runner(self) -> Runner:
+        """The method bound to the models at the present capacity; `prepare` must have been called."""
+        if self._runner is None:
+            raise RuntimeError("the engine is not prepared: call prepare() first")
+        return self._runner
+
+    @property
     def num_programs(self) -> int:
         """Compiled programs of the method at its present capacity; 0 before `prepare`."""
         return 0 if self._runner is None else len(self._runner.programs)
 
-    def check_request(self, prompt: list[int], sampling: SamplingParams) -> None:
+    def check_request(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse what cannot be decoded, before any compute.
 
         Raises:
@@ -110,7 +80,7 @@ class Engine:
             does not fit.
         """
         vocab = self.target.cfg.vocab_size
-        if not prompt:
+        if not len(prompt):
             raise ConfigError("the prompt is empty: it has 0 tokens and at least 1 is needed")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
@@ -128,7 +98,7 @@ class Engine:
                 f"{self.max_context}: max_tokens can be at most {room} here"
             )
 
-    def token_limit(self, prompt: list[int], sampling: SamplingParams) -> int:
+    def token_limit(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
         """Most tokens to generate: what was asked for, else `DEFAULT_MAX_TOKENS` or what the context has room for."""
         if sampling.max_tokens is not None:
             return sampling.max_tokens
@@ -149,21 +119,18 @@ class Engine:
             capacity = min(capacity * CAPACITY_GROWTH, self.max_context)
         if self._runner is None or capacity > self._capacity:
             self._idle = None
-            self._runner = self.method.bind(self.models, capacity)
+            self._runner = self.method.bind(self.models, capacity, self.store, self._runner)
             self._capacity = capacity
         seconds = compile_programs(self._runner.programs)
         if self._idle is None:
-            # Allocated now, beside whatever the caller still loads, and not when the first token is waited for.
+            # Allocated now, beside what the caller still loads, and not when the first token is waited for.
             self._idle = self._runner.start(0, None)
         return seconds
 
-    def rounds(
-        self, params: ModelParams, prompt: list[int], sampling: SamplingParams, seed: int
-    ) -> Generator[StepOutput, None, None]:
-        """Decode until the caller stops listening or `max_tokens` tokens have come.
+    def open(self, params: ModelParams, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> "Session":
+        """Begin a session with a prompt; its prefill is dispatched.
 
-        Round r is read while round r + 1 runs, so a caller that stops wastes that one, and what lies behind the last
-        token of its own. `prepare` must have been called for this length.
+        `prepare` must have been called for prompt and answer.
 
         Args:
           params: the models' parameters, placed.
@@ -171,61 +138,117 @@ class Engine:
           sampling: temperature, processors and length.
           seed: names the random stream.
         """
-        assert self._runner is not None
-        runner = self._runner
-        limit = self.token_limit(prompt, sampling)
-        request = runner.place_request(dataclasses.replace(sampling, max_tokens=limit), seed)
         idle, self._idle = self._idle, None
-        state = runner.start(prompt[-1], idle)
-        state = runner.prefill(params, state, np.asarray(prompt[:-1], np.int32))
-        launch, read = functools.partial(_launch, runner), _read
-        if recording.active is not None:
-            launch, read = recording.active.generation(state, launch, read)
-        in_flight: collections.deque[Round] = collections.deque()
-        launched = emitted = 0
-        try:
-            while emitted < limit:
-                # A round yields at least one token: no more are launched than can still be wanted.
-                while len(in_flight) < 2 and launched < limit:
-                    state, round_ = launch(params, state, request)
-                    in_flight.append(round_)
-                    launched += 1
-                result = read(in_flight.popleft(), limit - emitted)
-                emitted += len(result.tokens)
-                yield from result.steps()
-        except GeneratorExit:
-            self._keep(runner, state)
-            raise
-        # Not in a `finally`: a failed or interrupted dispatch may have consumed the buffers.
-        self._keep(runner, state)
+        return Session(self, params, prompt, sampling, seed, idle)
 
     def settle(self) -> None:
-        """Wait until nothing runs: a text that ends leaves a round in flight, which no one reads."""
+        """Wait until nothing runs: a text that ends leaves a round in flight, which is not read."""
         jax.block_until_ready(self._idle)
 
-    def _keep(self, runner: Runner, state: Any) -> None:
-        # One set of buffers is kept; those of interleaved generations are freed.
+    def give_back(self, runner: Runner, state: Any) -> None:
+        """Take over a closed session's buffers. One set is kept; those of interleaved sessions are freed."""
         if runner is self._runner and self._idle is None:
             self._idle = state
+
+
+class Session:
+    """One generation: its tokens, and its buffers until it is closed.
+
+    Round r is read while round r + 1 runs, so a session that is closed early wastes that one.
+
+    Attributes:
+      tokens: prompt and emitted tokens.
+      limit: most tokens that it emits.
+      num_emitted: tokens emitted so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: ModelParams,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        seed: int,
+        buffers: Any,
+    ):
+        """Dispatch the prefill; see `Engine.open`. `buffers` of a finished sequence are reused."""
+        self._engine, self._runner, self._params = engine, engine.runner, params
+        self.tokens = [int(token) for token in prompt]
+        self.limit = engine.token_limit(prompt, sampling)
+        self.num_emitted = 0
+        runner = self._runner
+        self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed)
+        state = runner.start(self.tokens[-1], buffers)
+        self._state = runner.prefill(params, state, np.asarray(self.tokens[:-1], np.int32))
+        self._launch, self._read = self._launch_round, read_round
+        if trace.active is not None:
+            self._launch, self._read = trace.active.generation(self._state, self._launch_round, read_round)
+        self._in_flight: collections.deque[Round] = collections.deque()
+        self._launched = 0  # least number of tokens that the launched rounds bring
+        self._closed = False
+
+    @property
+    def done(self) -> bool:
+        """Whether every token that was asked for has been emitted."""
+        return self.num_emitted >= self.limit
+
+    def step(self) -> StepOutput:
+        """Keep the devices busy and wait for one round.
+
+        Returns:
+          The round's tokens, cut to the asked-for length.
+
+        Raises:
+          RuntimeError: the session is closed or done.
+        """
+        if self._closed or self.done:
+            raise RuntimeError("the session has ended: open another one")
+        try:
+            # A round yields at least one token: no more are launched than can still be wanted.
+            while len(self._in_flight) < IN_FLIGHT and self._launched < self.limit:
+                # The first token comes alone: it is waited for.
+                room = self.limit - self._launched if self._launched else 1
+                self._state, round_, least = self._launch(self._params, self._state, self._request, room)
+                self._in_flight.append(round_)
+                self._launched += least
+            output = self._read(self._in_flight.popleft())
+            self._runner.observe(self._state, output)
+        except BaseException:
+            # A failed or interrupted dispatch may have consumed the buffers: they are not used again.
+            self._closed = True
+            raise
+        output = output.cut(self.limit - self.num_emitted)
+        self.num_emitted += len(output.tokens)
+        self.tokens += output.tokens
+        return output
+
+    def close(self) -> None:
+        """End the session and give its buffers back; to be called once the text has ended, or to abort it."""
+        if not self._closed:
+            self._closed = True
+            self._engine.give_back(self._runner, self._state)
+        self._runner.close()
+
+    abort = close
+
+    def report(self) -> dict[str, Any] | None:
+        """What the method chose and why; see `Runner.report`."""
+        return self._runner.report()
+
+    def __enter__(self) -> "Session":
+        """The session itself; it is closed on the way out."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _launch_round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
+        state, round_, least = self._runner.round(params, state, request, room)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
+        return state, round_, least
 
 
 def fresh_seed() -> int:
     """A random seed for a request that named none."""
     return secrets.randbits(31)
-
-
-def _launch(runner: Runner, params: ModelParams, state: Any, request: Any) -> tuple[Any, Round]:
-    state, round_ = runner.round(params, state, request)
-    jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
-    return state, round_
-
-
-def _read(round_: Round, room: int) -> StepOutput:
-    packed = np.asarray(round_.packed).tolist()
-    count, drafted, depth, passes = packed[:ROUND_HEADER]
-    tokens = tuple(packed[ROUND_HEADER : ROUND_HEADER + count])
-    logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
-    counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
-    passes += 0 if counts is None else counts.passes
-    accepted = count - 1 if drafted else 0
-    return StepOutput(tokens, logprobs, accepted, drafted, depth, passes, counts).cut(room)

@@ -1,7 +1,6 @@
 """Text in, text out: `generate` and `LLM`."""
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import logging
@@ -15,39 +14,31 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxspec.checkpoint.layer_subset import PREFIX, open_own_layers, place_own_layers, take_layers
+from jaxspec.checkpoint.layer_subset import PREFIX, open_layer_subset, place_layer_subset, take_layers
+from jaxspec.checkpoint.load import Weights, open_weights
 from jaxspec.checkpoint.shared_embedding import share_embedding
-from jaxspec.checkpoint.shipped_drafts import find_shipped_draft, warn_of_damage
+from jaxspec.checkpoint.shipped import find_shipped_draft, warn_of_damage
 from jaxspec.checkpoint.vocabulary import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
-from jaxspec.checkpoint.weights import Weights, open_weights
 from jaxspec.config import DType, EngineConfig, SamplingParams
-from jaxspec.engine import Engine, StepOutput, fresh_seed
+from jaxspec.engine import Engine, fresh_seed
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.methods.auto import Auto
-from jaxspec.methods.base import Method, ModelParams, Models
-from jaxspec.methods.core.tuned import COST_SETTINGS, tuned_settings
+from jaxspec.methods.base import Method, Store
+from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import check_draft_given, resolve_method
-from jaxspec.methods.swift.settings import Swift
-from jaxspec.methods.swift.store import LayerStore, model_digest
 from jaxspec.metrics import count_speculation
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
 from jaxspec.results import Completion, DecodeStats, StreamEvent
 from jaxspec.runtime.compile_cache import enable_compile_cache
-from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.mesh import MeshPlan, plan_pair
 from jaxspec.runtime.placement import Placement, SharedEmbedding, resolve_dtype
-from jaxspec.runtime.split import plan_pair
 from jaxspec.text.stream import TextStream
 from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
-from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]
 
 # Instead of a draft's checkpoint: no draft model, not even the shipped one.
 NO_DRAFT = "none"
-# Where `Swift` keeps what it found, in the folder of compiled programs.
-LAYER_STORE = "swift-layers.json"
 Prompt = str | Sequence[int]
 
 
@@ -133,12 +124,10 @@ class LLM:
     ) -> None:
         """Place, compile and load; `shipped` says where the draft comes from."""
         self.draft_path = None if draft_weights is None else draft_weights.path
-        self._shipped_draft = self.draft_path.name if self.draft_path is not None and shipped else None
-        self._figures = "built in"
+        shipped_name = self.draft_path.name if self.draft_path is not None and shipped else None
+        store = Store(weights.path, self._cache_folder, shipped_name)
         models = _place_models(weights, draft_weights, self.tokenizer, plan, draft_plan, config.dtype)
-        if isinstance(method, Auto):
-            method, self._figures = _tune(method, self._shipped_draft, models)
-        self.engine = Engine(models, self._own_search(method, models), config.max_context)
+        self.engine = Engine(models, method, config.max_context, store)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(_load_params, weights, draft_weights, models)
@@ -173,18 +162,10 @@ class LLM:
         Raises:
           ConfigError: an unknown method, or one that does not fit the models.
         """
-        other = copy.copy(self)
-        resolved = resolve_method(method)
-        if isinstance(resolved, Auto):
-            resolved, other._figures = _tune(resolved, self._shipped_draft, self.engine.models)
-        resolved = self._own_search(resolved, self.engine.models)
-        other.engine = Engine(self.engine.models, resolved, self.engine.given_context)
+        other, engine = copy.copy(self), self.engine
+        other.engine = Engine(engine.models, resolve_method(method), engine.given_context, engine.store)
         other._unreported_compile_s = other.engine.prepare()
         return other
-
-    def layer_file(self, named: str | PathLike[str] | None = None) -> LayerStore | None:
-        """Where layer sets of the model are kept (see `Swift`); None where nothing is `named` and there is no cache."""
-        return _layer_file(self.model_path, self.engine.target.cfg, named, self._cache_folder)
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
@@ -249,18 +230,6 @@ class LLM:
             return [int(token) for token in prompt]
         raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {prompt!r:.80}")
 
-    def _own_search(self, method: Method, models: Models) -> Method:
-        """For `Swift` a method of our own, whose search is this model's, and goes on from what was found before."""
-        if not isinstance(method, Swift):
-            return method
-        own = dataclasses.replace(method)
-        file = _layer_file(self.model_path, models.target.cfg, method.layers_file, self._cache_folder)
-        if file is not None:
-            own.keep_in(file)
-        # A file that does not fit is refused here, before anything is loaded or compiled.
-        own.search(models)
-        return own
-
     def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
         completion = None
         for event in self._stream(ids, sampling):
@@ -279,34 +248,28 @@ class LLM:
         clock = _Clock()
         events = _EventMaker(text, sampling.logprobs)
         received: list[StepOutput] = []
-        with contextlib.ExitStack() as stack:
-            if isinstance(self.engine.method, Swift):
-                # Whoever stops listening keeps what was found on the way.
-                stack.callback(self.engine.method.finish)
-            rounds = stack.enter_context(contextlib.closing(self.engine.rounds(self.model_params, ids, sampling, seed)))
-            for emitted in rounds:
-                clock.tick(len(emitted.tokens))
-                received.append(emitted)
-                event = events.push(emitted)
-                if event.finish_reason is not None:
-                    break
-                yield event
-            else:
-                raise AssertionError("the rounds ended before the text did")
+        event = None
+        # A caller that stops listening keeps what the method found on the way.
+        with self.engine.open(self.model_params, ids, sampling, seed) as session:
+            while event is None or event.finish_reason is None:
+                if event is not None:
+                    yield event
+                output = session.step()
+                clock.tick(len(output.tokens))
+                received.extend(output.passes())
+                event = events.push(output)
+            report = session.report()
         method = self.engine.method
         num_tokens = len(text.token_ids)
         stats = clock.stats(len(ids), num_tokens, compile_s, seed if sampling.temperature > 0 else None)
         stats = dataclasses.replace(stats, num_programs=self.engine.num_programs)
-        if method.batch_rows > 1 and num_tokens:
-            counters = count_speculation(received, num_tokens, method.batch_rows - 1)
+        if method.num_rows > 1 and num_tokens:
+            counters = count_speculation(received, num_tokens, method.num_rows - 1)
             stats = dataclasses.replace(stats, speculative_decoding=counters)
-            if isinstance(method, Auto):
-                draft = None if self.draft_path is None else str(self.draft_path.name)
-                why = {"draft": draft, "figures": self._figures, **method.explain(self.engine.models)}
-                stats = dataclasses.replace(stats, choice=why | {"rounds": counters["rounds_by_kind"]})
-            if isinstance(method, Swift):
-                why = method.explain(self.engine.models)
-                stats = dataclasses.replace(stats, choice=why | {"rounds": counters["rounds_by_kind"]})
+            if report is not None:
+                name = None if self.draft_path is None else str(self.draft_path.name)
+                draft = {"draft": name} if method.drafts else {}
+                stats = dataclasses.replace(stats, choice=draft | report | {"rounds": counters["rounds_by_kind"]})
         completion = Completion(
             text=text.text,
             token_ids=text.token_ids,
@@ -429,52 +392,11 @@ def has_draft(model: str | PathLike[str] | None, draft: str | PathLike[str] | No
 def _choose_draft(draft: object, method: Method, weights: Weights, tokenizer: Tokenizer) -> Weights | None:
     """The draft that was asked for, or the shipped one where the method takes one and nothing was said."""
     if isinstance(draft, str) and draft.startswith(PREFIX):
-        return open_own_layers(draft, weights, vocabulary_digest(tokenizer.token_strings()))
+        return open_layer_subset(draft, weights, vocabulary_digest(tokenizer.token_strings()))
     if draft is None and method.drafts:
         draft = find_shipped_draft(weights.config, vocabulary_digest(tokenizer.token_strings()))
         check_draft_given(method, draft is not None)
     return None if draft is None or draft == NO_DRAFT else _open_weights("draft", draft)
-
-
-def _tune(method: Auto, draft: str | None, models: Models) -> tuple[Auto, str]:
-    """Fill in the costs that ship with jaxspec where the caller gave none, and say where they come from.
-
-    Each setting is filled in for itself. All are ratios to one target pass of one row; in place of a shipped figure
-    there would not be one of this machine beside the given ones, but a built-in figure or an estimate: a worse guess.
-    A setting with the value that it has by default counts as not given.
-
-    Args:
-      method: as the caller made it.
-      draft: name of the shipped draft, if that is the one in use.
-      models: the target and the draft.
-
-    Returns:
-      The method, and "given", "shipped" or "built in"; of several, "given, rest shipped" or "given, rest built in".
-    """
-    blank, target = Auto(), models.target
-    used = [name for name in COST_SETTINGS if name != "draft_cost" or models.draft is not None]
-    unset = [name for name in used if getattr(method, name) == getattr(blank, name)]
-    figures = {}
-    if draft is not None and unset:
-        figures = tuned_settings(draft, target.plan.kernels, target.weights.default in FORMATS)
-    filled = {name: figures[name] for name in unset if name in figures}
-    rest = "shipped" if filled else "built in"
-    if not unset:
-        source = "given"
-    elif len(unset) < len(used):
-        source = f"given, rest {rest}"
-    else:
-        source = rest
-    return dataclasses.replace(method, **filled), source
-
-
-def _layer_file(
-    model: Path, cfg: ModelConfig, named: str | PathLike[str] | None, folder: Path | None
-) -> LayerStore | None:
-    """The file that was named, or that in the folder of compiled programs, if there is one."""
-    if named:
-        return LayerStore(Path(named).expanduser(), model_digest(model, cfg), model.name, strict=True)
-    return None if folder is None else LayerStore(folder / LAYER_STORE, model_digest(model, cfg), model.name)
 
 
 def _place_models(
@@ -495,7 +417,7 @@ def _place_models(
         return Models(target)
     if draft_weights.layers is not None:
         own_dtype = resolve_dtype(dtype, draft_plan)
-        return Models(target, place_own_layers(target, draft_weights.layers, draft_plan, own_dtype))
+        return Models(target, place_layer_subset(target, draft_weights.layers, draft_plan, own_dtype))
     limit, rows = _match_vocabularies(weights, draft_weights, tokenizer)
     if draft_weights.config.max_context < weights.config.max_context:
         logging.getLogger(__name__).warning(

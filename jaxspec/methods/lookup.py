@@ -3,72 +3,336 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxspec.errors import ConfigError
-from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.core.chunks import cache_slots
-from jaxspec.methods.core.cost_model import pass_costs
-from jaxspec.methods.core.lookup import LookupSettings, NGramDrafter
-from jaxspec.methods.core.runner import SpeculativeRunner
-from jaxspec.methods.core.settings import check_range
-from jaxspec.methods.core.verify import match
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.core.cost_model import CostModel, pass_costs
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models
+from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
+from jaxspec.methods.core.sequence import CHUNKS, SequenceState, cache_slots, split_chunks, usable_chunks
+from jaxspec.methods.core.settings import check_flag, check_range, renamed_settings
+from jaxspec.methods.core.verify import Draft, match
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import Verified
+from jaxspec.sampling.request import Request
+from jaxspec.tree.select import Candidates, pack_best
+from jaxspec.tree.tree import Batch
+
+# How often the token that followed a match of n tokens follows again, before anything is known about this text, and
+# how many observations that guess is worth. Longer matches count as the longest one here.
+PRIOR_ACCEPTANCE = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
+PRIOR_WEIGHT = 4.0
+# What was observed loses weight each round, so that a copied passage after a free one is found worth trying again.
+FORGETTING = 0.99
 
 
+@renamed_settings(batch=("num_draft_tokens", -1))
 @dataclasses.dataclass(frozen=True)
-class PromptLookup(LookupSettings):
+class PromptLookup(Method):
     """Propose what followed earlier occurrences of the text's last tokens, in prompt and output.
 
     The longest matches count most, the most recent first among equals; several are merged into one tree. Tokens are
     drafted as long as they are worth their rows: the chance that a match of n tokens goes on is estimated while
-    decoding, and a round without a promising match verifies the root alone, at the cost of plain decoding.
+    decoding, and a round without a promising match decodes plainly.
 
     Attributes:
-      batch: bs, most rows of a target pass, the root included.
+      num_draft_tokens: most tokens of a target pass, the root not counted.
       ngram: longest suffix that is compared; longer matches count as this long.
       candidates: earlier occurrences that are merged.
       length: most tokens copied from each.
-      adaptive: False always drafts as much as the batch holds.
+      adaptive: False always drafts `num_draft_tokens`, as far as there are matches.
     """
 
-    batch: int = 16
+    num_draft_tokens: int = 15
     ngram: int = 8
     candidates: int = 8
     length: int = 15
     adaptive: bool = True
 
     name: ClassVar[str] = "lookup"
-    drafts: ClassVar[bool] = False
-    needs_draft: ClassVar[bool] = False
-    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check ranges."""
-        check_range("batch", self.batch, 2, 1024)
+        check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
         check_range("ngram", self.ngram, 1, 64)
         check_range("candidates", self.candidates, 1, 64)
         check_range("length", self.length, 1, 128)
-        if not isinstance(self.adaptive, bool):
-            raise ConfigError(f"adaptive must be True or False, got {self.adaptive!r}")
+        check_flag("adaptive", self.adaptive)
 
     @property
-    def exact(self) -> Exactness:
-        """See `Method.exact`."""
-        return "tokens"
+    def num_rows(self) -> int:
+        """See `Method.num_rows`."""
+        return self.num_draft_tokens + 1
 
     @property
-    def batch_rows(self) -> int:
-        """bs."""
-        return self.batch
+    def max_path(self) -> int:
+        """P: a copied passage, as far as a pass holds it, and the bonus token."""
+        return min(self.length, self.num_draft_tokens) + 1
 
-    @property
-    def draft_rows(self) -> int:
-        """There is no draft model."""
-        return 0
-
-    def check(self, models: Models) -> None:
-        """Every model fits."""
-
-    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
+    def bind(
+        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
+    ) -> SpeculativeRunner:
         """See `Method.bind`."""
-        costs = pass_costs(models.target, self.batch)
-        drafter = NGramDrafter(models.target, cache_slots(tokens, self.batch), self, costs)
-        return SpeculativeRunner(models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=True)
+        target, costs = models.target, CostModel(pass_costs(models.target, self.num_rows))
+        settings = LookupSettings(self.num_rows, self.ngram, self.candidates, self.max_path - 1, self.adaptive)
+
+        def make_drafter(verified: Verified) -> Drafter:
+            return NGramDrafter(target, cache_slots(tokens, self.num_rows), settings, costs.rounds, verified)
+
+        return SpeculativeRunner(
+            target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupSettings:
+    """What is compared and copied.
+
+    Attributes:
+      num_rows: bs.
+      ngram: longest suffix that is compared.
+      candidates: earlier occurrences that are merged.
+      length: most tokens copied from each, below `num_rows`.
+      adaptive: whether only what pays is drafted.
+    """
+
+    num_rows: int
+    ngram: int
+    candidates: int
+    length: int
+    adaptive: bool = True
+
+
+@struct.dataclass
+class TokenBuffer:
+    """The text so far, and what became of earlier copies.
+
+    Attributes:
+      token: int32 [S], verified tokens in order.
+      length: int32 [], how many.
+      matched: int32 [bs], for each row of the last batch, the length of the match that proposed it.
+      parent: int32 [bs], of the last batch.
+      tried: float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting.
+      accepted: float32 [ngram + 1], those that the target confirmed.
+    """
+
+    token: jax.Array
+    length: jax.Array
+    matched: jax.Array
+    parent: jax.Array
+    tried: jax.Array
+    accepted: jax.Array
+
+    def forget_batch(self) -> "TokenBuffer":
+        """The next round verifies nothing that was copied."""
+        rows = jnp.arange(self.parent.shape[0], dtype=jnp.int32)
+        return dataclasses.replace(self, matched=jnp.full_like(rows, self.tried.shape[0]), parent=rows)
+
+
+class TokenText:
+    """Compiled functions that start a `TokenBuffer` and add a prompt to it; `state` holds its shapes."""
+
+    def __init__(self, placement: Placement, slots: int, settings: LookupSettings, path: int):
+        """Declare the programs; `slots` is the longest text, padding included, `path` the tokens of a round."""
+        self._slots = slots
+        # Room for a padded chunk or path after the last token.
+        capacity = slots + max(CHUNKS) + path
+        plan, scalar = placement.plan, placement.array((), jnp.int32)
+
+        def create():
+            zeros, rows = jnp.zeros(settings.ngram + 1), jnp.arange(settings.num_rows, dtype=jnp.int32)
+            return TokenBuffer(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.zeros_like(rows), rows, zeros, zeros)
+
+        self.state = placement.replicated(jax.eval_shape(create))
+        self._create = Program("lookup create", create, plan, [], self.state)
+        self._fill = {}
+        for size in usable_chunks(slots):
+            args = [self.state, placement.array((size,), jnp.int32), scalar]
+            self._fill[size] = Program(f"lookup prefill {size}", append, plan, args, self.state, donate=[0])
+        self.programs = (self._create, *self._fill.values())
+
+    def start(self) -> TokenBuffer:
+        """An empty text."""
+        return self._create()
+
+    def prefill(self, state: TokenBuffer, tokens: np.ndarray) -> TokenBuffer:
+        """Add int32 `tokens` `[n]`."""
+        for chunk, count in split_chunks(tokens, self._slots):
+            state = self._fill[len(chunk)](state, chunk, np.int32(count))
+        return state
+
+
+class NGramDrafter(Drafter):
+    """Copies; it has no model."""
+
+    idle_steps = STEPS_PER_DISPATCH
+
+    def __init__(
+        self, placement: Placement, slots: int, settings: LookupSettings, costs: np.ndarray, verified: Verified
+    ):
+        """Declare the programs; for `costs` see `keep_worthwhile`, `verified` are shapes."""
+        self._text = TokenText(placement, slots, settings, verified.tokens.shape[0])
+        scalar, row = placement.array((), jnp.int32), placement.array((settings.num_rows,), jnp.int32)
+        self.shapes = Draft(Batch(row, row, row, scalar), scalar)
+
+        def draft(state, verified):
+            state, candidates, matched = find_candidates(state, verified, settings)
+            if settings.adaptive:
+                candidates, _ = keep_worthwhile(candidates, costs)
+            state, batch = draft_candidates(state, candidates, matched, settings)
+            return state, Draft(batch, jnp.int32(0))
+
+        def skip(state, verified):
+            state = take_in(state, verified).forget_batch()
+            return state, state.length
+
+        state, plan = self._text.state, placement.plan
+        self._draft = Program("lookup", draft, plan, [state, verified], (state, self.shapes), donate=[0])
+        self._skip = Program("lookup skip", skip, plan, [state, verified], (state, scalar), donate=[0])
+        self.programs = (*self._text.programs, self._draft, self._skip)
+
+    def start(self, root: int, state: TokenBuffer | None) -> TokenBuffer:
+        """See `Drafter.start`."""
+        return self._text.start()
+
+    def prefill(self, params: ModelParams, state: TokenBuffer, tokens: np.ndarray) -> TokenBuffer:
+        """See `Drafter.prefill`."""
+        return self._text.prefill(state, tokens)
+
+    def draft(
+        self, params: ModelParams, target: SequenceState, state: TokenBuffer, verified: Verified, request: Request
+    ) -> tuple[SequenceState, TokenBuffer, Draft]:
+        """See `Drafter.draft`."""
+        return target, *self._draft(state, verified)
+
+    def skip(self, state: TokenBuffer, verified: Verified) -> TokenBuffer:
+        """See `Drafter.skip`."""
+        return self._skip(state, verified)[0]
+
+
+def append(state: TokenBuffer, token: jax.Array, count: jax.Array) -> TokenBuffer:
+    """Add the first `count` of `token` to the text."""
+    text = jax.lax.dynamic_update_slice(state.token, token, (state.length,))
+    return dataclasses.replace(state, token=text, length=state.length + count)
+
+
+def take_in(state: TokenBuffer, verified: Verified) -> TokenBuffer:
+    """Learn from the last round, and add its tokens to the text."""
+    return append(learn(state, verified), verified.tokens, verified.count)
+
+
+def find_candidates(
+    state: TokenBuffer, verified: Verified, settings: LookupSettings
+) -> tuple[TokenBuffer, Candidates, jax.Array]:
+    """Take in the last round, and merge what followed earlier occurrences of the text's end."""
+    state = take_in(state, verified)
+    return state, *merge_matches(state, acceptance(state), settings)
+
+
+def draft_candidates(
+    state: TokenBuffer, candidates: Candidates, matched: jax.Array, settings: LookupSettings
+) -> tuple[TokenBuffer, Batch]:
+    """The best candidates as a batch, and a note of which match proposed which row; none proposed the root."""
+    batch = pack_best(state.token[state.length - 1], candidates, settings.num_rows)
+    # Which candidate became which row is known by path alone: ask the same selection for the match lengths.
+    lengths = dataclasses.replace(candidates, token=matched)
+    noted = pack_best(jnp.int32(settings.ngram + 1), lengths, settings.num_rows).token
+    return dataclasses.replace(state, matched=noted, parent=batch.parent), batch
+
+
+def learn(state: TokenBuffer, verified: Verified) -> TokenBuffer:
+    """Count, by length of match, the drafted tokens that the last walk reached and those that it accepted."""
+    ngram = state.tried.shape[0] - 1
+    rows = jnp.arange(state.parent.shape[0], dtype=jnp.int32)
+    steps = jnp.arange(verified.path.shape[0])
+    on_path = (steps >= 1) & (steps < verified.count)
+    accepted = jnp.where(on_path, state.matched[verified.path], ngram + 1)
+    # Where the walk left the tree, its best child was tried and refused.
+    last = verified.path[verified.count - 1]
+    refused = (state.parent == last) & (rows != state.parent)
+    refused_length = jnp.where(refused.any(), jnp.max(jnp.where(refused, state.matched, 0)), ngram + 1)
+    success = (state.accepted * FORGETTING).at[accepted].add(1.0, mode="drop")
+    tried = (state.tried * FORGETTING).at[accepted].add(1.0, mode="drop").at[refused_length].add(1.0, mode="drop")
+    return dataclasses.replace(state, tried=tried, accepted=success)
+
+
+def acceptance(state: TokenBuffer) -> jax.Array:
+    """Estimated chance that a token after a match of n tokens is right, float32 [ngram + 1]; never decreasing in n."""
+    longest = len(PRIOR_ACCEPTANCE) - 1
+    prior = jnp.array(PRIOR_ACCEPTANCE)[jnp.minimum(jnp.arange(state.tried.shape[0]), longest)]
+    chance = (state.accepted + PRIOR_WEIGHT * prior) / (state.tried + PRIOR_WEIGHT)
+    return jax.lax.cummax(chance)
+
+
+def merge_matches(state: TokenBuffer, chance: jax.Array, settings: LookupSettings) -> tuple[Candidates, jax.Array]:
+    """Continuations of earlier occurrences of the text's suffix, merged into one tree.
+
+    Returns:
+      candidates: C * L of them, by occurrence and depth; a token shared by several occurrences is the first one's.
+      matched: int32 [C * L], length of the match that proposed each.
+    """
+    C, L = min(settings.candidates, state.token.shape[0]), settings.length
+    place = jnp.arange(state.token.shape[0], dtype=jnp.int32)
+    last = state.length - 1
+    # An occurrence is known by its last position; it is compared backwards with the end of the text.
+    matched, going = jnp.zeros_like(place), place < last
+    for back in range(settings.ngram):
+        shifted = jnp.roll(state.token, back)
+        going &= (shifted == state.token[jnp.maximum(last - back, 0)]) & (place >= back)
+        matched += going
+    # Longest first, then most recent.
+    _, end = jax.lax.top_k(jnp.where(matched > 0, matched * place.size + place, -1), C)
+    end = end.astype(jnp.int32)
+    length = matched[end]  # [C], 0 where there is no further occurrence
+    # A passage that runs into the end of the text goes on with itself: the text repeats.
+    period = jnp.maximum(last - end, 1)
+    step = jnp.arange(L, dtype=jnp.int32)
+    copied = state.token[end[:, None] + 1 + step[None, :] % period[:, None]]  # [C, L]
+
+    # agree[c, e, d]: the first d + 1 tokens of c and e are the same.
+    agree = jnp.cumprod(copied[:, None] == copied[None, :], axis=-1).astype(bool)
+    agree &= ((length > 0)[:, None] & (length > 0)[None, :])[:, :, None]
+    first = jnp.argmax(agree, axis=1)  # [C, L], the occurrence that stands for the token
+    weight = 2.0 ** (length - length.max()).astype(jnp.float32) * 0.9 ** jnp.arange(C)
+    votes = jnp.einsum("ced,e->cd", agree.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+    everyone = jnp.full((C, 1), jnp.sum(jnp.where(length > 0, weight, 0.0)))
+    share = votes / jnp.maximum(jnp.concatenate([everyone, votes[:, :-1]], axis=1), 1e-30)
+    depth_matched = jnp.minimum(length[first] + step[None, :], settings.ngram)
+    score = jnp.cumsum(jnp.log(chance[depth_matched]) + jnp.log(jnp.minimum(share, 1.0)), axis=1)
+    own = (first == jnp.arange(C)[:, None]) & (length > 0)[:, None]
+
+    flat = jnp.arange(C * L, dtype=jnp.int32).reshape(C, L)
+    above = jnp.concatenate([jnp.full((C, 1), -1), first[:, :-1] * L + step[None, :-1]], axis=1)
+    candidates = Candidates(
+        token=copied.reshape(-1),
+        parent=above.reshape(-1).astype(jnp.int32),
+        depth=(flat % L + 1).reshape(-1),
+        score=jnp.where(own, score, -jnp.inf).reshape(-1),
+    )
+    return candidates, depth_matched.reshape(-1).astype(jnp.int32)
+
+
+def keep_worthwhile(candidates: Candidates, costs: np.ndarray | jax.Array) -> tuple[Candidates, jax.Array]:
+    """Drop what does not pay: keep the number of tokens with the most expected output per time.
+
+    The expected output of a batch is 1 + the sum of its tokens' probabilities (docs/algorithms.md).
+
+    Args:
+      candidates: what there is to choose from.
+      costs: [bs], of a batch of 1, 2, ... rows, each with its share of what a round costs besides.
+
+    Returns:
+      The candidates that stay, and the expected output per time, float32 [].
+    """
+    wanted = min(costs.shape[0] - 1, candidates.score.shape[0])
+    best, _ = jax.lax.top_k(candidates.score, wanted)
+    gain = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.exp(best))])
+    rate = gain / jnp.asarray(costs[: wanted + 1])
+    kept = jnp.argmax(rate)
+    least = jnp.where(kept > 0, best[jnp.maximum(kept - 1, 0)], jnp.inf)
+    score = jnp.where(candidates.score >= least, candidates.score, -jnp.inf)
+    return dataclasses.replace(candidates, score=score), rate[kept]

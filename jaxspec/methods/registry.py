@@ -1,63 +1,85 @@
-"""Methods by name."""
+"""Methods by name. A method is one file (or folder) and one line here."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import ConfigError, suggest
-from jaxspec.methods.auto import Auto
-from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import Method
-from jaxspec.methods.chain import Chain
-from jaxspec.methods.core.settings import check_draft
-from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.specexec import SpecExec
-from jaxspec.methods.specinfer import SpecInfer
-from jaxspec.methods.swift.settings import Swift
-from jaxspec.methods.swiftspec.settings import SwiftSpec
 
-METHODS: dict[str, type] = {
-    m.name: m for m in (Auto, Autoregressive, Chain, PromptLookup, SpecExec, SpecInfer, Swift, SwiftSpec)
+if TYPE_CHECKING:
+    from jaxspec.methods.base import Method
+
+# Name to module and class; imported when first used, so that `--help` and usage errors need no JAX.
+METHODS: dict[str, tuple[str, str]] = {
+    "auto": ("jaxspec.methods.auto", "Auto"),
+    "ar": ("jaxspec.methods.autoregressive", "Autoregressive"),
+    "chain": ("jaxspec.methods.chain", "Chain"),
+    "lookup": ("jaxspec.methods.lookup", "PromptLookup"),
+    "specexec": ("jaxspec.methods.specexec", "SpecExec"),
+    "specinfer": ("jaxspec.methods.specinfer", "SpecInfer"),
+    "swift": ("jaxspec.methods.swift.settings", "Swift"),
+    "swiftspec": ("jaxspec.methods.swiftspec.settings", "SwiftSpec"),
 }
 
 
-def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Method:
+def method_class(name: str) -> "type[Method]":
+    """The class of a method's settings.
+
+    Raises:
+      ConfigError: an unknown name; the nearest known one is given.
+    """
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; {suggest(name, METHODS)}")
+    module, cls = METHODS[name]
+    return getattr(importlib.import_module(module), cls)
+
+
+def setting_fields(name: str) -> dict[str, Any]:
+    """The settings of a method, by name: dataclass fields, former names (`renamed_settings`) among them."""
+    from jaxspec.methods.core.settings import renamed_of
+
+    cls: Any = method_class(name)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    return fields | {old: fields[new] for old, (new, _) in renamed_of(cls).items()}
+
+
+def make_method(name: str, settings: Mapping[str, Any] | None = None) -> "Method":
     """A method from its name and settings.
 
     Raises:
       ConfigError: an unknown name, or a setting that the method does not have.
     """
-    if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; {suggest(name, METHODS)}")
-    settings = dict(settings or {})
-    known = [field.name for field in dataclasses.fields(METHODS[name])]
-    for setting in settings:
-        if not known:
-            raise ConfigError(f"method {name!r} has no settings, got {setting!r}")
+    cls, known = method_class(name), setting_fields(name)
+    for setting in settings or {}:
         if setting not in known:
             raise ConfigError(f"method {name!r} has no setting {setting!r}; {suggest(setting, known)}")
-    return METHODS[name](**settings)
+    return cls(**(settings or {}))
 
 
-def resolve_method(method: str | Method) -> Method:
+def resolve_method(method: "str | Method") -> "Method":
     """A method object from a name or an object.
 
     Raises:
       ConfigError: as `make_method`; or neither a name nor an object.
     """
+    from jaxspec.methods.base import Method
+
     if isinstance(method, str):
         method = make_method(method)
-    if isinstance(method, type) or not isinstance(method, Method):
+    if not isinstance(method, Method):
         raise ConfigError(f"method must be a name or a method object such as Autoregressive(), got {method!r:.80}")
     return method
 
 
-def check_draft_given(method: Method, has_draft: bool) -> None:
-    """A method that drafts with a model has one, and a draft model that nobody asks is a mistake.
+def check_draft_given(method: "Method", has_draft: bool) -> None:
+    """A method that needs a draft model has one, and one that uses none gets none.
 
     Raises:
       ConfigError: otherwise.
     """
+    from jaxspec.methods.core.settings import check_draft
+
     if method.needs_draft:
         check_draft(method.name, has_draft)
     if has_draft and not method.drafts:

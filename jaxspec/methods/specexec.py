@@ -3,26 +3,37 @@
 import dataclasses
 import math
 import numbers
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
-from jaxspec.methods.base import Exactness, Models
+from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.best_first import BestFirstDrafter, tree_rows
-from jaxspec.methods.core.chunks import cache_slots
 from jaxspec.methods.core.proposals import most_probable
-from jaxspec.methods.core.runner import SpeculativeRunner
-from jaxspec.methods.core.settings import check_branch, check_draft, check_range, check_same_devices, log_threshold
+from jaxspec.methods.core.round import Models
+from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
+from jaxspec.methods.core.sequence import cache_slots
+from jaxspec.methods.core.settings import (
+    check_branch,
+    check_draft,
+    check_range,
+    check_same_devices,
+    log_threshold,
+    renamed_settings,
+)
 from jaxspec.methods.core.verify import match
+from jaxspec.sampling.accept import Verified
 
-LARGEST_BUDGET = 4096
+MOST_DRAFT_TOKENS = 4096
 LARGEST_DEPTH = 128
 # Rows of the draft's tree: its ancestor relation holds the square of them, one byte each.
 LARGEST_TREE = 16384
 
 
+@renamed_settings(budget=("num_draft_tokens", 0))
 @dataclasses.dataclass(frozen=True)
-class SpecExec:
+class SpecExec(Method):
     """Verify the most probable prefixes of a draft in one target pass, and sample along them until one is missing.
 
     The draft is searched best-first by cumulative log-probability, `width` prefixes a pass, until no further pass can
@@ -30,17 +41,17 @@ class SpecExec:
     target's own draw (rule R4): at any temperature the output equals plain sampling with the same seed.
 
     Attributes:
-      budget: K, tokens of the tree, the root not counted; a target pass has budget + 1 rows.
-      width: prefixes evaluated in one draft pass; None takes an eighth of the budget, 64 at most.
-      branch: children of a prefix; None takes the budget, 32 at most.
-      depth: most draft passes and so the longest path; None takes the budget, 32 at most.
+      num_draft_tokens: K, the paper's budget: tokens of the tree, the root not counted.
+      width: prefixes evaluated in one draft pass; None is an eighth of `num_draft_tokens`, 64 at most.
+      branch: children of a prefix; None is `num_draft_tokens`, 32 at most.
+      depth: most draft passes and so the longest path; None is `num_draft_tokens`, 32 at most.
       score_temperature: "one" ranks prefixes by the draft's plain probabilities, as the paper does; "sampling" at the
         request's temperature.
       decay: factor on a prefix's probability per token (the authors' code has 0.95); 1 is off.
       min_probability: prefixes that the draft finds less probable are not searched further.
     """
 
-    budget: int = 16
+    num_draft_tokens: int = 16
     width: int | None = None
     branch: int | None = None
     depth: int | None = None
@@ -51,15 +62,14 @@ class SpecExec:
     name: ClassVar[str] = "specexec"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
-    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
-        """Check ranges, and fill in what depends on the budget."""
-        check_range("budget", self.budget, 1, LARGEST_BUDGET)
+        """Check ranges, and fill in what follows from other settings."""
+        check_range("num_draft_tokens", self.num_draft_tokens, 1, MOST_DRAFT_TOKENS)
         for name, default in (
-            ("width", min(64, max(1, self.budget // 8))),
-            ("branch", min(32, self.budget)),
-            ("depth", min(32, self.budget)),
+            ("width", min(64, max(1, self.num_draft_tokens // 8))),
+            ("branch", min(32, self.num_draft_tokens)),
+            ("depth", min(32, self.num_draft_tokens)),
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
@@ -77,17 +87,12 @@ class SpecExec:
         log_threshold("min_probability", self.min_probability)
 
     @property
-    def exact(self) -> Exactness:
-        """See `Method.exact`."""
-        return "tokens"
+    def num_rows(self) -> int:
+        """bs: the root and the tree."""
+        return self.num_draft_tokens + 1
 
     @property
-    def batch_rows(self) -> int:
-        """bs: the root and the budget."""
-        return self.budget + 1
-
-    @property
-    def longest_path(self) -> int:
+    def max_path(self) -> int:
         """P: a path of `depth` tokens, and the bonus token."""
         assert self.depth is not None
         return self.depth + 1
@@ -105,26 +110,29 @@ class SpecExec:
         assert self.branch is not None
         check_branch("branch", self.branch, models)
 
-    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
+    def bind(
+        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
+    ) -> SpeculativeRunner:
         """See `Method.bind`."""
-        assert models.draft is not None and self.width is not None
-        assert self.branch is not None and self.depth is not None
-        drafter = BestFirstDrafter(
-            models.draft,
-            cache_slots(tokens, tree_rows(self.width, self.depth) + self.longest_path),
-            most_probable(
-                models.draft.vocab,
-                self.branch,
-                loss=math.log(self.decay),
-                sampling_temperature=self.score_temperature == "sampling",
-            ),
-            rows=self.batch_rows,
-            width=self.width,
-            branch=self.branch,
-            depth=self.depth,
-            least=log_threshold("min_probability", self.min_probability),
-            steps=self.longest_path,
-        )
+        draft, width, branch, depth = models.draft, self.width, self.branch, self.depth
+        assert draft is not None and width is not None and branch is not None and depth is not None
+        at_temperature = self.score_temperature == "sampling"
+        propose = most_probable(
+            draft.vocab, branch, loss=math.log(self.decay), sampling_temperature=at_temperature
+        )  # fmt: skip
+
+        def make_drafter(verified: Verified) -> Drafter:
+            return BestFirstDrafter(
+                draft, cache_slots(tokens, tree_rows(width, depth) + self.max_path), propose, verified,
+                num_rows=self.num_rows, width=width, branch=branch, depth=depth,
+                least=log_threshold("min_probability", self.min_probability),
+            )  # fmt: skip
+
         return SpeculativeRunner(
-            models.target, tokens, drafter, steps=self.longest_path, rule=match, varies=self.min_probability > 0
-        )
+            models.target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match,
+            dynamic_rows=self.min_probability > 0,
+        )  # fmt: skip
+
+    def variants(self, models: Models) -> Sequence[Method]:
+        """See `Method.variants`."""
+        return [SpecExec(num_draft_tokens=count) for count in (8, 16)]

@@ -6,17 +6,19 @@ from typing import ClassVar
 
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
-from jaxspec.methods.base import Exactness, Models
-from jaxspec.methods.core.chunks import cache_slots
-from jaxspec.methods.core.runner import SpeculativeRunner
+from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
+from jaxspec.methods.core.round import Models
+from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
+from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_branch, check_draft, check_same_devices
+from jaxspec.sampling.accept import Verified
 
 LARGEST_TREE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class SpecInfer:
+class SpecInfer(Method):
     """A tree of draft samples, accepted by multi-round rejection: equal to plain sampling in distribution.
 
     At temperature 0 children are the draft's most probable tokens and the output is that of greedy decoding.
@@ -32,7 +34,6 @@ class SpecInfer:
     name: ClassVar[str] = "specinfer"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
-    own_devices: ClassVar[bool] = False
 
     def __post_init__(self):
         """Check the shape."""
@@ -43,8 +44,8 @@ class SpecInfer:
         )
         if not isinstance(self.replacement, bool):
             raise ConfigError(f"replacement must be True or False, got {self.replacement!r}")
-        if self.batch_rows - 1 > LARGEST_TREE:
-            raise ConfigError(f"expansion {self.expansion} has {self.batch_rows - 1} tokens, at most {LARGEST_TREE}")
+        if self.num_rows - 1 > LARGEST_TREE:
+            raise ConfigError(f"expansion {self.expansion} has {self.num_rows - 1} tokens, at most {LARGEST_TREE}")
 
     @property
     def _shape(self) -> SampledShape:
@@ -53,15 +54,15 @@ class SpecInfer:
     @property
     def exact(self) -> Exactness:
         """See `Method.exact`."""
-        return "law"
+        return "distribution"
 
     @property
-    def batch_rows(self) -> int:
+    def num_rows(self) -> int:
         """bs: the root and the tree."""
         return self._shape.rows
 
     @property
-    def longest_path(self) -> int:
+    def max_path(self) -> int:
         """P: one token a level, and the bonus token."""
         return len(self.expansion) + 1
 
@@ -76,10 +77,20 @@ class SpecInfer:
         check_same_devices(self.name, models)
         check_branch("expansion", self._shape.draws, models)
 
-    def bind(self, models: Models, tokens: int) -> SpeculativeRunner:
+    def bind(
+        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
+    ) -> SpeculativeRunner:
         """See `Method.bind`."""
-        assert models.draft is not None
-        slots = cache_slots(tokens, self._shape.inner_rows + self._shape.width + self.longest_path)
-        drafter = SampledDrafter(models.draft, slots, self._shape, replacement=self.replacement, least=-float("inf"))
-        rule = rejection(self._shape, replacement=self.replacement)
-        return SpeculativeRunner(models.target, tokens, drafter, steps=self.longest_path, rule=rule, varies=False)
+        draft, shape = models.draft, self._shape
+        assert draft is not None
+        slots = cache_slots(tokens, shape.inner_rows + shape.width + self.max_path)
+
+        def make_drafter(verified: Verified) -> Drafter:
+            return SampledDrafter(
+                draft, slots, shape, verified, replacement=self.replacement, least=-float("inf")
+            )  # fmt: skip
+
+        return SpeculativeRunner(
+            models.target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows,
+            rule=rejection(shape, replacement=self.replacement), dynamic_rows=False,
+        )  # fmt: skip

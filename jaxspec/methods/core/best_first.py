@@ -1,4 +1,4 @@
-"""Drafting by best-first search: deterministic trees, whose output `match` keeps equal to plain decoding."""
+"""Drafting by best-first search: one pass over the best leaves, and a fresh tree in every round."""
 
 import dataclasses
 
@@ -7,19 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.draft import DraftSide, catch_up
-from jaxspec.methods.core.expand import expand
-from jaxspec.methods.core.path_history import PathHistory
-from jaxspec.methods.core.proposals import Propose
-from jaxspec.methods.core.runner import outcome_shapes
-from jaxspec.methods.core.verify import Draft, Outcome
+from jaxspec.methods.core.proposals import PathHistory, Propose
+from jaxspec.methods.core.round import ModelParams
+from jaxspec.methods.core.runner import Drafter
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
+from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import KVCache, commit_path
 from jaxspec.models.params import Params
+from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
 from jaxspec.sampling.request import Request
-from jaxspec.tree.grow import is_complete, plant
+from jaxspec.tree.grow import add_rows, is_complete, pick_leaves, picked_mask, plant
 from jaxspec.tree.reroot import follow, pending_tokens
 from jaxspec.tree.select import select_batch
 from jaxspec.tree.tree import Batch, Tree, init_tree
@@ -27,27 +28,27 @@ from jaxspec.tree.tree import Batch, Tree, init_tree
 
 @struct.dataclass
 class BestFirstState:
-    """The draft's cache and the tree of the last round, whose nodes lie in the cache's window."""
+    """The draft's sequence and the tree of the last round, whose nodes lie in the cache's window."""
 
-    cache: KVCache
+    sequence: SequenceState
     tree: Tree
 
 
-class BestFirstDrafter:
-    """Grows a fresh tree each round; see `pair.Drafter`."""
+class BestFirstDrafter(Drafter):
+    """Grows a fresh tree in every round; deterministic, so that `match` keeps the output equal to plain decoding."""
 
     def __init__(
         self,
         placement: Placement,
         slots: int,
         propose: Propose,
+        verified: Verified,
         *,
-        rows: int,
+        num_rows: int,
         width: int,
         branch: int,
         depth: int,
         least: float,
-        steps: int,
     ):
         """Declare the programs.
 
@@ -55,51 +56,51 @@ class BestFirstDrafter:
           placement: the draft.
           slots: capacity of its cache.
           propose: turns logits into children.
-          rows: bs of the batch, root included.
+          verified: shapes of what a round verifies.
+          num_rows: bs of the batch, root included.
           width: leaves evaluated in one draft pass.
           branch: k, proposals per node.
           depth: most draft passes, and so the deepest token.
           least: score below which a leaf is not evaluated; -inf for no bound.
-          steps: P.
         """
-        self._side = DraftSide(placement, slots)
+        self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
         capacity = tree_rows(width, depth)
-        state = BestFirstState(
-            self._side.state, placement.replicated(jax.eval_shape(lambda: init_tree(capacity, branch)))
-        )
-        batch = placement.array((rows,), jnp.int32)
-        scalar = placement.array((), jnp.int32)
-        self.drafted = Draft(Batch(batch, batch, batch, scalar), scalar)
+        tree = placement.replicated(jax.eval_shape(lambda: init_tree(capacity, branch)))
+        state = BestFirstState(self._sequence.state, tree)
+        row, scalar = placement.array((num_rows,), jnp.int32), placement.array((), jnp.int32)
+        self.shapes = Draft(Batch(row, row, row, scalar), scalar)
 
-        def begin(cache: KVCache) -> BestFirstState:
-            return BestFirstState(cache, init_tree(capacity, branch))
+        def begin(sequence: SequenceState) -> BestFirstState:
+            return BestFirstState(sequence, init_tree(capacity, branch))
 
-        def draft(params, state, outcome, history, request):
-            cache, tree, passes = grow_tree(
-                params, placement, state, outcome, history, request, propose,
-                rows=rows, width=width, depth=depth, least=least,
+        def draft(params, state, verified, history, request):
+            cache, tree, passes = search(
+                params, placement, state, verified, history, request, propose,
+                num_rows=num_rows, width=width, depth=depth, least=least,
             )  # fmt: skip
-            return BestFirstState(cache, tree), Draft(select_batch(tree, rows), passes)
+            return BestFirstState(SequenceState(cache), tree), Draft(select_batch(tree, num_rows), passes)
 
         plan = placement.plan
-        self._begin = Program("draft begin", begin, plan, [self._side.state], state, donate=[0])
-        args = [placement.params(), state, outcome_shapes(placement, steps), placement.history(), placement.request()]
-        self._draft = Program("draft", draft, plan, args, (state, self.drafted), donate=[1])
-        self.programs = (*self._side.programs, self._begin, self._draft)
+        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
+        args = [placement.params(), state, verified, placement.history(), placement.request()]
+        self._draft = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
+        self.programs = (*self._sequence.programs, self._begin, self._draft)
 
-    def start(self, state: BestFirstState | None) -> BestFirstState:
+    def start(self, root: int, state: BestFirstState | None) -> BestFirstState:
         """See `Drafter.start`."""
-        return self._begin(self._side.start(None if state is None else state.cache))
+        return self._begin(self._sequence.start(root, None if state is None else state.sequence))
 
-    def prefill(self, params: Params, state: BestFirstState, tokens: np.ndarray) -> BestFirstState:
+    def prefill(self, params: ModelParams, state: BestFirstState, tokens: np.ndarray) -> BestFirstState:
         """See `Drafter.prefill`."""
-        return dataclasses.replace(state, cache=self._side.prefill(params, state.cache, tokens))
+        assert params.draft is not None
+        return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
 
     def draft(
-        self, params: Params, state: BestFirstState, outcome: Outcome, history: History, request: Request
-    ) -> tuple[BestFirstState, Draft]:
+        self, params: ModelParams, target: SequenceState, state: BestFirstState, verified: Verified, request: Request
+    ) -> tuple[SequenceState, BestFirstState, Draft]:
         """See `Drafter.draft`."""
-        return self._draft(params, state, outcome, history, request)
+        state, draft = self._draft(params.draft, state, verified, target.history, request)
+        return target, state, draft
 
 
 def tree_rows(width: int, depth: int) -> int:
@@ -107,16 +108,56 @@ def tree_rows(width: int, depth: int) -> int:
     return 1 + width * (depth - 1)
 
 
-def grow_tree(
+def expand(
     params: Params,
     placement: Placement,
-    state: BestFirstState,
-    outcome: Outcome,
+    cache: KVCache,
+    tree: Tree,
     history: History,
     request: Request,
     propose: Propose,
     *,
-    rows: int,
+    width: int,
+    least: float,
+) -> tuple[KVCache, Tree]:
+    """Evaluate the `width` best leaves that score at least `least`; `tree.size + width` must not exceed M.
+
+    Args:
+      params: the draft's.
+      placement: the draft.
+      cache: its prefix holds the verified text without the root, its window the tree.
+      tree: its root is evaluated.
+      history: tokens of the verified text, the root included.
+      request: processors and seed.
+      propose: turns logits into children.
+      width: w.
+      least: -inf for no bound.
+    """
+    picked = pick_leaves(tree, width, least)
+    mask = picked_mask(tree, picked)
+    # The rows see themselves, and are not in the tree yet.
+    token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
+    slot_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
+    hidden, cache = forward(
+        params, placement.cfg, picked.token, cache.length + picked.depth, cache, mask,
+        window_position=cache.length + slot_depth, offset=tree.size,
+    )  # fmt: skip
+    paths = PathHistory(history, token, mask.at[:, 0].set(False))
+    produced = cache.length + 1 + picked.depth
+    child_token, child_logprob = propose(vocab_logits(params, hidden), paths, request, produced)
+    return cache, add_rows(tree, picked, mask, child_token, child_logprob)
+
+
+def search(
+    params: Params,
+    placement: Placement,
+    state: BestFirstState,
+    verified: Verified,
+    history: History,
+    request: Request,
+    propose: Propose,
+    *,
+    num_rows: int,
     width: int,
     depth: int,
     least: float,
@@ -127,12 +168,12 @@ def grow_tree(
       The draft's cache with the tree in its window, the tree, and the number of draft passes.
     """
     cfg = placement.cfg
-    path, reached = follow(state.tree, outcome.tokens, outcome.count)
+    path, reached = follow(state.tree, verified.tokens, verified.count)
     # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
-    reached = jnp.minimum(reached, outcome.count)
+    reached = jnp.minimum(reached, verified.count)
     with jax.named_scope("draft/commit"):
-        cache = commit_path(state.cache, path, reached)
-    pending, num_pending = pending_tokens(outcome.tokens, outcome.count, reached)
+        cache = commit_path(state.sequence.cache, path, reached)
+    pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
     with jax.named_scope("draft/root"):
         root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
     produced = cache.length + 1  # position of the root's children
@@ -144,7 +185,7 @@ def grow_tree(
 
     def go_on(carry: tuple) -> jax.Array:
         _, tree, passes = carry
-        return (passes < depth) & ~is_complete(tree, rows - 1, least)
+        return (passes < depth) & ~is_complete(tree, num_rows - 1, least)
 
     def grow(carry: tuple) -> tuple:
         cache, tree, passes = carry

@@ -1,16 +1,53 @@
-"""What a draft proposes behind a row: the contract, and the proposal that follows the target's own draw."""
+"""What a draft proposes after a row, and the history that a row's penalties see."""
 
 import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from jaxspec.methods.core.path_history import PathHistory
 from jaxspec.sampling.choose import choose, choose_two
-from jaxspec.sampling.processors import clean, log_mass, penalise, shift
+from jaxspec.sampling.processors import (
+    History,
+    Processors,
+    clean,
+    log_mass,
+    penalise,
+    shift,
+    update_history,
+)
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
+
+
+@struct.dataclass
+class PathHistory:
+    """Histories of w rows, in the form from which they can be made.
+
+    Attributes:
+      text: tokens of the verified text, the root included; over the whole vocabulary.
+      token: int32 [M], tokens of the tree.
+      on_path: bool [w, M], which of them lie below the root on each row's path, the row included.
+    """
+
+    text: History
+    token: jax.Array
+    on_path: jax.Array
+
+    def build(self, processors: Processors, vocab: VocabShard) -> History:
+        """Histories with a leading axis w; over the columns of `vocab`; zeros where no penalty looks."""
+        rows = self.on_path.shape[0]
+
+        def every() -> History:
+            text = jax.tree.map(vocab.narrow, self.text)
+            return jax.vmap(lambda mask: update_history(text, self.token, mask, vocab, generated=True))(self.on_path)
+
+        def nothing() -> History:
+            return jax.tree.map(lambda leaf: jnp.zeros((rows, vocab.local_size), leaf.dtype), self.text)
+
+        return jax.lax.cond(processors.penalised, every, nothing)
+
 
 # (logits [w, V_local], path histories, request, position int32 [w] of the proposed tokens) -> tokens int32 [w, k],
 # log-probabilities float32 [w, k], at most 0.
@@ -20,7 +57,7 @@ Propose = Callable[[jax.Array, PathHistory, Request, jax.Array], tuple[jax.Array
 def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
     """The one child is what plain decoding would draw if the draft were the target: same processors, same noise.
 
-    Under R4 a tree may depend on anything (ALGORITHMS 2.3, C1), the noise of its own positions included.
+    Under rule R4 a tree may depend on anything, the noise of its own positions included (docs/algorithms.md).
     """
 
     def propose(

@@ -1,122 +1,245 @@
-"""Runner of every method that drafts and verifies in turn on one set of devices: two programs a round."""
+"""What runs a method: the contract with the engine, and the runner of every method that drafts and verifies in turn."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.base import ROUND_HEADER, ModelParams, Round, place_request
-from jaxspec.methods.core.chunks import cache_slots
-from jaxspec.methods.core.sequence import TargetSide, TargetState
-from jaxspec.methods.core.verify import Draft, Outcome, Rule, verify
+from jaxspec.methods.core.executor import ResidentExecutor, TargetExecutor
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Round, StepOutput, verified_shapes
+from jaxspec.methods.core.sequence import SequenceState, cache_slots
+from jaxspec.methods.core.timing import RoundTimer
+from jaxspec.methods.core.verify import Draft, Rule
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.sampling.processors import History
+from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request
 
 
-class Drafter(Protocol):
-    """The draft's half of a method: how its sequence starts, prefill, and one compiled `draft` a round."""
+class Runner:
+    """A method bound to models and a capacity: compiled programs and what the host remembers.
 
-    @property
-    def programs(self) -> Sequence[Program]:
-        """Everything that it may call."""
-        ...
+    The engine calls
 
-    @property
-    def drafted(self) -> Draft:
-        """Shapes of what `draft` gives."""
-        ...
+        state = runner.start(root, state)                  # a new sequence; reuses the buffers of a finished one
+        state = runner.prefill(params, state, tokens)      # every prompt token but the last, the root
+        state, round_, least = runner.round(params, state, request, room)   # again and again; dispatches only
+        runner.observe(state, output)                      # once for each round, in order, when it was read
+        runner.close()                                     # the generation has ended
 
-    def start(self, state: Any | None) -> Any:
+    Round r is read while round r + 1 runs. State goes in and comes out and is donated; parameters never are.
+
+    Attributes:
+      slots: slots of the target's cache.
+      programs: everything that a generation may call, to be compiled before it starts.
+    """
+
+    slots: int
+    programs: Sequence[Program]
+
+    def start(self, root: int, state: Any | None) -> Any:
+        """State of an empty sequence whose last verified token is `root`; `state` is donated."""
+        raise NotImplementedError
+
+    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
+        """Commit int32 `tokens` `[n]` to the caches."""
+        raise NotImplementedError
+
+    def place_request(self, sampling: SamplingParams, seed: int) -> Any:
+        """What `round` needs to know of a generation, on the devices."""
+        raise NotImplementedError
+
+    def round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
+        """Dispatch one round; returns before it has run.
+
+        Args:
+          params: of the models.
+          state: of the sequence; donated.
+          request: from `place_request`.
+          room: most tokens that are wanted of a round without a draft, at least 1.
+
+        Returns:
+          The state, the round, and the least number of tokens that it brings.
+        """
+        raise NotImplementedError
+
+    def observe(self, state: Any, output: StepOutput) -> None:
+        """Take in a round that the host has read; rounds of one sequence come in order."""
+
+    def report(self) -> dict[str, Any] | None:
+        """What the method chose and why, for `DecodeStats.choice`."""
+        return None
+
+    def close(self) -> None:
+        """A generation has ended, or its caller stopped listening."""
+
+
+class Drafter:
+    """The draft's half of a method.
+
+    Attributes:
+      shapes: of the `Draft` that `draft` gives.
+      programs: everything that it may call.
+      idle_steps: tokens that a round may decode where it proposed none; 0 verifies the root as a batch.
+    """
+
+    shapes: Draft
+    programs: Sequence[Program]
+    idle_steps: int = 0
+
+    def start(self, root: int, state: Any | None) -> Any:
         """State of an empty sequence; `state` is donated."""
-        ...
+        raise NotImplementedError
 
-    def prefill(self, params: Any, state: Any, tokens: np.ndarray) -> Any:
+    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
         """Commit int32 `tokens` `[n]`."""
-        ...
+        raise NotImplementedError
 
-    def draft(self, params: Any, state: Any, outcome: Outcome, history: History, request: Request) -> tuple[Any, Draft]:
-        """Take in what the last round verified, and propose a batch for the next; dispatches only."""
-        ...
+    def draft(
+        self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
+    ) -> tuple[SequenceState, Any, Draft]:
+        """Take in what the last round verified, and propose a batch for the next; dispatches only.
+
+        Args:
+          params: of both models.
+          target: the target's state. A draft made of the target's own layers runs in its cache: it is donated then.
+          state: the draft's; donated.
+          verified: of the last round.
+          request: processors and seed.
+        """
+        raise NotImplementedError
+
+    def skip(self, state: Any, verified: Verified) -> Any:
+        """Take in what the last round verified, and propose nothing: the next round decodes plainly."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class HostState:
+    """What the host knows of one generation.
+
+    Attributes:
+      allowed: of each round that was launched and not read yet, whether it could draft.
+    """
+
+    allowed: collections.deque[bool] = dataclasses.field(default_factory=collections.deque)
 
 
 @struct.dataclass
 class SpeculativeState:
-    """State of both halves, and what the last round verified."""
+    """State of both halves, what the last round verified, and what the host knows."""
 
-    target: TargetState
+    target: SequenceState
     draft: Any
-    outcome: Outcome
+    verified: Verified
+    host: HostState = struct.field(pytree_node=False)
 
 
-class SpeculativeRunner:
-    """Compiled functions of a drafter and of verification, for one placement and capacity."""
+class SpeculativeRunner(Runner):
+    """Drafts and verifies in turn on one set of devices: two programs a round.
 
-    def __init__(self, target: Placement, tokens: int, drafter: Drafter, *, steps: int, rule: Rule, varies: bool):
+    Attributes:
+      executor: the target's passes.
+      drafter: the draft's half.
+      timer: says when drafting does not pay; None drafts in every round.
+    """
+
+    def __init__(
+        self,
+        target: Placement,
+        tokens: int,
+        make_drafter: Callable[[Verified], Drafter],
+        *,
+        max_path: int,
+        num_rows: int,
+        rule: Rule,
+        dynamic_rows: bool,
+        timer: RoundTimer | None = None,
+        report: Callable[[], dict[str, Any]] | None = None,
+    ):
         """Join a drafter to a target.
 
         Args:
           target: the target.
           tokens: longest sequence.
-          drafter: proposes batches.
-          steps: P, the longest path of a batch and the bonus token.
+          make_drafter: from the shapes of what a round verifies to what proposes batches.
+          max_path: P, the longest path of a batch and the bonus token.
+          num_rows: bs, rows of a batch, the root included.
           rule: which tokens are accepted.
-          varies: see `verify`.
+          dynamic_rows: see `verify`.
+          timer: of rounds; where measured drafts do not pay, rounds are those of plain decoding.
+          report: see `Runner.report`.
         """
-        self.slots = cache_slots(tokens, max(steps, drafter.drafted.batch.token.shape[0]))
-        self._steps = steps
-        self._drafter = drafter
-        self._side = TargetSide(target, self.slots)
-        self._outcome = outcome_shapes(target, steps)
-
-        def check(params, state, drafted, request):
-            return verify(params, target, state, drafted, request, steps=steps, rule=rule, varies=varies)
-
-        round_ = Round(target.array((ROUND_HEADER + steps,), jnp.int32), target.array((steps,), jnp.float32))
-        args = [target.params(), self._side.state, drafter.drafted, target.request()]
-        out = (self._side.state, self._outcome, round_)
-        self._verify = Program("verify", check, target.plan, args, out, donate=[1])
-        self.programs = (*self._side.programs, *drafter.programs, self._verify)
+        verified = verified_shapes(target, max_path)
+        self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
+        self.drafter, self.timer = make_drafter(verified), timer
+        self.executor: TargetExecutor = ResidentExecutor(
+            target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
+            rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps,
+        )  # fmt: skip
+        self._report = report
+        self.programs = (*self.executor.programs, *self.drafter.programs)
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         """See `Runner.start`."""
-        tokens = np.zeros(self._steps, np.int32)
-        tokens[0] = root
-        # What a sequence begins with: its root, verified by definition.
-        first = Outcome(tokens, np.int32(1), np.zeros(self._steps, np.int32))  # pyright: ignore[reportArgumentType]
+        if self.timer is not None:
+            self.timer.begin_text()
         return SpeculativeState(
-            self._side.start(root, None if state is None else state.target),
-            self._drafter.start(None if state is None else state.draft),
-            jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), first, self._outcome),
+            self.executor.start(root, None if state is None else state.target),
+            self.drafter.start(root, None if state is None else state.draft),
+            first_verified(self.executor.verified, root),
+            HostState(),
         )
 
     def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
         """See `Runner.prefill`."""
         return dataclasses.replace(
             state,
-            target=self._side.prefill(params.target, state.target, tokens),
-            draft=self._drafter.prefill(params.draft, state.draft, tokens),
+            target=self.executor.prefill(params.target, state.target, tokens),
+            draft=self.drafter.prefill(params, state.draft, tokens),
         )
 
     def place_request(self, sampling: SamplingParams, seed: int) -> Request:
         """See `Runner.place_request`."""
-        placement = self._side.placement
-        return place_request(placement, sampling, seed, placement.cfg.vocab_size)
+        return self.executor.place_request(sampling, seed)
 
-    def round(self, params: ModelParams, state: SpeculativeState, request: Request) -> tuple[SpeculativeState, Round]:
+    def round(
+        self, params: ModelParams, state: SpeculativeState, request: Request, room: int
+    ) -> tuple[SpeculativeState, Round, int]:
         """See `Runner.round`."""
-        draft, drafted = self._drafter.draft(params.draft, state.draft, state.outcome, state.target.history, request)
-        target, outcome, round_ = self._verify(params.target, state.target, drafted, request)
-        return SpeculativeState(target, draft, outcome), round_
+        allowed = self.timer is None or self.timer.may_draft()
+        state.host.allowed.append(allowed)
+        if not allowed:
+            draft = self.drafter.skip(state.draft, state.verified)
+            target, verified, round_, least = self.executor.decode(params.target, state.target, request, room)
+            return SpeculativeState(target, draft, verified, state.host), round_, least
+        target, draft, batch = self.drafter.draft(params, state.target, state.draft, state.verified, request)
+        target, verified, round_ = self.executor.verify(params.target, target, batch, request)
+        return SpeculativeState(target, draft, verified, state.host), round_, 1
+
+    def observe(self, state: SpeculativeState, output: StepOutput) -> None:
+        """See `Runner.observe`."""
+        allowed = state.host.allowed.popleft()
+        if self.timer is not None:
+            self.timer.observe(output, allowed=allowed)
+
+    def report(self) -> dict[str, Any] | None:
+        """See `Runner.report`."""
+        if self._report is None:
+            return None
+        return self._report() | ({} if self.timer is None else self.timer.report())
 
 
-def outcome_shapes(target: Placement, steps: int) -> Outcome:
-    """Shapes of an `Outcome`."""
-    row = target.array((steps,), jnp.int32)
-    return Outcome(row, target.array((), jnp.int32), row)
+def first_verified(shapes: Verified, root: int) -> Verified:
+    """What a sequence begins with: its root, verified by definition; on the devices."""
+    tokens = np.zeros(shapes.tokens.shape, np.int32)
+    tokens[0] = root
+    values = (tokens, np.int32(1), np.zeros(shapes.path.shape, np.int32), np.zeros(shapes.logprob.shape, np.float32))
+    return Verified(
+        *(jax.device_put(value, shape.sharding) for value, shape in zip(values, jax.tree.leaves(shapes), strict=True))
+    )

@@ -9,17 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.draft import DraftSide, catch_up
-from jaxspec.methods.core.path_history import PathHistory
-from jaxspec.methods.core.runner import outcome_shapes
-from jaxspec.methods.core.verify import Draft, Outcome, Rule
+from jaxspec.methods.core.proposals import PathHistory
+from jaxspec.methods.core.round import ModelParams
+from jaxspec.methods.core.runner import Drafter
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
+from jaxspec.methods.core.verify import Draft, Rule
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.models.kv_cache import KVCache, commit_path
+from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.sampling.accept import Decide, RowLogits, draw_children, rejection_rule
+from jaxspec.sampling.accept import Decide, RowLogits, Verified, draw_children, rejection_rule
 from jaxspec.sampling.processors import History, process
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
@@ -88,9 +89,9 @@ class SampledShape:
 
 @struct.dataclass
 class SampledState:
-    """The draft's cache, and how many rows of the last batch lie in its window (the first ones)."""
+    """The draft's sequence, and how many rows of the last batch lie in its cache's window (the first ones)."""
 
-    cache: KVCache
+    sequence: SequenceState
     evaluated: jax.Array
 
 
@@ -104,61 +105,66 @@ class _Growth:
     draft_logprob: jax.Array
 
 
-class SampledDrafter:
-    """Draws a tree level by level; see `pair.Drafter`."""
+class SampledDrafter(Drafter):
+    """Draws a tree level by level."""
 
-    def __init__(self, placement: Placement, slots: int, shape: SampledShape, *, replacement: bool, least: float):
+    def __init__(
+        self, placement: Placement, slots: int, shape: SampledShape, verified: Verified, *, replacement: bool,
+        least: float,
+    ):  # fmt: skip
         """Declare the programs.
 
         Args:
           placement: the draft.
           slots: capacity of its cache.
           shape: of the tree.
+          verified: shapes of what a round verifies.
           replacement: whether siblings are drawn independently.
           least: rows whose cumulative log q is below get no children. That depends on the row, not on what would be
             drawn next, as the rejection rules demand.
         """
-        self._side = DraftSide(placement, slots)
-        steps = len(shape.expansion) + 1
+        self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
         scalar, row = placement.array((), jnp.int32), placement.array((shape.rows,), jnp.int32)
-        state = SampledState(self._side.state, scalar)
+        state = SampledState(self._sequence.state, scalar)
         q = placement.array((shape.inner_rows + shape.width, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
-        self.drafted = Draft(Batch(row, row, row, scalar), scalar, q)
+        self.shapes = Draft(Batch(row, row, row, scalar), scalar, q)
 
-        def begin(cache: KVCache) -> SampledState:
-            return SampledState(cache, jnp.int32(0))
+        def begin(sequence: SequenceState) -> SampledState:
+            return SampledState(sequence, jnp.int32(0))
 
-        def draft(params, state, outcome, history, request):
+        def draft(params, state, verified, history, request):
             return draw_tree(
-                params, placement, state, outcome, history, request, shape, replacement=replacement, least=least
+                params, placement, state, verified, history, request, shape, replacement=replacement, least=least
             )
 
         plan = placement.plan
-        self._begin = Program("draft begin", begin, plan, [self._side.state], state, donate=[0])
-        args = [placement.params(), state, outcome_shapes(placement, steps), placement.history(), placement.request()]
-        self._draft = Program("draft", draft, plan, args, (state, self.drafted), donate=[1])
-        self.programs = (*self._side.programs, self._begin, self._draft)
+        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
+        args = [placement.params(), state, verified, placement.history(), placement.request()]
+        self._draft = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
+        self.programs = (*self._sequence.programs, self._begin, self._draft)
 
-    def start(self, state: SampledState | None) -> SampledState:
+    def start(self, root: int, state: SampledState | None) -> SampledState:
         """See `Drafter.start`."""
-        return self._begin(self._side.start(None if state is None else state.cache))
+        return self._begin(self._sequence.start(root, None if state is None else state.sequence))
 
-    def prefill(self, params: Params, state: SampledState, tokens: np.ndarray) -> SampledState:
+    def prefill(self, params: ModelParams, state: SampledState, tokens: np.ndarray) -> SampledState:
         """See `Drafter.prefill`."""
-        return dataclasses.replace(state, cache=self._side.prefill(params, state.cache, tokens))
+        assert params.draft is not None
+        return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
 
     def draft(
-        self, params: Params, state: SampledState, outcome: Outcome, history: History, request: Request
-    ) -> tuple[SampledState, Draft]:
+        self, params: ModelParams, target: SequenceState, state: SampledState, verified: Verified, request: Request
+    ) -> tuple[SequenceState, SampledState, Draft]:
         """See `Drafter.draft`."""
-        return self._draft(params, state, outcome, history, request)
+        state, draft = self._draft(params.draft, state, verified, target.history, request)
+        return target, state, draft
 
 
 def draw_tree(
     params: Params,
     placement: Placement,
     state: SampledState,
-    outcome: Outcome,
+    verified: Verified,
     history: History,
     request: Request,
     shape: SampledShape,
@@ -177,11 +183,11 @@ def draw_tree(
     window = shape.inner_rows + width
     ancestors = jnp.array(padded[:, :window])
 
-    known = (outcome.path < state.evaluated) & (jnp.arange(outcome.path.shape[0]) < outcome.count)
+    known = (verified.path < state.evaluated) & (jnp.arange(verified.path.shape[0]) < verified.count)
     reached = jnp.cumprod(known.astype(jnp.int32)).sum()
     with jax.named_scope("draft/commit"):
-        cache = commit_path(state.cache, outcome.path, reached)
-    pending, num_pending = pending_tokens(outcome.tokens, outcome.count, reached)
+        cache = commit_path(state.sequence.cache, verified.path, reached)
+    pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
     with jax.named_scope("draft/root"):
         root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
 
@@ -244,7 +250,7 @@ def draw_tree(
         depth=jnp.where(growth.valid, depth, 0),
         count=jnp.max(jnp.where(growth.valid, rows, 0)) + 1,
     )
-    return SampledState(cache, starts[passes]), Draft(batch, passes, growth.draft_logprob)
+    return SampledState(SequenceState(cache), starts[passes]), Draft(batch, passes, growth.draft_logprob)
 
 
 def rejection(shape: SampledShape, *, replacement: bool) -> Rule:

@@ -1,5 +1,7 @@
-"""One model's side of a sequence: its state, how it starts, prefill. The target's in every method."""
+"""One model's side of a sequence: its cache, the history of its text, its root; how it starts, rewinds and prefills."""
 
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -7,111 +9,183 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.chunks import split_chunks, usable_chunks
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.kv_cache import KVCache, commit_rows, init_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.sampling.choose import choose
+from jaxspec.runtime.sharding import round_up
 from jaxspec.sampling.processors import History, init_history, update_history
-from jaxspec.sampling.request import Request
+
+# Rows of a prefill pass: few fixed sizes, so that no prompt length compiles anything new. On CPU 64 rows run at 60 % of
+# the arithmetic peak and 512 near it; a third size would cost another compilation for little.
+CHUNKS = (64, 512)
 
 
 @struct.dataclass
-class TargetState:
-    """State of one sequence.
+class SequenceState:
+    """State of one model's side of a sequence with n verified tokens.
 
     Attributes:
-      cache: its length is n - 1 for n verified tokens.
+      cache: its length is n - 1 (of a draft that has to catch up, less).
       history: tokens seen, for penalties.
-      root: int32 scalar, the last verified token.
+      root: int32 [], the last verified token.
+      generated: int32 [], verified tokens after the prompt.
+      idle: int32 [], rounds in a row whose batch was the root alone.
+
+    A side that does not keep the text has a cache alone; the rest is None.
     """
 
     cache: KVCache
-    history: History
-    root: jax.Array
+    history: History = None  # pyright: ignore[reportAssignmentType]
+    root: jax.Array = None  # pyright: ignore[reportAssignmentType]
+    generated: jax.Array = None  # pyright: ignore[reportAssignmentType]
+    idle: jax.Array = None  # pyright: ignore[reportAssignmentType]
 
 
-class TargetSide:
-    """Compiled functions that start a sequence and commit a prompt.
+class ModelSequence:
+    """Compiled functions that start a sequence of one model, rewind it and commit a prompt.
 
     Attributes:
-      placement: the target.
+      placement: the model.
       slots: capacity of its cache.
-      state: shapes of a `TargetState`.
+      state: shapes of a `SequenceState`.
+      programs: everything that it may call.
     """
 
-    def __init__(self, placement: Placement, slots: int, role: str = "target"):
-        """Declare the programs; nothing is compiled yet. `role` is part of their names."""
-        self.placement = placement
-        self.slots = slots
+    def __init__(self, placement: Placement, slots: int, role: str, *, keeps_text: bool = True):
+        """Declare the programs; nothing is compiled yet.
+
+        Args:
+          placement: the model.
+          slots: capacity of its cache.
+          role: part of the programs' names, "target" or "draft".
+          keeps_text: whether the state has a history and a root; else it is a cache alone.
+        """
+        self.placement, self.slots = placement, slots
         cfg, vocab, plan = placement.cfg, placement.text_vocab, placement.plan
         scalar = placement.array((), jnp.int32)
-        self.state = TargetState(placement.cache(slots), placement.history(), scalar)
+        text: Any = (placement.history(), scalar, scalar, scalar) if keeps_text else ()
+        self.state = SequenceState(placement.cache(slots), *text)
 
-        def begin(cache: KVCache, root: jax.Array) -> TargetState:
-            history = update_history(init_history(vocab), root[None], jnp.ones(1, bool), vocab, generated=False)
-            return TargetState(cache, history, root)
+        def begin(cache: KVCache, history: History, root: jax.Array) -> SequenceState:
+            if not keeps_text:
+                return SequenceState(cache)
+            history = update_history(history, root[None], jnp.ones(1, bool), vocab, generated=False)
+            return SequenceState(cache, history, root, jnp.int32(0), jnp.int32(0))
 
         def create(root):
-            return begin(init_cache(cfg, placement.local_kv_heads, slots, placement.dtype), root)
+            return begin(init_cache(cfg, placement.local_kv_heads, slots, placement.dtype), init_history(vocab), root)
 
-        def restart(state, root):
-            return begin(state.cache.replace(length=jnp.int32(0)), root)
+        def rewind(state, token, length, root):
+            history = init_history(vocab)
+            history = update_history(history, token, jnp.arange(slots) < length, vocab, generated=False)
+            return begin(dataclasses.replace(state.cache, length=length), history, root)
 
         def fill(params, state, token, count):
+            cache = prefill(params, cfg, token, count, state.cache)
+            if not keeps_text:
+                return SequenceState(cache)
             valid = jnp.arange(token.shape[0]) < count
             history = update_history(state.history, token, valid, vocab, generated=False)
-            return state.replace(cache=prefill(params, cfg, token, count, state.cache), history=history)
+            return dataclasses.replace(state, cache=cache, history=history)
 
+        row = placement.array((slots,), jnp.int32)
         self._create = Program(f"{role} create", create, plan, [scalar], self.state)
-        self._restart = Program(f"{role} restart", restart, plan, [self.state, scalar], self.state, donate=[0])
-        self._fill = make_fill(role, fill, placement, self.state, slots)
-        self.programs = (self._create, self._restart, *self._fill.values())
+        args = [self.state, row, scalar, scalar]
+        self._rewind = Program(f"{role} rewind", rewind, plan, args, self.state, donate=[0])
+        self._fill = {
+            size: Program(
+                f"{role} prefill {size}", fill, plan,
+                [placement.params(), self.state, placement.array((size,), jnp.int32), scalar],
+                self.state, donate=[1],
+            )
+            for size in usable_chunks(slots)
+        }  # fmt: skip
+        self.programs: Sequence[Program] = (self._create, self._rewind, *self._fill.values())
 
-    def start(self, root: int, state: TargetState | None) -> TargetState:
-        """See `Runner.start`."""
-        if state is None:
-            return self._create(np.int32(root))
-        return self._restart(state, np.int32(root))
+    def start(self, root: int, state: SequenceState | None) -> SequenceState:
+        """An empty sequence whose last verified token is `root`; `state`, of a finished one, is donated."""
+        return self._create(np.int32(root)) if state is None else self.rewind(state, (), root)
 
-    def prefill(self, params: Params, state: TargetState, tokens: np.ndarray) -> TargetState:
-        """See `Runner.prefill`."""
-        return run_fill(self._fill, params, state, tokens, self.slots)
+    def rewind(self, state: SequenceState, kept: Sequence[int] | np.ndarray, root: int) -> SequenceState:
+        """Go back to the first tokens of a sequence; their keys and values are not computed again.
+
+        Args:
+          state: its cache holds `kept`, and maybe more tokens after them; donated.
+          kept: the tokens that stay, without the root; all of them count as prompt from now on.
+          root: the token after them.
+
+        Raises:
+          ValueError: more tokens than the cache has slots.
+        """
+        if len(kept) > self.slots:
+            raise ValueError(f"{len(kept)} tokens cannot be kept in a cache of {self.slots} slots")
+        token = np.zeros(self.slots, np.int32)
+        token[: len(kept)] = kept
+        return self._rewind(state, token, np.int32(len(kept)), np.int32(root))
+
+    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
+        """Commit int32 `tokens` `[n]`, chunk by chunk."""
+        for chunk, count in split_chunks(tokens, self.slots):
+            state = self._fill[len(chunk)](params, state, chunk, np.int32(count))
+        return state
 
 
-def next_token(
-    params: Params, target: Placement, state: TargetState, request: Request
-) -> tuple[TargetState, jax.Array]:
-    """Run the root through the target and draw the token behind it, the new root; written for one shard.
+def catch_up(
+    params: Params, cfg: ModelConfig, cache: KVCache, pending: jax.Array, num_pending: jax.Array
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Run the verified tokens that a draft has not seen, one or two, the last of which is the new root.
 
-    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n.
+    Args:
+      params: the draft's.
+      cfg: its geometry.
+      cache: holds every verified token but these.
+      pending: int32 [2]
+      num_pending: int32 [], 1 or 2.
 
     Returns:
-      The state, and the token's log-probability under the processed distribution, float32 [].
+      The root, int32 []; the logits after it, [1, V_local]; and the cache, whose window slot 0 is the root.
     """
-    position = state.cache.length[None]
-    hidden, cache = forward(params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool))
-    logits = vocab_logits(params, hidden)
-    seen, counts = state.history.seen[None], state.history.counts[None]
-    token, logprob = choose(logits, request.processors, seen, counts, request.key, position + 1, target.vocab)
-    history = update_history(state.history, token, jnp.ones(1, bool), target.vocab, generated=True)
-    return TargetState(commit_rows(cache, jnp.int32(1)), history, token[0]), logprob[0]
+    position = cache.length + jnp.arange(2, dtype=jnp.int32)
+    hidden, cache = forward(params, cfg, pending, position, cache, jnp.tril(jnp.ones((2, 2), bool)))
+    logits = vocab_logits(params, jax.lax.dynamic_slice_in_dim(hidden, num_pending - 1, 1))
+    return pending[num_pending - 1], logits, commit_rows(cache, num_pending - 1)
 
 
-def make_fill(name: str, fill: Any, placement: Placement, state: Any, slots: int) -> dict[int, Program]:
-    """Programs of `fill(params, state, tokens, count)`, by chunk size."""
-    scalar = placement.array((), jnp.int32)
-    programs = {}
-    for size in usable_chunks(slots):
-        args = [placement.params(), state, placement.array((size,), jnp.int32), scalar]
-        programs[size] = Program(f"{name} prefill {size}", fill, placement.plan, args, state, donate=[1])
-    return programs
+def cache_slots(tokens: int, window: int) -> int:
+    """Slots of a cache for sequences of `tokens` tokens: a window after the last, rounds in flight, whole chunks."""
+    return round_up(tokens + 2 * window, CHUNKS[0])
 
 
-def run_fill(programs: dict[int, Program], params: Params, state: Any, tokens: np.ndarray, slots: int) -> Any:
-    """Commit int32 `tokens` `[n]` chunk by chunk."""
-    for chunk, count in split_chunks(tokens, slots):
-        state = programs[len(chunk)](params, state, chunk, np.int32(count))
-    return state
+def usable_chunks(slots: int) -> list[int]:
+    """Chunk sizes that a cache of `slots` slots can take."""
+    return [size for size in CHUNKS if size <= slots]
+
+
+def plan_chunks(count: int, slots: int) -> list[int]:
+    """Chunk sizes that cover `count` tokens, padding included.
+
+    The last chunk may be padded; it is a large one only if that costs less than the small ones it replaces, and
+    never if its padding would run over the end of a cache of `slots` slots (a write there would be moved back onto
+    live slots).
+    """
+    small, large = CHUNKS
+    sizes = [large] * (count // large)
+    rest = count - sum(sizes)
+    smalls = -(-rest // small)
+    # Measured on CPU: a pass of 512 rows costs about as much as six of 64.
+    if smalls > 6 and sum(sizes) + large <= slots:
+        return [*sizes, large]
+    return [*sizes, *[small] * smalls]
+
+
+def split_chunks(tokens: np.ndarray, slots: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Padded int32 chunks of `tokens` `[n]`, each with the number of tokens that count."""
+    start = 0
+    for size in plan_chunks(len(tokens), slots):
+        piece = tokens[start : start + size]
+        # Padded with its own last token: what that row computes is as sound as the rows that count.
+        yield np.pad(piece, (0, size - len(piece)), mode="edge").astype(np.int32), len(piece)
+        start += size

@@ -1,11 +1,53 @@
-"""Checks that the settings of several methods share."""
+"""Checks that the settings of several methods share, and settings that were renamed."""
 
+import functools
 import math
 import numbers
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
-from jaxspec.methods.base import Models
+from jaxspec.methods.core.round import Models
+
+Settings = TypeVar("Settings", bound=type)
+
+
+def renamed_settings(**renamed: tuple[str, int]) -> Callable[[Settings], Settings]:
+    """Class decorator: keep the former names of settings, with a warning.
+
+    Args:
+      **renamed: former name to the present one, and what has to be added to a value given under the former.
+    """
+
+    def decorate(cls: Settings) -> Settings:
+        create = cls.__init__
+
+        @functools.wraps(create)
+        def init(self: Any, *args: Any, **settings: Any) -> None:
+            for old, (new, shift) in renamed.items():
+                if old not in settings:
+                    continue
+                if new in settings:
+                    raise ConfigError(f"{new} and its former name {old} are both given; leave {old} out")
+                value = settings.pop(old)
+                is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+                settings[new] = value + shift if is_number else value
+                counts = f"; it does not count the root: {new} = {old} - {-shift}" if shift else ""
+                warnings.warn(f"{old} is now called {new}{counts}", FutureWarning, stacklevel=2)
+            create(self, *args, **settings)
+
+        cls.__init__ = init
+        cls.renamed = dict(renamed)
+        return cls
+
+    return decorate
+
+
+def renamed_of(cls: type) -> Mapping[str, tuple[str, int]]:
+    """Former names of a method's settings; see `renamed_settings`."""
+    return getattr(cls, "renamed", {})
 
 
 def check_range(name: str, value: object, low: int, high: int) -> None:
@@ -16,6 +58,16 @@ def check_range(name: str, value: object, low: int, high: int) -> None:
     """
     if check_int(name, value, low) > high:
         raise ConfigError(f"{name} must be at most {high}, got {value}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """True or false.
+
+    Raises:
+      ConfigError: neither.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def log_threshold(name: str, probability: object) -> float:

@@ -1,5 +1,6 @@
 """The target's half of a round: one pass over a batch, the walk, the commit; and decoding without a draft."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,8 @@ from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Above so many rows the head runs only for the rows that the walk reaches, a few of them, one at a time.
 LAZY_HEAD_ROWS = 128
-# After so many rounds in a row whose batch was the root alone, such a round decodes several tokens. Before, one: a draft
-# that appears is noticed at once.
+# After so many rounds in a row whose batch was the root alone, such a round decodes several tokens. Before, it decodes
+# one: a draft that appears is noticed at once.
 IDLE_ROUNDS = 4
 
 
@@ -85,7 +86,7 @@ def verify(
 
     if not idle_steps:
         state, verified, round_ = verify_batch(state)
-        return state.replace(idle=idle), verified, round_
+        return dataclasses.replace(state, idle=idle), verified, round_
     # A pass of one row costs less than a batch of which one row is active.
     several = jnp.where(state.idle >= IDLE_ROUNDS, jnp.minimum(request.left(state.generated), idle_steps), 1)
     steps = jnp.where(alone, several, 0)
@@ -95,7 +96,7 @@ def verify(
     state, verified, round_ = jax.lax.fori_loop(
         0, (~alone).astype(jnp.int32), lambda _, done: verify_batch(done[0]), (state, verified, round_)
     )
-    return state.replace(idle=idle), verified, round_
+    return dataclasses.replace(state, idle=idle), verified, round_
 
 
 def decode_steps(
@@ -111,7 +112,8 @@ def decode_steps(
     def step(index: jax.Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
         state, verified = done
         state, logprob = next_token(params, target, state, request)
-        return state, verified.replace(
+        return state, dataclasses.replace(
+            verified,
             tokens=verified.tokens.at[index].set(state.root),
             count=verified.count + 1,
             logprob=verified.logprob.at[index].set(logprob),
@@ -139,8 +141,8 @@ def next_token(
     seen, counts = state.history.seen[None], state.history.counts[None]
     token, logprob = choose(logits, request.processors, seen, counts, request.key, position + 1, target.vocab)
     history = update_history(state.history, token, jnp.ones(1, bool), target.vocab, generated=True)
-    state = state.replace(
-        cache=commit_rows(cache, jnp.int32(1)), history=history, root=token[0], generated=state.generated + 1
+    state = dataclasses.replace(
+        state, cache=commit_rows(cache, jnp.int32(1)), history=history, root=token[0], generated=state.generated + 1
     )
     return state, logprob[0]
 
@@ -176,7 +178,8 @@ def _verify_batch(
     verified, history = walk(decide, state.history, max_path, target.vocab)
     with jax.named_scope("commit"):
         cache = commit_path(cache, verified.path, verified.count)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         cache=cache,
         history=history,
         root=verified.tokens[verified.count - 1],

@@ -1,7 +1,7 @@
 """The draft's half of SwiftSpec: one tree that outlives the rounds (sections 3.3 and 3.4 of the paper).
 
-Two programs act on it. `grow` needs nothing from the target, so it runs while the target verifies. `turn` takes in what
-was verified: it moves the root, packs the surviving subtree behind the prefix, catches up with at most two tokens,
+Two programs act on it. `expand` needs nothing from the target, so it runs while the target verifies. `advance` takes in
+what was verified: it moves the root, packs the surviving subtree after the prefix, catches up with at most two tokens,
 and chooses the next batch.
 """
 
@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.draft import catch_up
-from jaxspec.methods.core.expand import expand
-from jaxspec.methods.core.path_history import PathHistory
-from jaxspec.methods.core.proposals import Propose
-from jaxspec.methods.core.sequence import TargetSide, TargetState
-from jaxspec.methods.swiftspec.messages import DraftCounts, pack_batch, unpack_verified
+from jaxspec.methods.core.best_first import expand
+from jaxspec.methods.core.proposals import PathHistory, Propose
+from jaxspec.methods.core.round import DraftCounts
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
+from jaxspec.methods.swiftspec.messages import batch_shapes, pack_batch, unpack_verified
 from jaxspec.models.kv_cache import commit_rows, permute_window
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
@@ -37,19 +36,19 @@ class Growth:
     """How the tree grows.
 
     Attributes:
-      batch: bs, rows of a verification batch, the root included.
+      num_rows: bs, rows of a verification batch, the root included.
       width: w, leaves evaluated in one pass.
       branch: k, proposals per node.
       depth: d, passes while the target verifies one batch.
       survivors: most nodes that are kept when the root moves.
-      room: passes that the tree has room for between two turns, at least `depth`.
+      room: passes that the tree has room for between two advances, at least `depth`.
       reuse: whether anything is kept.
-      leaves: whether a batch may hold proposals that were not evaluated (ALGORITHMS A1).
-      branch_free: one pass in every turn, whatever happened, in place of a branch on whether there is something to
+      leaves: whether a batch may hold proposals that were not evaluated.
+      branch_free: one pass in every advance, whatever happened, in place of a branch on whether there is something to
         catch up with. Growth on demand, without `leaves`, is a loop on device data all the same.
     """
 
-    batch: int
+    num_rows: int
     width: int
     branch: int
     depth: int
@@ -61,9 +60,9 @@ class Growth:
 
     @property
     def rows(self) -> int:
-        """M: what survives, what grows until the next turn, and one pass more within the turn."""
-        turned = max(self.survivors + max(2, self.width), self.batch + self.width)
-        return turned + self.room * self.width
+        """M: what survives, what grows until the next advance, and one pass more within it."""
+        advanced = max(self.survivors + max(2, self.width), self.num_rows + self.width)
+        return advanced + self.room * self.width
 
 
 @struct.dataclass
@@ -73,11 +72,11 @@ class DraftTreeState:
     Attributes:
       text: the draft's cache, whose window holds the tree, the history of the verified text, and the root.
       tree: evaluated nodes are rows of the cache's window.
-      passes: int32 [], since the last turn.
+      passes: int32 [], since the last advance.
       computed: int32 [], tokens that these ran.
     """
 
-    text: TargetState
+    text: SequenceState
     tree: Tree
     passes: jax.Array
     computed: jax.Array
@@ -86,7 +85,7 @@ class DraftTreeState:
 class TreeDrafter:
     """Compiled functions of the draft's side, for one placement and capacity."""
 
-    def __init__(self, placement: Placement, slots: int, propose: Propose, growth: Growth, *, steps: int):
+    def __init__(self, placement: Placement, slots: int, propose: Propose, growth: Growth, *, path: int):
         """Declare the programs; nothing is compiled yet.
 
         Args:
@@ -94,57 +93,59 @@ class TreeDrafter:
           slots: capacity of its cache, at least M and P more than the longest text.
           propose: turns logits into children.
           growth: settings.
-          steps: P.
+          path: P.
         """
-        self._text = TargetSide(placement, slots, role="draft")
+        self._sequence = ModelSequence(placement, slots, "draft")
         replicated = placement.replicated
         scalar = placement.array((), jnp.int32)
         tree = replicated(jax.eval_shape(lambda: init_tree(growth.rows, growth.branch)))
-        state = DraftTreeState(self._text.state, tree, scalar, scalar)
-        batch = placement.array((1 + 2 * growth.batch,), jnp.int32)
+        state = DraftTreeState(self._sequence.state, tree, scalar, scalar)
+        batch = batch_shapes(placement, growth.num_rows)
         counts = placement.array((len(DraftCounts._fields),), jnp.int32)
-        verified = placement.array((1 + steps,), jnp.int32)
+        verified = placement.array((1 + path,), jnp.int32)
 
         def begin(text):
             return DraftTreeState(text, init_tree(growth.rows, growth.branch), jnp.int32(0), jnp.int32(0))
 
-        def grow(params, state, request):
-            grown = grow_tree(params, placement, state, request, propose, growth, growth.depth)
+        def expand_all(params, state, request):
+            grown = expand_tree(params, placement, state, request, propose, growth, growth.depth)
             return grown, grown.tree.size
 
-        def grow_once(params, state, request):
-            grown = grow_tree(params, placement, state, request, propose, growth, 1)
+        def expand_once(params, state, request):
+            grown = expand_tree(params, placement, state, request, propose, growth, 1)
             return grown, grown.tree.size
 
-        def turn(params, state, packed, request):
-            turned, moved = follow_verified(params, placement, state, packed, request, propose, growth)
-            return choose_batch(params, placement, turned, moved, state.tree.size, request, propose, growth)
+        def advance(params, state, packed, request):
+            advanced, moved = follow_verified(params, placement, state, packed, request, propose, growth)
+            return choose_batch(params, placement, advanced, moved, state.tree.size, request, propose, growth)
 
-        def turn_and_grow(params, state, packed, request):
-            turned, moved = follow_verified(params, placement, state, packed, request, propose, growth)
-            grown = grow_tree(params, placement, turned.state, request, propose, growth, growth.depth)
-            turned = dataclasses.replace(turned, state=grown, exposed=turned.exposed + growth.depth)
-            return choose_batch(params, placement, turned, moved, state.tree.size, request, propose, growth)
+        def advance_and_expand(params, state, packed, request):
+            advanced, moved = follow_verified(params, placement, state, packed, request, propose, growth)
+            grown = expand_tree(params, placement, advanced.state, request, propose, growth, growth.depth)
+            advanced = dataclasses.replace(advanced, state=grown, exposed=advanced.exposed + growth.depth)
+            return choose_batch(params, placement, advanced, moved, state.tree.size, request, propose, growth)
 
         plan, params, request = placement.plan, placement.params(), placement.request()
-        self._begin = Program("draft begin", begin, plan, [self._text.state], state, donate=[0])
-        self.grow = Program("grow", grow, plan, [params, state, request], (state, scalar), donate=[1])
-        self.grow_once = Program("grow once", grow_once, plan, [params, state, request], (state, scalar), donate=[1])
+        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
+        self.expand = Program("expand", expand_all, plan, [params, state, request], (state, scalar), donate=[1])
+        self.expand_once = Program(
+            "expand once", expand_once, plan, [params, state, request], (state, scalar), donate=[1]
+        )
         args, out = [params, state, verified, request], (state, batch, counts)
-        self.turn = Program("turn", turn, plan, args, out, donate=[1])
-        self.turn_and_grow = Program("turn and grow", turn_and_grow, plan, args, out, donate=[1])
-        self.programs = (*self._text.programs, self._begin)
+        self.advance = Program("advance", advance, plan, args, out, donate=[1])
+        self.advance_and_expand = Program("advance and expand", advance_and_expand, plan, args, out, donate=[1])
+        self.programs = (*self._sequence.programs, self._begin)
 
     def start(self, root: int, state: DraftTreeState | None) -> DraftTreeState:
         """State of an empty sequence; `state` is donated."""
-        return self._begin(self._text.start(root, None if state is None else state.text))
+        return self._begin(self._sequence.start(root, None if state is None else state.text))
 
     def prefill(self, params: Params, state: DraftTreeState, tokens: np.ndarray) -> DraftTreeState:
         """Commit int32 `tokens` `[n]`."""
-        return dataclasses.replace(state, text=self._text.prefill(params, state.text, tokens))
+        return dataclasses.replace(state, text=self._sequence.prefill(params, state.text, tokens))
 
 
-def grow_tree(
+def expand_tree(
     params: Params,
     placement: Placement,
     state: DraftTreeState,
@@ -168,7 +169,7 @@ def grow_tree(
 
 
 @struct.dataclass
-class Turned:
+class Advanced:
     """The draft's side under its new root, and the passes that the target waits for."""
 
     state: DraftTreeState
@@ -183,7 +184,7 @@ def follow_verified(
     request: Request,
     propose: Propose,
     growth: Growth,
-) -> tuple[Turned, Rerooted]:
+) -> tuple[Advanced, Rerooted]:
     """REROOT, COMPACT and CATCH_UP."""
     tokens, count = unpack_verified(packed)
     moved = reroot(state.tree, tokens, count, limit=growth.survivors, reuse=growth.reuse)
@@ -194,14 +195,14 @@ def follow_verified(
     # What a sequence begins with is a root that the history has already.
     fresh = (jnp.arange(tokens.shape[0]) < count) & (state.tree.size > 0)
     history = update_history(state.text.history, tokens, fresh, placement.text_vocab, generated=True)
-    text = TargetState(cache, history, tokens[count - 1])
+    text = dataclasses.replace(state.text, cache=cache, history=history, root=tokens[count - 1])
     missed = moved.num_pending > 0
     grown = dataclasses.replace(state, text=text, tree=moved.tree)
     with jax.named_scope("draft/catch_up"):
         advance = advance_branch_free if growth.branch_free else advance_on_miss
         grown = advance(params, placement, grown, moved, request, propose, growth)
     exposed = jnp.int32(1) if growth.branch_free else missed.astype(jnp.int32)
-    return Turned(dataclasses.replace(grown, passes=grown.passes + exposed), exposed), moved
+    return Advanced(dataclasses.replace(grown, passes=grown.passes + exposed), exposed), moved
 
 
 def advance_on_miss(
@@ -241,7 +242,7 @@ def advance_branch_free(
     propose: Propose,
     growth: Growth,
 ) -> DraftTreeState:
-    """One pass of fixed shape: over the unseen tokens if there are any, else over the best leaves (ALGORITHMS 3.8).
+    """One pass of fixed shape: over the unseen tokens if there are any, else over the best leaves.
 
     On a GPU a branch on device data makes the host wait; here both cases share their rows.
     """
@@ -280,7 +281,7 @@ def advance_branch_free(
 def choose_batch(
     params: Params,
     placement: Placement,
-    turned: Turned,
+    advanced: Advanced,
     moved: Rerooted,
     old_size: jax.Array,
     request: Request,
@@ -292,12 +293,12 @@ def choose_batch(
     Returns:
       The state, the packed batch, and `DraftCounts` as int32 [n].
     """
-    state, exposed = turned.state, turned.exposed
+    state, exposed = advanced.state, advanced.exposed
     cache, tree, passes = state.text.cache, state.tree, jnp.int32(0)
     if not growth.leaves:
 
         def short(carry: tuple) -> jax.Array:
-            return (carry[1].size < growth.batch) & (leaf_scores(carry[1]).max() > -jnp.inf)
+            return (carry[1].size < growth.num_rows) & (leaf_scores(carry[1]).max() > -jnp.inf)
 
         def refill(carry: tuple) -> tuple:
             grown = expand(
@@ -312,7 +313,7 @@ def choose_batch(
     if not growth.leaves:
         evaluated = tree.child_row.reshape(-1) >= 0
         candidates = dataclasses.replace(candidates, score=jnp.where(evaluated, candidates.score, -jnp.inf))
-    batch = pack_best(tree.token[0], candidates, growth.batch)
+    batch = pack_best(tree.token[0], candidates, growth.num_rows)
     counts = DraftCounts(
         passes=state.passes + passes,
         exposed=exposed + passes,

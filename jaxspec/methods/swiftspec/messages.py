@@ -1,45 +1,16 @@
 """What crosses between the devices of draft and target: two packed int32 arrays, nothing else (SwiftSpec 3.2)."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from jaxspec.methods.core.verify import Outcome
+from jaxspec.runtime.placement import Placement
+from jaxspec.sampling.accept import Verified
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
 
-class DraftCounts(NamedTuple):
-    """What the draft's side did for one batch, since the batch before; all int32.
-
-    Attributes:
-      passes: of the draft model.
-      exposed: passes of these that the target had to wait for: catching up, and growth on demand.
-      computed: tokens that went through the draft.
-      caught_up: tokens of these that were verified before the draft had seen them, 0 to 2.
-      kept: evaluated nodes that survived the re-rooting, the new root included.
-      committed: evaluated nodes that joined the prefix.
-      dropped: evaluated nodes that were lost.
-      token_hit: 1 if the new root's token was in the tree, evaluated or not.
-      evaluated_hit: 1 if it was evaluated, so that nothing had to be computed before the batch was chosen.
-      nodes: evaluated nodes of the tree that the batch was chosen from.
-    """
-
-    passes: jax.Array | int
-    exposed: jax.Array | int
-    computed: jax.Array | int
-    caught_up: jax.Array | int
-    kept: jax.Array | int
-    committed: jax.Array | int
-    dropped: jax.Array | int
-    token_hit: jax.Array | int
-    evaluated_hit: jax.Array | int
-    nodes: jax.Array | int
-
-
-def pack_verified(outcome: Outcome) -> jax.Array:  # int32 [1 + P]
+def pack_verified(verified: Verified) -> jax.Array:  # int32 [1 + P]
     """Target to draft: how many tokens were verified, then the tokens."""
-    return jnp.concatenate([outcome.count[None], outcome.tokens]).astype(jnp.int32)
+    return jnp.concatenate([verified.count[None], verified.tokens]).astype(jnp.int32)
 
 
 def unpack_verified(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,6 +21,11 @@ def unpack_verified(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 def pack_batch(batch: Batch) -> jax.Array:  # int32 [1 + 2 bs]
     """Draft to target: how many rows count, the tokens, their parents."""
     return jnp.concatenate([batch.count[None], batch.token, batch.parent]).astype(jnp.int32)
+
+
+def batch_shapes(placement: Placement, num_rows: int) -> jax.Array:
+    """Shapes of a packed batch on a model's devices."""
+    return placement.array((1 + 2 * num_rows,), jnp.int32)
 
 
 def unpack_batch(packed: jax.Array) -> Batch:

@@ -1,0 +1,152 @@
+"""A chain of a draft model that ends where the next token is no longer worth its passes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxspec.methods.core.acceptance import AcceptanceStats, class_of
+from jaxspec.methods.core.cost_model import CostModel
+from jaxspec.methods.core.proposals import PathHistory, same_two_draws
+from jaxspec.models.kv_cache import KVCache, commit_rows
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.runtime.placement import Placement
+from jaxspec.sampling.processors import History
+from jaxspec.sampling.request import Request
+from jaxspec.tree.select import Candidates
+
+# Verified tokens that the draft takes in one pass when it catches up.
+SYNC_ROWS = 16
+
+
+@struct.dataclass
+class DraftChain:
+    """A chain in the making: first choices, each after the one before, and beside each the second choice.
+
+    Attributes:
+      cache: the draft's; every verified token is part of its prefix, all first choices but the last are rows of its
+        window.
+      token: int32 [n, 2].
+      kind: int32 [n, 2], class of each.
+      score: float32 [n, 2], log of the chance that the target accepts each and all before it; -inf where there is none.
+      gain: float32 [], expected output of a batch that holds the first choices.
+      count: int32 [], first choices so far.
+      passes: int32 [], of the draft.
+    """
+
+    cache: KVCache
+    token: jax.Array
+    kind: jax.Array
+    score: jax.Array
+    gain: jax.Array
+    count: jax.Array
+    passes: jax.Array
+
+    @property
+    def chance(self) -> jax.Array:
+        """That the target accepts all first choices, float32 []."""
+        return jnp.where(self.count > 0, jnp.exp(self.score[jnp.maximum(self.count - 1, 0), 0]), 1.0)
+
+    def candidates(self) -> Candidates:
+        """First choices, then second ones."""
+        above = jnp.arange(-1, self.token.shape[0] - 1, dtype=jnp.int32)
+        return Candidates(
+            token=self.token.T.reshape(-1),
+            parent=jnp.concatenate([above, above]),
+            depth=jnp.concatenate([above, above]) + 2,
+            score=self.score.T.reshape(-1),
+        )
+
+
+def grow_chain(
+    params: Params,
+    placement: Placement,
+    cache: KVCache,
+    text: jax.Array,
+    text_length: jax.Array,
+    acceptance: AcceptanceStats,
+    history: History,
+    request: Request,
+    should_draft: jax.Array,
+    length: int,
+    costs: CostModel,
+) -> DraftChain:
+    """Catch up with the text and draft token by token while a further pass pays; for one shard.
+
+    Args:
+      params: the draft's.
+      placement: the draft.
+      cache: the draft's; may lack the last verified tokens.
+      text: int32 [S], verified tokens.
+      text_length: int32 [], how many.
+      acceptance: how often drafted tokens were accepted so far.
+      history: of the text, for penalties.
+      request: processors and seed.
+      should_draft: bool []; nothing runs otherwise.
+      length: longest chain.
+      costs: of a round.
+    """
+    cfg = placement.cfg
+    propose = same_two_draws(placement.vocab)
+    mean, round_cost = acceptance.mean_rate(), jnp.asarray(costs.rounds)
+
+    def add(chain: DraftChain, cache: KVCache, hidden: jax.Array) -> DraftChain:
+        """Add the two tokens after a hidden state `[1, D]`."""
+        at = chain.count
+        paths = PathHistory(history, chain.token[:, 0], (jnp.arange(length) < at)[None])
+        token, logprob = propose(vocab_logits(params, hidden), paths, request, (text_length + at)[None])
+        kind = jnp.stack([class_of(logprob[0, 0]), class_of(logprob[0, 1], second=True)])
+        first, second = acceptance.rate(kind)
+        chance = chain.chance * jnp.stack([first, jnp.where(logprob[0, 1] > -jnp.inf, (1 - first) * second, 0.0)])
+        return dataclasses.replace(
+            chain,
+            cache=cache,
+            token=chain.token.at[at].set(token[0]),
+            kind=chain.kind.at[at].set(kind),
+            score=chain.score.at[at].set(jnp.log(chance)),
+            gain=chain.gain + chance[0],
+            count=at + 1,
+            passes=chain.passes + 1,
+        )
+
+    zero = jnp.int32(0)
+    pairs = jnp.zeros((length, 2), jnp.int32)
+    start = DraftChain(cache, pairs, pairs, jnp.full((length, 2), -jnp.inf), jnp.float32(1), zero, zero)
+
+    def is_behind(chain: DraftChain) -> jax.Array:
+        return should_draft & (chain.cache.length < text_length)
+
+    def catch_up(chain: DraftChain) -> DraftChain:
+        cache = chain.cache
+        count = jnp.minimum(text_length - cache.length, SYNC_ROWS)
+        token = jax.lax.dynamic_slice_in_dim(text, cache.length, SYNC_ROWS)
+        position = cache.length + jnp.arange(SYNC_ROWS, dtype=jnp.int32)
+        mask = jnp.tril(jnp.ones((SYNC_ROWS, SYNC_ROWS), bool))
+        hidden, cache = forward(params, cfg, token, position, cache, mask, active_rows=count)
+        last = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1)
+        # Discard proposals of earlier chunks.
+        return add(dataclasses.replace(start, passes=chain.passes), commit_rows(cache, count), last)
+
+    def go_on(chain: DraftChain) -> jax.Array:
+        def rate(gain: jax.Array, tokens: jax.Array) -> jax.Array:
+            return gain / (round_cost[tokens] + costs.draft * tokens)
+
+        count = chain.count
+        further = rate(chain.gain + chain.chance * mean, jnp.minimum(count + 1, length))
+        return should_draft & (count < length) & (further > rate(chain.gain, count))
+
+    def extend(chain: DraftChain) -> DraftChain:
+        slot = chain.count - 1
+        token = jax.lax.dynamic_slice_in_dim(chain.token[:, 0], slot, 1)
+        position = (chain.cache.length + slot)[None]
+        mask = (jnp.arange(length) <= slot)[None]
+        window = chain.cache.length + jnp.arange(length, dtype=jnp.int32)
+        hidden, cache = forward(params, cfg, token, position, chain.cache, mask, window_position=window, offset=slot)
+        return add(chain, cache, hidden)
+
+    with jax.named_scope("draft/catch_up"):
+        chain = jax.lax.while_loop(is_behind, catch_up, start)
+    with jax.named_scope("draft/grow"):
+        return jax.lax.while_loop(go_on, extend, chain)

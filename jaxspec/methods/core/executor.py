@@ -1,0 +1,171 @@
+"""How the target's passes run: declared once, used by every runner."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config import SamplingParams
+from jaxspec.methods.core.round import Round, pack_round, round_shapes, verified_shapes
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState
+from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
+from jaxspec.models.params import Params
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import Verified
+from jaxspec.sampling.request import Request, make_request
+
+
+class TargetExecutor(Protocol):
+    """The target's passes over one sequence; each call dispatches and returns.
+
+    Attributes:
+      placement: the target.
+      slots: capacity of its cache.
+      state: shapes of its `SequenceState`.
+      verified: shapes of what a round verifies, a `Verified` or what is sent of it.
+      programs: everything that it may call.
+    """
+
+    placement: Placement
+    slots: int
+    state: SequenceState
+    verified: Any
+    programs: Sequence[Program]
+
+    def start(self, root: int, state: SequenceState | None) -> SequenceState:
+        """An empty sequence whose last verified token is `root`; `state`, of a finished one, is donated."""
+        ...
+
+    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
+        """Commit int32 `tokens` `[n]`."""
+        ...
+
+    def verify(
+        self, params: Params, state: SequenceState, draft: Any, request: Request
+    ) -> tuple[SequenceState, Any, Round]:
+        """Verify a batch; `state` is donated. The second result has the form of `verified`."""
+        ...
+
+    def decode(
+        self, params: Params, state: SequenceState, request: Request, steps: int
+    ) -> tuple[SequenceState, Verified, Round, int]:
+        """Decode about `steps` tokens without a draft; the last result says how many."""
+        ...
+
+    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+        """A request on the target's devices."""
+        ...
+
+
+class ResidentExecutor:
+    """A `TargetExecutor` whose weights stay on the devices: a pass is one compiled program."""
+
+    def __init__(
+        self,
+        target: Placement,
+        slots: int,
+        *,
+        steps: int,
+        max_path: int = 1,
+        draft: Any = None,
+        rule: Rule = match,
+        dynamic_rows: bool = False,
+        idle_steps: int = 0,
+        receive: Any = None,
+        reply: Any = None,
+    ):
+        """Declare the programs; nothing is compiled yet.
+
+        Args:
+          target: the target.
+          slots: capacity of its cache.
+          steps: most tokens of `decode`; 0 declares no program for it.
+          max_path: longest path of a batch and the bonus token.
+          draft: shapes of what `verify` is given; None declares no program for it.
+          rule: which tokens are accepted.
+          dynamic_rows: see `verify`.
+          idle_steps: see `verify`; 0 on accelerators, whatever is given.
+          receive: from what `verify` is given to a `Draft`; None takes a `Draft` as it is.
+          reply: from a `Verified` to what a draft on other devices is sent; None hands out the `Verified`.
+        """
+        self.placement, self.slots = target, slots
+        self._steps = steps
+        self._sequence = ModelSequence(target, slots, "target")
+        self.state = self._sequence.state
+        self.verified: Any = verified_shapes(target, max(max_path, steps))
+        max_path = self.verified.tokens.shape[0]
+        round_, request, params = round_shapes(target, max_path), target.request(), target.params()
+        # On an accelerator the host would wait for a number of passes that is data.
+        self._counts_on_device = target.plan.kernels.platform == "cpu"
+        self.programs: Sequence[Program] = tuple(self._sequence.programs)
+
+        def decode(params, state, request, steps):
+            state, verified = decode_steps(params, target, state, request, steps, max_path)
+            return state, verified, pack_round(verified, 0, 0, 0)
+
+        def check(params, state, draft, request):
+            state, verified, round_ = verify(
+                params, target, state, receive(draft) if receive else draft, request, max_path=max_path, rule=rule,
+                dynamic_rows=dynamic_rows, idle_steps=idle_steps if self._counts_on_device else 0,
+            )  # fmt: skip
+            return state, reply(verified) if reply else verified, round_
+
+        out = (self.state, self.verified, round_)
+        self._decode: dict[int, Program] = {}
+        if steps and self._counts_on_device:
+            args = [params, self.state, request, target.array((), jnp.int32)]
+            self._decode[0] = Program("decode", decode, target.plan, args, out, donate=[1])
+        elif steps:
+            for count in {1, steps}:
+
+                def decode_count(params, state, request, count=count):
+                    return decode(params, state, request, count)
+
+                self._decode[count] = Program(
+                    f"decode {count}", decode_count, target.plan, [params, self.state, request], out, donate=[1]
+                )
+        self.programs = (*self.programs, *self._decode.values())
+        if draft is not None:
+            if reply is not None:
+                self.verified = target.replicated(jax.eval_shape(reply, self.verified))
+            args, out = [params, self.state, draft, request], (self.state, self.verified, round_)
+            self._verify = Program("verify", check, target.plan, args, out, donate=[1])
+            self.programs = (*self.programs, self._verify)
+
+    def start(self, root: int, state: SequenceState | None) -> SequenceState:
+        """See `TargetExecutor.start`."""
+        return self._sequence.start(root, state)
+
+    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
+        """See `TargetExecutor.prefill`."""
+        return self._sequence.prefill(params, state, tokens)
+
+    def verify(
+        self, params: Params, state: SequenceState, draft: Any, request: Request
+    ) -> tuple[SequenceState, Any, Round]:
+        """See `TargetExecutor.verify`."""
+        return self._verify(params, state, draft, request)
+
+    def decode(
+        self, params: Params, state: SequenceState, request: Request, steps: int
+    ) -> tuple[SequenceState, Verified, Round, int]:
+        """See `TargetExecutor.decode`."""
+        steps = max(1, min(steps, self._steps))
+        if self._counts_on_device:
+            return *self._decode[0](params, state, request, np.int32(steps)), steps
+        # What lies after the last wanted token is cut off by the engine.
+        count = 1 if steps == 1 else self._steps
+        return *self._decode[count](params, state, request), count
+
+    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+        """See `TargetExecutor.place_request`."""
+        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size)
+
+
+def place_request(placement: Placement, sampling: SamplingParams, seed: int, vocab_size: int) -> Request:
+    """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
+    request = make_request(sampling, seed, vocab_size, placement.padded_vocab)
+    return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, placement.request())

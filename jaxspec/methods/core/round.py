@@ -1,0 +1,150 @@
+"""What a round is, on the devices and on the host.
+
+Letters: P `max_path`, the most tokens that a round can add.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxspec.models.params import Params
+from jaxspec.runtime.placement import Placement
+from jaxspec.sampling.accept import Verified
+
+# Tokens that plain decoding computes in one dispatch: they share what a round costs besides its passes.
+STEPS_PER_DISPATCH = 4
+# Integers before the tokens in `Round.packed`.
+ROUND_HEADER = 4
+
+
+class Models(NamedTuple):
+    """Where the models of a method live."""
+
+    target: Placement
+    draft: Placement | None = None
+
+
+class ModelParams(NamedTuple):
+    """Placed parameters of the models of a method."""
+
+    target: Params
+    draft: Params | None = None
+
+
+class DraftCounts(NamedTuple):
+    """What a draft whose tree outlives the rounds did for one batch, since the batch before; all int32.
+
+    Attributes:
+      passes: of the draft model.
+      exposed: passes of these that the target had to wait for: catching up, and growth on demand.
+      computed: tokens that went through the draft.
+      caught_up: tokens of these that were verified before the draft had seen them, 0 to 2.
+      kept: evaluated nodes that survived the re-rooting, the new root included.
+      committed: evaluated nodes that joined the prefix.
+      dropped: evaluated nodes that were lost.
+      token_hit: 1 if the new root's token was in the tree, evaluated or not.
+      evaluated_hit: 1 if it was evaluated, so that nothing had to be computed before the batch was chosen.
+      nodes: evaluated nodes of the tree that the batch was chosen from.
+    """
+
+    passes: jax.Array | int
+    exposed: jax.Array | int
+    computed: jax.Array | int
+    caught_up: jax.Array | int
+    kept: jax.Array | int
+    committed: jax.Array | int
+    dropped: jax.Array | int
+    token_hit: jax.Array | int
+    evaluated_hit: jax.Array | int
+    nodes: jax.Array | int
+
+
+@struct.dataclass
+class Round:
+    """What the host reads of a round, one round late.
+
+    Attributes:
+      packed: int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of
+        their tree, draft passes; then the new tokens. Several tokens without a drafted one took one pass each.
+      logprob: float32 `[P]`, log-probability of each new token under the processed distribution.
+      draft: what a draft on devices of its own counted, int32 `[n]`; see `DraftCounts`.
+    """
+
+    packed: jax.Array
+    logprob: jax.Array
+    draft: jax.Array | None = None
+
+
+def pack_round(verified: Verified, drafted: Any, depth: Any, passes: Any) -> Round:
+    """A `Round` from what was verified and its counts, which are integers or int32 []."""
+    header = jnp.stack([jnp.asarray(x, jnp.int32) for x in (verified.count, drafted, depth, passes)])
+    return Round(jnp.concatenate([header, verified.tokens]), verified.logprob)
+
+
+def round_shapes(target: Placement, max_path: int) -> Round:
+    """Shapes of a `Round` on the target's devices."""
+    return Round(target.array((ROUND_HEADER + max_path,), jnp.int32), target.array((max_path,), jnp.float32))
+
+
+def verified_shapes(target: Placement, max_path: int) -> Verified:
+    """Shapes of a `Verified` on the target's devices; it has room for a round without a draft, too."""
+    max_path = max(max_path, STEPS_PER_DISPATCH)
+    row = target.array((max_path,), jnp.int32)
+    return Verified(row, target.array((), jnp.int32), row, target.array((max_path,), jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """Tokens of one round, on the host.
+
+    Attributes:
+      tokens: new tokens; those beyond the asked-for length are cut off.
+      logprobs: of each of them.
+      accepted: how many of them, the first ones, a draft proposed.
+      drafted: tokens that the target verified; those that a cut hides are not counted.
+      depth: of their tree.
+      draft_passes: passes of the draft model.
+      draft: counts of a draft whose tree outlives the rounds; None elsewhere.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    accepted: int = 0
+    drafted: int = 0
+    depth: int = 0
+    draft_passes: int = 0
+    draft: DraftCounts | None = None
+
+    def cut(self, count: int) -> "StepOutput":
+        """The first `count` tokens; the others are counted nowhere."""
+        if count >= len(self.tokens):
+            return self
+        accepted = min(self.accepted, count)
+        return dataclasses.replace(
+            self, tokens=self.tokens[:count], logprobs=self.logprobs[:count],
+            accepted=accepted, drafted=accepted, depth=accepted,
+        )  # fmt: skip
+
+    def passes(self) -> Iterator["StepOutput"]:
+        """One for each target pass: tokens without a draft took one each."""
+        if self.drafted or len(self.tokens) == 1:
+            yield self
+            return
+        for index, (token, logprob) in enumerate(zip(self.tokens, self.logprobs, strict=True)):
+            yield StepOutput((token,), (logprob,), draft_passes=0 if index else self.draft_passes)
+
+
+def read_round(round_: Round) -> StepOutput:
+    """Wait for a round and read it."""
+    packed = np.asarray(round_.packed).tolist()
+    count, drafted, depth, passes = packed[:ROUND_HEADER]
+    tokens = tuple(packed[ROUND_HEADER : ROUND_HEADER + count])
+    logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
+    counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
+    passes += 0 if counts is None else counts.passes
+    return StepOutput(tokens, logprobs, count - 1 if drafted else 0, drafted, depth, passes, counts)
