@@ -31,25 +31,25 @@ ffi::Error with_weight(std::string_view name, const Matrix& w, F f) {
 
 void clear(float* y, int64_t from, int64_t to) { std::fill(y + from, y + to, 0.0f); }
 
-ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Scalar live, ffi::ResultBuffer<ffi::F32> y,
-                      std::string_view format, int64_t threads) {
+ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Scalar active_rows,
+                      ffi::ResultBuffer<ffi::F32> y, std::string_view format, int64_t threads) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = weight.dimensions()[0];
   const Matrix w = matrix_of(weight, inputs);
   if (rows == 0 || outputs == 0) return ffi::Error::Success();
   return with_weight(format, w, [&](auto kind) {
-    const int64_t count = live_rows(live, rows);
+    const int64_t count = count_active_rows(active_rows, rows);
     linear<decltype(kind)>(pool, threads, x.typed_data(), count, w, outputs, y->typed_data());
     clear(y->typed_data(), count * outputs, rows * outputs);
   });
 }
 
-ffi::Error run_swiglu(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Scalar live, ffi::ResultBuffer<ffi::F32> y,
-                      std::string_view format, int64_t threads) {
+ffi::Error run_swiglu(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Scalar active_rows,
+                      ffi::ResultBuffer<ffi::F32> y, std::string_view format, int64_t threads) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], columns = weight.dimensions()[0] / 2;
   const Matrix w = matrix_of(weight, inputs);
   if (rows == 0 || columns == 0) return ffi::Error::Success();
   return with_weight(format, w, [&](auto kind) {
-    const int64_t count = live_rows(live, rows);
+    const int64_t count = count_active_rows(active_rows, rows);
     swiglu<decltype(kind)>(pool, threads, x.typed_data(), count, w, columns, y->typed_data());
     clear(y->typed_data(), count * columns, rows * columns);
   });

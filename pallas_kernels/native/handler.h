@@ -18,8 +18,8 @@ using Scalar = ffi::BufferR0<ffi::S32>;
 inline const uint8_t* bytes(const ffi::AnyBuffer& buffer) { return static_cast<const uint8_t*>(buffer.untyped_data()); }
 
 // How many of `rows` rows are to be computed: what the program found out at run time, within bounds.
-inline int64_t live_rows(const Scalar& live, int64_t rows) {
-  return std::clamp<int64_t>(*live.typed_data(), rows > 0 ? 1 : 0, rows);
+inline int64_t count_active_rows(const Scalar& active_rows, int64_t rows) {
+  return std::clamp<int64_t>(*active_rows.typed_data(), rows > 0 ? 1 : 0, rows);
 }
 
 inline ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument(message); }

@@ -4,6 +4,8 @@
 // which for a path of a tree is the order of depth. Work is cut by that number into chunks of `kChunk` tokens, and the
 // chunks' results are merged from the first to the last. So a token at the end of a path gives the same bits whether the
 // path lies in the prefix or scattered over the window, alone or beside other rows, and on any number of threads.
+//
+// The file exceeds 400 lines because the steps of one operation are read together.
 #pragma once
 
 #include <limits>

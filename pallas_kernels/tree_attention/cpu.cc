@@ -6,7 +6,7 @@ namespace {
 
 // `key` and `value` are updated in place: the results are the same buffers as the arguments.
 ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer key, ffi::AnyBuffer value, Scalar length,
-                              Scalar offset, Scalar live, ffi::Buffer<ffi::PRED> mask, Ints position, Floats cos,
+                              Scalar offset, Scalar active_rows, ffi::Buffer<ffi::PRED> mask, Ints position, Floats cos,
                               Floats sin, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> new_key,
                               ffi::Result<ffi::AnyBuffer> new_value, bool causal, bool write_only, int64_t sliding,
                               int64_t threads) {
@@ -15,7 +15,7 @@ ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer k
     return ffi::Error::Internal("tree_attention: the cache is not updated in place");
   if (sizes[0] == 0 || sizes[1] == 0) return ffi::Error::Success();
   AttentionShape s;
-  s.rows = live_rows(live, sizes[0]);
+  s.rows = count_active_rows(active_rows, sizes[0]);
   s.kv_heads = sizes[1];
   s.group = sizes[2] - 2;
   s.width = sizes[3];
