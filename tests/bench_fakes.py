@@ -12,34 +12,34 @@ from pallas_kernels.registry import Kernels
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """Accepts `budget` draft tokens in every round."""
+    """Accepts `num_draft_tokens` draft tokens in every round."""
 
     name: ClassVar[str] = "specexec"
     own_devices: ClassVar[bool] = False
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
     exact: ClassVar[str] = "tokens"
-    budget: int = 1
+    num_draft_tokens: int = 1
     width: int | None = None
     shape: tuple[int, ...] = (2, 1)
     decay: float = 0.5
     limit: int | None = None
 
     def __post_init__(self):
-        if self.budget < 1:
-            raise ConfigError(f"budget must be at least 1, got {self.budget}")
-        object.__setattr__(self, "width", self.width or 4 * self.budget)
+        if self.num_draft_tokens < 1:
+            raise ConfigError(f"num_draft_tokens must be at least 1, got {self.num_draft_tokens}")
+        object.__setattr__(self, "width", self.width or 4 * self.num_draft_tokens)
 
     @property
-    def batch_rows(self):
-        return 1 + 2 * self.budget
+    def num_rows(self):
+        return 1 + 2 * self.num_draft_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
     """Accepts nothing."""
 
-    batch_rows: ClassVar[int] = 2
+    num_rows: ClassVar[int] = 2
     name: ClassVar[str] = "lookup"
     drafts: ClassVar[bool] = False
     needs_draft: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Sampled(Tree):
     """Keeps the distribution, not the text."""
 
     name: ClassVar[str] = "specinfer"
-    exact: ClassVar[str] = "law"
+    exact: ClassVar[str] = "distribution"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class FakeLLM:
             tokens[3] = 0
         stats = plain_stats(len(self.encode(messages)), count)
         if method.name != "ar":
-            stats = spec_stats(stats, method.budget if method.drafts else 0)
+            stats = spec_stats(stats, method.num_draft_tokens if method.drafts else 0)
         reason = "length" if count == sampling.max_tokens else "stop"
         return Completion(f"answer {len(messages)}", tuple(tokens), reason, stats, method.name)
 
@@ -155,7 +155,7 @@ def spec_stats(stats, accepted):
         left -= per_step[-1] + 1
     steps = len(per_step)
     decode_s = 0.015 * (steps - 1)
-    behind = stats.completion_tokens - per_step[0] - 1
+    after_first = stats.completion_tokens - per_step[0] - 1
     counters = {
         "num_spec_steps": steps,
         "num_spec_tokens": accepted,
@@ -166,18 +166,20 @@ def spec_stats(stats, accepted):
         "per_step_drafted": [2 * accepted] * steps,
         "num_draft_passes": 3 * steps if accepted else 0,
     }
-    rate = behind / decode_s if decode_s else None
+    rate = after_first / decode_s if decode_s else None
     return dataclasses.replace(stats, decode_s=decode_s, tokens_per_s=rate, speculative_decoding=counters)
 
 
 def install(monkeypatch):
-    """Let `jaxspec.bench.run` see the invented methods, and no weights."""
+    """Let `jaxspec.bench` see the invented methods, and no weights."""
+    from jaxspec.bench import columns, microbench
     from jaxspec.bench import run as bench
 
-    monkeypatch.setattr(bench, "METHODS", METHODS)
-    monkeypatch.setattr(bench.registry, "make_method", make_method)
-    monkeypatch.setattr(bench, "roofline_pass", lambda params, kernels, passes: lambda: 0.008)
-    monkeypatch.setattr(bench, "weight_bytes", lambda params: 10**9)
+    monkeypatch.setattr(columns, "METHODS", METHODS)
+    monkeypatch.setattr(columns.registry, "method_class", METHODS.__getitem__)
+    monkeypatch.setattr(columns.registry, "make_method", make_method)
+    monkeypatch.setattr(microbench, "roofline_pass", lambda params, kernels, passes: lambda: 0.008)
+    monkeypatch.setattr(microbench, "weight_bytes", lambda params: 10**9)
     monkeypatch.setattr(bench, "_time_passes", time_passes)
 
 

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxspec.engine import StepOutput
-from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.core.round import DraftCounts, StepOutput
 from jaxspec.metrics import count_draft_tree, count_speculation
 
 
@@ -19,7 +18,7 @@ ROUNDS = [emitted(2, 4, 3), emitted(0, 4, 2), emitted(3, 3, 3), emitted(0, 0, 0,
 
 
 def test_by_hand():
-    counts = count_speculation(ROUNDS, 9, budget=4)
+    counts = count_speculation(ROUNDS, 9, num_spec_tokens=4)
     assert counts["num_spec_steps"] == 4 and counts["num_spec_tokens"] == 4
     assert counts["num_draft_tokens"] == 11 and counts["num_accepted_draft_tokens"] == 5
     assert counts["mean_acceptance_length"] == pytest.approx(9 / 4)
@@ -37,7 +36,7 @@ def test_by_hand():
 @pytest.mark.parametrize("length", range(1, 10))
 def test_what_is_not_emitted_is_not_counted(length):
     """A stop may fall on any token of an accepted path, its last accepted one included."""
-    counts = count_speculation(ROUNDS, length, budget=4)
+    counts = count_speculation(ROUNDS, length, num_spec_tokens=4)
     accepted, steps = counts["per_step_accepted"], counts["num_spec_steps"]
     assert steps == [1, 1, 1, 2, 3, 3, 3, 3, 4][length - 1]
     assert accepted[:-1] == [2, 0, 3][: steps - 1]
@@ -79,12 +78,12 @@ def test_counts_of_a_tree_that_outlives_the_rounds():
 
 def test_a_tree_is_counted_where_there_is_one_and_up_to_the_stop():
     rounds = [dataclasses.replace(emitted(1, 3, 2), draft=tree) for tree in TREES]
-    assert count_speculation(rounds, 8, budget=3)["draft_tree"] == count_draft_tree([TREES])
-    assert count_speculation(rounds, 3, budget=3)["draft_tree"] == count_draft_tree([TREES[:2]])
-    assert "draft_tree" not in count_speculation(ROUNDS, 9, budget=4)
+    assert count_speculation(rounds, 8, num_spec_tokens=3)["draft_tree"] == count_draft_tree([TREES])
+    assert count_speculation(rounds, 3, num_spec_tokens=3)["draft_tree"] == count_draft_tree([TREES[:2]])
+    assert "draft_tree" not in count_speculation(ROUNDS, 9, num_spec_tokens=4)
 
 
 def test_without_drafts_there_is_no_rate():
-    counts = count_speculation([emitted(0, 0, 0, 0)] * 3, 3, budget=15)
+    counts = count_speculation([emitted(0, 0, 0, 0)] * 3, 3, num_spec_tokens=15)
     assert counts["draft_acceptance_rate"] is None and counts["acceptance_by_depth"] == []
     assert counts["mean_acceptance_length"] == 1 and counts["budget_used"] == 0

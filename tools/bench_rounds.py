@@ -1,6 +1,6 @@
 """What a round costs besides its passes, and what rows cost, against the roofline: interleaved in one run on CPU.
 
-    python tools/bench_rounds.py DRAFT [--budgets 15,1024] [--repeats 7] [--json docs/results/rounds-cpu.json]
+    python tools/bench_rounds.py DRAFT [--budgets 15,1024] [--repeats 7] [--json FILE]
 
 The default model in float32, greedy, one sequence. Each repeat runs every measurement once, in turn; ratios are taken
 within a repeat and their median is reported. Nothing is compiled inside a measurement.
@@ -30,7 +30,7 @@ from rich.table import Table
 
 import jaxspec
 from jaxspec.bench.microbench import time_pass, time_target_pass
-from jaxspec.bench.roofline import roofline_pass
+from jaxspec.bench.microbench import roofline_pass
 
 CONTEXT = 256
 ROWS = (1, 8, 16)

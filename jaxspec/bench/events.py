@@ -4,16 +4,16 @@ import collections
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.core.round import DraftCounts
 from jaxspec.metrics import count_draft_tree
 
 TARGET, DRAFT, SHARED = "target", "draft", "devices"
 TRANSFERS, HOST = "transfers", "host"
 DISPATCH, WAIT, READ = "dispatch", "wait", "read"
-# Programs in which a tree grows; the last holds a turn as well, and verification takes turns with it.
+# Programs in which a tree grows. The last one also moves the root, and runs in turn with verification.
 GROWING = ("grow", "grow once", "turn and grow")
 # Programs that hold the target's passes.
 VERIFYING = ("round", "verify")
@@ -23,13 +23,13 @@ TURNING = ("turn", "turn and grow")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Something that one row did without a break.
+    """One uninterrupted activity of one row; `start` and `end` are seconds since the trace began.
 
     Attributes:
       row: "target" and "draft" (or "devices", where both live), "transfers" or "host".
       name: of the program; "target->draft" and "draft->target" for transfers; "dispatch", "wait" or "read" on the host.
-      start: in seconds since the trace began.
-      end: likewise.
+      start: when it began.
+      end: when it ended.
       round: counted from 0 over the whole trace.
       generation: counted from 0.
     """
@@ -48,28 +48,27 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """What a trace shows. Rounds count that were read: one that was in flight when the text ended does not.
+class TraceSummary:
+    """Medians and shares of a trace, over the rounds that were read; times are in seconds.
+
+    A round that was in flight when the text ended is not counted.
 
     Attributes:
-      rounds: their number.
-      passes: target passes that brought their tokens, as many as `count_speculation` has steps (and those that a stop
-        cut off): a round that drafted nothing may hold several.
-      overlap: share of the time in which a tree grew that lies within verification; None where nothing grew.
-      idle: by row of devices, the share of time in which no program ran there, from the first program's start to the
-        last verification's end.
-      round_s: median seconds between two completions of the target; None with one round.
-      program_s: by name, median seconds of a program or transfer.
-      pass_s: median over rounds of the seconds of "verify", or plain decoding's "round", over the round's passes; None
-        without such a program.
-      transfer_s: median seconds of a round's transfers together; None without.
-      sync_s: median seconds of a round's turn (with the growth that is in it, where that takes turns) and its transfers
-        together: what a round waits for beside the target. None without a tree that outlives the rounds.
-      host_s: median seconds of a round that Python was busy: dispatch, reading, and whatever lies between them, the
-        caller's own work included, but no waiting; None with one round.
-      dispatch_s: median seconds of these that went into dispatching.
-      read_s: median seconds of these that went into reading.
-      draft_tree: see `speculation.count_draft_tree`; None for methods without a tree that outlives the rounds.
+      rounds: number of rounds.
+      passes: target passes of these rounds. A round without a draft may hold several.
+      overlap: share of the time of tree growth that lies within verification; None where nothing grew.
+      idle: by row of devices, the share of time without a program, from the start of the first program to the end of
+        the last verification.
+      round_s: median time between two completions of the target; None with one round.
+      program_s: by name, median time of a program or transfer.
+      pass_s: median over rounds of the time of a target pass; None without one.
+      transfer_s: median of a round's transfers together; None without.
+      sync_s: median of a round's turn and its transfers together: what a round adds to the target's passes. Growth in
+        turn with verification counts as turn. None without a tree that outlives the rounds.
+      host_s: median time of a round in which Python was busy, the caller's work included; None with one round.
+      dispatch_s: median time of these that was dispatch.
+      read_s: median time of these that was reading.
+      draft_tree: see `metrics.count_draft_tree`; None for methods without a tree that outlives the rounds.
     """
 
     rounds: int
@@ -88,16 +87,14 @@ class Summary:
 
 
 def summarise(
-    events: Sequence[Event],
-    drafts: Mapping[int, DraftCounts] | None = None,
-    passes: Mapping[int, int] | None = None,
-) -> Summary:
+    events: Sequence[Event], drafts: Mapping[int, DraftCounts] | None = None, passes: Mapping[int, int] | None = None
+) -> TraceSummary:
     """Summarise a trace.
 
     Args:
-      events: in any order; without any round that was read there is nothing to say.
-      drafts: what the draft's side counted, by round.
-      passes: target passes, by round; 1 where nothing is said.
+      events: in any order.
+      drafts: counts of the draft's side, by round.
+      passes: target passes by round; 1 where nothing is said.
 
     Raises:
       ValueError: no round was read.
@@ -106,10 +103,9 @@ def summarise(
     if not was_read:
         raise ValueError("no round was read while the trace was taken")
     of_generation: dict[int, list[Event]] = collections.defaultdict(list)
-    for event in events:
+    for event in sorted(events, key=lambda e: (e.generation, e.start)):
         if event.round in was_read:
             of_generation[event.generation].append(event)
-    generations = [sorted(mine, key=lambda e: e.start) for _, mine in sorted(of_generation.items())]
     device_rows = {event.row for event in events} - {TRANSFERS, HOST}
     target = SHARED if SHARED in device_rows else TARGET
 
@@ -117,10 +113,10 @@ def summarise(
     span = grown = hidden = 0.0
     round_s: list[float] = []
     host_s: list[float] = []
-    for mine in generations:
+    for mine in of_generation.values():
         ends = _last_ends(mine, target)
         if not ends:
-            continue  # on devices of others
+            continue  # its programs ran on devices that are not traced
         start, stop = min(event.start for event in mine if event.row != HOST), max(ends.values())
         span += stop - start
         inside = [_clip(event, start, stop) for event in mine if event.row in device_rows and event.start < stop]
@@ -133,42 +129,42 @@ def summarise(
         round_s += [after - before for before, after in itertools.pairwise(ends.values())]
         host_s += _host_times([event for event in mine if event.row == HOST])
 
-    counted = [event for mine in generations for event in mine]
+    counted = [event for mine in of_generation.values() for event in mine]
     passes = {number: (passes or {}).get(number, 1) for number in was_read}
     by_name: dict[str, list[float]] = collections.defaultdict(list)
-    verifying_s: dict[int, float] = collections.defaultdict(float)
-    sync_s: dict[int, float] = collections.defaultdict(float)
-    turned = set()
-    per_round: dict[tuple[str, int], float] = collections.defaultdict(float)
     for event in counted:
         if event.row != HOST:
             by_name[event.name].append(event.length)
-        if event.name in VERIFYING:
-            verifying_s[event.round] += event.length
-        if event.name in TURNING:
-            turned.add(event.round)
-        if event.name in TURNING or event.row == TRANSFERS:
-            sync_s[event.round] += event.length
-        per_round[event.name if event.row == HOST else event.row, event.round] += event.length
+    turned = {event.round for event in counted if event.name in TURNING}
+    verify_s = _sum_rounds(event for event in counted if event.name in VERIFYING)
+    sync_s = _sum_rounds(event for event in counted if event.name in TURNING or event.row == TRANSFERS)
     trees = [
         [drafts[number] for number in sorted({event.round for event in mine}) if number in drafts]
-        for mine in generations
+        for mine in of_generation.values()
     ] if drafts else []  # fmt: skip
-    return Summary(
+    return TraceSummary(
         rounds=len(was_read),
         passes=sum(passes.values()),
         overlap=hidden / grown if grown else None,
         idle={row: 1 - busy[row] / span for row in sorted(device_rows, reverse=True) if span},
         round_s=_median(round_s),
         program_s={name: statistics.median(lengths) for name, lengths in by_name.items()},
-        pass_s=_median([seconds / passes[number] for number, seconds in verifying_s.items()]),
+        pass_s=_median([seconds / passes[number] for number, seconds in verify_s.items()]),
+        transfer_s=_median([*_sum_rounds(event for event in counted if event.row == TRANSFERS).values()]),
         sync_s=_median([sync_s[number] for number in turned]),
-        transfer_s=_median([seconds for (row, _), seconds in per_round.items() if row == TRANSFERS]),
         host_s=_median(host_s),
-        dispatch_s=_median([s for (name, _), s in per_round.items() if name == DISPATCH]) or 0.0,
-        read_s=_median([s for (name, _), s in per_round.items() if name == READ]) or 0.0,
+        dispatch_s=_median([*_sum_rounds(event for event in counted if event.name == DISPATCH).values()]) or 0.0,
+        read_s=_median([*_sum_rounds(event for event in counted if event.name == READ).values()]) or 0.0,
         draft_tree=count_draft_tree(trees) if trees else None,
     )
+
+
+def _sum_rounds(events: Iterable[Event]) -> dict[int, float]:
+    """Seconds of some events, by round."""
+    sums: dict[int, float] = collections.defaultdict(float)
+    for event in events:
+        sums[event.round] += event.length
+    return sums
 
 
 def _last_ends(events: Sequence[Event], row: str) -> dict[int, float]:
@@ -185,7 +181,7 @@ def _clip(event: Event, start: float, stop: float) -> Event:
 
 
 def _host_times(events: Sequence[Event]) -> list[float]:
-    """Of each round but a generation's first, seconds from the read before to its own, waiting left out."""
+    """Of each round after a generation's first, seconds from the read before to its own, without waiting."""
     times, since, waited = [], None, 0.0
     for event in sorted(events, key=lambda e: e.start):
         if event.name == WAIT:

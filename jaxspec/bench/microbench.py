@@ -1,32 +1,42 @@
-"""Times of single target and draft passes, for the split of a round into its parts."""
+"""Times of single target and draft passes, and of one read of all weights: the parts that a round is made of."""
 
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from jaxspec.llm import LLM
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
+from jaxspec.models.attention import multiply_heads, project_out
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from pallas_kernels import registry
+from pallas_kernels.linear import as_matrix, linear
+from pallas_kernels.registry import Kernels
+
+if TYPE_CHECKING:
+    from jaxspec.llm import LLM
+
+# Takes a number of passes, 1 if not given, and returns the seconds of all of them.
+PassTimer = Callable[..., float]
 
 
 @dataclasses.dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one pass, the head included and nothing else: medians.
+    """Median seconds of one pass, the output head included.
 
     Attributes:
       target_s: target, by number of rows; see `time_target_pass`.
       draft_s: draft, with as many rows as the method evaluates at a time; 0 without a draft model.
-      draft_root_s: draft, the first pass of a round: the root and a pending token, two rows; 0 without a draft model.
+      draft_root_s: draft, the first pass of a round (the root and a pending token); 0 without a draft model.
     """
 
     target_s: Mapping[int, float]
@@ -34,43 +44,53 @@ class PassTimes:
     draft_root_s: float
 
 
-def measure_passes(llm: LLM, context: int, rows: Iterable[int], repeats: int = 9) -> PassTimes:
-    """Time the passes that a method's rounds are made of.
+def measure_passes(llm: "LLM", context: int, rows: Iterable[int], repeats: int = 9) -> PassTimes:
+    """Time the passes of a method's rounds.
 
     Args:
       llm: its method gives the numbers of rows of draft passes.
       context: tokens in the caches.
       rows: of target passes.
-      repeats: samples behind each median; target and draft are taken in turn.
+      repeats: samples per median.
     """
     method, models = llm.engine.method, llm.engine.models
-    runs: dict[str | int, Callable[..., float]] = {
-        count: time_target_pass(models.target, llm.params, count, context) for count in rows
-    }
+    timers: dict[Any, PassTimer] = {n: time_target_pass(models.target, llm.params, n, context) for n in rows}
     if models.draft is not None and llm.draft_params is not None and method.drafts:
-        width, levels = method.draft_rows, method.longest_path
-        runs["draft"] = time_pass(models.draft, llm.draft_params, width, context, levels=levels)
-        runs["root"] = time_pass(models.draft, llm.draft_params, 2, context)
-    samples: dict[str | int, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(repeats):
-        for name, run in runs.items():
-            samples[name].append(run())
-    medians = {name: statistics.median(values) for name, values in samples.items()}
+        width, levels = method.draft_rows, method.max_path
+        timers["draft"] = time_pass(models.draft, llm.draft_params, width, context, levels=levels)
+        timers["root"] = time_pass(models.draft, llm.draft_params, 2, context)
+    medians = median_times(timers, repeats)
     targets = {name: seconds for name, seconds in medians.items() if isinstance(name, int)}
     return PassTimes(targets, medians.get("draft", 0.0), medians.get("root", 0.0))
 
 
-def time_target_pass(placement: Placement, params: Params, rows: int, context: int) -> Callable[..., float]:
-    """`time_pass` of a verification: of a large batch, logits are only computed where the walk comes by."""
+def median_times(timers: Mapping[Any, PassTimer], repeats: int, passes: Mapping[Any, int] | None = None) -> dict:
+    """Median seconds of one pass of each timer; all are warmed up first, then sampled in turn.
+
+    Args:
+      timers: by name.
+      repeats: samples per median.
+      passes: by name, how many passes a sample holds, one after the other in one program; 1 where nothing is said.
+    """
+    counts = {name: (passes or {}).get(name, 1) for name in timers}
+    for name, timer in timers.items():
+        timer(counts[name])
+    samples: dict[Any, list[float]] = {name: [] for name in timers}
+    for _ in range(repeats):
+        for name, timer in timers.items():
+            samples[name].append(timer(counts[name]) / counts[name])
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def time_target_pass(placement: Placement, params: Params, rows: int, context: int) -> PassTimer:
+    """`time_pass` of a verification; in a large one, logits are computed for visited rows only."""
     return time_pass(placement, params, rows, context, head_rows=None if rows <= LAZY_HEAD_ROWS else 1)
 
 
 def time_pass(
     placement: Placement, params: Params, rows: int, context: int, *, levels: int = 1, head_rows: int | None = None
-) -> Callable[..., float]:
-    """Passes over the levels of a growing tree behind `context` tokens, one after the other in one program.
+) -> PassTimer:
+    """Passes over the levels of a growing tree after `context` tokens, one after the other in one program.
 
     Args:
       placement: of the model.
@@ -79,9 +99,6 @@ def time_pass(
       context: tokens in the cache.
       levels: passes that the window holds; further ones write over the last.
       head_rows: rows whose logits are computed; None for all.
-
-    Returns:
-      A function that takes the number of passes, 1 if not given, and returns the seconds of all of them.
     """
     cfg, plan = placement.cfg, placement.plan
     slots = -(-(context + rows * levels) // 64) * 64
@@ -97,7 +114,7 @@ def time_pass(
             level = jnp.minimum(index, levels - 1)
             own = level * rows + jnp.arange(rows, dtype=jnp.int32)
             mask = (slot == own[:, None]) | (slot == 0)
-            # Other tokens in every pass, so that no part of it can move out of the loop.
+            # Other tokens in every pass: otherwise XLA moves parts of it out of the loop.
             hidden, cache = forward(
                 params, cfg, jnp.full(rows, index, jnp.int32), cache.length + depth[own], cache, mask,
                 window_position=cache.length + depth, offset=level * rows,
@@ -122,3 +139,55 @@ def time_pass(
         return time.perf_counter() - start
 
     return sample
+
+
+def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable[[], float]:
+    """A chain of matrix-vector products that reads every weight of a decoding step once and does nothing else.
+
+    On several devices each reads its own shard, and nothing is exchanged between them.
+
+    Args:
+      params: the target's parameters, placed.
+      kernels: what multiplies.
+      passes: passes per call, one after the other.
+
+    Returns:
+      A function that runs them and returns the seconds of one pass; its first call compiles.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    specs = jax.tree.unflatten(treedef, [leaf.sharding.spec for leaf in leaves])
+    mesh = leaves[0].sharding.mesh
+    width = params["final_norm"].size
+
+    def chain(params: Params, x: jax.Array) -> jax.Array:
+        for layer in params["layers"]:
+            # The sum keeps keys and values alive: XLA removes products without a use.
+            heads = multiply_heads(layer["qkv"], x, None)  # [1, K, G + 2, H]
+            x = project_out(layer, heads[:, :, :-2], None) + jnp.sum(heads[:, :, -2:])
+            gate_up = layer["gate_up"]
+            hidden = linear(x, as_matrix(gate_up, 2 * gate_up.shape[1]))
+            gate, up = jnp.split(hidden, 2, axis=1)
+            x = linear(gate * up, as_matrix(layer["down"], width))
+        head = params["head"] if "head" in params else params["embed"]
+        return jnp.max(linear(x, as_matrix(head, head.shape[0])))[None]
+
+    out_spec = PartitionSpec(mesh.axis_names)
+    run_chain = jax.jit(
+        jax.shard_map(chain, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=out_spec, check_vma=False)
+    )
+    x = jnp.full((1, width), 1e-3, jnp.float32)
+
+    def run() -> float:
+        start = time.perf_counter()
+        with registry.using(kernels):
+            for _ in range(passes):
+                jax.block_until_ready(run_chain(params, x))
+        return (time.perf_counter() - start) / passes
+
+    return run
+
+
+def weight_bytes(params: Params) -> int:
+    """Bytes that a decoding step reads: all weights, less the embedding where the output has a matrix of its own."""
+    read = {name: leaf for name, leaf in params.items() if name != "embed" or "head" not in params}
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))

@@ -2,27 +2,25 @@
 
 Rules of the measurement:
 
-* Plain decoding (`ar`) is always a column: it is the baseline of every ratio and of exactness.
+* Plain decoding (`ar`, several tokens per dispatch) is always a column: the baseline of all ratios and of exactness.
 * Everything is compiled for the longest conversation and has generated once before the first timed answer.
-* For each repeat and each prompt every column answers once; the column that begins moves on by one each time, and
-  the roofline is sampled beside them, so that a machine whose speed drifts slows all of them alike.
-* The first round belongs to the time to the first token. Rates count what comes behind it: tokens that the user
-  receives after the first round, per second from the first round to the last.
+* For each repeat and each prompt every column answers once. The order of columns rotates by one each time. The roofline
+  is sampled beside them: drift of the machine's speed affects all alike.
+* The first dispatch belongs to the time to the first token. Rates count the tokens after it, per second from the first
+  dispatch to the last.
 
-Nothing here prints; `jaxspec.bench.report` makes numbers and tables of what `measure` returns.
+`jaxspec.bench.report` makes numbers and tables of what `measure` returns.
 """
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.bench.prompts import BenchPrompt
-from jaxspec.bench.roofline import roofline_pass, weight_bytes
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods import registry
-from jaxspec.methods.registry import METHODS
 from jaxspec.results import DecodeStats
 from pallas_kernels.active_rows import computed_rows
 from pallas_kernels.registry import Kernels
@@ -32,9 +30,8 @@ if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
 BASELINE = "ar"
-SWEPT = "specexec"
 
-# Passes per roofline sample (one sample per prompt and repeat), and repeats of a method's own passes.
+# Passes per roofline sample, of which there is one per prompt and repeat; and samples of a method's own passes.
 ROOFLINE_PASSES = 4
 PASS_REPEATS = 5
 WARM_UP_TOKENS = 16
@@ -44,15 +41,22 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One thing to measure: a method with its settings, under the name that tables give it."""
+    """One decoder to measure.
+
+    Attributes:
+      label: its name in tables.
+      method: a method with its settings, run on the weights that are measured; None for another library's decoder.
+      model: that decoder, which answers like an `LLM`; None for a method.
+    """
 
     label: str
     method: Any
+    model: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What one column answered to one prompt in one repeat; a tuple holds one entry per turn.
+    """One column's answer to one prompt in one repeat; a tuple holds one entry per turn.
 
     Attributes:
       label: of the column.
@@ -82,42 +86,33 @@ class Answer:
 
     @property
     def timed_tokens(self) -> int:
-        """Tokens received after the first round of each turn."""
-        return sum(stats.completion_tokens - first_round_tokens(stats) for stats in self.stats)
+        """Tokens received after the first dispatch of each turn."""
+        return sum(stats.completion_tokens - first_tokens(stats) for stats in self.stats)
 
     @property
     def timed_passes(self) -> int:
-        """Target passes after the first round of each turn: those that `decode_s` holds."""
-        return sum(target_passes(stats) - 1 for stats in self.stats)
+        """Target passes after the first dispatch of each turn."""
+        return sum(target_passes(stats) - first_passes(stats) for stats in self.stats)
 
     @property
     def timed_draft_passes(self) -> float:
-        """Draft passes in `decode_s`, taking those of a turn as spread evenly over its rounds."""
-        return sum(draft_passes(s) * (target_passes(s) - 1) / target_passes(s) for s in self.stats)
+        """Draft passes after the first dispatch, taking those of a turn as spread evenly over its target passes."""
+        pairs = ((stats.speculative_decoding or {}).get("num_draft_passes", 0) for stats in self.stats)
+        return sum(n * (1 - first_passes(s) / target_passes(s)) for n, s in zip(pairs, self.stats, strict=True) if n)
 
     @property
     def decode_s(self) -> float:
-        """Seconds from the first round's tokens to the last round's, summed over turns."""
+        """Seconds from the first dispatch's tokens to the last's, summed over turns."""
         return sum(stats.decode_s for stats in self.stats)
 
     @property
-    def ttft_s(self) -> float:
-        """Seconds to the first token, mean over turns."""
-        return statistics.fmean(stats.ttft_s for stats in self.stats)
-
-    @property
-    def compile_s(self) -> float:
-        """Seconds spent compiling; zero in a sound measurement, and in none of the other times."""
-        return sum(stats.compile_s for stats in self.stats)
-
-    @property
     def tokens_per_s(self) -> float | None:
-        """Tokens after the first round per second of `decode_s`; None where one round said everything."""
+        """Tokens after the first dispatch per second of `decode_s`; None where one dispatch held the whole answer."""
         return self.timed_tokens / self.decode_s if self.timed_tokens and self.decode_s > 0 else None
 
     @property
     def call_tokens_per_s(self) -> float:
-        """All tokens per second of the whole call, prefill and first round included."""
+        """All tokens per second of the whole call, prefill and first dispatch included."""
         return self.tokens / sum(stats.ttft_s + stats.decode_s for stats in self.stats)
 
 
@@ -127,17 +122,18 @@ class Measurement:
 
     Attributes:
       columns: what was compared; the first is the baseline.
-      prompts: what was asked.
+      prompts: those with at least one answer of each column.
       sampling: how tokens were chosen.
       repeats: answers of each column to each prompt.
-      answers: all of them, in the order in which they were measured.
-      compile_s: by label, seconds of compiling before anything was timed.
-      pass_times: by label, seconds of one target and one draft pass at `context` tokens of context.
+      answers: all of them, in order of time; of an interrupted run the complete groups of one answer per column.
+      compile_s: by label, seconds of compiling before the first timed answer.
+      pass_times: by label, seconds of one target and one draft pass at `context` tokens; none after an interrupt.
       context: tokens, the middle of a mean answer.
       roofline_s: seconds of one pass over all weights, a sample per prompt and repeat.
       weight_bytes: what such a pass reads.
       weights: the target's weight types, in words.
       kernels: what multiplied and attended.
+      interrupted: whether an interrupt ended the run early.
     """
 
     columns: tuple[Column, ...]
@@ -152,123 +148,40 @@ class Measurement:
     weight_bytes: int
     weights: str
     kernels: Kernels
+    interrupted: bool = False
 
 
-# What is assumed of methods and their counters, in one place.
+# How the counters of a generation are read, in one place.
 
 
 def target_passes(stats: DecodeStats) -> int:
-    """Target passes of a generation, those only that brought tokens which the user received."""
+    """Target passes of a generation that brought tokens which the user received."""
     spec = stats.speculative_decoding
     return stats.completion_tokens if spec is None else spec["num_spec_steps"]
 
 
+def first_tokens(stats: DecodeStats) -> int:
+    """Tokens of the first dispatch, which `decode_s` does not hold."""
+    return stats.completion_tokens - round((stats.tokens_per_s or 0.0) * stats.decode_s)
+
+
+def first_passes(stats: DecodeStats) -> int:
+    """Target passes of the first dispatch: one with a draft, else one per token."""
+    accepted = 0 if stats.speculative_decoding is None else (stats.speculative_decoding["per_step_accepted"] or [0])[0]
+    return min(target_passes(stats), max(1, first_tokens(stats) - accepted))
+
+
 def verified_rows(stats: DecodeStats, method: Any, kernels: Kernels) -> list[int]:
-    """Rows of each target pass but a turn's first, as they were computed."""
+    """Rows of each target pass after the first dispatch, as they were computed."""
     if stats.speculative_decoding is None:
-        return [1] * (target_passes(stats) - 1)
-    drafted = stats.speculative_decoding["per_step_drafted"][1:]
-    return [computed_rows(1 + count, method.batch_rows, kernels) for count in drafted]
-
-
-def draft_passes(stats: DecodeStats) -> int:
-    """Draft passes of a generation."""
-    return 0 if stats.speculative_decoding is None else stats.speculative_decoding["num_draft_passes"]
-
-
-def first_round_tokens(stats: DecodeStats) -> int:
-    """Tokens that came with the first token."""
-    accepted = 0 if stats.speculative_decoding is None else stats.speculative_decoding["per_step_accepted"][0]
-    return min(stats.completion_tokens, 1 + accepted)
+        return [1] * (target_passes(stats) - first_passes(stats))
+    drafted = stats.speculative_decoding["per_step_drafted"][first_passes(stats) :]
+    return [computed_rows(1 + count, method.num_rows, kernels) for count in drafted]
 
 
 def is_token_exact(method: Any, sampling: SamplingParams) -> bool:
-    """Whether a method promises the baseline's very tokens, or at this temperature only their distribution."""
-    return sampling.temperature == 0 or method.exact == "tokens"
-
-
-def default_methods(has_draft: bool, apart: bool = False) -> list[str]:
-    """Names of all methods that need no draft, and with a draft of those that use one.
-
-    A draft on devices of its own, `apart` from the target's, leaves those that can use it there.
-    """
-    return [
-        name
-        for name, method in METHODS.items()
-        if (has_draft or not method.needs_draft) and (method.own_devices or not (apart and method.drafts))
-    ]
-
-
-def make_columns(
-    names: Sequence[str],
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-    budgets: Sequence[int] | None = None,
-) -> list[Column]:
-    """Columns for methods by name, the baseline first whether it is named or not.
-
-    Args:
-      names: of methods; repeated ones count once.
-      settings: by method name, values of its fields that are not the default.
-      budgets: tree budgets in tokens; each becomes a column of SpecExec, instead of its default one.
-
-    Raises:
-      ConfigError: an unknown method or field (the nearest name is given), settings or budgets of a method that is not
-        measured, or a value that the method refuses.
-    """
-    settings = settings or {}
-    names = list(dict.fromkeys([BASELINE, *names]))
-    for name in names:
-        make_method(name)  # an unknown name comes before whatever else is wrong
-    for name in settings:
-        if name not in names:
-            raise ConfigError(f"a setting is given for {name!r}, which is not measured: {', '.join(names)} are")
-    if budgets and SWEPT not in names:
-        raise ConfigError(f"budgets are swept for {SWEPT}, which is not measured: add it to the methods")
-    columns = []
-    for name in names:
-        given = settings.get(name, {})
-        if name == SWEPT and budgets:
-            if "budget" in given:
-                raise ConfigError(f"{SWEPT}.budget is set and swept: give --set {SWEPT}.budget or --budgets, not both")
-            # Each is made anew, not changed: what a method derives from its budget has to follow it.
-            swept = {f"{name}[budget={budget}]": {**given, "budget": budget} for budget in budgets}
-        else:
-            swept = {name: given}
-        columns += [Column(label, make_method(name, values)) for label, values in swept.items()]
-    return columns
-
-
-def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """A method by name with some settings; see `make_columns` for the errors."""
-    if name == "all":
-        raise ConfigError(f"{name!r} is no method to compare with others; known: {', '.join(METHODS)}")
-    return registry.make_method(name, settings)
-
-
-def loading_method(columns: Sequence[Column], has_draft: bool, given: bool = True, apart: bool = False) -> Any:
-    """The method to load models with: one of the columns', and with a draft one that uses it.
-
-    Args:
-      columns: from `make_columns`.
-      has_draft: whether there is a draft model.
-      given: whether that is because somebody named one.
-      apart: whether the draft is to have devices of its own.
-
-    Raises:
-      ConfigError: a column needs a draft and there is none, or there is one and no column uses it; or not all that do
-        can use it on devices of its own.
-    """
-    drafting = [column for column in columns if column.method.drafts]
-    if has_draft and given and not drafting:
-        raise ConfigError(f"none of the methods {', '.join(c.label for c in columns)} uses a draft model: leave it out")
-    needing = [column for column in columns if column.method.needs_draft]
-    if needing and not has_draft:
-        raise ConfigError(f"{needing[0].label} needs a draft model: name one, or leave the method out")
-    together = [column.label for column in drafting if not column.method.own_devices]
-    if apart and (together or not drafting):
-        others = ", ".join(together) or "plain decoding"
-        raise ConfigError(f"draft_devices and draft_platform are for swiftspec; {others} cannot use them")
-    return (drafting or columns)[0].method
+    """Whether a method promises the baseline's tokens, not only their distribution; None is another library."""
+    return method is not None and (sampling.temperature == 0 or method.exact == "tokens")
 
 
 def measure(
@@ -277,59 +190,81 @@ def measure(
     prompts: Sequence[BenchPrompt],
     sampling: SamplingParams,
     repeats: int = 3,
-    on_progress: Progress | None = None,
+    on_progress: Progress = lambda what, done, total: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Measurement:
     """Run all columns on all prompts; see the module's rules.
 
-    Each turn of a conversation is answered in turn, with the column's own earlier answers in between. A model without
-    a chat template completes the turns as plain text.
+    The turns of a conversation are answered in order, with the column's own earlier answers in between. A model
+    without a chat template completes the turns as plain text.
 
     Args:
       llm: the loaded model; columns of other methods share its weights.
-      columns: from `make_columns`.
+      columns: from `make_columns`, with other libraries' decoders added where wanted.
       prompts: at least one.
       sampling: with `max_tokens`, and with a seed if the temperature is above 0.
       repeats: timed answers of each column to each prompt.
-      on_progress: called with what comes next, the number of answers measured so far and their total.
+      on_progress: called with what comes next, the number of answers so far and their total.
+      stopped: asked before each answer; True ends the run, and what is complete is kept.
 
     Raises:
       ConfigError: a prompt does not fit into the context together with its answers; nothing was measured then.
+      KeyboardInterrupt: the run was stopped before every column had answered once.
     """
+    from jaxspec.bench.microbench import roofline_pass, weight_bytes
+
     assert prompts and sampling.max_tokens is not None and (sampling.temperature == 0 or sampling.seed is not None)
     total = repeats * len(prompts) * len(columns)
-    report = on_progress or (lambda what, done, total: None)
-    models = {column.label: _with_method(llm, column.method) for column in columns}
+    models = {column.label: column.model or _with_method(llm, column.method) for column in columns}
     longest = max(_most_tokens(llm, prompt, sampling.max_tokens) for prompt in prompts)
     compile_s = {}
     for label, model in models.items():
-        report(f"warming up {label}", 0, total)
+        if stopped():
+            raise KeyboardInterrupt
+        on_progress(f"warming up {label}", 0, total)
         compile_s[label] = _warm_up(model, prompts, sampling, longest)
     read_weights = roofline_pass(llm.params, llm.kernels, ROOFLINE_PASSES)
     read_weights()
 
     labels = list(models)
     answers: list[Answer] = []
-    roofline_s = []
-    for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
-            roofline_s.append(read_weights())
-            first = (repeat + index) % len(labels)
-            for label in labels[first:] + labels[:first]:
-                report(f"{label}, {prompt.question_id}", len(answers), total)
+    roofline_s: list[float] = []
+    interrupted = False
+    for repeat, (index, prompt) in itertools.product(range(repeats), enumerate(prompts)):
+        roofline_s.append(read_weights())
+        first = (repeat + index) % len(labels)
+        for label in labels[first:] + labels[:first]:
+            if not (interrupted := stopped()):
+                on_progress(f"{label}, {prompt.question_id}", len(answers), total)
                 answers.append(_answer(models[label], label, prompt, sampling, repeat))
+        if interrupted:
+            break
+    interrupted = interrupted or stopped()
+    # Ratios are taken within a group of one answer per column: an incomplete group is dropped.
+    del answers[len(answers) // len(labels) * len(labels) :]
+    if not answers:
+        raise KeyboardInterrupt
 
-    context = _middle([answer for answer in answers if answer.label == labels[0]])
+    stats = [s for answer in answers if answer.label == labels[0] for s in answer.stats]
+    context = round(statistics.fmean(s.prompt_tokens + s.completion_tokens / 2 for s in stats))
     pass_times = {}
-    for label, model in models.items():
-        report(f"single passes of {label}", total, total)
-        mine = [s for answer in answers if answer.label == label for s in answer.stats]
-        rows = {count for s in mine for count in verified_rows(s, model.engine.method, llm.kernels)}
-        pass_times[label] = _time_passes(model, context, sorted(rows))
+    for column in columns if not interrupted else ():
+        if column.model is None:
+            on_progress(f"single passes of {column.label}", total, total)
+            mine = [s for answer in answers if answer.label == column.label for s in answer.stats]
+            rows = {count for s in mine for count in verified_rows(s, column.method, llm.kernels)}
+            pass_times[column.label] = _time_passes(models[column.label], context, sorted(rows))
+    answered = {answer.prompt.question_id for answer in answers}
     return Measurement(
-        tuple(columns), tuple(prompts), sampling, repeats, tuple(answers),
+        tuple(columns), tuple(p for p in prompts if p.question_id in answered), sampling, repeats, tuple(answers),
         compile_s, pass_times, context, tuple(roofline_s), weight_bytes(llm.params),
-        str(llm.engine.target.weights), llm.kernels,
+        str(llm.engine.target.weights), llm.kernels, interrupted,
     )  # fmt: skip
+
+
+def encode_prompt(llm: Any, prompt: BenchPrompt) -> list[int]:
+    """Token ids of a prompt's first turn, through the chat template if the model has one."""
+    return _encode(llm, [{"role": "user", "content": prompt.turns[0]}])
 
 
 def _with_method(llm: "LLM", method: Any) -> Any:
@@ -357,10 +292,10 @@ def _most_tokens(llm: "LLM", prompt: BenchPrompt, max_tokens: int) -> int:
 
 
 def _warm_up(llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, longest: int) -> float:
-    """Compile for the longest conversation, once and for all capacities, and generate; seconds of compiling."""
+    """Compile for the longest conversation and generate once; returns seconds of compiling."""
     compile_s = llm.engine.prepare(longest)
     short = dataclasses.replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens or 1), ignore_eos=True)
-    # The longest first turn goes through every size of prefill chunk that any of them needs, save for its remainder.
+    # The longest first turn uses every size of prefill chunk that any of them needs, except for its remainder.
     prompt = max(prompts, key=lambda p: len(p.turns[0]))
     return compile_s + sum(stats.compile_s for stats in _answer(llm, "", prompt, short, 0).stats)
 
@@ -370,19 +305,16 @@ def _answer(llm: Any, label: str, prompt: BenchPrompt, sampling: SamplingParams,
     completions = []
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
-        completion = _ask(llm, messages, sampling)
-        # Not part of this answer, and not to be paid for by whatever is measured next.
+        if llm.tokenizer.has_chat_template:
+            completion = llm.chat(messages, sampling)
+        else:
+            completion = llm.generate(_plain_text(messages), sampling)
+        # The round in flight belongs neither to this answer nor to the next measurement.
         llm.engine.settle()
         messages.append({"role": "assistant", "content": completion.text})
         completions.append(completion)
     token_ids, reasons, stats = zip(*((tuple(c.token_ids), c.finish_reason, c.stats) for c in completions), strict=True)
     return Answer(label, prompt, repeat, token_ids, reasons, stats)
-
-
-def _ask(llm: Any, messages: list[dict[str, str]], sampling: SamplingParams) -> Any:
-    if llm.tokenizer.has_chat_template:
-        return llm.chat(messages, sampling)
-    return llm.generate(_plain_text(messages), sampling)
 
 
 def _encode(llm: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -391,9 +323,3 @@ def _encode(llm: Any, messages: list[dict[str, str]]) -> list[int]:
 
 def _plain_text(messages: list[dict[str, str]]) -> str:
     return "\n\n".join(message["content"] for message in messages)
-
-
-def _middle(answers: Sequence[Answer]) -> int:
-    """Tokens of context in the middle of a mean generation."""
-    stats = [s for answer in answers for s in answer.stats]
-    return round(statistics.fmean(s.prompt_tokens + s.completion_tokens / 2 for s in stats))

@@ -1,9 +1,9 @@
 """When each program of a generation ran on its devices, as a Chrome/Perfetto trace and as a summary.
 
-A thread per row waits for a small result of each program, in the order of dispatch, and notes when it is there: what
-one sees are completions on the devices, not dispatches. A program began at the latest of: the completion of the one
-before it on the same devices, the completion of what it takes from elsewhere, and its dispatch. The clock is the
-host's, and a completion is noted tens of microseconds late (milliseconds where the CPU has no core to spare).
+A thread per row waits for a small result of each program, in the order of dispatch, and notes the time of completion.
+A program's start is the latest of three times: its dispatch, the completion of the program before it on the same
+devices, and the completion of its inputs. The clock is the host's. A completion is noted tens of microseconds late, or
+milliseconds where the CPU has no free core.
 """
 
 import collections
@@ -21,32 +21,19 @@ from typing import Any
 
 import jax
 
-from jaxspec.bench.events import (
-    DISPATCH,
-    DRAFT,
-    HOST,
-    READ,
-    SHARED,
-    TARGET,
-    TRANSFERS,
-    VERIFYING,
-    WAIT,
-    Event,
-    Summary,
-    summarise,
-)
-from jaxspec.engine import StepOutput
-from jaxspec.methods.base import Models
+from jaxspec.bench import events
+from jaxspec.bench.events import DISPATCH, HOST, READ, TRANSFERS, WAIT, Event, TraceSummary
+from jaxspec.methods.core.round import Models, StepOutput
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.trace import Launch, Read, recording
 
-# Interleaved generations whose latest results are known.
+# Generations whose latest results are kept, to tell which program made an input.
 GENERATIONS = 32
 
 
 @dataclasses.dataclass(eq=False)
 class _Mark:
-    """An event whose end a watcher fills in."""
+    """An event; a watcher fills in its end."""
 
     row: str
     name: str
@@ -57,12 +44,12 @@ class _Mark:
     end: float | None = None
 
 
-# What made them and the results themselves, by row and name of the program or transfer.
+# By row and name of a program or transfer: its latest mark and results.
 _Latest = dict[tuple[str, str], tuple[_Mark, tuple[jax.Array, ...]]]
 
 
 class _Watcher:
-    """A thread that notes when results of one row are there, in order."""
+    """A thread that notes when results of one row are ready, in order."""
 
     def __init__(self, row: str):
         self._waiting: queue.SimpleQueue[tuple[_Mark, jax.Array] | None] = queue.SimpleQueue()
@@ -73,7 +60,7 @@ class _Watcher:
         self._waiting.put((mark, result))
 
     def close(self) -> None:
-        """Wait until all that was handed over is there."""
+        """Wait for all results that were handed over."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -83,31 +70,31 @@ class _Watcher:
             try:
                 result.block_until_ready()
             except Exception:
-                continue  # it failed: whoever reads the round is told
+                continue  # the program failed; reading the round raises the error
             mark.end = time.perf_counter()
             del item, result
 
 
 class Timeline:
-    """Records the generations that run while it is entered; one at a time in a process, and entered once.
+    """Records the generations that run while it is entered. A process can have one timeline at a time.
 
     >>> with Timeline(llm.engine.models) as timeline:
     ...     llm.generate("The sea is")
     >>> timeline.summary().overlap, timeline.write("out.json")
 
-    See `recording.Recorder` for what programs, transfers and the engine tell it.
+    It implements `runtime.trace.Recorder`, through which programs, transfers and the engine report to it.
     """
 
     def __init__(self, models: Models):
-        """Give each set of devices a row; `models` says which devices are whose."""
+        """Give the devices of each model a row."""
         target, draft = models.target.plan, None if models.draft is None else models.draft.plan
         if draft is None or set(draft.devices) == set(target.devices):
-            plans = {SHARED: target}
+            plans = {events.SHARED: target}
         else:
-            plans = {TARGET: target, DRAFT: draft}
+            plans = {events.TARGET: target, events.DRAFT: draft}
         self._rows = {frozenset(plan.devices): row for row, plan in plans.items()}
         self._labels = {row: _label(row, plan) for row, plan in plans.items()}
-        # A mesh that is not split off sends nothing.
+        # Models on the same devices send nothing to each other.
         others = (HOST,) if len(plans) == 1 else (TRANSFERS, HOST)
         self._labels |= {row: row for row in others}
         self._watchers: dict[str, _Watcher] = {}
@@ -129,17 +116,15 @@ class Timeline:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End them; waits for the round in flight."""
+        """End the threads after the round in flight."""
         self._exit.close()
         for watcher in self._watchers.values():
             watcher.close()
         self._latest.clear()
 
-    # What `recording.Recorder` asks for.
-
     def generation(self, state: Any, launch: Launch, read: Read) -> tuple[Launch, Read]:
-        """See `Recorder`."""
-        # Prefill returns nothing that could be watched: the first round is to begin behind it.
+        """Number the rounds of a generation, and watch its launches and reads."""
+        # Prefill has no result to watch. Wait for it, so that the first round starts after it.
         jax.block_until_ready(state)
         generation, self._generations = self._generations, self._generations + 1
         launched: collections.deque[int] = collections.deque()
@@ -166,19 +151,19 @@ class Timeline:
         return watched_launch, watched_read
 
     def program(self, name: str, plan: MeshPlan, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """See `Recorder`."""
+        """Dispatch a program and watch its last result."""
         row = self._rows.get(frozenset(plan.devices))
         if self._current is None or row is None:
             return run(*args)
         mark = self._mark(row, name, args)
         results = run(*args)
         self._remember(mark, *results[1:])
-        # All results of a program are there at once.
+        # All results of a program are ready at once.
         self._watchers[row].watch(mark, jax.tree.leaves(results[1:])[-1])
         return results
 
     def transfer(self, move: Callable[[], jax.Array], array: jax.Array, plan: MeshPlan) -> jax.Array:
-        """See `Recorder`."""
+        """Dispatch a transfer between the two meshes and watch it."""
         source, end = (self._rows.get(frozenset(devices)) for devices in (array.sharding.device_set, plan.devices))
         if self._current is None or source is None or end is None or source == end:
             return move()
@@ -189,7 +174,7 @@ class Timeline:
         return arrived
 
     def wait(self, array: jax.Array) -> None:
-        """See `Recorder`."""
+        """Wait within a round; the time counts as waiting of the host."""
         if self._current is None:
             array.block_until_ready()
             return
@@ -208,7 +193,7 @@ class Timeline:
         return mark
 
     def _remember(self, mark: _Mark, *results: Any) -> None:
-        """Keep what a program made until it runs again: by then, whoever takes it has."""
+        """Keep a program's results until it runs again; every consumer has been dispatched by then."""
         latest = self._latest.pop(mark.generation, {})
         latest[mark.row, mark.name] = mark, tuple(result for result in results if isinstance(result, jax.Array))
         self._latest[mark.generation] = latest
@@ -217,7 +202,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def _on_host(self, name: str, number: int, generation: int) -> Iterator[None]:
-        # Waiting within a dispatch cuts that in two, so that a row's events never overlap.
+        # A wait within a dispatch cuts it in two, so that events of a row never overlap.
         self._cut(time.perf_counter())
         self._open.append((name, time.perf_counter(), number, generation))
         try:
@@ -235,25 +220,23 @@ class Timeline:
             name, start, number, generation = self._open[-1]
             self._host.append(Event(HOST, name, start - self._began, now - self._began, number, generation))
 
-    # What it has to say.
-
     @property
     def events(self) -> tuple[Event, ...]:
-        """All events so far, by row and time; complete when the timeline is left."""
+        """All events so far, by row and time; complete after the timeline is left."""
         ends = self._ends()
-        events, free = [], dict.fromkeys(self._labels, 0.0)
+        found, free = [], dict.fromkeys(self._labels, 0.0)
         for mark, end in ends.items():
             start = max(mark.dispatched, free[mark.row], *(ends.get(made, 0.0) for made in mark.inputs))
             free[mark.row] = end
             span = start - self._began, end - self._began
-            events.append(Event(mark.row, mark.name, *span, mark.round, mark.generation))
+            found.append(Event(mark.row, mark.name, *span, mark.round, mark.generation))
         rows = list(self._labels)
-        return tuple(sorted([*events, *self._host], key=lambda e: (rows.index(e.row), e.start)))
+        return tuple(sorted([*found, *self._host], key=lambda e: (rows.index(e.row), e.start)))
 
     def _ends(self) -> dict[_Mark, float]:
-        """Completions by mark, in order of dispatch, without those that failed.
+        """Completions by mark, in order of dispatch, without failed programs.
 
-        What took a result ended behind what made it, however late the other thread noted that.
+        A consumer ends after its producer. Where a thread noted the producer too late, the consumer's end corrects it.
         """
         ends: dict[_Mark, float] = {}
         latest: dict[_Mark | str, float] = {}  # by mark and by row, from what follows
@@ -271,11 +254,11 @@ class Timeline:
         """Rounds that the engine has read, over all generations."""
         return len(self._results)
 
-    def summary(self) -> Summary:
-        """See `events.summarise`."""
+    def summary(self) -> TraceSummary:
+        """Times and shares of the rounds that were read."""
         drafts = {number: result.draft for number, result in self._results.items() if result.draft is not None}
         passes = {number: _passes(result) for number, result in self._results.items()}
-        return summarise(self.events, drafts, passes)
+        return events.summarise(self.events, drafts, passes)
 
     def to_json(self) -> dict[str, Any]:
         """The trace in Chrome's trace-event form: complete events, times in microseconds, one thread per row."""
@@ -286,7 +269,7 @@ class Timeline:
             for name, args in (("thread_name", {"name": label}), ("thread_sort_index", {"sort_index": threads[row]}))
         ]
         process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "jaxspec"}}
-        events = [
+        found = [
             {
                 "ph": "X", "pid": 1, "tid": threads[event.row], "name": event.name, "cat": event.row,
                 "ts": _microseconds(event.start), "dur": _microseconds(event.end) - _microseconds(event.start),
@@ -295,10 +278,10 @@ class Timeline:
             for event in self.events
         ]  # fmt: skip
         summary = dataclasses.asdict(self.summary()) if self._results else {}
-        return {"traceEvents": [process, *rows, *events], "displayTimeUnit": "ms", "otherData": summary}
+        return {"traceEvents": [process, *rows, *found], "displayTimeUnit": "ms", "otherData": summary}
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json`; a file is there whole or not at all.
+        """Write `to_json`. An interrupted write leaves the old file or none.
 
         Raises:
           OSError: it cannot be written.
@@ -308,7 +291,7 @@ class Timeline:
     def _details(self, event: Event) -> dict[str, Any]:
         details: dict[str, Any] = {"round": event.round, "generation": event.generation}
         result = self._results.get(event.round)
-        if result is None or (event.name != READ and event.name not in VERIFYING):
+        if result is None or (event.name != READ and event.name not in events.VERIFYING):
             return details
         details["passes"] = _passes(result)
         if event.name != READ:
@@ -318,7 +301,7 @@ class Timeline:
 
 
 def _passes(result: StepOutput) -> int:
-    return sum(1 for _ in result.steps())
+    return sum(1 for _ in result.passes())
 
 
 def _label(row: str, plan: MeshPlan) -> str:
@@ -332,13 +315,13 @@ def _microseconds(seconds: float) -> float:
 def _write_whole(path: Path, text: str) -> None:
     path = path.resolve()
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a pipe or a device must not be replaced by a file
+        path.write_text(text, encoding="utf-8")  # a pipe or a device stays what it is
         return
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
-            # Readable as any new file, not by its owner alone.
+            # The mode of any new file; mkstemp makes it readable by its owner alone.
             umask = os.umask(0)
             os.umask(umask)
             os.chmod(name, 0o666 & ~umask)

@@ -11,7 +11,7 @@ import typer
 
 from jaxspec.cli.options import KERNELS_HELP, check_output, merge_options, setting_types
 from jaxspec.cli.progress import Bar
-from jaxspec.cli.run import run_command
+from jaxspec.cli.run import VersionOption, interrupts_noted, leave_after_interrupt, run_app, run_command
 from jaxspec.errors import ConfigError
 
 NAME = "jaxspec-bench"
@@ -42,7 +42,9 @@ def bench(
     top_p: Annotated[float, typer.Option(help="Keep the most probable tokens of this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Random stream of every answer at temperature > 0.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed answers of each method to each prompt.")] = 3,
-    budgets: Annotated[str | None, typer.Option(help="Tree budgets of specexec, by comma: a column each.")] = None,
+    budgets: Annotated[
+        str | None, typer.Option(help="Tree sizes of specexec in draft tokens, by comma: a column each.")
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Setting of a method, as method.name=value; repeatable.")
     ] = None,
@@ -61,17 +63,24 @@ def bench(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answer --max-tokens tokens always.")
     ] = False,
+    glossary: Annotated[bool, typer.Option("--glossary", help="Explain every column after the tables.")] = False,
+    version: VersionOption = False,
 ) -> None:
-    """Measure decoding methods side by side on the same prompts, in one process, everything warm."""
+    """Measure decoding methods side by side on the same prompts, in one process, everything warm.
+
+    An interrupt (Ctrl-C) ends the run after the answer in progress and reports what is complete.
+    """
 
     def run() -> None:
         out = check_output(json_)
         # Heavy imports only now: --help and usage errors answer at once.
         from rich.console import Console
 
+        from jaxspec.bench.columns import default_methods, loading_method, make_columns
         from jaxspec.bench.prompts import load_prompts, select_prompts
-        from jaxspec.bench.report import make_report, print_report
-        from jaxspec.bench.run import default_methods, loading_method, make_columns, measure
+        from jaxspec.bench.report import make_report
+        from jaxspec.bench.run import measure
+        from jaxspec.bench.tables import print_report
         from jaxspec.config import SamplingParams
         from jaxspec.llm import LLM, has_draft
 
@@ -90,8 +99,8 @@ def bench(
             model, draft=draft_model, method=method, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
             target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
         )  # fmt: skip
-        with Bar() as bar:
-            measured = measure(llm, columns, chosen, sampling, repeats, bar.show)
+        with interrupts_noted() as noted, Bar() as bar:
+            measured = measure(llm, columns, chosen, sampling, repeats, bar.show, noted.is_set)
         draft = None if llm.draft_path is None else str(llm.draft_path)
         command = shlex.join([NAME, *sys.argv[1:]])
         report = make_report(measured, command, str(llm.model_path), draft, target_devices)
@@ -100,19 +109,21 @@ def bench(
         if not console.is_terminal:
             console = Console(stderr=to_stdout, width=PIPE_WIDTH)
         try:
-            # Before the tables, whose reader may leave early, as `head` does; a full disk must not cost the tables.
+            # Before the tables: their reader may leave early, as `head` does. A full disk must not cost the tables.
             if out is not None:
                 text = json.dumps(report, ensure_ascii=False, allow_nan=False, default=str)
                 print(text) if to_stdout else out.write_text(text + "\n", encoding="utf-8")
         finally:
-            print_report(report, console)
+            print_report(report, console, glossary)
+        if measured.interrupted:
+            leave_after_interrupt()
 
     run_command(NAME, run)
 
 
 def main() -> None:
     """Entry point."""
-    app(prog_name=NAME)
+    run_app(app, NAME)
 
 
 def _split_list(text: str, option: str) -> list[str]:
@@ -133,7 +144,7 @@ def _parse_budgets(text: str | None) -> list[int] | None:
 
 def _parse_settings(assignments: Iterable[str]) -> Mapping[str, Mapping[str, Any]]:
     """Settings by method name, checked against the types of the method's own defaults."""
-    from jaxspec.bench.run import make_method
+    from jaxspec.bench.columns import make_method
 
     by_method: dict[str, list[str]] = {}
     for assignment in assignments:

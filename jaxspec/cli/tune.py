@@ -1,9 +1,10 @@
 """`jaxspec-tune`: what decodes fastest on this machine, written as a preset for `jaxspec-decode --config`."""
 
-import dataclasses
+import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,26 +12,19 @@ import typer
 
 from jaxspec.cli.options import KERNELS_HELP, check_new_file, check_output
 from jaxspec.cli.progress import Bar
-from jaxspec.cli.run import run_command
-from jaxspec.cli.tune_layers import (
-    INTERVAL,
-    RATIOS,
-    STEPS,
-    TASK,
-    LayerOptions,
-    find_layers,
-    layers_preset,
-    layers_report,
-    plot_layers,
-    print_layers,
-)
-from jaxspec.cli.tune_splits import find_split, print_splits, splits_preset, splits_report
-from jaxspec.errors import ConfigError
+from jaxspec.cli.run import VersionOption, run_app, run_command
+from jaxspec.errors import ConfigError, suggest
+from jaxspec.methods.registry import METHODS
 
 if TYPE_CHECKING:
-    from jaxspec.tune.run import Candidate, Tuning
+    from jaxspec.tune.run import Trial, Tuning
 
 NAME = "jaxspec-tune"
+
+# For swift. Offline a Bayesian proposal costs no more than a pass: there are more of them than while decoding.
+RATIOS, STEPS, INTERVAL, TASK = "0.2,0.3,0.45", 300, 8, "default"
+# Tables need this much room; a file or a pipe has it.
+PIPE_WIDTH = 132
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -54,10 +48,13 @@ def tune(
     target_devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     method: Annotated[
         str | None,
-        typer.Option(help="swiftspec splits the devices between target and draft, swift searches layers [the rest]."),
+        typer.Option(
+            help="Method to tune; swiftspec splits the devices between target and draft, swift searches layers "
+            "[auto, lookup, chain and specexec]."
+        ),
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=2, help="Devices to be split [all].")] = None,
-    ratios: Annotated[str, typer.Option(help="For swift: shares of blocks to skip, with commas between.")] = RATIOS,
+    devices: Annotated[int | None, typer.Option(min=2, help="For swiftspec: devices to be split [all].")] = None,
+    ratios: Annotated[str, typer.Option(help="For swift: shares of blocks to skip, by comma.")] = RATIOS,
     steps: Annotated[int, typer.Option(min=1, help="For swift: sets that are tried for each ratio.")] = STEPS,
     interval: Annotated[int, typer.Option(min=1, help="For swift: of so many sets one is Bayesian.")] = INTERVAL,
     task: Annotated[str, typer.Option(help="For swift: name under which the sets are kept.")] = TASK,
@@ -68,157 +65,154 @@ def tune(
         Path | None, typer.Option(help="For swift: draw matchness against steps (needs matplotlib).")
     ] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write every number here; - is standard output.")] = None,
+    version: VersionOption = False,
 ) -> None:
     """Measure step costs and acceptance, predict, confirm the best against plain decoding, write a preset."""
 
     def run() -> None:
         out = check_output(json_)
         check_new_file(preset, "the preset")
-        if method not in (None, "swiftspec", "swift"):
-            raise ConfigError(
-                f"--method {method!r}: only swiftspec and swift have tuners of their own; leave it out for the rest"
-            )
-        if method != "swiftspec" and devices is not None:
-            raise ConfigError("--devices are split by --method swiftspec; --target-devices is for the other methods")
-        layers = LayerOptions(ratios, steps, interval, task, swift_layers, plot)
-        if method == "swift":
-            layers.check()
-            if draft_model is not None:
-                raise ConfigError("--method swift needs no draft model: leave --draft-model out")
-        elif layers != LayerOptions():
-            raise ConfigError("--ratios, --steps, --interval, --task, --swift-layers and --plot are for --method swift")
-        if method == "swiftspec" and target_devices != 1:
-            raise ConfigError("--method swiftspec tries every split of --devices: leave --target-devices out")
+        for_swift = {"--ratios": ratios != RATIOS, "--steps": steps != STEPS, "--interval": interval != INTERVAL}
+        for_swift |= {"--task": task != TASK, "--swift-layers": swift_layers is not None, "--plot": plot is not None}
+        _check_method(method, devices, target_devices, draft_model, [name for name, set_ in for_swift.items() if set_])
+        shares = _parse_ratios(ratios)
+        if not task:
+            raise ConfigError("--task must not be empty")
+        check_new_file(plot, "--plot")
+        if plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--plot needs matplotlib: pip install 'jaxspec-decode[plot]'")
         # Heavy imports only now: --help and usage errors answer at once.
         from rich.console import Console
 
         from jaxspec.bench.prompts import load_prompts, select_prompts
         from jaxspec.config import SamplingParams
         from jaxspec.llm import LLM
+        from jaxspec.tune.run import compare_methods
         from jaxspec.tune.run import tune as find_fastest
 
-        command = _in_a_comment(shlex.join([NAME, *sys.argv[1:]]))
-        console = Console(stderr=True)
+        command = shlex.join([NAME, *sys.argv[1:]])
         chosen = select_prompts(load_prompts(prompts), None, max_prompts)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        given = {"model": model, "draft_model": draft_model, "dtype": dtype, "kernels": kernels}
+        given: dict[str, Any] = {"model": model, "draft_model": draft_model, "dtype": dtype, "kernels": kernels}
+
+        def load(**options: Any) -> LLM:
+            return LLM(model, draft=draft_model, dtype=dtype, kernels=kernels, **options)  # pyright: ignore[reportArgumentType]
+
+        with Bar() as bar:
+            bar.show("loading", 0, 1)
+            if method == "swiftspec":
+                trials = _split_devices(load, devices, bar.show)
+            elif method == "swift":
+                from jaxspec.methods.swift.settings import layer_store
+                from jaxspec.tune.swift import LayerOptions, tune_layers
+
+                llm = LLM(
+                    model, draft="none", method="ar", dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
+                    target_devices=target_devices,
+                )  # fmt: skip
+                store = layer_store(llm.engine.store, llm.engine.target.cfg, swift_layers or "")
+                if store is None:
+                    raise ConfigError("without a compile cache layer sets need a file: name one with --swift-layers")
+                store.check()
+                named = None if swift_layers is None else str(swift_layers.resolve())
+                options = LayerOptions(shares, steps, interval, task, named)
+                trials = tune_layers(llm, options, store, chosen, sampling, bar.show)
+            else:
+                llm = load(method=method if method not in (None, "ar") else "auto", target_devices=target_devices)
+                trials = compare_methods(llm, method, chosen, sampling, bar.show)
+            if method != "swiftspec":
+                given["target_devices"] = target_devices
+            tuning = find_fastest(trials, chosen, sampling, repeats, command, bar.show)
+
+        console = Console(stderr=str(out) == "-")
+        _print(tuning, console if console.is_terminal else Console(stderr=str(out) == "-", width=PIPE_WIDTH))
+        notes = Console(stderr=True)
         if method == "swift":
-            given["target_devices"] = target_devices  # pyright: ignore[reportArgumentType]
-            with Bar() as bar:
-                tuned, file = find_layers(given, layers, chosen, sampling, repeats, command, bar.show)
-            print_layers(tuned, Console(stderr=str(out) == "-"))
-            console.print(f"the layer sets are in {file.path}", highlight=False)
+            notes.print(f"the layer sets are in {store.path}", highlight=False, soft_wrap=True)
             if plot is not None:
-                plot_layers(tuned, plot)
-            _write(layers_preset(tuned, given, layers, command), layers_report(tuned), preset, out, console)
-            return
-        if method is not None:
-            with console.status("loading") as status:
-                results = find_split(given, devices, chosen, sampling, repeats, command, status.update)
-            print_splits(results, Console(stderr=str(out) == "-"))
-            _write(splits_preset(results, given, command), splits_report(results), preset, out, console)
-            return
-        llm = LLM(model, draft=draft_model, dtype=dtype, kernels=kernels, target_devices=target_devices)  # pyright: ignore[reportArgumentType]
-        with console.status("loading") as status:
-            tuning = find_fastest(llm, chosen, sampling, repeats, command, lambda what: status.update(what))
-        _print(tuning, Console(stderr=str(out) == "-"))
-        text = _preset(tuning, {**given, "target_devices": target_devices}, command)
-        _write(text, _report(tuning), preset, out, console)
+                from jaxspec.tune.swift import plot_layers
+
+                plot_layers(tuning.trials[0], plot)
+        if preset is not None:
+            preset.write_text(tuning.preset(given, command), encoding="utf-8")
+            notes.print(
+                f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False, soft_wrap=True
+            )
+        if out is not None:
+            numbers = json.dumps(tuning.report(), allow_nan=False, default=str)
+            print(numbers) if str(out) == "-" else out.write_text(numbers + "\n", encoding="utf-8")
 
     run_command(NAME, run)
 
 
 def main() -> None:
     """Entry point."""
-    app(prog_name=NAME)
+    run_app(app, NAME)
 
 
-def _write(text: str, report: dict[str, Any], preset: Path | None, out: Path | None, console: Any) -> None:
-    if preset is not None:
-        preset.write_text(text, encoding="utf-8")
-        console.print(f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False)
-    if out is not None:
-        numbers = json.dumps(report, allow_nan=False, default=str)
-        print(numbers) if str(out) == "-" else out.write_text(numbers + "\n", encoding="utf-8")
+def _check_method(
+    method: str | None, devices: int | None, target_devices: int, draft_model: str | None, for_swift: Sequence[str]
+) -> None:
+    """Refuse a method that cannot be tuned, and options that are for another one."""
+    names = [name for name in METHODS if name != "ar"]
+    if method is not None and method not in names:
+        raise ConfigError(f"--method {method!r} cannot be tuned; {suggest(method, names)}")
+    if method != "swift" and for_swift:
+        raise ConfigError(f"{', '.join(for_swift)} are for --method swift")
+    if method == "swift" and draft_model is not None:
+        raise ConfigError("--method swift needs no draft model: leave --draft-model out")
+    if method != "swiftspec" and devices is not None:
+        raise ConfigError("--devices are split by --method swiftspec; --target-devices is for the other methods")
+    if method == "swiftspec" and target_devices != 1:
+        raise ConfigError("--method swiftspec tries every split of --devices: leave --target-devices out")
 
 
-def _in_a_comment(text: str) -> str:
-    """Text for a line of TOML comment, which ends at a line break and holds no control characters or surrogates."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+def _parse_ratios(text: str) -> tuple[float, ...]:
+    try:
+        ratios = tuple(dict.fromkeys(float(word) for word in text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"--ratios {text!r} must be numbers with commas between them") from error
+    if not all(0 < ratio < 1 for ratio in ratios):
+        raise ConfigError(f"--ratios {text!r} must lie between 0 and 1, both excluded")
+    return ratios
+
+
+def _split_devices(load: Any, devices: int | None, progress: Any) -> "Iterator[Trial]":
+    import jax
+
+    from jaxspec.tune.swiftspec import split_devices
+
+    available = len(jax.devices())
+    devices = available if devices is None else devices
+    if not 2 <= devices <= available:
+        raise ConfigError(
+            f"--method swiftspec splits at least 2 devices and at most the {available} there are, got {devices}; "
+            "on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
+        )
+
+    def place(target: int, draft: int | None) -> Any:
+        # A draft on shared devices is loaded with a method that never takes devices of its own.
+        return load(method="swiftspec" if draft else "chain", target_devices=target, draft_devices=draft)
+
+    return split_devices(place, devices, progress)
 
 
 def _print(tuning: "Tuning", console: Any) -> None:
-    from rich.table import Table
+    from jaxspec.bench.tables import make_table, speed_cells
 
-    costs = tuning.costs
-    passes = ", ".join(f"{rows}: {1e3 * seconds:.1f}" for rows, seconds in costs.target_s.items())
-    console.print(f"target pass in ms by rows: {passes}", highlight=False)
-    if costs.draft_s:
-        console.print(f"draft pass: {1e3 * costs.draft_s:.2f} ms", highlight=False)
-        depth = ", ".join(f"{share:.2f}" for share in tuning.acceptance)
-        console.print(f"accepted by depth of a chain: {depth}", highlight=False)
-    drafted = "too few to tell" if costs.round_cost is None else f"{costs.round_cost:.3f}"
-    rounds = f"plain {costs.plain_cost:.3f}, with a draft {drafted}"
-    console.print(f"a round besides its passes, in one-row passes: {rounds}", highlight=False)
-    table = Table("method", "predicted", "measured", title="speed-up over plain decoding")
+    for line in tuning.lines:
+        console.print(line, highlight=False, markup=False)
+    several = len(tuning.trials) > 1
+    names = ["method", "predicted", "tokens/s", "speed-up (95 %)", "acceptance length", "over the fastest plain"]
+    table = make_table("speed-up over plain decoding beside it", names[: len(names) - (not several)])
     for candidate in tuning.candidates:
-        table.add_row(candidate.label, _figure(candidate.predicted), _figure(candidate.measured))
+        cells = ["-"] * 3 if candidate.row is None else speed_cells(candidate.row)
+        table.add_row(
+            candidate.label, _figure(candidate.predicted), *cells, *[_figure(candidate.score)] * several
+        )  # fmt: skip
     console.print(table)
-    console.print(_verdict(tuning), highlight=False)
-
-
-def _verdict(tuning: "Tuning") -> str:
-    if tuning.best.method.name == "ar":
-        return "plain decoding is the fastest here: nothing that was tried gains on it"
-    gain = f"{tuning.best.measured:.2f} times plain decoding"
-    if tuning.best.method.name == "auto" and not _settings(tuning.best):
-        return f"auto as it is without a preset is the fastest here, {gain}: nothing that was tried gains on it"
-    return f"the fastest here is {tuning.best.label}, {gain}"
+    console.print(tuning.verdict, highlight=False, soft_wrap=True)
 
 
 def _figure(speedup: float | None) -> str:
-    return "" if speedup is None else f"{speedup:.2f}"
-
-
-def _preset(tuning: "Tuning", given: dict[str, Any], command: str) -> str:
-    """TOML; `given` are options of the model."""
-    options: dict[str, Any] = {"method": tuning.best.method.name, **_settings(tuning.best)}
-    options |= {name: value for name, value in given.items() if value not in (None, "auto", 1)}
-    if not tuning.best.method.drafts and options.get("draft_model") != "none":
-        options.pop("draft_model", None)  # a method that drafts without it would refuse it
-    lines = [f"# {command}", f"# {_verdict(tuning)}"]
-    lines += [f"{name} = {_toml(value)}" for name, value in options.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    """JSON's strings, numbers and lists of numbers are TOML's too, but for one character that only TOML escapes."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _settings(candidate: "Candidate") -> dict[str, Any]:
-    """The settings of a method that are not its defaults."""
-    method: Any = candidate.method
-    if method == type(method)():  # whose fields may follow from others, and so differ from their own defaults
-        return {}
-    blank = {field.name: field.default for field in dataclasses.fields(method)}
-    return {name: value for name, value in dataclasses.asdict(method).items() if value != blank[name]}
-
-
-def _report(tuning: "Tuning") -> dict[str, Any]:
-    def describe(candidate: "Candidate") -> dict[str, Any]:
-        return {
-            "label": candidate.label,
-            "method": candidate.method.name,
-            "settings": _settings(candidate),
-            "predicted": candidate.predicted,
-            "measured": candidate.measured,
-        }
-
-    return {
-        "costs": dataclasses.asdict(tuning.costs),
-        "acceptance": tuning.acceptance,
-        "candidates": [describe(candidate) for candidate in tuning.candidates],
-        "best": describe(tuning.best),
-        "confirmation": tuning.report,
-    }
+    return "-" if speedup is None else f"{speedup:.2f}"

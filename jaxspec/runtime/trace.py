@@ -1,7 +1,4 @@
-"""Where a trace hooks in: one recorder for the process while a trace is taken, else none.
-
-Programs, transfers and the engine look at `active`; without a trace that is all it costs them.
-"""
+"""The hook of traces: while a trace is taken, programs, transfers and the engine report to one recorder, `active`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,14 +13,14 @@ Read = Callable[..., Any]
 
 
 class Recorder(Protocol):
-    """What watches generations run; see `bench.timeline`."""
+    """Watches generations run; `bench.timeline.Timeline` is one."""
 
     def generation(self, state: Any, launch: Launch, read: Read) -> tuple[Launch, Read]:
-        """A generation begins with `state`; watched forms of what launches its rounds and of what reads them."""
+        """Begin a generation with `state`; returns watched forms of its launching and reading functions."""
         ...
 
     def program(self, name: str, plan: MeshPlan, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Dispatch a program and return its results. Those behind the first, which is state, are never donated."""
+        """Dispatch a program and return its results. The first is state; the others are never donated."""
         ...
 
     def transfer(self, move: Callable[[], jax.Array], array: jax.Array, plan: MeshPlan) -> jax.Array:
@@ -40,14 +37,14 @@ active: Recorder | None = None
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Let a recorder watch whatever runs within.
+    """Let a recorder watch all generations within.
 
     Raises:
-      RuntimeError: another one does already.
+      RuntimeError: another recorder is active.
     """
     global active
     if active is not None:
-        raise RuntimeError("a trace is being taken already, and there can be one at a time")
+        raise RuntimeError("another trace is being taken; a process takes one at a time")
     active = recorder
     try:
         yield
@@ -56,7 +53,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def wait(array: jax.Array) -> None:
-    """Wait for an array within a round; a trace tells that from the host's work."""
+    """Wait for an array within a round; a trace counts this apart from the host's work."""
     if active is None:
         array.block_until_ready()
     else:

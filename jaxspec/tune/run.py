@@ -1,286 +1,249 @@
-"""What is fastest here: measured step costs, predicted speeds, and the best predictions put to the proof.
+"""One loop for all methods: candidates on some devices, measured side by side, the fastest one, its preset.
 
-1. Times of target passes of 1 to 16 rows and of a draft pass, alone, medians.
-2. What rounds cost besides their passes: the time from one round to the next, less its passes (`measure_rounds`).
-3. Acceptance: a long chain answers the prompts once; its counters give the length that chains of every length would
-   have reached.
-4. Prediction by the cost model (ALGORITHMS 10): speed-up = E * T_plain / T_round.
-5. Confirmation: plain decoding, `auto` as it is without a preset, what cannot be predicted and the best predictions
-   answer the prompts in turn; what counts is what was measured.
+A method's own part gives `Trial`s: loaded models and candidates for them, with predictions where a model of costs can
+make them. `tune` decodes with the candidates of each trial, plain decoding beside them, and compares all.
 """
 
-import contextlib
 import dataclasses
-import itertools
-import statistics
-import time
+import gc
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.microbench import time_pass, time_target_pass
 from jaxspec.bench.prompts import BenchPrompt
-from jaxspec.bench.report import make_report
+from jaxspec.bench.report import MIN_RATED_TOKENS, make_report
 from jaxspec.bench.run import BASELINE, Column, measure
 from jaxspec.config import SamplingParams
-from jaxspec.engine import StepOutput
-from jaxspec.llm import LLM
-from jaxspec.methods.auto import Auto
+from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
-from jaxspec.methods.chain import Chain
-from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.specexec import SpecExec
+from jaxspec.methods.registry import METHODS, method_class
+from jaxspec.tune.costs import Costs, measure_acceptance, measure_costs, predict_chain
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
-CONTEXT = 256
-PASS_REPEATS = 15
-LONGEST_CHAIN = 8
-BUDGETS = (8, 15)
+# Candidates with a prediction that are run, the most promising ones. Those without a prediction are all run.
 CONFIRMED = 3
-# Prompts that are answered to time rounds, most tokens of an answer, and rounds with drafts that are enough to go by.
-ROUND_PROMPTS, ROUND_TOKENS, ENOUGH_ROUNDS = 8, 48, 8
-# `auto` with its defaults, the shipped figures included where there are some; and with the figures of this machine.
-DEFAULT, TUNED = "auto", "auto, measured costs"
-# A method has to be this much faster than plain decoding, and than `auto` as it is, to be worth its preset: less is
-# noise.
+# The least speed-up over plain decoding, and over `auto` without a preset, that is worth a preset: less is noise.
 LEAST_GAIN = 1.02
+# `auto` with the costs that it has without a preset, and with those of this machine.
+DEFAULT, TUNED = "auto", "auto, measured costs"
+# Methods that are compared where none is named.
+COMPARED = ("auto", "lookup", "chain", "specexec")
 
-Progress = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepCosts:
-    """Seconds of single passes behind `CONTEXT` tokens, medians, and what rounds cost besides; see `measure_rounds`.
-
-    Attributes:
-      target_s: of the target, by number of rows.
-      draft_s: of the draft, one row; 0 without a draft.
-      round_cost: of a round of `auto` with a draft besides its passes, in target passes of one row; None where too few
-        were seen. Below 0 where passes take less time in a round than alone.
-      plain_cost: the same of a round of plain decoding.
-    """
-
-    target_s: Mapping[int, float]
-    draft_s: float
-    round_cost: float | None = None
-    plain_cost: float = 0.0
-
-    def pass_cost(self) -> tuple[float, ...]:
-        """Target passes of 1, 2, ... rows over that of one row; never decreasing."""
-        rows, costs = list(self.target_s), [s / self.target_s[1] for s in self.target_s.values()]
-        costs = list(itertools.accumulate(costs, max))
-        filled = []
-        for (low, cheap), (high, dear) in itertools.pairwise(zip(rows, costs, strict=True)):
-            filled += [cheap + (dear - cheap) * n / (high - low) for n in range(high - low)]
-        return tuple(round(cost, 3) for cost in [*filled, costs[-1]])
-
-    @property
-    def draft_cost(self) -> float:
-        """A draft pass over a target pass, both of one row."""
-        return round(self.draft_s / self.target_s[1], 4)
-
-    def auto(self) -> Auto:
-        """`auto` with these costs; one that was not measured stays at its default."""
-        costs: dict[str, Any] = {"pass_cost": self.pass_cost(), "draft_cost": self.draft_cost}
-        return Auto(**costs) if self.round_cost is None else Auto(**costs, round_cost=max(0.0, self.round_cost))
+Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A method and what the cost model says of it.
+    """A method with settings, on some devices.
 
     Attributes:
       label: for tables.
       method: with its settings.
-      predicted: speed-up over plain decoding; None where only running it tells.
-      measured: geometric mean of the speed-up over prompts; None where it was not run.
+      predicted: speed-up over plain decoding by the cost model; None where only a run can tell.
+      preset: options that a preset has in place of the method's settings; None for these settings.
+      placed: options of the models that belong to it: how many devices they take.
+      row: its column of a report; None where it was not run.
+      score: speed-up over the fastest plain decoding; None where it was not run.
     """
 
     label: str
     method: Method
-    predicted: float | None
-    measured: float | None = None
+    predicted: float | None = None
+    preset: Mapping[str, Any] | None = None
+    placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    row: Mapping[str, Any] | None = None
+    score: float | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Options of a preset: the method's settings that are not their defaults."""
+        if self.preset is not None:
+            return dict(self.preset)
+        method: Any = self.method
+        if method == type(method)():  # fields that follow from others differ from their own defaults
+            return {}
+        blank = {field.name: field.default for field in dataclasses.fields(method)}
+        return {name: value for name, value in dataclasses.asdict(method).items() if value != blank[name]}
+
+
+@dataclasses.dataclass
+class Trial:
+    """Loaded models and the candidates for them.
+
+    Attributes:
+      llm: the models; other methods share its weights.
+      candidates: without plain decoding, which always runs beside them.
+      placed: options of the models that a preset needs.
+      suffix: part of plain decoding's label, where there are several trials.
+      known: findings on the way, for the report.
+      lines: findings for people.
+    """
+
+    llm: Any
+    candidates: Sequence[Candidate]
+    placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    suffix: str = ""
+    known: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lines: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What `tune` found.
+    """The findings of `tune`.
 
     Attributes:
-      costs: of single passes.
-      acceptance: share of accepted tokens of a chain by depth; empty without a draft.
-      candidates: every one, the fastest first, those that were not run last.
-      best: the one to use: plain decoding where nothing gained, `auto` as it is where nothing gained on that.
-      report: of the confirming run, as `jaxspec-bench` writes it.
+      candidates: the fastest first, those that were not run last.
+      best: the one to use: plain decoding where nothing gained on it, `auto` where nothing gained on that.
+      lines: findings for people, trial by trial.
+      trials: by trial, further findings, and the report of its run as `jaxspec-bench` writes it.
     """
 
-    costs: StepCosts
-    acceptance: tuple[float, ...]
     candidates: tuple[Candidate, ...]
     best: Candidate
-    report: dict[str, Any]
+    lines: tuple[str, ...]
+    trials: tuple[dict[str, Any], ...]
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        best = self.best
+        if best.method.name == BASELINE:
+            return f"plain decoding is the fastest here ({best.label}): nothing that was tried gains on it"
+        gain = f"{best.score:.2f} times plain decoding"
+        if best.label == DEFAULT:
+            return f"auto without a preset is the fastest here, {gain}: nothing that was tried gains on it"
+        return f"the fastest here is {best.label}, {gain}"
+
+    def preset(self, given: Mapping[str, Any], command: str) -> str:
+        """TOML for `--config`; `given` are options of the models."""
+        options: dict[str, Any] = {"method": self.best.method.name, **self.best.settings}
+        given = {**given, **self.best.placed}
+        options |= {name: value for name, value in given.items() if value not in (None, "auto", 1)}
+        if not self.best.method.drafts and options.get("draft_model") != "none":
+            options.pop("draft_model", None)  # a method that drafts without a model refuses one
+        # A comment ends at a line break and holds no control characters.
+        comments = ["".join(c if c.isprintable() else "?" for c in text) for text in (command, self.verdict)]
+        lines = [f"# {text}" for text in comments] + [f"{name} = {_toml(value)}" for name, value in options.items()]
+        return "\n".join(lines) + "\n"
+
+    def report(self) -> dict[str, Any]:
+        """Every number, for JSON."""
+        fields = ("label", "settings", "predicted", "score", "placed", "row")
+        rows = [{"method": c.method.name} | {name: getattr(c, name) for name in fields} for c in self.candidates]
+        return {"candidates": rows, "best": rows[self.candidates.index(self.best)], "trials": self.trials}
 
 
 def tune(
-    llm: LLM, prompts: Sequence[BenchPrompt], sampling: SamplingParams, repeats: int, command: str,
-    progress: Progress = lambda what: None,
+    trials: Iterator[Trial], prompts: Sequence[BenchPrompt], sampling: SamplingParams, repeats: int, command: str,
+    progress: Progress = lambda what, done, total: None,
 ) -> Tuning:  # fmt: skip
-    """Find the fastest method for a model, its draft and this machine.
+    """Run the candidates of all trials, and choose.
 
     Args:
-      llm: the model; its draft is tuned for if it has one.
+      trials: of a method, or of several; each is let go of before the next is asked for.
       prompts: what is decoded.
       sampling: how, with `max_tokens`.
-      repeats: of the confirming run.
-      command: for the report.
+      repeats: answers of each candidate to each prompt.
+      command: for the reports.
       progress: told what is going on.
+
+    Raises:
+      ConfigError: plain decoding's answers are too short to be timed, or no trial fits.
     """
-    progress("single passes")
-    costs = measure_steps(llm)
-    progress("rounds")
-    costs = measure_rounds(llm, costs, prompts, sampling)
-    acceptance: tuple[float, ...] = ()
-    if llm.draft_params is not None:
-        progress("acceptance of a chain")
-        acceptance = measure_acceptance(llm.with_method(Chain(LONGEST_CHAIN)), prompts, sampling)
-    candidates = predict(costs, acceptance)
-    # What cannot be predicted is run.
-    ranked = sorted(candidates, key=lambda c: -(c.predicted or float("inf")))
-    chosen = [c for c in ranked if c.predicted is None or c.predicted > 1]
-    unpredicted = sum(c.predicted is None for c in chosen)
-    chosen = chosen[: unpredicted + CONFIRMED]
-    columns = [Column(BASELINE, Autoregressive()), *(Column(c.label, c.method) for c in chosen)]
-    measured = measure(
-        llm, columns, prompts, sampling, repeats, lambda what, done, total: progress(f"{what} ({done} of {total})")
-    )
-    draft = None if llm.draft_path is None else str(llm.draft_path)
-    report = make_report(measured, command, str(llm.model_path), draft, llm.engine.target.plan.tensor)
-    speedups = _speedups(report)
-    run = [dataclasses.replace(c, measured=speedups[c.label]) for c in chosen]
-    rest = [c for c in candidates if c.label not in {r.label for r in run}]
-    plain = Candidate(BASELINE, Autoregressive(), 1.0, 1.0)
-    run = sorted([plain, *run], key=lambda c: -(c.measured or 0))
-    return Tuning(costs, acceptance, (*run, *rest), _choose(run), report)
+    run: list[Candidate] = []
+    rest: list[Candidate] = []
+    lines: list[str] = []
+    reports = []
+    while (trial := next(trials, None)) is not None:
+        chosen = _shortlist(trial.candidates)
+        plain = Candidate(f"{BASELINE}{trial.suffix}", Autoregressive(), 1.0, placed=trial.placed)
+        columns = [Column(BASELINE, plain.method), *(Column(c.label, c.method) for c in chosen)]
+        measured = measure(trial.llm, columns, prompts, sampling, repeats, progress)
+        draft, tensor = trial.llm.draft_path, trial.llm.engine.target.plan.tensor
+        report = make_report(measured, command, str(trial.llm.model_path), draft and str(draft), tensor)
+        rows = report["overall"]["columns"]
+        if rows[BASELINE]["tokens_per_s"] is None:
+            raise ConfigError(
+                f"no answer is long enough to be timed, which takes {MIN_RATED_TOKENS} tokens after plain decoding's "
+                "first dispatch: raise --max-tokens or give other --prompts"
+            )
+        run.append(dataclasses.replace(plain, row=rows[BASELINE]))
+        run += [dataclasses.replace(c, row=rows[c.label], placed={**trial.placed, **c.placed}) for c in chosen]
+        rest += [c for c in trial.candidates if c not in chosen]
+        lines += trial.lines
+        reports.append({**trial.known, "placed": trial.placed, "report": report})
+        del trial, measured, columns
+        gc.collect()  # programs and their buffers hold on to each other
+    if not run:
+        raise ConfigError("no placement of the models fits these devices")
+    run = _score(run)
+    return Tuning((*run, *rest), pick(run), tuple(lines), tuple(reports))
 
 
-def _choose(run: Sequence[Candidate]) -> Candidate:
-    """The one to use, of those that were run, the fastest first."""
-    plain, default = (next(c for c in run if c.label == label) for label in (BASELINE, DEFAULT))
-    fastest = run[0].measured or 0
+def pick(run: Sequence[Candidate]) -> Candidate:
+    """The candidate to use, of those that were run, the fastest first."""
+    plain = next(c for c in run if c.method.name == BASELINE)
+    default = next((c for c in run if c.label == DEFAULT), None)
+    fastest = run[0].score or 0.0
     if fastest < LEAST_GAIN:
         return plain
-    return default if fastest < LEAST_GAIN * (default.measured or 0) else run[0]
+    return default if default is not None and fastest < LEAST_GAIN * (default.score or 0.0) else run[0]
 
 
-def measure_steps(llm: LLM) -> StepCosts:
-    """Time passes of target and draft in turn."""
-    models = llm.engine.models
-    runs: dict[int, Callable[..., float]] = {
-        rows: time_target_pass(models.target, llm.params, rows, CONTEXT) for rows in ROWS
-    }
-    if models.draft is not None and llm.draft_params is not None:
-        runs[0] = time_pass(models.draft, llm.draft_params, 1, CONTEXT, levels=LONGEST_CHAIN)
-    for run in runs.values():
-        run()
-    samples: dict[int, list[float]] = {rows: [] for rows in runs}
-    for _ in range(PASS_REPEATS):
-        for rows, run in runs.items():
-            # Several draft passes in one program: its start is part of a round, not of each pass.
-            samples[rows].append(run(LONGEST_CHAIN) / LONGEST_CHAIN if rows == 0 else run())
-    medians = {rows: statistics.median(values) for rows, values in samples.items()}
-    return StepCosts({rows: medians[rows] for rows in ROWS}, medians.get(0, 0.0))
+def compare_methods(
+    llm: Any, name: str | None, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
+) -> Iterator[Trial]:
+    """The trial of methods on models as they are loaded: `name`, or all in `COMPARED` that fit."""
+    costs = measure_costs(llm, prompts, sampling, progress)
+    drafting = llm.draft_params is not None
+    acceptance = measure_acceptance(llm, prompts, sampling, progress) if drafting else ()
+    yield Trial(
+        llm, list_candidates(llm.engine.models, name, costs, acceptance),
+        known={"costs": costs.report(), "acceptance": acceptance}, lines=costs.lines(acceptance),
+    )  # fmt: skip
 
 
-def measure_rounds(llm: LLM, costs: StepCosts, prompts: Sequence[BenchPrompt], sampling: SamplingParams) -> StepCosts:
-    """Add what rounds cost besides their passes: searches, bookkeeping, dispatch, whatever the passes leave over.
-
-    Plain decoding and `auto`, which takes rounds to cost nothing and so drafts a little more than it will, answer a few
-    prompts in turn. One round runs while the one before is read, so that the time from one to the next is that of a
-    round. The passes that its counters name are taken off at the times of `costs`, scaled by one-row passes timed
-    before each answer, since a machine's speed drifts; the median of what remains counts. It holds whatever makes a
-    pass in a round differ from one alone, too: what `auto` adds up is the time that rounds took.
-    """
-    passes = costs.pass_cost()
-    models = (llm.with_method(Autoregressive()), llm.with_method(dataclasses.replace(costs.auto(), round_cost=0.0)))
-    one_row = time_target_pass(llm.engine.models.target, llm.params, 1, CONTEXT)
-    one_row()
-    rest: tuple[list[float], list[float]] = [], []
-    short = dataclasses.replace(sampling, max_tokens=min(ROUND_TOKENS, sampling.max_tokens or ROUND_TOKENS))
-    for prompt in prompts[:ROUND_PROMPTS]:
-        for model, found in zip(models, rest, strict=True):
-            unit = statistics.median(one_row() for _ in range(PASS_REPEATS))
-            for emitted, seconds in time_rounds(model, _encode(model, prompt), short):
-                # Rounds of `auto` without a draft may share what a round costs among several tokens.
-                if emitted.drafted or model is models[0]:
-                    known = passes[emitted.drafted] + emitted.draft_passes * costs.draft_cost
-                    found.append(seconds / unit - known)
-    plain, drafted = (round(statistics.median(found), 4) if found else 0.0 for found in rest)
-    return dataclasses.replace(costs, plain_cost=plain, round_cost=drafted if len(rest[1]) >= ENOUGH_ROUNDS else None)
+def list_candidates(models: Any, name: str | None, costs: Costs, acceptance: Sequence[float]) -> list[Candidate]:
+    """Candidates for some models: variants of the methods, with predictions where the costs allow them."""
+    assert name is None or name in METHODS
+    candidates = []
+    for known in COMPARED if name is None else (name,):
+        cls = method_class(known)
+        if models.draft is None and cls.needs_draft:
+            continue
+        for method in cls().variants(models):
+            predicted = predict_chain(costs, acceptance, method.max_path - 1) if known == "chain" else None
+            candidates.append(Candidate(_label(method), method, predicted))
+    return [*candidates, Candidate(TUNED, costs.auto())] if name in (None, "auto") else candidates
 
 
-def time_rounds(llm: LLM, ids: list[int], sampling: SamplingParams) -> Iterator[tuple[StepOutput, float]]:
-    """What each round of an answer brought, and the seconds since the one before.
-
-    The first has none before it, and the last is cut to the length of the answer: it does not say what it drafted.
-    """
-    engine = llm.engine
-    engine.check_request(ids, sampling)
-    room, last = engine.token_limit(ids, sampling), None
-    engine.prepare(len(ids) + room)
-    with contextlib.closing(engine.rounds(llm.model_params, ids, sampling, sampling.seed or 0)) as rounds:
-        for emitted in rounds:
-            now = time.perf_counter()
-            room -= len(emitted.tokens)
-            if room <= 0 or not (sampling.ignore_eos or set(llm.eos_ids).isdisjoint(emitted.tokens)):
-                break
-            if last is not None:
-                yield emitted, now - last
-            last = now
-    engine.settle()
+def _label(method: Any) -> str:
+    return method.name if method == type(method)() and method.name in (DEFAULT, "lookup") else (
+        f"{method.name} {method.num_rows - 1}"
+    )  # fmt: skip
 
 
-def measure_acceptance(llm: LLM, prompts: Sequence[BenchPrompt], sampling: SamplingParams) -> tuple[float, ...]:
-    """Share of rounds in which a chain's d-th token was accepted, among those that accepted the one before."""
-    tried, accepted = [0] * LONGEST_CHAIN, [0] * LONGEST_CHAIN
-    for prompt in prompts:
-        *_, event = llm.stream(_encode(llm, prompt), sampling)
-        assert event.completion is not None
-        counters = event.completion.stats.speculative_decoding
-        assert counters is not None
-        for drafted, count in zip(counters["per_step_drafted"], counters["per_step_accepted"], strict=True):
-            for depth in range(min(drafted, count + 1)):
-                tried[depth] += 1
-                accepted[depth] += depth < count
-    return tuple(a / t if t else 0.0 for a, t in zip(accepted, tried, strict=True))
+def _shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those without a prediction, and the best of those that are predicted to gain."""
+    known = [(c.predicted, -index, c) for index, c in enumerate(candidates) if c.predicted is not None]
+    promising = [c for predicted, _, c in sorted(known, reverse=True, key=lambda k: k[:2]) if predicted > 1]
+    return [c for c in candidates if c.predicted is None] + promising[:CONFIRMED]
 
 
-def predict(costs: StepCosts, acceptance: Sequence[float]) -> list[Candidate]:
-    """Candidates, with the speed-up that the cost model gives those whose length is known."""
-    auto = costs.auto()
-    candidates = [
-        Candidate("lookup", PromptLookup(), None),
-        Candidate(DEFAULT, Auto(), None),
-        Candidate(TUNED, auto, None),
-    ]
-    if not acceptance:
-        return candidates
-    besides = auto.round_cost if costs.round_cost is None else costs.round_cost
-    passes, length, reached = costs.pass_cost(), 1.0, 1.0
-    for tokens in range(1, LONGEST_CHAIN + 1):
-        reached *= acceptance[tokens - 1]
-        length += reached
-        round_ = passes[tokens] + tokens * costs.draft_cost + besides
-        speedup = length * (1 + costs.plain_cost) / round_
-        candidates.append(Candidate(f"chain {tokens}", Chain(tokens), round(speedup, 3)))
-    candidates += [Candidate(f"specexec {budget}", SpecExec(budget), None) for budget in BUDGETS]
-    return candidates
+def _score(run: Sequence[Candidate]) -> list[Candidate]:
+    """Add speed-ups over the fastest plain decoding, from those over the plain decoding beside each; fastest first."""
+    plain = 0.0
+    scored = []
+    best = max(c.row["tokens_per_s"]["mean"] for c in run if c.row and c.method.name == BASELINE)
+    for candidate in run:
+        row: Any = candidate.row
+        if candidate.method.name == BASELINE:
+            plain = row["tokens_per_s"]["mean"]
+        ratio = (row["speedup"] or row["call_speedup"])["geometric_mean"]
+        scored.append(dataclasses.replace(candidate, score=ratio * plain / best))
+    return sorted(scored, key=lambda c: -(c.score or 0.0))
 
 
-def _encode(llm: LLM, prompt: BenchPrompt) -> list[int]:
-    message: Any = [{"role": "user", "content": prompt.turns[0]}]
-    return llm.encode(message if llm.tokenizer.has_chat_template else prompt.turns[0])
-
-
-def _speedups(report: dict[str, Any]) -> dict[str, float]:
-    columns = report["overall"]["columns"]
-    return {label: (column["speedup"] or column["call_speedup"])["geometric_mean"] for label, column in columns.items()}
+def _toml(value: Any) -> str:
+    """JSON's strings, numbers and lists of numbers are TOML's too, except for one character that TOML escapes."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

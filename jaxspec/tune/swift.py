@@ -1,6 +1,6 @@
-"""Layer sets for `Swift` found and judged off line: on texts that the model wrote, in place of the one being decoded.
+"""Layer sets for `Swift`, searched and judged offline on texts that the model wrote.
 
-The search is that of decoding (`methods.swift_search`), a window of text after the other; nothing is timed.
+The search is that of decoding (`methods.swift.search`), one window of text after another; nothing is timed.
 """
 
 import dataclasses
@@ -11,27 +11,20 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench.prompts import BenchPrompt
-from jaxspec.bench.report import make_report
-from jaxspec.bench.run import BASELINE, Column, measure
+from jaxspec.bench.run import encode_prompt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.core.chunks import cache_slots
-from jaxspec.methods.core.cost_model import pass_costs, relative_set_cost
-from jaxspec.methods.core.sequence import TargetSide
+from jaxspec.methods.core.cost_model import ROUND_COST, pass_costs, relative_set_cost
+from jaxspec.methods.core.sequence import ModelSequence, cache_slots
 from jaxspec.methods.swift.score import matchness_program
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
-from jaxspec.methods.swift.settings import ROUND_COST, Swift, branches, sets_per_pass
+from jaxspec.methods.swift.settings import Swift, branches, sets_per_pass
+from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.layer_set import LayerSet, uniform_layers
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
-
-# What drafting has to gain over plain decoding to be worth a preset: less is noise.
-LEAST_GAIN = 1.02
-
-# Told the steps that were made, and the matchness of the best set so far.
-Progress = Callable[[int, float], None]
+from jaxspec.tune.run import Candidate, Progress, Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,35 +33,26 @@ class Passage:
 
     Attributes:
       tokens: prompt and answer.
-      prompt: how many of them are the prompt's.
+      prompt: number of prompt tokens.
     """
 
     tokens: tuple[int, ...]
     prompt: int
 
     def windows(self, width: int) -> list[int]:
-        """First positions of the windows of `width` predicted tokens that the answer has room for."""
+        """First positions of the answer's windows of `width` predicted tokens."""
         return [*range(self.prompt, len(self.tokens) - width, width)]
 
 
-def write_passages(llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams) -> list[Passage]:
-    """Let a model answer the first turn of each prompt.
-
-    Args:
-      llm: an `LLM`; the method does not matter, all write the same.
-      prompts: what is asked.
-      sampling: how it answers.
-    """
-    passages = []
+def write_passages(llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams) -> Iterator[Passage]:
+    """The model's answers to the first turn of each prompt; they do not depend on the method."""
     for prompt in prompts:
-        turn = prompt.turns[0]
-        ids = llm.encode([{"role": "user", "content": turn}] if llm.tokenizer.has_chat_template else turn)
-        passages.append(Passage((*ids, *llm.generate(ids, sampling).token_ids), len(ids)))
-    return passages
+        ids = encode_prompt(llm, prompt)
+        yield Passage((*ids, *llm.generate(ids, sampling).token_ids), len(ids))
 
 
-class Scorer:
-    """Scores layer sets on windows of passages, as a generation would score them on its own text.
+class LayerScorer:
+    """Scores layer sets on windows of passages, as a generation scores them on its own text.
 
     Attributes:
       sets: scored in one pass.
@@ -77,29 +61,22 @@ class Scorer:
     """
 
     def __init__(self, placement: Placement, params: Params, longest: int, window: int):
-        """Compile.
-
-        Args:
-          placement: the target.
-          params: its parameters.
-          longest: tokens of the longest passage.
-          window: gamma.
-        """
+        """Compile for passages of up to `longest` tokens and windows of `window` tokens."""
         self.window, self.num_layers, self._params = window, placement.cfg.num_layers, params
         branching = branches(placement)
         self.sets = sets_per_pass(branching)
-        self._side = TargetSide(placement, cache_slots(longest, self.sets * window))
-        self._score = matchness_program(placement, self._side.state, self.sets, window, branching)
+        self._sequence = ModelSequence(placement, cache_slots(longest, self.sets * window), "layers")
+        self._score = matchness_program(placement, self._sequence.state, self.sets, window, branching)
         self._state: Any = None
         self._passage: Passage | None = None
-        compile_programs((*self._side.programs, self._score))
+        compile_programs((*self._sequence.programs, self._score))
 
     def count(self, passage: Passage, start: int, layers: Sequence[LayerSet]) -> list[int]:
         """Tokens of the window from `start` on that each set predicts, of `window`."""
         if passage is not self._passage:
-            state = self._side.start(passage.tokens[0], self._state)
-            # What lies behind a window is hidden from it: one prefill serves all windows of a passage.
-            self._state = self._side.prefill(self._params, state, np.array(passage.tokens, np.int32))
+            state = self._sequence.start(passage.tokens[0], self._state)
+            # One prefill serves all windows of a passage: a window does not see the tokens after it.
+            self._state = self._sequence.prefill(self._params, state, np.array(passage.tokens, np.int32))
             self._passage = passage
         tokens = np.array(passage.tokens[start : start + self.window + 1], np.int32)
         counts: list[int] = []
@@ -119,17 +96,17 @@ class Scorer:
 
 
 def search_layers(
-    scorer: Scorer, passages: Sequence[Passage], settings: SearchSettings, seed: int = 0,
-    progress: Progress = lambda steps, matchness: None,
+    scorer: LayerScorer, passages: Sequence[Passage], settings: SearchSettings, seed: int = 0,
+    progress: Callable[[int, float], None] = lambda steps, matchness: None,
 ) -> LayerSearch:  # fmt: skip
     """Search to the end; windows come in random order of passages, again and again.
 
     Args:
       scorer: of windows of `settings.window`.
       passages: texts to score on.
-      settings: how to search, and when to stop.
+      settings: of the search, and when to stop.
       seed: of the order and of the proposals.
-      progress: told after every pass.
+      progress: told the steps and the matchness of the best set after every pass.
 
     Raises:
       ConfigError: no passage is long enough for a window.
@@ -149,118 +126,107 @@ def search_layers(
 
 
 @dataclasses.dataclass(frozen=True)
-class RatioResult:
-    """What was found for one skip ratio.
+class LayerOptions:
+    """How the sets are searched and kept.
 
     Attributes:
-      ratio: r.
-      search: it has ended.
-      matchness: of its set, on texts that the search did not see where there are enough.
-      predicted: speed-up over plain decoding by the cost model.
-      measured: the same, decoded, over the faster of plain decoding and rounds without a draft; None where another
-        ratio promised more.
+      ratios: skip ratios, a search for each.
+      steps: candidates of a search.
+      interval: every how many of them one is Bayesian.
+      task: name under which the sets are kept.
+      named: layer file that the user named, for the preset; None is the one in the cache folder.
     """
 
-    ratio: float
-    search: LayerSearch
-    matchness: float
-    predicted: float
-    measured: float | None = None
-
-    @property
-    def layers(self) -> LayerSet:
-        """The set."""
-        return self.search.incumbent.layers
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerTuning:
-    """What `tune_layers` found.
-
-    Attributes:
-      results: by ratio, in the order that was asked for.
-      uniform: matchness of the uniform set.
-      judged_tokens: on so many tokens.
-      best: the one to use; None where plain decoding is as fast.
-      report: of the confirming run, as `jaxspec-bench` writes it.
-    """
-
-    results: tuple[RatioResult, ...]
-    uniform: float
-    judged_tokens: int
-    best: RatioResult | None
-    report: dict[str, Any]
+    ratios: tuple[float, ...]
+    steps: int
+    interval: int
+    task: str
+    named: str | None = None
 
 
 def tune_layers(
-    llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, ratios: Sequence[float],
-    steps: int, interval: int, repeats: int, command: str,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> LayerTuning:  # fmt: skip
-    """Search on a model's own answers, for each ratio; judge on others; decode with what promises most.
+    llm: Any, options: LayerOptions, store: LayerStore, prompts: Sequence[BenchPrompt], sampling: SamplingParams,
+    progress: Progress,
+) -> Iterator[Trial]:  # fmt: skip
+    """The trial of `Swift`: search on the model's own answers for each ratio, judge on others, predict.
+
+    Two answers of three serve the search, the third the judgement; a few serve both.
 
     Args:
       llm: an `LLM` that decodes plainly.
-      prompts: what it answers: two of three for the search, the third for judging; all for both if there are few.
+      options: of the search.
+      store: keeps the sets that were found.
+      prompts: what the model answers.
       sampling: how, with `max_tokens`.
-      ratios: skip ratios.
-      steps: candidates for each of them.
-      interval: every how many of these one is Bayesian.
-      repeats: of the confirming run.
-      command: for the report.
-      progress: told what is going on, how much of it is done, and of how much.
+      progress: told what is going on.
 
     Raises:
       ConfigError: no answer is long enough for a window, or a ratio leaves this model nothing to choose.
     """
-    target = llm.engine.target
-    searches = [SearchSettings(ratio=r, steps=steps, interval=interval, tolerance=steps) for r in ratios]
+    target, steps = llm.engine.target, options.steps
+    searches = [
+        SearchSettings(ratio=ratio, steps=steps, interval=options.interval, tolerance=steps) for ratio in options.ratios
+    ]
     for settings in searches:
         if LayerSearch(target.cfg.num_layers, settings).stopped is not None:
             raise ConfigError(f"ratio {settings.ratio:g} leaves nothing to choose in {target.cfg.num_layers} layers")
     width = searches[0].window
     passages = []
-    for done, prompt in enumerate(prompts):
-        progress("answers", done, len(prompts))
-        passages += write_passages(llm, [prompt], sampling)
+    for passage in write_passages(llm, prompts, sampling):
+        passages.append(passage)
+        progress("answers", len(passages), len(prompts))
     passages = _usable(passages, width)
     few = len(passages) < 3
     seen, judged = ([p for i, p in enumerate(passages) if few or i % 3], passages if few else passages[::3])
-    scorer = Scorer(target, llm.params, max(len(passage.tokens) for passage in passages), width)
-    results = []
+    scorer = LayerScorer(target, llm.params, max(len(passage.tokens) for passage in passages), width)
+    [uniform] = scorer.matchness(judged, [uniform_layers(target.cfg.num_layers)])
+    candidates, known, lines = [], [], [f"matchness of the uniform set: {uniform:.3f}"]
     for settings in searches:
 
         def tell(done: int, score: float, ratio: float = settings.ratio) -> None:
             progress(f"ratio {ratio:g}: matchness {score:.2f}", done, steps)
 
         search = search_layers(scorer, seen, settings, progress=tell)
+        store.save(options.task, search, replace=True)
         layers = search.incumbent.layers
         [score] = scorer.matchness(judged, [layers])
-        results.append(RatioResult(settings.ratio, search, score, predict_gain(target, layers, score)))
-    [uniform] = scorer.matchness(judged, [uniform_layers(target.cfg.num_layers)])
-    chosen = max(results, key=lambda result: result.predicted)
-    column = Column("swift", Swift(layers=str(chosen.layers)))
-    # Its rounds without a draft may be faster than plain decoding's: that is no merit of drafts.
-    idle = Column("swift without a draft", Swift(layers="none"))
-    columns = [Column(BASELINE, Autoregressive()), idle, column]
-    report = make_report(
-        measure(llm, columns, prompts, sampling, repeats, progress),
-        command,
-        str(llm.model_path),
-        None,
-        target.plan.tensor,
-    )
-    speedup, without = (report["overall"]["columns"][each.label]["speedup"] for each in (column, idle))
-    gain = speedup["mean"] / max(1.0, without["mean"]) if speedup and without else None
-    confirmed = dataclasses.replace(chosen, measured=gain)
-    results[results.index(chosen)] = confirmed
+        preset: dict[str, Any] = {"ratio": settings.ratio}
+        preset |= {"task": options.task} if options.task != Swift().task else {}
+        preset |= {"swift_layers": options.named} if options.named else {}
+        gain = predict_gain(target, layers, score)
+        candidates.append(Candidate(f"swift at ratio {settings.ratio:g}", Swift(layers=str(layers)), gain, preset))
+        lines.append(f"ratio {settings.ratio:g}: matchness {score:.3f}, skips {layers.num_skipped} blocks: {layers}")
+        known.append({
+            "ratio": settings.ratio, "layers": str(layers), "num_skipped": layers.num_skipped, "matchness": score,
+            "steps": search.steps, "stopped": search.stopped, "history": search.history,
+        })  # fmt: skip
     tokens = sum(len(passage.windows(width)) for passage in judged) * width
-    best = confirmed if (confirmed.measured or 0.0) >= LEAST_GAIN else None
-    return LayerTuning(tuple(results), uniform, tokens, best, report)
+    yield Trial(llm, candidates, known={"uniform": uniform, "judged_tokens": tokens, "results": known}, lines=lines)
+
+
+def plot_layers(known: dict[str, Any], path: Any) -> None:
+    """Matchness of the best set against the steps of the search (extra `plot`: matplotlib)."""
+    import matplotlib  # pyright: ignore[reportMissingImports]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    figure, axis = pyplot.subplots(figsize=(6.5, 3.8))
+    for result in known["results"]:
+        steps, scores = zip(*result["history"], strict=True)
+        [line] = axis.step(steps, scores, where="post", label=f"ratio {result['ratio']:g}")
+        axis.plot(steps[-1], result["matchness"], marker="o", color=line.get_color())
+    axis.axhline(known["uniform"], color="gray", linestyle=":", label="uniform set, other texts")
+    axis.set(xlabel="candidates scored", ylabel="matchness of the best so far", ylim=(0, 1))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, title="dots: on other texts", title_fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def predict_gain(placement: Placement, layers: LayerSet, matchness: float, length: int = 25, rows: int = 32) -> float:
-    """Speed of drafts of the best length over plain decoding, by the cost model (ALGORITHMS 10); below 1 they lose.
+    """Speed of drafts of the best length over plain decoding, by the cost model; below 1 they lose.
 
     Args:
       placement: the target.

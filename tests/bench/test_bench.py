@@ -13,10 +13,12 @@ from tiny_models import tiny_params
 
 from jaxspec import SamplingParams
 from jaxspec.bench import run as bench
-from jaxspec.bench.prompts import BenchPrompt
-from jaxspec.bench.report import bootstrap_interval, make_report, print_report
+from jaxspec.bench.columns import default_methods, loading_method, make_columns
 from jaxspec.bench.microbench import roofline_pass, weight_bytes
-from jaxspec.bench.run import Column, default_methods, loading_method, make_columns, measure
+from jaxspec.bench.prompts import BenchPrompt
+from jaxspec.bench.report import bootstrap_interval, make_report
+from jaxspec.bench.run import Column, measure
+from jaxspec.bench.tables import GLOSSARY, print_report
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from pallas_kernels.registry import Kernels
@@ -49,6 +51,12 @@ def run(names=("lookup", "specexec"), prompts=PROMPTS, sampling=GREEDY, repeats=
     return measure(llm or FakeLLM(), columns(*names, **options), prompts, sampling, repeats)
 
 
+def shown(report, glossary=False):
+    console = Console(width=160, file=io.StringIO(), record=True)
+    print_report(report, console, glossary)
+    return console.export_text()
+
+
 def report_of(measured):
     return make_report(measured, "jaxspec-bench --methods x", "fake", None)
 
@@ -56,8 +64,8 @@ def report_of(measured):
 def test_columns():
     assert [c.label for c in columns("specexec", "ar", "specexec")] == ["ar", "specexec"]
     swept = columns("lookup", "specexec", settings={"specexec": {"width": 9}}, budgets=[2, 16, 2])
-    assert [c.label for c in swept] == ["ar", "lookup", "specexec[budget=2]", "specexec[budget=16]"]
-    assert swept[3].method == Tree(budget=16, width=9)
+    assert [c.label for c in swept] == ["ar", "lookup", "specexec[num_draft_tokens=2]", "specexec[num_draft_tokens=16]"]
+    assert swept[3].method == Tree(num_draft_tokens=16, width=9)
     assert columns("specexec", budgets=[16])[1].method.width == 64
 
 
@@ -68,7 +76,7 @@ def test_columns():
         (["all"], {}, "'all' is no method to compare"),
         (["ar"], {"budgets": [4]}, "budgets are swept for specexec, which is not measured"),
         (["ar"], {"settings": {"lookup": {}}}, "a setting is given for 'lookup', which is not measured: ar are"),
-        (["specexec"], {"budgets": [0]}, "budget must be at least 1, got 0"),
+        (["specexec"], {"budgets": [0]}, "num_draft_tokens must be at least 1, got 0"),
     ],
 )
 def test_wrong_columns(names, options, message):
@@ -138,25 +146,24 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_runs():
 
 
 def test_numbers():
-    overall = report_of(run(["specexec"], settings={"specexec": {"budget": 3}}))["overall"]
+    overall = report_of(run(["specexec"], settings={"specexec": {"num_draft_tokens": 3}}))["overall"]
     # Prompt c has five tokens: too few to rate. The others have answers of 40: 10 rounds of four.
     assert (overall["prompts"], overall["rated_prompts"]) == (3, 2)
     plain, tree = overall["columns"]["ar"], overall["columns"]["specexec"]
     assert plain["tokens_per_s"]["mean"] == pytest.approx(100)
     assert plain["tokens_per_s"]["repeat_std"] == pytest.approx(0)
     assert plain["speedup"] == dict.fromkeys(("mean", "geometric_mean", "low", "high"), pytest.approx(1))
-    assert plain["tokens_per_pass"] == 1 and plain["draft_acceptance_rate"] is None
+    assert plain["acceptance_length"] == 1 and plain["draft_acceptance_rate"] is None
     assert plain["gb_per_s"] == pytest.approx(100) and plain["of_roofline"] == pytest.approx(0.8)
-    # 36 tokens behind the first round, in nine rounds of 15 ms.
+    # 36 tokens after the first round, in nine rounds of 15 ms.
     assert tree["tokens_per_s"]["mean"] == pytest.approx(4 / 0.015)
     assert tree["speedup"]["mean"] == pytest.approx(4 / 0.015 / 100)
     assert tree["ttft_s"]["mean"] == pytest.approx(0.1)
     # a and c once, b twice: 125 tokens in 32 rounds (c: four and one).
-    assert tree["tokens_per_pass"] == pytest.approx((3 * 40 + 5) / 32)
+    assert tree["acceptance_length"] == pytest.approx((3 * 40 + 5) / 32)
     assert tree["draft_acceptance_rate"] == pytest.approx((3 * 30 + 3) / (32 * 6))
-    split = tree["split"]
-    assert (split["verify"], split["draft"]) == (pytest.approx(9 / 15), pytest.approx(3 / 15))
-    assert split["verify"] + split["draft"] + split["other"] == pytest.approx(1)
+    # A round of 15 ms holds one target pass of 9 ms and three draft passes of 1 ms.
+    assert tree["split"] == pytest.approx({"pass_s": 0.015, "target_s": 0.009, "draft_s": 0.003, "rest_s": 0.003})
     a, b, c = (0.1 + 0.39) / (0.1 + 0.135), (0.2 + 0.78) / (0.2 + 0.27), (0.1 + 0.04) / (0.1 + 0.015)
     assert tree["call_speedup"]["mean"] == pytest.approx((a + b + c) / 3)
 
@@ -174,12 +181,52 @@ def test_the_ratio_is_taken_within_a_repeat():
     assert row["speedup"]["low"] is None  # one prompt has no spread
 
 
-def test_an_overlong_sum_of_passes_is_reported_as_it_is():
+def test_nothing_meaningless_is_shown():
+    """No negative rest, no share above 100 %, no percentiles of few prompts."""
     measured = run(["specexec"])
-    target_s = dict.fromkeys(range(1, 9), 1.0)
-    slow = {label: bench_fakes.PassTimes(target_s, 1.0, 1.0) for label in measured.pass_times}
-    split = report_of(dataclasses.replace(measured, pass_times=slow))["overall"]["columns"]["specexec"]["split"]
-    assert split["other"] == 0 and split["other_s"] < 0
+    slow = {label: bench_fakes.PassTimes(dict.fromkeys(range(1, 9), 1.0), 1.0, 1.0) for label in measured.pass_times}
+    report = report_of(dataclasses.replace(measured, pass_times=slow, roofline_s=(1.0,)))
+    row = report["overall"]["columns"]["specexec"]
+    assert row["split"]["rest_s"] < 0 and row["of_roofline"] > 1
+    text = shown(report)
+    assert "p5" not in text and "%" not in text.partition("of roofline")[2]
+    many = [BenchPrompt(n, "chat", ("a" * 50,)) for n in range(20)]
+    assert "100.0 to 100.0" in shown(report_of(run(["lookup"], many, repeats=1)))
+
+
+def test_an_interrupted_run_keeps_complete_groups():
+    answered = []
+    llm = FakeLLM()
+
+    def stop_after(count):
+        return measure(
+            llm, columns("lookup"), PROMPTS, GREEDY, 2, lambda what, done, total: answered.append(done),
+            lambda: bool(answered) and answered[-1] >= count,
+        )  # fmt: skip
+
+    measured = stop_after(4)
+    assert [a.prompt.question_id for a in measured.answers] == ["a", "a", "b", "b"] and measured.interrupted
+    assert [p.question_id for p in measured.prompts] == ["a", "b"] and measured.pass_times == {}
+    report = report_of(measured)
+    assert report["interrupted"] and report["overall"]["columns"]["lookup"]["speedup"]["mean"] == pytest.approx(10 / 15)
+    assert "interrupted: the numbers are of the 4 answers" in shown(report)
+    # A second repeat of some prompts only.
+    answered.clear()
+    assert report_of(stop_after(8))["overall"]["columns"]["ar"]["tokens_per_s"]["repeat_std"] is None
+    answered.clear()
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(0)
+
+
+def test_the_first_dispatch_is_in_no_rate():
+    """Plain decoding in blocks of four tokens: forty tokens in ten dispatches, nine of which are timed."""
+    measured = run(["lookup"], [PROMPTS[0]], repeats=1)
+    blocks = []
+    for answer in measured.answers:
+        stats = tuple(dataclasses.replace(s, decode_s=0.36, tokens_per_s=100.0) for s in answer.stats)
+        blocks.append(dataclasses.replace(answer, stats=stats))
+    assert [(a.timed_tokens, a.timed_passes) for a in blocks] == [(36, 36)] * 2
+    assert [a.tokens_per_s for a in blocks] == pytest.approx([100.0] * 2)
 
 
 def test_exactness():
@@ -191,9 +238,9 @@ def test_exactness():
     assert report["categories"]["code"]["columns"]["lookup"]["exact"]["prompts"] == 1
 
 
-def test_what_promises_the_law_is_not_held_to_tokens():
+def test_what_promises_the_distribution_is_not_held_to_tokens():
     warm = dataclasses.replace(GREEDY, temperature=1.0)
-    for sampling, promise in [(warm, "law"), (GREEDY, "tokens")]:
+    for sampling, promise in [(warm, "distribution"), (GREEDY, "tokens")]:
         report = report_of(run(["specinfer"], sampling=sampling, llm=FakeLLM(wrong=["specinfer"])))
         assert report["overall"]["columns"]["specinfer"]["exact"]["promise"] == promise
         assert bool(report["differences"]) == (promise == "tokens")
@@ -201,13 +248,13 @@ def test_what_promises_the_law_is_not_held_to_tokens():
 
 
 def test_answers_of_one_round_have_no_rate():
-    report = report_of(run(["lookup", "specexec"], settings={"specexec": {"budget": 39}}))
+    report = report_of(run(["lookup", "specexec"], settings={"specexec": {"num_draft_tokens": 39}}))
     assert report["overall"]["rated_prompts"] == 2
     assert report["overall"]["columns"]["lookup"]["rated_prompts"] == 2
     row = report["overall"]["columns"]["specexec"]
     assert row["rated_prompts"] == 0
     assert (row["tokens_per_s"], row["speedup"], row["split"], row["gb_per_s"]) == (None, None, None, None)
-    assert row["tokens_per_pass"] == 125 / 4 and row["call_speedup"]["mean"] > 1
+    assert row["acceptance_length"] == 125 / 4 and row["call_speedup"]["mean"] > 1
     print_report(report, Console(quiet=True))
 
 
@@ -215,27 +262,28 @@ def test_report_is_json_and_tables_say_the_same():
     report = report_of(run(["lookup", "specexec"], budgets=[2, 4], llm=FakeLLM(wrong=["lookup"])))
     again = json.loads(json.dumps(report, allow_nan=False))
     assert (again["weights"], again["kernels"]) == ("float32", "xla")
-    assert again["columns"][2]["settings"]["budget"] == 2
+    assert again["columns"][2]["settings"]["num_draft_tokens"] == 2
     assert len(again["samples"]) == 2 * 3 * 4
     assert again["samples"][0]["stats"][0]["completion_tokens"] == len(again["samples"][0]["token_ids"][0]) == 40
-    console = Console(width=160, file=io.StringIO(), record=True)
-    print_report(again, console)
-    text = console.export_text()
+    text = shown(again)
+    assert text.index("3 prompts, 2 rated") < text.index("by category") < text.index("parts of a target pass")
     for words in (
-        "chat (2 prompts)", "code (1 prompt, 0 rated)", "overall (3 prompts, 2 rated)", "specexec[budget=4]",
-        "100.0 ± 0.0", "lookup is slower than plain decoding here: 0.67", "lookup leaves plain decoding at token 3",
+        "chat (2 prompts)", "code (1 prompt, 0 rated)", "greedy, 3 prompts, 2 rated", "specexec[num_draft_tokens=4]",
+        "100.0 ± 0.0", "lookup is slower than plain decoding here: 0.67", 
+        "lookup differs from plain decoding at token 3",
         "roofline 125.0 GB/s", "jax ", "jaxspec-bench --methods x", "end-of-sequence tokens respected", "greedy",
     ):  # fmt: skip
         assert words in text
-    for definition in again["definitions"]:
-        assert f"{definition}: " in text
+    assert "rated prompts: " not in text
+    explained = shown(again, glossary=True)
+    assert all(f"{name}: " in explained for name in GLOSSARY)
 
 
 def test_bootstrap_interval():
     assert bootstrap_interval([2.0]) is None and bootstrap_interval([2.0, 2.0]) == (2.0, 2.0)
     values = np.random.default_rng(1).normal(1.5, 0.4, 100).tolist()
     low, high = bootstrap_interval(values) or (0, 0)
-    # The interval of the normal law: 1.96 standard errors to either side.
+    # The interval of the normal distribution: 1.96 standard errors to either side.
     assert (high - low) / 2 == pytest.approx(1.96 * np.std(values) / 10, rel=0.1)
     assert bootstrap_interval(values) == (low, high)
 
@@ -260,5 +308,5 @@ def test_plain_decoding_of_the_real_model(llm, real, monkeypatch):
     # The blocks of its file, or float32.
     assert measured.weight_bytes == (96_576_768 if llm.kernels.native else 4 * 134_515_008)
     row = report_of(measured)["overall"]["columns"]["ar"]
-    assert row["exact"]["equal"] == 1 and row["tokens_per_pass"] == 1
+    assert row["exact"]["equal"] == 1 and row["acceptance_length"] == 1
     assert row["tokens_per_s"]["mean"] == pytest.approx(np.median([a.stats[0].tokens_per_s for a in measured.answers]))

@@ -1,4 +1,4 @@
-"""`jaxspec-bench`: its words on invented methods, in this process, and one real run in a process of its own."""
+"""`jaxspec-bench`: its options on invented methods, one real run, and what --help loads."""
 
 import json
 import signal
@@ -10,12 +10,6 @@ import pytest
 from native_models import without_kernel_note
 
 from jaxspec.cli import bench as command
-
-START = "from jaxspec.cli.bench import main; main()"
-
-
-def run(*arguments):
-    return subprocess.run([sys.executable, "-c", START, *arguments], capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -46,15 +40,21 @@ def test_tables_go_to_stdout_and_the_object_to_a_file(call, tmp_path):
     ]  # fmt: skip
     status, out, err = call(*words)
     assert (status, err) == (0, "")
-    assert "specexec[budget=4]" in out and "speed-up" in out and "--budgets 2,4" in out
+    assert "specexec[num_draft_tokens=4]" in out and "speed-up" in out and "--budgets 2,4" in out
     report = json.loads((tmp_path / "out.json").read_text())
     assert [column["label"] for column in report["columns"]] == [
         "ar",
-        "specexec[budget=2]",
-        "specexec[budget=4]",
+        "specexec[num_draft_tokens=2]",
+        "specexec[num_draft_tokens=4]",
         "lookup",
     ]
-    assert report["columns"][1]["settings"] == {"budget": 2, "width": 9, "shape": [3, 1], "decay": 1, "limit": 7}
+    assert report["columns"][1]["settings"] == {
+        "num_draft_tokens": 2,
+        "width": 9,
+        "shape": [3, 1],
+        "decay": 1,
+        "limit": 7,
+    }
     assert list(report["categories"]) == ["chat", "code"] and report["overall"]["prompts"] == 4
     assert len(report["samples"]) == 4 * 4 * 2
     assert report["command"].startswith("jaxspec-bench --draft-model d") and report["draft"] == "d"
@@ -111,7 +111,8 @@ def test_the_draft_may_be_on_another_platform(call, monkeypatch):
         (["--set", "specexec.widht=3"], "did you mean 'width'"),
         (["--set", "specexec.width=wide"], "width must be of type int, got 'wide'"),
         (["--set", "specexec.width=true"], "width must be of type int, got True"),
-        (["--set", "ar.width=3"], "method 'ar' has no settings"),
+        (["--set", "ar.width=3"], "unknown option 'width'; known: steps_per_dispatch"),
+        (["--methods", "lookup", "--set", "lookup.width=3"], "method 'lookup' has no settings"),
         (["--set", "specexec.width=3"], "a setting is given for 'specexec', which is not measured"),
         (["--set", "specexek.width=3"], "did you mean 'specexec'"),
         (["--temperature", "-1"], "temperature must lie between"),
@@ -127,12 +128,46 @@ def test_wrong_words_exit_with_2_and_one_line(call, arguments, message):
     assert message in err and "Traceback" not in err
 
 
-def test_plain_decoding_of_the_default_model(tmp_path):
-    done = run("--methods", "ar", "--max-prompts", "1", "--repeats", "1", "-n", "12", "--json", f"{tmp_path}/out.json")
-    assert (done.returncode, without_kernel_note(done.stderr)) == (0, "")
+def test_an_interrupt_keeps_rows_and_exits_with_130(call, monkeypatch, tmp_path, capsys):
+    """The signal comes while the third answer is given; the report holds the two that were complete."""
+    left = []
+    chat = bench_fakes.FakeLLM.chat
+
+    def interrupted(self, messages, sampling):
+        if sampling.max_tokens == 20 and not left:
+            if self.calls and sum(call[2].max_tokens == 20 for call in self.calls) == 2:
+                left.append(signal.raise_signal(signal.SIGINT))
+        return chat(self, messages, sampling)
+
+    def leave():
+        raise SystemExit(130)
+
+    monkeypatch.setattr(bench_fakes.FakeLLM, "chat", interrupted)
+    monkeypatch.setattr(command, "leave_after_interrupt", leave)
+    words = ("--methods", "lookup", "--categories", "chat", "-n", "20", "--json", f"{tmp_path}/out.json")
+    status, out, _ = call(*words)
+    assert status == 130 and "interrupted: the numbers are of the 2 answers that were complete" in out
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["interrupted"] and len(report["samples"]) == 2
+
+
+def test_the_glossary_is_shown_on_request(call):
+    words = ("--methods", "ar", "--max-prompts", "1", "--repeats", "1", "-n", "20")
+    assert "bootstrap" not in call(*words)[1] and "bootstrap" in call(*words, "--glossary")[1]
+
+
+@pytest.mark.real_model
+def test_plain_decoding_of_the_default_model(tmp_path, monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    words = ["--methods", "ar", "--max-prompts", "1", "--repeats", "1", "-n", "12", "--json", f"{tmp_path}/out.json"]
+    monkeypatch.setattr(sys, "argv", [command.NAME, *words])
+    with pytest.raises(SystemExit) as left:
+        command.main()
+    signal.signal(signal.SIGINT, before)
+    assert (left.value.code, without_kernel_note(capsys.readouterr().err)) == (0, "")
     report = json.loads((tmp_path / "out.json").read_text())
     row = report["overall"]["columns"]["ar"]
-    assert row["tokens_per_pass"] == 1 and row["speedup"]["mean"] == 1
+    assert row["acceptance_length"] == 1 and row["speedup"]["mean"] == 1
     assert 0 < row["gb_per_s"] < 2 * report["roofline"]["gb_per_s"]
     assert report["columns"][0]["pass_s"]["target_s"]["1"] > 0 and report["answers_that_compiled"] == 0
 

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.bench.microbench import time_target_pass
-from jaxspec.bench.roofline import weight_bytes
+from jaxspec.bench.microbench import time_target_pass, weight_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info
 from jaxspec.models.presets import load_preset
@@ -65,9 +64,10 @@ def random_params(placement: Placement) -> Params:
     declared = declare_params(placement.cfg, placement.weights)
 
     def fill(info: ArrayInfo, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if info.init == "normal":
+        if "embed" in info.axes and info.format is None:
             return _normal(jax.random.key(leaf.shape[0]), leaf)
-        return jax.device_put((jnp.ones if info.init == "ones" else jnp.zeros)(leaf.shape, leaf.dtype), leaf.sharding)
+        is_norm = len(info.shape) == 1
+        return jax.device_put((jnp.ones if is_norm else jnp.zeros)(leaf.shape, leaf.dtype), leaf.sharding)
 
     return jax.tree.map(fill, declared, placement.params(), is_leaf=is_info)
 
