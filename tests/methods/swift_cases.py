@@ -4,54 +4,48 @@ import dataclasses
 import functools
 
 import numpy as np
-from method_cases import FLOAT32, EditedSource, run, sharpen, tokens_of
-from tiny_models import FAMILIES, quick_compilation
+from tiny_models import FAMILIES, RandomSource
 
 from jaxspec.checkpoint.load import load_foreign
+from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
-from jaxspec.methods.core.timing import Clock, RoundTimer
+from jaxspec.methods.base import NO_STORE
+from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.swift.runner import SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
-from jaxspec.methods.swift.settings import Session, Swift
+from jaxspec.methods.swift.settings import Swift
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
-LAYERS = 6
-
-
-class StepClock(Clock):
-    """A second passes between two looks, and an array is ready the `late`-th time that somebody asks.
-
-    So nothing depends on how busy the machine is. Asking waits.
-    """
-
-    def __init__(self, late=1):
-        self.seconds, self.late = 0.0, late
-        self._asked = {}
-
-    def now(self):
-        self.seconds += 1.0
-        return self.seconds
-
-    def is_ready(self, array):
-        array.block_until_ready()
-        # The array is kept, so that no other one gets its id.
-        times, _ = self._asked.get(id(array), (0, None))
-        self._asked[id(array)] = (times + 1, array)
-        return times + 1 >= self.late
-
-
-def on_step_clock(method, late=1):
-    """The same method, of nobody else, timed by a `StepClock`."""
-    own = dataclasses.replace(method)
-    vars(own)["session"] = Session(RoundTimer(StepClock(late)))
-    return own
-
+LAYERS, CONTEXT, FLOAT32 = 6, 190, np.dtype("float32")
+_rng = np.random.default_rng(5)
+VOCAB = FAMILIES["llama"].vocab_size
+# Id 0 is frequent, so that a pad taken for a token shows. The second prompt takes two chunks of prefill.
+PROMPT = [0, 0, *np.where(_rng.random(30) < 0.4, 0, _rng.integers(0, VOCAB, 30)).tolist(), 0]
+LONG_PROMPT = [*_rng.integers(0, 4, 70).tolist(), 0, 3]
+CUTS = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
+PENALTIES = {
+    "temperature": 1.0,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "logit_bias": {0: 6.0, 7: -np.inf},
+}
 
 # A search step in nearly every round, on windows of a few tokens; drafts in every round.
 EAGER = Swift(window=6, interval=4, share=1.0, adaptive=False, length=5, threshold=0.1, max_score=1.0)
 EACH = dataclasses.replace(EAGER, programs="each", candidates=3)
+
+
+class StepClock:
+    """A second passes between two looks, so nothing depends on how busy the machine is."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        self.seconds += 1.0
+        return self.seconds
 
 
 def config_of(family):
@@ -64,38 +58,54 @@ def models_of(family, degree=1):
     return Models(Placement(config_of(family), plan_mesh(degree), FLOAT32))
 
 
-def damp(tensors, gain, layers=range(1, LAYERS - 1)):
-    """Let blocks of some layers add little, so that skipping them changes few tokens."""
+@functools.cache
+def params_of(family, degree=1, gain=0.3, layers=(1, 2, 3, 4)):
+    """Sharp random models; blocks of some layers add little, so that skipping them changes few tokens."""
+    source = RandomSource(config_of(family))
+    tensors = source._tensors
+    tensors["model.norm.weight"] *= 3
     for name in tensors:
         if name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) in layers:
             tensors[name] = tensors[name] * np.float32(gain)
-
-
-@functools.cache
-def params_of(family, degree=1, gain=0.3):
-    def edit(tensors):
-        sharpen(tensors)
-        damp(tensors, gain)
-
-    source = EditedSource(config_of(family), 0, edit)
     return ModelParams(load_foreign(source, plan_mesh(degree), FLOAT32))
 
 
-@functools.cache
-def engine_of(family, degree=1, method=EAGER):
-    # Of this engine alone: what it finds says nothing to others. Results come as late as the engine reads rounds.
-    engine = Engine(models_of(family, degree), on_step_clock(method, late=2), 190)
-    with quick_compilation():
-        engine.prepare()
+def engine_with(method, family="llama", degree=1, store=NO_STORE, context=CONTEXT):
+    """An engine whose timer has a clock of its own."""
+    engine = Engine(models_of(family, degree), method, context, store)
+    engine.prepare()
+    runner_of(engine).timer.now = StepClock()
     return engine
+
+
+engine_of = functools.cache(engine_with)
+
+
+def runner_of(engine) -> SwiftRunner:
+    assert isinstance(engine.runner, SwiftRunner)
+    return engine.runner
 
 
 @functools.cache
 def plain_engine(family):
-    engine = Engine(models_of(family), Autoregressive(), 190)
-    with quick_compilation():
-        engine.prepare()
+    engine = Engine(models_of(family), Autoregressive(), CONTEXT)
+    engine.prepare()
     return engine
+
+
+def rounds_of(engine, params, prompt, count, seed=0, **sampling):
+    """Rounds of a generation, one by one."""
+    with engine.open(params, prompt, SamplingParams(max_tokens=count, **sampling), seed) as session:
+        while not session.done:
+            yield session.step()
+
+
+def run(engine, params, prompt, count, seed=0, **sampling):
+    return [*rounds_of(engine, params, prompt, count, seed, **sampling)]
+
+
+def tokens_of(rounds):
+    return [token for output in rounds for token in output.tokens]
 
 
 def plain_tokens(family, prompt, count, seed=0, gain=0.3, **sampling):
@@ -104,9 +114,7 @@ def plain_tokens(family, prompt, count, seed=0, gain=0.3, **sampling):
 
 def restart_search(engine, ratio=0.45, **settings):
     """Begin a new search, of another ratio, in an engine with one program for all sets; returns it."""
-    runner = engine._runner
-    settings = {"window": runner._search.settings.window, "interval": 4, "max_score": 1.0} | settings
-    search = LayerSearch(LAYERS, SearchSettings(ratio=ratio, **settings))
-    runner._search = search
-    runner._window = runner._pending = None
-    return search
+    runner = runner_of(engine)
+    settings = {"window": runner.search.settings.window, "interval": 4, "max_score": 1.0} | settings
+    runner.search = LayerSearch(LAYERS, SearchSettings(ratio=ratio, **settings))
+    return runner.search

@@ -49,7 +49,6 @@ NOISE = {"paper": 0.01, "budget": 0.3}
 OBSERVATIONS, POOL, CLIMBS, NEIGHBOURS = 128, 256, 12, 64
 
 SearchRule = Literal["budget", "paper"]
-NOTHING_TO_CHOOSE = "there is nothing to choose"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +112,7 @@ class LayerSearch:
       since: `steps` when the search was last resumed.
       proposed: candidates asked for.
       again: sets asked for that had been scored before.
+      has_choice: whether there is more than one set of the size.
       stopped: why the search has ended; None while it goes on.
       history: (step, matchness of the incumbent), each time that one of them changed.
       adopted: (step, layer set as text) of every incumbent.
@@ -128,7 +128,8 @@ class LayerSearch:
         start = uniform_layers(num_layers) if self._skipped else all_layers(num_layers)
         self.incumbent, self._rivals, self._candidates = Standing(start), [], Standing(start)
         self.steps = self.stale = self.since = 0
-        self.stopped = None if 0 < self._skipped < self._units else NOTHING_TO_CHOOSE
+        self.has_choice = 0 < self._skipped < self._units
+        self.stopped = None if self.has_choice else "there is nothing to choose"
         self.history: list[tuple[int, float]] = []
         self.adopted = [(0, str(start))]
         self.decoded_s = self.spent_s = 0.0

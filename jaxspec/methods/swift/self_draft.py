@@ -1,100 +1,62 @@
-"""Drafting with the target itself, some of its layers skipped (SWIFT, arXiv 2410.06916): a spine with siblings.
+"""Drafting with the target itself, some of its blocks skipped (SWIFT, arXiv 2410.06916): a spine with siblings.
 
-The draft has the target's parameters and the target's cache: what the target verified is there for every layer that is
-kept, and the rows that it drafts go into the tree window, which verification writes anew for all layers. So there is
-no second cache, nothing is copied, and nothing has to catch up.
+The draft has the target's parameters and its cache. Blocks that run find the keys and values of all verified tokens
+there. Drafted rows go to the tree window, which verification writes again for all layers. So there is no second cache.
 """
 
 import dataclasses
-import math
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.acceptance import (
-    CLASSES,
-    PRIOR_WEIGHT,
-    AcceptanceStats,
-    chance_of,
-    class_of,
-    init_acceptance,
-    observe,
-)
-from jaxspec.methods.core.lookup import keep_worthwhile
-from jaxspec.methods.core.path_history import PathHistory
-from jaxspec.methods.core.sequence import TargetState
-from jaxspec.methods.core.verify import Draft, Outcome
+from jaxspec.methods.core.acceptance import CLASSES, PRIOR_WEIGHT, AcceptanceStats, chain_outcome, class_of
+from jaxspec.methods.core.cost_model import CostModel, relative_set_cost
+from jaxspec.methods.core.proposals import PathHistory
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
+from jaxspec.methods.core.runner import Drafter
+from jaxspec.methods.core.sequence import SequenceState
+from jaxspec.methods.core.verify import Draft
+from jaxspec.methods.lookup import keep_worthwhile
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.choose import choose_ranked
 from jaxspec.sampling.request import Request
 from jaxspec.tree.select import Candidates, pack_best, root_alone
 from jaxspec.tree.tree import Batch
 
-# Bounds between levels of confidence: each has its number of children (ALGORITHMS 4.3).
+# Confidence from which on a step has the first, second and third number of siblings (paper, section 4.3).
 LEVELS = (0.95, 0.8, 0.5)
-# What is believed of the draft's first choices before any was verified: the paper's are accepted nearly always.
-PRIOR_MEAN = 0.8
-# Of its next choices, in order, where the first one was refused; each next one is this much less likely.
-PRIOR_SECOND, PRIOR_DECAY = 0.5, 0.4
-# Tokens without a draft before it is tried again, though it seemed not to pay: the first time, and at most.
+# First choices that count as accepted to begin with: nearly all of the paper's are. Chance of the second choice where
+# the first is refused, and the factor from each choice to the next.
+ACCEPTED_BEFORE, PRIOR_SECOND, PRIOR_DECAY = 6.0, 0.5, 0.4
+# Tokens without a draft before one is tried again although it seemed not to pay: the first time, and at most.
 FIRST_PATIENCE, LONGEST_PATIENCE = 8, 256
 
 
 @dataclasses.dataclass(frozen=True)
 class SpineSettings:
-    """How drafts are grown; see `Swift`.
-
-    Attributes:
-      length: n, most tokens of the spine.
-      threshold: the spine ends behind a token of less confidence.
-      siblings: children per step at a confidence of at least each of `LEVELS`, and below; the spine's own is one.
-      adaptive: draft only what pays.
-      most_rows: bound on `batch_rows`, if there is one.
-    """
+    """How drafts are grown; `Swift` documents the fields."""
 
     length: int
     threshold: float
     siblings: tuple[int, ...]
     adaptive: bool
-    most_rows: int | None = None
+    num_rows: int
 
     @property
     def branch(self) -> int:
         """k: most children of a row."""
         return max(self.siblings)
-
-    @property
-    def batch_rows(self) -> int:
-        """bs: the root and all that a draft can hold, up to the bound; all steps but the last have some confidence."""
-        confident = [c for c, below in zip(self.siblings, (math.inf, *LEVELS), strict=True) if below > self.threshold]
-        rows = 1 + (self.length - 1) * max(confident) + self.branch
-        return rows if self.most_rows is None else min(rows, self.most_rows)
-
-    def children(self, confidence: jax.Array) -> jax.Array:
-        """How many of a step's first ids are children of the row before, int32 []."""
-        level = (confidence < jnp.array(LEVELS)).sum()
-        return jnp.array(self.siblings, jnp.int32)[level]
-
-
-@struct.dataclass
-class Control:
-    """What the host decides of a round, as data.
-
-    Attributes:
-      units: bool [L, 2], the units that run, where the program does not know them.
-      cost: float32 [], of a draft pass, in target passes of one row.
-      serial: int32 [], number of the layer set; what was learned of another one is forgotten.
-    """
-
-    units: jax.Array
-    cost: jax.Array
-    serial: jax.Array
 
 
 @struct.dataclass
@@ -102,35 +64,22 @@ class SpineMemory:
     """What is known of the draft, and its last spine.
 
     Attributes:
-      gauge: what became of first choices.
-      tried: float32 [k - 1], refused first choices behind which the choice of that place could have been right.
-      accepted: float32 [k - 1], those behind which it was.
+      acceptance: of first choices.
+      ranks: float32 [2, k - 1], how often a first choice was refused, and how often each further choice was right then.
       token: int32 [n, k], choices of each step, best first.
-      kind: int32 [n], class of each step's first choice.
+      kind: int32 [n], class of each first choice.
       count: int32 [], steps.
       idle: int32 [], tokens since the last draft.
-      patience: int32 [], after how many one is made all the same.
-      generated: int32 [], tokens of this text behind its prompt.
-      serial: int32 [], the layer set's.
+      patience: int32 [], tokens after which a draft is made all the same.
     """
 
-    gauge: AcceptanceStats
-    tried: jax.Array
-    accepted: jax.Array
+    acceptance: AcceptanceStats
+    ranks: jax.Array
     token: jax.Array
     kind: jax.Array
     count: jax.Array
     idle: jax.Array
     patience: jax.Array
-    generated: jax.Array
-    serial: jax.Array
-
-    def plain(self, request: Request, most: int) -> jax.Array:
-        """Tokens of a round without a draft, at most `most` and none behind the end of the text; int32 [].
-
-        The first ones come one by one: somebody waits for them.
-        """
-        return jnp.minimum(jnp.clip(self.generated, 1, most), request.left(self.generated))
 
 
 @struct.dataclass
@@ -138,14 +87,11 @@ class Spine:
     """A draft in the making.
 
     Attributes:
-      cache: rows of the root and of all spine tokens but the last are in its window.
+      cache: the root and all spine tokens but the last are rows of its window.
       token: int32 [n, k], choices of each step, best first.
-      kind: int32 [n].
-      score: float32 [n, k], log of the chance that the target accepts the token and all before it; -inf where there is
-        no child.
-      gain: float32 [], expected output of a batch that holds the spine.
-      chance: float32 [], that the target accepts all of it.
-      confidence: float32 [], of its last token.
+      kind: int32 [n], class of each first choice.
+      score: float32 [n, k], log of the chance that the target accepts the token and all before it; -inf for none.
+      confidence: float32 [], probability of its last token.
       count: int32 [], steps.
     """
 
@@ -153,10 +99,18 @@ class Spine:
     token: jax.Array
     kind: jax.Array
     score: jax.Array
-    gain: jax.Array
-    chance: jax.Array
     confidence: jax.Array
     count: jax.Array
+
+    @property
+    def gain(self) -> jax.Array:
+        """Expected tokens of a round with the first choices, float32 []."""
+        return 1 + jnp.exp(self.score[:, 0]).sum()
+
+    @property
+    def chance(self) -> jax.Array:
+        """Chance that the target accepts all first choices, float32 []."""
+        return jnp.where(self.count > 0, jnp.exp(self.score[jnp.maximum(self.count - 1, 0), 0]), 1.0)
 
     def candidates(self) -> Candidates:
         """First choices, then second ones, and so on."""
@@ -165,198 +119,252 @@ class Spine:
         return Candidates(self.token.T.reshape(-1), above, above + 2, self.score.T.reshape(-1))
 
 
-def init_memory(settings: SpineSettings) -> SpineMemory:
-    """Nothing known."""
-    n, k = settings.length, settings.branch
-    zero, ranks = jnp.int32(0), jnp.zeros(k - 1)
-    token, kind = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32)
-    patience = jnp.int32(FIRST_PATIENCE)
-    # The first round brings the prompt's last token.
-    return SpineMemory(init_acceptance(), ranks, ranks, token, kind, zero, zero, patience, jnp.int32(-1), zero)
+class SelfDrafter(Drafter):
+    """Proposes what the target says with some of its blocks skipped.
+
+    Attributes:
+      layers: the set that drafts.
+      cost: of a draft pass, in target passes of one row.
+    """
+
+    idle_steps = STEPS_PER_DISPATCH
+
+    def __init__(
+        self, target: Placement, slots: int, verified: Verified, spine: SpineSettings, costs: CostModel,
+        layers: LayerSet, branching: bool,
+    ):  # fmt: skip
+        """Declare the programs.
+
+        Args:
+          target: the model.
+          slots: capacity of its cache.
+          verified: shapes of what a round verifies.
+          spine: how drafts are grown.
+          costs: of a round.
+          layers: the set to begin with.
+          branching: one program for all sets, which skips blocks by branches on the device; else a program for each.
+        """
+        self._target, self._branching = target, branching
+        scalar, rows, plan = target.array((), jnp.int32), target.array((spine.num_rows,), jnp.int32), target.plan
+        self.shapes = Draft(Batch(rows, rows, rows, scalar), scalar)
+        state = SequenceState(target.cache(slots), target.history(), scalar, scalar, scalar)
+        memory = target.replicated(jax.eval_shape(lambda: init_memory(spine)))
+        choice = (target.array((target.cfg.num_layers, 2), jnp.bool_), target.array((), jnp.float32))
+        args = [target.params(), state, memory, verified, target.request(), *choice]
+
+        def declare(known: LayerSet | None) -> Program:
+            def draft(params, state, memory, verified, request, units, cost):
+                runs = units if known is None else known
+                return draft_spine(params, target, state, memory, verified, request, runs, cost, spine, costs)
+
+            return Program("draft", draft, plan, args, (state, memory, self.shapes), donate=[1, 2])
+
+        def compile_(known: LayerSet) -> Program:
+            program = declare(known)
+            program.finish(program.lower())
+            return program
+
+        def restart(memory):
+            return memory.replace(count=jnp.int32(0), idle=jnp.int32(0))
+
+        def skip(memory, verified):
+            idle = memory.idle + verified.count
+            return dataclasses.replace(learn(memory, verified), count=jnp.int32(0), idle=idle)
+
+        self._create = Program("draft create", lambda: init_memory(spine), plan, [], memory)
+        self._restart = Program("draft restart", restart, plan, [memory], memory, donate=[0])
+        self._skip = Program("draft skip", skip, plan, [memory, verified], memory, donate=[0])
+        self._drafts = {None if branching else layers: declare(None if branching else layers)}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="swift")
+        self._compile, self._choice_shapes = compile_, choice
+        self._compiling: tuple[LayerSet, Future[Program]] | None = None
+        self._failed: set[LayerSet] = set()
+        self._use(layers)
+
+    @property
+    def programs(self) -> Sequence[Program]:
+        """See `Drafter.programs`."""
+        return (self._create, self._restart, self._skip, *self._drafts.values())
+
+    def start(self, root: int, state: SpineMemory | None) -> SpineMemory:
+        """See `Drafter.start`; what was learned of the draft counts in the next text, too."""
+        return self._create() if state is None else self._restart(state)
+
+    def prefill(self, params: ModelParams, state: SpineMemory, tokens: np.ndarray) -> SpineMemory:
+        """See `Drafter.prefill`; only the target has a cache."""
+        return state
+
+    def draft(
+        self, params: ModelParams, target: SequenceState, state: SpineMemory, verified: Verified, request: Request
+    ) -> tuple[SequenceState, SpineMemory, Draft]:
+        """See `Drafter.draft`."""
+        return self._draft(params.target, target, state, verified, request, *self._choice)
+
+    def skip(self, state: SpineMemory, verified: Verified) -> SpineMemory:
+        """See `Drafter.skip`."""
+        return self._skip(state, verified)
+
+    def adopt(self, layers: LayerSet) -> bool:
+        """Draft with another set as soon as its program is compiled; returns whether the set changed just now.
+
+        Rounds go on with the old set meanwhile, and for good where compilation fails.
+        """
+        if self._compiling is not None and self._compiling[1].done():
+            (compiled, program), self._compiling = self._compiling, None
+            if (error := program.exception()) is None:
+                self._drafts[compiled] = program.result()
+            else:
+                self._failed.add(compiled)
+                logging.getLogger(__name__).warning("the draft of %s could not be compiled: %s", compiled, error)
+        if layers == self.layers or layers in self._failed:
+            return False
+        if self._branching or layers in self._drafts:
+            self._use(layers)
+            return True
+        if self._compiling is None:
+            self._compiling = (layers, self._worker.submit(self._compile, layers))
+        return False
+
+    def _use(self, layers: LayerSet) -> None:
+        self.layers, self._draft = layers, self._drafts[None if self._branching else layers]
+        self.cost = relative_set_cost(self._target, layers)
+        values = zip((layers.runs, np.float32(self.cost)), self._choice_shapes, strict=True)
+        self._choice = [jax.device_put(value, shape.sharding) for value, shape in values]
 
 
-def restart(memory: SpineMemory) -> SpineMemory:
-    """For another text: what was learned of the draft outlives one."""
-    return dataclasses.replace(memory, count=jnp.int32(0), idle=jnp.int32(0), generated=jnp.int32(-1))
+def init_memory(spine: SpineSettings) -> SpineMemory:
+    """Nothing known but that most first choices are accepted."""
+    n, k, zero = spine.length, spine.branch, jnp.int32(0)
+    token, kind, ranks = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32), jnp.zeros((2, k - 1))
+    surest = jnp.where(jnp.arange(2 * CLASSES) == CLASSES - 1, ACCEPTED_BEFORE, 0.0)
+    return SpineMemory(AcceptanceStats(surest, surest), ranks, token, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
+
+
+def learn(memory: SpineMemory, verified: Verified) -> SpineMemory:
+    """Compare the last spine with the verified text, whether the batch held it or not."""
+    hit = memory.token == verified.tokens[: memory.token.shape[0], None]
+    seen = chain_outcome(memory.token[:, 0], memory.count, verified.tokens, verified.count)
+    refused = seen & ~hit[:, 0]  # at most one
+    right = (refused[:, None] & hit)[:, 1:].any(0)
+    # A refusal is rare: as many count as make the estimate, and nothing is forgotten without one.
+    ranks = memory.ranks * jnp.where(refused.any(), 0.97, 1.0)
+    return dataclasses.replace(
+        memory,
+        acceptance=memory.acceptance.update(memory.kind, seen, seen & hit[:, 0]),
+        ranks=ranks + jnp.stack([jnp.full_like(right, refused.any()), right]),
+    )
 
 
 def draft_spine(
     params: Params,
-    placement: Placement,
-    state: TargetState,
+    target: Placement,
+    state: SequenceState,
     memory: SpineMemory,
-    outcome: Outcome,
+    verified: Verified,
     request: Request,
-    control: Control,
-    *,
-    layers: LayerSet | None,
-    settings: SpineSettings,
-    costs: np.ndarray,
-    most_plain: int,
-) -> tuple[TargetState, SpineMemory, Draft]:
+    units: LayerSet | jax.Array,
+    cost: jax.Array,
+    spine: SpineSettings,
+    costs: CostModel,
+) -> tuple[SequenceState, SpineMemory, Draft]:
     """Learn from the last round, and draft; for one shard.
 
     Args:
       params: the target's.
-      placement: the target.
+      target: its placement.
       state: its state; only window slots of its cache change.
       memory: of earlier rounds.
-      outcome: what the last one verified.
+      verified: what the last one verified.
       request: processors and seed.
-      control: what the host decided.
-      layers: the units that run; None leaves that to `control`.
-      settings: how drafts are grown.
-      costs: float64 [bs], of target passes of 1, 2, ... rows with what a round costs besides, in target passes of one.
-      most_plain: see `plain_tokens`.
+      units: the blocks that run; as data bool [L, 2].
+      cost: float32 [], of a draft pass, in target passes of one row.
+      spine: how drafts are grown.
+      costs: of a round.
     """
-    known = learn(memory, outcome)
-    fresh = memory.serial != control.serial
-    blank = dataclasses.replace(init_memory(settings), generated=known.generated)
-    known = jax.tree.map(lambda new, old: jnp.where(fresh, new, old), blank, known)
-
-    tokens = jnp.arange(1, settings.length + 1)
-    mean = mean_chance(known.gauge)
-    rate = (1 + jnp.cumsum(mean**tokens)) / (jnp.asarray(costs)[tokens] + control.cost * tokens)
-    pays = jnp.max(rate) > 1 / costs[0] if settings.adaptive else jnp.bool_(True)
-    probe = ~pays & (known.idle >= known.patience)
-    wanted = pays | probe
-
-    units = control.units if layers is None else layers
-    spine = grow_spine(params, placement, state, known, request, control, wanted, units, settings, costs)
+    assert state.root is not None
+    root, idle, memory = state.root, memory.idle + verified.count, learn(memory, verified)
+    tokens, round_cost, mean = jnp.arange(1, spine.length + 1), jnp.asarray(costs.rounds), memory.acceptance.mean_rate()
+    rate = (1 + jnp.cumsum(mean**tokens)) / (round_cost[tokens] + cost * tokens)
+    pays = jnp.max(rate) > 1 / round_cost[0] if spine.adaptive else jnp.bool_(True)
+    retry = ~pays & (idle >= memory.patience)
+    should_draft = pays | retry
+    grown = grow_spine(params, target, state, memory, request, units, cost, should_draft, spine, round_cost)
 
     def pack() -> Batch:
-        candidates = spine.candidates()
-        if settings.adaptive:
-            candidates, _ = keep_worthwhile(candidates, jnp.asarray(costs) + control.cost * spine.count)
-        return pack_best(state.root, candidates, settings.batch_rows)
+        candidates = grown.candidates()
+        if spine.adaptive:
+            candidates, _ = keep_worthwhile(candidates, round_cost + cost * grown.count)
+        return pack_best(root, candidates, spine.num_rows)
 
-    # Where nothing pays most rounds draft nothing, and they should not sort empty lists.
-    batch = jax.lax.cond(wanted, pack, lambda: root_alone(state.root, settings.batch_rows))
-    plain = jnp.where(batch.count == 1, known.plain(request, most_plain), 0) if most_plain else None
-    patience = jnp.where(probe, jnp.minimum(2 * known.patience, LONGEST_PATIENCE), known.patience)
+    # Most rounds that draft nothing should not sort empty lists.
+    batch = jax.lax.cond(should_draft, pack, lambda: root_alone(root, spine.num_rows))
+    backoff = jnp.where(retry, jnp.minimum(2 * memory.patience, LONGEST_PATIENCE), memory.patience)
     memory = dataclasses.replace(
-        known,
-        token=spine.token,
-        kind=spine.kind,
-        count=spine.count,
-        idle=jnp.where(wanted, 0, known.idle + (1 if plain is None else plain)),
-        patience=jnp.where(pays, FIRST_PATIENCE, patience),
-        serial=control.serial,
-    )
-    return dataclasses.replace(state, cache=spine.cache), memory, Draft(batch, spine.count, plain=plain)
-
-
-def draft_nothing(
-    root: jax.Array,
-    memory: SpineMemory,
-    outcome: Outcome,
-    request: Request,
-    *,
-    settings: SpineSettings,
-    most_plain: int,
-) -> tuple[SpineMemory, Draft]:
-    """As `draft_spine` where nothing may be drafted; it does not need the model."""
-    known = learn(memory, outcome)
-    plain = known.plain(request, most_plain) if most_plain else None
-    memory = dataclasses.replace(known, count=jnp.int32(0), idle=known.idle + (1 if plain is None else plain))
-    return memory, Draft(root_alone(root, settings.batch_rows), jnp.int32(0), plain=plain)
-
-
-def learn(memory: SpineMemory, outcome: Outcome) -> SpineMemory:
-    """Compare the last spine with the verified text, whether the batch held it or not."""
-    n, k = memory.token.shape
-    place = jnp.arange(n)
-    hit = memory.token == outcome.tokens[:n, None]
-    before = jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(hit[:-1, 0]).astype(bool)])
-    seen = before & (place < jnp.minimum(memory.count, outcome.count))
-    refused = seen & ~hit[:, 0]  # at most one
-    gauge = observe(memory.gauge, memory.kind, seen, seen & hit[:, 0])
-    # Rare events: as many count as make the estimate, and no more are forgotten than come in.
-    kept = jnp.where(refused.any(), 0.97, 1.0)
-    return dataclasses.replace(
-        memory,
-        gauge=gauge,
-        tried=memory.tried * kept + refused.any(),
-        accepted=memory.accepted * kept + (refused[:, None] & hit)[:, 1:].any(0),
-        generated=memory.generated + outcome.count,
-    )
-
-
-def mean_chance(gauge: AcceptanceStats) -> jax.Array:
-    """Estimated chance of a first choice whose confidence is not known yet, float32 []."""
-    tried, accepted = gauge.tried[:CLASSES].sum(), gauge.accepted[:CLASSES].sum()
-    return (accepted + PRIOR_WEIGHT * PRIOR_MEAN) / (tried + PRIOR_WEIGHT)
-
-
-def rank_chances(memory: SpineMemory) -> jax.Array:
-    """Estimated chance of each next choice where the first one is not right, float32 [k - 1]; their sum is below 1."""
-    prior = PRIOR_SECOND * PRIOR_DECAY ** jnp.arange(memory.tried.shape[0], dtype=jnp.float32)
-    return (memory.accepted + PRIOR_WEIGHT * prior) / (memory.tried + PRIOR_WEIGHT)
+        memory, token=grown.token, kind=grown.kind, count=grown.count, idle=jnp.where(should_draft, 0, idle),
+        patience=jnp.where(pays, FIRST_PATIENCE, backoff),
+    )  # fmt: skip
+    return dataclasses.replace(state, cache=grown.cache), memory, Draft(batch, grown.count)
 
 
 def grow_spine(
     params: Params,
-    placement: Placement,
-    state: TargetState,
+    target: Placement,
+    state: SequenceState,
     memory: SpineMemory,
     request: Request,
-    control: Control,
-    wanted: jax.Array,
     units: LayerSet | jax.Array,
-    settings: SpineSettings,
-    costs: np.ndarray,
+    cost: jax.Array,
+    should_draft: jax.Array,
+    spine: SpineSettings,
+    round_cost: jax.Array,
 ) -> Spine:
-    """Draft token by token while the draft is confident and, where that counts, while a further pass pays."""
-    cfg, vocab = placement.cfg, placement.vocab
-    n, k = settings.length, settings.branch
-    batch_cost, mean, ranks = jnp.asarray(costs), mean_chance(memory.gauge), rank_chances(memory)
-    place = jnp.arange(n, dtype=jnp.int32)
+    """Draft token by token while the draft is confident and, where it is adaptive, while a further pass pays."""
+    assert state.root is not None and state.history is not None
+    cfg, vocab, root, text = target.cfg, target.vocab, state.root, state.history
+    n, k = spine.length, spine.branch
+    place, mean = jnp.arange(n, dtype=jnp.int32), memory.acceptance.mean_rate()
+    tried, right = memory.ranks
+    # Of each further choice where the first one is wrong; their sum is below 1.
+    ranks = (right + PRIOR_WEIGHT * PRIOR_SECOND * PRIOR_DECAY ** jnp.arange(k - 1)) / (tried + PRIOR_WEIGHT)
 
-    def go_on(spine: Spine) -> jax.Array:
+    def go_on(done: Spine) -> jax.Array:
         def rate(gain: jax.Array, tokens: jax.Array) -> jax.Array:
-            return gain / (batch_cost[tokens] + control.cost * tokens)
+            return gain / (round_cost[tokens] + cost * tokens)
 
-        more = wanted & (spine.count < n) & (spine.confidence >= settings.threshold)
-        if settings.adaptive:
-            count = spine.count
-            further = rate(spine.gain + spine.chance * mean, jnp.minimum(count + 1, n))
-            # Behind the root a pass has been decided on already, as part of several.
-            more &= (count == 0) | (further > rate(spine.gain, count))
+        more = should_draft & (done.count < n) & (done.confidence >= spine.threshold)
+        if spine.adaptive:
+            further = rate(done.gain + done.chance * mean, jnp.minimum(done.count + 1, n))
+            # The first pass has been decided on, as part of several.
+            more &= (done.count == 0) | (further > rate(done.gain, done.count))
         return more
 
-    def extend(spine: Spine) -> Spine:
-        at = spine.count
-        token = jnp.where(at > 0, spine.token[jnp.maximum(at - 1, 0), 0], state.root)[None]
+    def extend(done: Spine) -> Spine:
+        at, cache = done.count, done.cache
+        token = jnp.where(at > 0, done.token[jnp.maximum(at - 1, 0), 0], root)[None]
         hidden, cache = forward(
-            params, cfg, token, (spine.cache.length + at)[None], spine.cache, (place <= at)[None],
-            window_position=spine.cache.length + place, offset=at, units=units,
+            params, cfg, token, (cache.length + at)[None], cache, (place <= at)[None],
+            window_position=cache.length + place, offset=at, units=units,
         )  # fmt: skip
-        paths = PathHistory(state.history, spine.token[:, 0], (place < at)[None])
-        history = paths.build(request.processors, vocab)
-        produced = (cache.length + 1 + at)[None]
+        history = PathHistory(text, done.token[:, 0], (place < at)[None]).build(request.processors, vocab)
         choices, possible, confidence = choose_ranked(
-            vocab_logits(params, hidden), request.processors, history.seen, history.counts, request.key, produced,
-            vocab, k,
+            vocab_logits(params, hidden), request.processors, history.seen, history.counts, request.key,
+            (cache.length + 1 + at)[None], vocab, k,
         )  # fmt: skip
         kind = class_of(jnp.log(confidence[0]))
-        first = chance_of(memory.gauge, kind)
-        chance = spine.chance * jnp.concatenate([first[None], (1 - first) * ranks])
-        child = possible[0] & (jnp.arange(k) < settings.children(confidence[0]))
+        first = memory.acceptance.rate(kind)
+        chance = done.chance * jnp.concatenate([first[None], (1 - first) * ranks])
+        children = jnp.array(spine.siblings)[(confidence[0] < jnp.array(LEVELS)).sum()]
+        child = possible[0] & (jnp.arange(k) < children)
         return Spine(
             cache=cache,
-            token=spine.token.at[at].set(choices[0]),
-            kind=spine.kind.at[at].set(kind),
-            score=spine.score.at[at].set(jnp.where(child, jnp.log(chance), -jnp.inf)),
-            gain=spine.gain + chance[0],
-            chance=chance[0],
+            token=done.token.at[at].set(choices[0]),
+            kind=done.kind.at[at].set(kind),
+            score=done.score.at[at].set(jnp.where(child, jnp.log(chance), -jnp.inf)),
             confidence=confidence[0],
             count=at + 1,
         )
 
-    one = jnp.float32(1)
-    start = Spine(
-        state.cache, jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32), jnp.full((n, k), -jnp.inf), one, one, one,
-        jnp.int32(0),
-    )  # fmt: skip
+    token, kind = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32)
+    start = Spine(state.cache, token, kind, jnp.full((n, k), -jnp.inf), jnp.float32(1), jnp.int32(0))
     with jax.named_scope("draft/grow"):
         return jax.lax.while_loop(go_on, extend, start)
