@@ -1,19 +1,17 @@
 """The engine on a tiny model: lengths, capacity, buffers, late reading."""
 
-import contextlib
-
 import jax
 import numpy as np
 import pytest
+from tiny_models import init_params
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
-from jaxspec.methods.core.chunks import CHUNKS, plan_chunks, split_chunks
+from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.core.sequence import CHUNKS, plan_chunks, split_chunks
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import init_params
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
@@ -42,8 +40,16 @@ def decode(engine, params, prompt, count, **sampling):
     options = SamplingParams(max_tokens=count, **sampling)
     engine.check_request(prompt, options)
     engine.prepare(len(prompt) + count)
-    rounds = engine.rounds(ModelParams(params), prompt, options, seed=0)
-    return [token for emitted in rounds for token in emitted.tokens]
+    with engine.open(ModelParams(params), prompt, options, 0) as session:
+        return rest_of(session)
+
+
+def rest_of(session):
+    """Tokens of a session that are still to come."""
+    tokens = []
+    while not session.done:
+        tokens += session.step().tokens
+    return tokens
 
 
 def prompt_of(length):
@@ -54,7 +60,7 @@ def prompt_of(length):
 def test_prefill_in_chunks_equals_token_by_token(engine, params, length):
     prompt = prompt_of(length)
     # The same context reached by decoding: a one-token prompt whose bias forces every further token.
-    runner = engine._runner
+    runner = engine.runner
     state = runner.start(prompt[0], None)
     for token in prompt[1:]:
         state = runner.prefill(ModelParams(params), state, np.array([int(state.root)], np.int32))
@@ -76,13 +82,13 @@ def test_second_generation_compiles_nothing(engine, params, compilations):
 def test_capacity_grows_on_demand_and_never_shrinks(placement, params):
     engine = Engine(Models(placement), Autoregressive())
     short = decode(engine, params, prompt_of(5), 8)
-    first = engine._runner.slots
+    first = engine.runner.slots
     assert first < TINY.max_context
     decode(engine, params, prompt_of(first), 8)
-    assert first < engine._runner.slots <= TINY.max_context + CHUNKS[0]
-    grown = engine._runner
+    assert first < engine.runner.slots <= TINY.max_context + CHUNKS[0]
+    grown = engine.runner
     assert decode(engine, params, prompt_of(5), 8) == short
-    assert engine._runner is grown
+    assert engine.runner is grown
 
 
 def test_last_token_of_the_context_can_be_decoded(placement, params):
@@ -95,22 +101,31 @@ def test_last_token_of_the_context_can_be_decoded(placement, params):
 def test_interleaved_and_abandoned_generations_do_not_disturb_each_other(engine, params):
     options = SamplingParams(max_tokens=12)
     alone = decode(engine, params, prompt_of(9), 12)
-    with contextlib.closing(engine.rounds(ModelParams(params), prompt_of(9), options, 0)) as one:
-        tokens = [next(one).tokens[0] for _ in range(3)]
-        other = engine.rounds(ModelParams(params), prompt_of(40), options, 0)
-        next(other)
-        other.close()
+    with engine.open(ModelParams(params), prompt_of(9), options, 0) as one:
+        tokens = [token for _ in range(2) for token in one.step().tokens]
+        other = engine.open(ModelParams(params), prompt_of(40), options, 0)
+        other.step()
+        other.abort()
         assert decode(engine, params, prompt_of(9), 12) == alone
-        tokens += [emitted.tokens[0] for emitted in one]
+        tokens += rest_of(one)
+        assert one.tokens == prompt_of(9) + tokens and one.num_emitted == 12
     assert tokens == alone
+    with pytest.raises(RuntimeError, match="session has ended"):
+        other.step()
     assert decode(engine, params, prompt_of(9), 12) == alone
 
 
-def test_finished_buffers_are_reused(engine, params):
-    decode(engine, params, prompt_of(5), 3)
-    kept = engine._idle.cache.key[0].unsafe_buffer_pointer()
-    decode(engine, params, prompt_of(9), 3)
-    assert engine._idle.cache.key[0].unsafe_buffer_pointer() == kept
+def test_finished_buffers_are_reused(engine, params, monkeypatch):
+    given, start = [], type(engine.runner).start
+
+    def spy(runner, root, state):
+        given.append(state.cache.key[0].unsafe_buffer_pointer())
+        return start(runner, root, state)
+
+    monkeypatch.setattr(type(engine.runner), "start", spy)
+    for length in (5, 9, 7):
+        decode(engine, params, prompt_of(length), 3)
+    assert len(given) == 3 and len(set(given)) == 1
 
 
 def test_one_broken_row_does_not_reach_others(engine, params):
@@ -129,7 +144,8 @@ def test_length_is_what_the_context_has_room_for(placement, params):
     prompt = prompt_of(90)
     assert engine.token_limit(prompt, SamplingParams()) == 10
     assert engine.token_limit(prompt_of(3), SamplingParams(max_tokens=7)) == 7
-    assert len([e for e in engine.rounds(ModelParams(params), prompt, SamplingParams(), seed=0)]) == 10
+    with engine.open(ModelParams(params), prompt, SamplingParams(), 0) as session:
+        assert session.limit == len(rest_of(session)) == 10
 
 
 def test_settings_of_the_caller_do_not_reach_our_programs(placement, params):

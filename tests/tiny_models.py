@@ -14,6 +14,7 @@ from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.kv_cache import commit_rows, init_cache
+from jaxspec.models.params import declare_params, is_info, leaf_name
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
@@ -78,6 +79,21 @@ def tiny_params(family, degree=1):
     """Random parameters of `FAMILIES[family]`, the same for every degree, padded and placed."""
     target = place(FAMILIES[family], degree)
     return load_foreign(RandomSource(FAMILIES[family]), target.plan, target.dtype)
+
+
+def init_params(key, cfg, dtype=jnp.float32, scale=0.02):
+    """Random parameters, not placed: normal weights of standard deviation `scale`, norms of one, biases of zero."""
+    leaves, treedef = jax.tree.flatten_with_path(declare_params(cfg, dtype), is_leaf=is_info)
+
+    def make(key, path, info):
+        if leaf_name(path).endswith("norm"):
+            return jnp.ones(info.shape, info.dtype)
+        if leaf_name(path).endswith("bias"):
+            return jnp.zeros(info.shape, info.dtype)
+        return (scale * jax.random.normal(key, info.shape, jnp.float32)).astype(info.dtype)
+
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(treedef, [make(k, *leaf) for k, leaf in zip(keys, leaves, strict=True)])
 
 
 def on_one_device(function):

@@ -104,6 +104,8 @@ class ModelConfig:
             raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
         if not 0 < self.norm_eps < 1:
             raise ConfigError(f"norm_eps must lie between 0 and 1, got {self.norm_eps}")
+        if not self.embed_scale > 0:
+            raise ConfigError(f"embed_scale must be positive, got {self.embed_scale}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(f"sliding_window must be at least 1, got {self.sliding_window}")
         if self.sliding_layers and len(self.sliding_layers) != self.num_layers:

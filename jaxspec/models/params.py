@@ -1,4 +1,4 @@
-"""Parameters: one declaration from which initial values, abstract shapes, shardings and restores derive.
+"""Parameters: one declaration from which abstract shapes, shardings and restores derive.
 
 Axis letters are those of `ModelConfig`. Weights are stored `[out..., in...]`, as checkpoints have them: a
 one-token step is then a row-major matrix-vector product, the fastest form on CPU (docs/decisions.md). Query, key and
@@ -10,7 +10,7 @@ A weight is kept as numbers or in a file's blocks (`jaxspec.models.quantization`
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +33,13 @@ class ArrayInfo:
       shape: unpadded.
       dtype: of the numbers; uint8 where they are in blocks.
       axes: one logical axis name per dimension, or None.
-      init: how to initialise it.
       format: name of the block format; None for numbers.
-      unit: a device's part of the split dimension is padded to a multiple of so many.
+      unit: a device's part of the split dimension is padded to a multiple of this number.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
-    init: Literal["normal", "ones", "zeros"] = "normal"
     format: str | None = None
     unit: int = 1
 
@@ -62,13 +60,13 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         around their `ArrayInfo`, a `qkv` of three types as a dict of its query, key and value.
 
     Raises:
-      ValueError: the storage names a leaf that the model has not, or blocks that do not fill a leaf's rows.
+      ValueError: the storage names a leaf that the model does not have, or blocks that do not fill a leaf's rows.
     """
     D, F, K, G, H, V = cfg.embed_dim, cfg.mlp_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
     storage = as_storage(storage)
     if unknown := {leaf for leaf, _ in storage.leaves} - set(weight_leaves(cfg)):
         raise ValueError(f"the storage names {min(unknown)!r}, which is no weight of this model")
-    norm = ArrayInfo((D,), jnp.float32, (None,), "ones")
+    norm = ArrayInfo((D,), jnp.float32, (None,))
 
     def declare_out(leaf: str) -> Any:
         leaf_type = storage.type_of(leaf)
@@ -103,10 +101,10 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             "down": _declare_weight(f"{name}.down", down_type, (D, F), ("embed", "mlp")),
         }
         if cfg.qkv_bias:
-            layer["qkv_bias"] = ArrayInfo((K, G + 2, H), jnp.float32, ("kv_heads", None, None), "zeros")
+            layer["qkv_bias"] = ArrayInfo((K, G + 2, H), jnp.float32, ("kv_heads", None, None))
         if cfg.qk_norm:
-            layer["q_norm"] = ArrayInfo((H,), jnp.float32, (None,), "ones")
-            layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,), "ones")
+            layer["q_norm"] = ArrayInfo((H,), jnp.float32, (None,))
+            layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
         return {leaf: info for leaf, info in layer.items() if blocks[leaf in MLP_PARAMS]}
 
     params: Params = {
@@ -120,7 +118,7 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
 
 
 def declare_shared(cfg: ModelConfig, storage: Storage, target: Params) -> Params:
-    """Declare what a draft with `shares_embedding` has of its target: `embed`, and `head` where it needs one.
+    """Declare what a draft with `shares_embedding` takes from its target: `embed`, and `head` where it needs one.
 
     A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type.
 
@@ -156,25 +154,6 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def init_params(key: jax.Array, cfg: ModelConfig, dtype: Any = jnp.float32, scale: float = 0.02) -> Params:
-    """Random parameters for tests and distillation: normal weights of standard deviation `scale`, unit norms."""
-    leaves, treedef = jax.tree.flatten(declare_params(cfg, dtype), is_leaf=is_info)
-    keys = jax.random.split(key, len(leaves))
-
-    def init_leaf(k: jax.Array, info: ArrayInfo) -> jax.Array:
-        if info.init == "normal":
-            return (scale * jax.random.normal(k, info.shape, jnp.float32)).astype(info.dtype)
-        return (jnp.ones if info.init == "ones" else jnp.zeros)(info.shape, info.dtype)
-
-    return jax.tree.unflatten(treedef, [init_leaf(k, i) for k, i in zip(keys, leaves, strict=True)])
-
-
-def count_params(cfg: ModelConfig) -> int:
-    """Number of scalar parameters."""
-    sizes = jax.tree.leaves(jax.tree.map(lambda i: _size(i.shape), declare_params(cfg, jnp.float32), is_leaf=is_info))
-    return sum(sizes)
-
-
 def _declare_weight(
     leaf: str, leaf_type: LeafType, shape: tuple[int, ...], axes: tuple[str | None, ...], unit: int = 1
 ) -> Any:
@@ -186,15 +165,8 @@ def _declare_weight(
     *outer, inputs = shape
     if inputs % block_format.values:
         raise ValueError(
-            f"{leaf}: rows of {inputs} values are no whole number of {leaf_type} blocks of {block_format.values}"
+            f"{leaf}: rows of {inputs} values are not a whole number of {leaf_type} blocks of {block_format.values}"
         )
     shape = (*outer, inputs // block_format.values, block_format.nbytes)
-    info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), "zeros", format=leaf_type, unit=unit)
+    info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), format=leaf_type, unit=unit)
     return Blocks(info, leaf_type)  # pyright: ignore[reportArgumentType]
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size

@@ -359,7 +359,10 @@ def test_old_checkpoints_open(tmp_path, converted):
         (lambda m: m["arrays"]["embed"].update(format="q9_0"), "embed is .*q9_0"),
         (lambda m: m["arrays"]["embed"].update(format="q4_1"), "embed is .*q4_1"),
         (lambda m: m["arrays"]["embed"].pop("format"), "embed is "),
-        (lambda m: m["arrays"]["layers.0.down"].update(format="q4_k"), "rows of 96 values are not a whole number of q4_k"),
+        (
+            lambda m: m["arrays"]["layers.0.down"].update(format="q4_k"),
+            "rows of 96 values are not a whole number of q4_k",
+        ),
         (lambda m: m["arrays"].update({"layers.0.qkv.query": {}}), "layers.0.qkv.query is unexpected"),
         (lambda m: m.update(dtype="float32"), "dtype is 'float32', but most weights are q8_0"),
     ],

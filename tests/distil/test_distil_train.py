@@ -33,11 +33,10 @@ from distil.train import (
 )
 from distil_cases import PREFIX, K, draw_words, make_conversation, no_documents, write_chat_tokenizer
 from native_models import LLAMA, write_native
-from tiny_models import empty_cache, on_one_device, relative_error
+from tiny_models import empty_cache, init_params, on_one_device, relative_error
 from typer.testing import CliRunner
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.models.params import init_params
 from jaxspec.models.transformer import forward, vocab_logits
 
 HEAD = np.arange(6, 30, dtype=np.int32)  # what the student scores

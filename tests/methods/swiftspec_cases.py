@@ -29,9 +29,8 @@ from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
 from jaxspec.methods.swiftspec.messages import DraftCounts
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.quantization import Storage
-from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.mesh import plan_mesh, plan_pair
 from jaxspec.runtime.placement import Placement, SharedEmbedding
-from jaxspec.runtime.split import plan_pair
 
 CONTEXT = 176
 
@@ -110,9 +109,9 @@ def models_of(case):
     plan, draft_plan = plans_of(case)
     config, rows = draft_config(case.family, case.geometry), vocab_rows_of(case.geometry)
     limit = min(VOCAB, config.vocab_size) if rows else None
-    lender = SharedEmbedding(FAMILIES[case.family], Storage("float32")) if config.shares_embedding else None
+    shared = SharedEmbedding(FAMILIES[case.family], Storage("float32")) if config.shares_embedding else None
     target = Placement(FAMILIES[case.family], plan, FLOAT32, rows)
-    return Models(target, Placement(config, draft_plan, FLOAT32, rows, limit, lender=lender))
+    return Models(target, Placement(config, draft_plan, FLOAT32, rows, limit, shared_embedding=shared))
 
 
 def params_of(case, draft="copy"):

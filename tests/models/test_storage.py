@@ -72,7 +72,7 @@ def test_heads_of_no_whole_blocks_lie_in_one_row():
         (lambda: Storage("q8_0", (("layers.0.qkv", ("q8_0",) * 2),)), "layers.0.qkv: a qkv has one type or 3"),
         (lambda: as_storage("int8"), "weight type 'int8'"),
         (lambda: declare_params(CFG, Storage("float32", (("layers.2.out", "q8_0"),))), "'layers.2.out', which is no"),
-        (lambda: declare_params(CFG, "q4_k"), "rows of 64 values are no whole number of q4_k blocks of 256"),
+        (lambda: declare_params(CFG, "q4_k"), "rows of 64 values are not a whole number of q4_k blocks of 256"),
     ],
 )
 def test_refusals(make, message):
