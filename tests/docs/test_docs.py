@@ -1,0 +1,116 @@
+"""README and docs: links, lengths, settings tables, and the files that they name."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import make_settings
+import pytest
+
+from jaxspec.methods.registry import METHODS, method_class
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("drafts/**/*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+WIDTH, README_LINES, ROUND_FILES = 100, 120, 14
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"`((?:jaxspec|pallas_kernels|configs|tests|tools|docs|drafts|examples)/[\w./-]*\w/?)`")
+# Texts that are no part of the repository. Written in parts, so that this file does not hold them.
+ELSEWHERE = [
+    "ALGO" + "RITHMS",
+    "JAX_" + "NOTES",
+    "DESIGN" + ".md",
+    "REVIEW" + ".md",
+    "first " + "plan",
+    "/shared" + "/",
+]
+
+
+def prose(text):
+    """Numbered lines outside code blocks and tables."""
+    code = False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif not code and not line.lstrip().startswith("|"):
+            yield number, line
+
+
+def anchors(page):
+    """Names of a page's headings, as GitHub spells them."""
+    heads = [line.lstrip("#").strip() for _, line in prose(page.read_text()) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_lines_are_short(page):
+    long = {number: line for number, line in prose(page.read_text()) if len(line) > WIDTH and "http" not in line}
+    assert not long
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall("\n".join(line for line in page.read_text().splitlines())):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_named_files_exist(page):
+    missing = [name for name in FILE.findall(page.read_text()) if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_the_distribution_has_its_own_name():
+    """`jaxspec` on PyPI is another library."""
+    for page in PAGES:
+        assert not re.search(r"pip install [^\n]*\bjaxspec(?!-decode)\b", page.read_text()), page
+
+
+def test_no_text_outside_the_repository_is_cited():
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("not a checkout of git")
+    kinds = (".py", ".md", ".toml", ".cc", ".h", ".yml", "Makefile")
+    cited = []
+    for name in files.stdout.splitlines():
+        if not name.endswith(kinds) or not (ROOT / name).is_file():
+            continue
+        text = (ROOT / name).read_text(encoding="utf-8")
+        cited += [f"{name}: {words}" for words in ELSEWHERE if words in text]
+    assert not cited
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_page_with_its_settings(name):
+    text = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    assert f"<!-- settings: {method_class(name).__name__} -->" in text
+    assert make_settings.with_tables(text) == text, "run python tools/make_settings.py"
+    assert f"]({name}.md)" in (ROOT / "docs" / "methods" / "README.md").read_text()
+
+
+def test_a_settings_table_by_hand():
+    table = make_settings.settings_table(method_class("chain")).splitlines()
+    assert table[0] == "| setting | type | default | meaning |"
+    assert table[2].startswith("| `num_draft_tokens` | `int` | `4` | ")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_round_is_read_in_few_files(name):
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("## The files of one round")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    column = rows[0].index(f"`{name}`")
+    files = [row[0].strip("`") for row in rows[2:] if row[column] == "x"]
+    assert 0 < len(files) <= ROUND_FILES
+    assert all((ROOT / file).is_file() for file in files)
+    defined = method_class(name).__module__.replace(".", "/") + ".py"
+    assert {defined, defined.replace("settings", "runner")} & set(files)
