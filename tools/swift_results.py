@@ -1,7 +1,7 @@
-"""What `Swift` reaches on the default model, as JSON: the sets that its search finds, speeds, and what searching costs.
+"""What `Swift` reaches on the default model, as JSON: the sets that its search finds, speeds, the cost of the search.
 
-The commands are `matchness` and `deep --find-only`, which time nothing, and `speed`, `deep` and `share`, which want an
-idle machine: `python tools/swift_results.py speed swift-speed.json`.
+`matchness` and `deep --find-only` time nothing. `speed`, `deep` and `share` need an idle machine:
+`python tools/swift_results.py speed swift-speed.json`.
 """
 
 import copy
@@ -22,15 +22,17 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.llm import LLM
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
-from jaxspec.methods.swift.search import SearchSettings
+from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.swift.search import SearchRule, SearchSettings
 from jaxspec.methods.swift.settings import Swift
 from jaxspec.models.layer_set import uniform_layers
 from jaxspec.models.params import Params
-from jaxspec.tune.swift import Passage, Scorer, search_layers, write_passages
+from jaxspec.tune.swift import LayerScorer, Passage, search_layers, write_passages
 
-# No proposal is Bayesian.
-NEVER = 10**6
+# Name, rule of the search, and every how many candidates one is Bayesian (0 for the given number, else never).
+KINDS: tuple[tuple[str, SearchRule, int], ...] = (
+    ("search", "budget", 0), ("random", "budget", 10**6), ("paper", "paper", 0),
+)  # fmt: skip
 # What inserted layers add is this much of what the layers add that they are copies of.
 TINY = 1e-3
 
@@ -49,18 +51,19 @@ def matchness(
     num_prompts: Annotated[int, typer.Option(help="Of the mini suite; a third is kept for judging.")] = 24,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 100,
 ) -> None:
-    """Compare the found set with the uniform start and with the best of as many random sets, on other texts."""
+    """Compare the sets of both rules with the uniform set and the best of as many random sets, on other texts."""
     llm = LLM(method="ar", draft="none")
     prompts = select_prompts(load_prompts(), None, num_prompts)
-    passages = write_passages(llm, prompts, SamplingParams(max_tokens=max_tokens))
+    passages = [*write_passages(llm, prompts, SamplingParams(max_tokens=max_tokens))]
     kept = num_prompts // 3
     judged, seen = passages[::3][:kept], [p for i, p in enumerate(passages) if i % 3]
     scorer = _scorer(llm, passages)
     settings = SearchSettings(ratio=ratio, steps=steps, tolerance=steps, interval=interval)
     runs = []
     for seed in range(seeds):
-        for kind, every in (("search", interval), ("random", NEVER)):
-            search = search_layers(scorer, seen, dataclasses.replace(settings, interval=every), seed)
+        for kind, rule, every in KINDS:
+            changed = dataclasses.replace(settings, rule=rule, interval=every or interval)
+            search = search_layers(scorer, seen, changed, seed)
             layers = search.incumbent.layers
             [judgement] = scorer.matchness(judged, [layers])
             run = {
@@ -70,7 +73,7 @@ def matchness(
             runs.append(run)
             typer.echo(f"{kind} {seed}: {judgement:.3f} after {search.steps} steps")
     [uniform] = scorer.matchness(judged, [uniform_layers(scorer.num_layers)])
-    medians = {k: statistics.median(r["matchness"] for r in runs if r["kind"] == k) for k in ("search", "random")}
+    medians = {k: statistics.median(r["matchness"] for r in runs if r["kind"] == k) for k, _, _ in KINDS}
     tokens = sum(len(p.windows(scorer.window)) for p in judged) * scorer.window
     settings_used = {"ratio": ratio, "steps": steps, "interval": interval, "judged_tokens": tokens}
     _write(out, settings_used | {"uniform": uniform, "medians": medians, "runs": runs})
@@ -85,13 +88,11 @@ def speed(
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
     repeats: Annotated[int, typer.Option(help="Of every answer.")] = 3,
 ) -> None:
-    """Time `swift` as it comes, searching, and as the paper has it with sets that were found, beside plain decoding."""
+    """Time `swift` with default settings, and with sets that were found, beside plain decoding."""
     llm = LLM(method="ar", draft="none")
     with tempfile.TemporaryDirectory() as folder:
         columns = [
             Column(BASELINE, Autoregressive()),
-            # What rounds without a draft gain by their several tokens per program is no merit of drafts.
-            Column("swift without a draft", Swift(layers="none")),
             Column("swift", Swift(layers_file=f"{folder}/sets.json")),
         ]
         for path in found or []:
@@ -121,7 +122,7 @@ def deep(
     # Half of a model does not know when to end.
     sampling = SamplingParams(max_tokens=100, ignore_eos=True)
     prompts = select_prompts(load_prompts(), None, 6)
-    passages = write_passages(llm, prompts, sampling)
+    passages = [*write_passages(llm, prompts, sampling)]
     scorer = _scorer(llm, passages)
     settings = SearchSettings(ratio=ratio, steps=steps, tolerance=steps, interval=interval)
     search = search_layers(scorer, passages[1:], settings)
@@ -149,7 +150,7 @@ def share(
     out: Output,
     tokens: Annotated[int, typer.Option(help="To decode with the search, and again without.")] = 2000,
 ) -> None:
-    """What the search takes of the time with default settings: its own account, and against decoding without it."""
+    """Measure the share of the time that the search takes with default settings, and compare it with its own count."""
     answer = SamplingParams(max_tokens=250, ignore_eos=True)
     prompts = select_prompts(load_prompts(), None, -(-tokens // 250))
     loaded = LLM(method="ar", draft="none")
@@ -212,9 +213,9 @@ def _time(llm: LLM, columns: list[Column], num_prompts: int, sampling: SamplingP
     return report
 
 
-def _scorer(llm: LLM, passages: list[Passage]) -> Scorer:
+def _scorer(llm: LLM, passages: list[Passage]) -> LayerScorer:
     longest = max(len(passage.tokens) for passage in passages)
-    return Scorer(llm.engine.target, llm.params, longest, SearchSettings().window)
+    return LayerScorer(llm.engine.target, llm.params, longest, SearchSettings().window)
 
 
 def _write(out: Path, report: dict[str, Any]) -> None:

@@ -36,7 +36,6 @@ from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.swift import runner as swift_runner
-from jaxspec.methods.swift.search import Standing
 from jaxspec.methods.swift.settings import Swift
 from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.layer_set import all_layers, parse_layers, uniform_layers
@@ -98,9 +97,10 @@ def test_tokens_on_a_mesh_with_a_program_for_each_set():
         used.add(runner.drafter.layers)
         # As if the search had found it.
         wanted = parse_layers(f"mlp={seed + 1}", LAYERS)
-        runner.search.incumbent = Standing(wanted)
         while runner.drafter.layers != wanted:
             runner.drafter.adopt(wanted)
+        rounds = run(engine, params_of("qwen2", 4), PROMPT, 20, seed, **sampling)
+        assert tokens_of(rounds) == plain_tokens("qwen2", PROMPT, 20, seed, **sampling)
         used.add(runner.drafter.layers)
     assert len(used) > len(samplings) and runner.search.steps > 10
 

@@ -1,5 +1,6 @@
 """Layer sets: counting, text, and forward passes that leave units out."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -87,7 +88,6 @@ def test_the_ends_are_never_skipped():
 @functools.cache
 def deep(family, layers=5):
     """A deeper model of a family: the two layers of the tiny one in turn; both ends are its first."""
-    import dataclasses
 
     cfg, params = FAMILIES[family], tiny_params(family)
     cfg = dataclasses.replace(
@@ -112,7 +112,7 @@ def hidden_states(params, cfg, units):
 
 @pytest.mark.parametrize("family", fast_part(FAMILIES, lambda family: family in ("llama", "qwen2")))
 def test_skipping_is_computing_without(family):
-    """Static, by branches, and by rows: all the same as a model whose skipped blocks add nothing."""
+    """Left out of the program, by branches and by rows: each equals a model whose skipped blocks add nothing."""
     cfg, params = deep(family)
     layer_set = parse_layers("attention=1,3;mlp=2,3", cfg.num_layers)
 

@@ -10,7 +10,7 @@ from jaxspec.bench.prompts import load_prompts, select_prompts
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.swift.search import SearchSettings
 from jaxspec.models.layer_set import uniform_layers
-from jaxspec.tune.swift import Scorer, search_layers, write_passages
+from jaxspec.tune.swift import LayerScorer, search_layers, write_passages
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
@@ -26,14 +26,14 @@ def deep():
 
 @pytest.fixture(scope="module")
 def passages(deep):
-    return write_passages(deep, select_prompts(load_prompts(), None, 3), ANSWER)
+    return [*write_passages(deep, select_prompts(load_prompts(), None, 3), ANSWER)]
 
 
 @pytest.fixture(scope="module")
 def found(deep, passages):
     """A search over half of the blocks."""
     longest = max(len(passage.tokens) for passage in passages)
-    scorer = Scorer(deep.engine.target, deep.params, longest, WINDOW)
+    scorer = LayerScorer(deep.engine.target, deep.params, longest, WINDOW)
     settings = SearchSettings(ratio=0.5, window=WINDOW, steps=80, tolerance=80, interval=8)
     layers = search_layers(scorer, passages[1:], settings).incumbent.layers
     return layers, scorer.matchness(passages[:1], [layers, uniform_layers(scorer.num_layers)])

@@ -64,7 +64,7 @@ class SearchSettings:
     rule: SearchRule = "budget"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Standing:
     """Scores of one set.
 
@@ -106,14 +106,13 @@ class LayerSearch:
     """One search, over any number of texts and processes.
 
     Attributes:
-      incumbent: the set that drafts.
+      has_choice: whether there is more than one set of the size.
+      stopped: why the search has ended; None while it goes on.
       steps: candidates scored.
       stale: candidates scored since the incumbent last changed.
       since: `steps` when the search was last resumed.
       proposed: candidates asked for.
       again: sets asked for that had been scored before.
-      has_choice: whether there is more than one set of the size.
-      stopped: why the search has ended; None while it goes on.
       history: (step, matchness of the incumbent), each time that one of them changed.
       adopted: (step, layer set as text) of every incumbent.
       decoded_s: seconds of decoding during the search, those of earlier processes included.
@@ -126,46 +125,50 @@ class LayerSearch:
         self._units, self._skipped = num_units(num_layers), count_skipped(num_layers, settings.ratio)
         self._rng = np.random.default_rng(seed)
         start = uniform_layers(num_layers) if self._skipped else all_layers(num_layers)
-        self.incumbent, self._rivals, self._candidates = Standing(start), [], Standing(start)
-        self.steps = self.stale = self.since = 0
         self.has_choice = 0 < self._skipped < self._units
         self.stopped = None if self.has_choice else "there is nothing to choose"
+        self.steps = self.stale = self.since = self.proposed = self.again = 0
+        self.decoded_s = self.spent_s = 0.0
         self.history: list[tuple[int, float]] = []
         self.adopted = [(0, str(start))]
-        self.decoded_s = self.spent_s = 0.0
+        self._ranked = [Standing(start)]  # the incumbent, then its rivals
+        self._candidates, self._watched = (
+            Standing(start),
+            Standing(start),
+        )  # scores of all candidates, and after the end
         self._due: list[Standing] = []
         self._window = self._on_window = 0  # number of the window; candidates proposed for it
-        self.proposed = self.again = 0
         self._seen = {start}
         self._observed: collections.deque[tuple[np.ndarray, float]] = collections.deque(maxlen=MEMORY)
-        self._watched = Standing(start)
+
+    @property
+    def incumbent(self) -> Standing:
+        """The set that drafts."""
+        return self._ranked[0]
 
     @property
     def window_is_used_up(self) -> bool:
         """Whether the next sets should be scored on other tokens."""
-        paper = self.settings.rule == "paper"
-        return paper or self.stopped is not None or self._on_window >= WINDOW_STEPS
+        return self.settings.rule == "paper" or self.stopped is not None or self._on_window >= WINDOW_STEPS
 
     def open_window(self) -> None:
         """Sets asked for from now on are scored on other tokens; answers that are still to come are ignored."""
-        if self.settings.rule == "budget":
-            self._window += 1
-        self._on_window = 0
+        if self.settings.rule == "paper":
+            return  # a score says the same on any window
+        self._window, self._on_window = self._window + 1, 0
         # The set with the fewest scores comes first: short texts have room for a few scores only.
-        self._due = sorted([self.incumbent, *self._rivals], key=lambda standing: standing.tokens)
-        for standing in self._due:
+        self._due = sorted(self._ranked, key=lambda standing: standing.tokens)
+        for standing in self._ranked:
             standing.here = None
 
     def next_sets(self, count: int) -> Asked:
         """`count` sets to score on the present window."""
         if self.stopped is not None:
             return Asked(self._window, ((self.incumbent.layers, self.incumbent),) * count)
-        budget = self.settings.rule == "budget"
         chosen: list[tuple[LayerSet, Standing | None]] = []
         while len(chosen) < count:
             # At least about half of all scores are those of candidates.
-            due = budget and self._due and (self.again <= self.proposed + RIVALS or not self.incumbent.tokens)
-            if due:
+            if self._due and (self.again <= self.proposed + RIVALS or not self.incumbent.tokens):
                 standing = self._due.pop(0)
                 chosen.append((standing.layers, standing))
                 self.again += 1
@@ -176,21 +179,17 @@ class LayerSearch:
 
     def tell(self, asked: Asked, matches: Sequence[int]) -> None:
         """Take the scores of the sets that `next_sets` asked for: how many tokens of the window each predicted."""
-        if asked.window != self._window:
-            return
         for (layers, standing), count in zip(asked.sets, map(int, matches), strict=True):
-            if self.stopped is not None:
-                if standing is self.incumbent:
-                    self._watch(count)
+            if asked.window != self._window:
                 return
-            if standing is not None:
+            if self.stopped is not None:
+                return self._watch(count) if standing is self.incumbent else None
+            if standing is None:
+                self._judge(layers, count)
+            elif standing in self._ranked:
                 standing.add(count, self.settings.window)
                 self._observed.append((layers.skipped, standing.matchness or 0.0))
-                self._rank()
-                if standing is self.incumbent:
-                    self._note()
-            else:
-                self._judge(layers, count)
+                self._rank(changed=standing is self.incumbent)
             self._stop_if_done()
 
     def _judge(self, layers: LayerSet, matches: int) -> None:
@@ -202,32 +201,30 @@ class LayerSearch:
         self._candidates.add(matches, window)
         self.steps, self.stale = self.steps + 1, self.stale + 1
         if matches > here and self.settings.rule == "paper":
-            self._adopt(Standing(layers, matches, window))
+            self._ranked = [Standing(layers, matches, window)]
+            self._note(adopted=True)
         elif matches > here:
-            self._rivals.append(Standing(layers, matches, window, matches))
+            self._ranked.append(Standing(layers, matches, window, matches))
             self._rank()
 
-    def _rank(self) -> None:
-        """Make the best of the incumbent and its rivals the incumbent; drop the worst of too many rivals."""
+    def _rank(self, changed: bool = False) -> None:
+        """Make the best set the incumbent, and drop the worst of too many rivals."""
         # Sorting is stable: the incumbent wins a tie.
-        ranked = sorted([self.incumbent, *self._rivals], key=self._estimate, reverse=True)
-        best, self._rivals = ranked[0], ranked[1 : 1 + RIVALS]
-        self._due = [standing for standing in self._due if any(standing is one for one in ranked[: 1 + RIVALS])]
-        if best is not self.incumbent:
-            self._adopt(best)
-
-    def _adopt(self, standing: Standing) -> None:
-        self.incumbent, self.stale = standing, 0
-        self.adopted.append((self.steps, str(standing.layers)))
-        self._note()
+        before, self._ranked = self.incumbent, sorted(self._ranked, key=self._estimate, reverse=True)[: 1 + RIVALS]
+        self._due = [standing for standing in self._due if standing in self._ranked]
+        if changed or self.incumbent is not before:
+            self._note(adopted=self.incumbent is not before)
 
     def _estimate(self, standing: Standing) -> float:
         """Expected matchness: few scores count less than the mean candidate."""
         weight = PRIOR_WINDOWS * self.settings.window
         return (standing.matches + weight * (self._candidates.matchness or 0.0)) / (standing.tokens + weight)
 
-    def _note(self) -> None:
+    def _note(self, adopted: bool = False) -> None:
         self.history.append((self.steps, self.incumbent.matchness or 0.0))
+        if adopted:
+            self.stale = 0
+            self.adopted.append((self.steps, str(self.incumbent.layers)))
 
     def _stop_if_done(self) -> None:
         settings, standing = self.settings, self.incumbent
@@ -241,19 +238,23 @@ class LayerSearch:
 
     def _watch(self, matches: int) -> None:
         """Resume a search that has ended where its set has become worse, as with texts of another kind."""
-        self._watched.add(matches, self.settings.window)
-        if self._watched.tokens < WATCHED_WINDOWS * self.settings.window:
+        found = self._watched
+        found.add(matches, self.settings.window)
+        if found.tokens < WATCHED_WINDOWS * self.settings.window:
             return
-        found, self._watched = self._watched, Standing(self.incumbent.layers)
-        if (found.matchness or 0.0) >= self._estimate(self.incumbent) - FALL:
-            return
-        # Old scores are those of other texts.
-        self.incumbent = Standing(self.incumbent.layers, found.matches, found.tokens)
-        self._rivals, self._candidates, self._due = [], Standing(self.incumbent.layers), []
-        self._observed.clear()
-        self._seen = {self.incumbent.layers}
-        self.since, self.stale, self.stopped = self.steps, 0, None
-        self._note()
+        layers = self.incumbent.layers
+        self._watched = Standing(layers)
+        if (found.matchness or 0.0) < self._estimate(self.incumbent) - FALL:
+            # Old scores are those of other texts.
+            self._ranked, self._candidates, self._seen = (
+                [Standing(layers, found.matches, found.tokens)],
+                Standing(layers),
+                {layers},
+            )
+            self._due.clear()
+            self._observed.clear()
+            self.since, self.stale, self.stopped = self.steps, 0, None
+            self._note()
 
     def _propose(self) -> LayerSet:
         """A candidate, a new one if that is easily found: Bayesian every `interval` steps, else a uniform set."""
@@ -277,7 +278,7 @@ class LayerSearch:
 
         bits = [("".join("01"[int(unit)] for unit in skipped), round(score, 5)) for skipped, score in self._observed]
         return {name: getattr(self, name) for name in COUNTERS} | {
-            "sets": [row(each) for each in (self.incumbent, self._candidates, self._watched, *self._rivals)],
+            "sets": [row(each) for each in (self._candidates, self._watched, *self._ranked)],
             "observed": bits, "stopped": self.stopped, "history": self.history[-MEMORY:],
             "settings": dataclasses.asdict(self.settings),
         }  # fmt: skip
@@ -294,9 +295,9 @@ class LayerSearch:
         history, stopped = [(int(step), float(score)) for step, score in saved["history"]], saved["stopped"]
         if any(len(skipped) != self._units for skipped, _ in observed):
             raise ValueError(f"observations are not of {self._units} blocks")
-        if any(not 0 <= each.matches <= each.tokens for each in sets):
-            raise ValueError("a set predicted more tokens than it was scored on")
-        self.incumbent, self._candidates, self._watched, *self._rivals = sets
+        if len(sets) < 3 or any(not 0 <= each.matches <= each.tokens for each in sets):
+            raise ValueError("there is no set, or one predicted more tokens than it was scored on")
+        self._candidates, self._watched, *self._ranked = sets
         self._observed.extend(observed)
         self._seen |= {each.layers for each in sets}
         if saved["settings"] == dataclasses.asdict(self.settings):
