@@ -35,7 +35,7 @@ class SamplingParams:
       stop_token_ids: tokens that end generation, as end-of-sequence tokens do; they end `token_ids` and are no text.
       min_tokens: before so many tokens, end-of-sequence tokens and `stop_token_ids` are impossible. A stop string ends
         the text at any length.
-      n: number of completions of each prompt, which differ in their seeds; with several, the temperature must be above 0.
+      n: number of completions of each prompt, which differ in their seeds; several need a temperature above 0.
       seed: names the random stream. Equal seeds give equal text; None takes a fresh seed, reported in the stats.
       ignore_eos: generate past end-of-sequence tokens.
       logprobs: report log-probabilities under the processed distribution: of each chosen token (True, or 0), and with

@@ -92,17 +92,18 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the context holds {self.max_context}: "
                 f"at most {self.max_context - 1} leave room for an answer"
             )
-        if sampling.max_tokens is not None and sampling.max_tokens > room:
-            raise ConfigError(
-                f"the prompt's {len(prompt)} tokens and max_tokens {sampling.max_tokens} exceed the context of "
-                f"{self.max_context}: max_tokens can be at most {room} here"
-            )
+        for name, wanted in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
+            if wanted is not None and wanted > room:
+                raise ConfigError(
+                    f"the prompt's {len(prompt)} tokens and {name} {wanted} exceed the context of {self.max_context}: "
+                    f"{name} can be at most {room} here"
+                )
 
     def token_limit(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
         """Most tokens to generate: what was asked for, else `DEFAULT_MAX_TOKENS` or what the context has room for."""
         if sampling.max_tokens is not None:
             return sampling.max_tokens
-        return min(DEFAULT_MAX_TOKENS, self.max_context - len(prompt))
+        return min(max(DEFAULT_MAX_TOKENS, sampling.min_tokens), self.max_context - len(prompt))
 
     def prepare(self, tokens: int | None = None) -> float:
         """Compile for sequences of up to `tokens` tokens; returns the wall time spent, in seconds.
@@ -177,8 +178,9 @@ class Session:
         self.limit = engine.token_limit(prompt, sampling)
         self.num_emitted = 0
         runner = self._runner
-        self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed)
+        self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed, len(prompt))
         state = runner.start(self.tokens[-1], buffers)
+        self._wants_top = sampling.num_logprobs > 0
         self._state = runner.prefill(params, state, np.asarray(self.tokens[:-1], np.int32))
         self._launch, self._read = self._launch_round, read_round
         if trace.active is not None:
@@ -245,8 +247,17 @@ class Session:
 
     def _launch_round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
         state, round_, least = self._runner.round(params, state, request, room)
+        if not self._wants_top:
+            round_ = dataclasses.replace(round_, top=None)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
         return state, round_, least
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of the completion `index` of a prompt; that of the first is the request's own."""
+    if index == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def fresh_seed() -> int:

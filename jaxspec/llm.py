@@ -20,18 +20,18 @@ from jaxspec.checkpoint.shared_embedding import share_embedding
 from jaxspec.checkpoint.shipped import find_shipped_draft, warn_of_damage
 from jaxspec.checkpoint.vocabulary import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
 from jaxspec.config import DType, EngineConfig, SamplingParams
-from jaxspec.engine import Engine, fresh_seed
+from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.methods.base import Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.metrics import count_speculation
 from jaxspec.models.params import Params
-from jaxspec.results import Completion, DecodeStats, StreamEvent
+from jaxspec.results import Completion, DecodeStats, StreamEvent, TopTokens
 from jaxspec.runtime.compile_cache import enable_compile_cache
 from jaxspec.runtime.mesh import MeshPlan, plan_pair
 from jaxspec.runtime.placement import Placement, SharedEmbedding, resolve_dtype
-from jaxspec.text.stream import TextStream
+from jaxspec.text.stream import StreamPiece, TextStream
 from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels.registry import Kernels
 
@@ -168,26 +168,33 @@ class LLM:
         return other
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Completion | list[Completion]:
         """Complete a prompt, or each of a list of prompts in turn.
 
         Args:
-          prompt: a string or token ids, or a list of either. No chat template is applied; see `chat`.
-          sampling_params: greedy decoding of up to 256 tokens by default.
+          prompt: a string or token ids, or a list of either. No chat template is applied; see `chat`. An empty list
+            gives an empty list.
+          sampling_params: one for all prompts, or a list with one for each; greedy decoding of up to 256 tokens by
+            default.
+
+        Returns:
+          The completion of one prompt, or a list of those of several. Where `SamplingParams.n` asks for several
+          completions of a prompt, `Completion.outputs` has them all.
 
         Raises:
           ConfigError: a prompt is empty or does not fit; nothing was computed then.
         """
-        sampling = _check_sampling(sampling_params)
         batch = _is_batch(prompt)
         prompts: list[Any] = [*prompt] if batch else [prompt]
+        samplings = _one_each(sampling_params, len(prompts))
         if _is_conversation(prompts) or any(_is_conversation(p) for p in prompts):
             raise ConfigError("generate takes text or token ids; chat answers conversations")
         encoded = [self.encode(p) for p in prompts]
-        for ids in encoded:
-            self.engine.check_request(ids, sampling)
-        completions = [self._complete(ids, sampling) for ids in encoded]
+        requests = [self._check(ids, sampling) for ids, sampling in zip(encoded, samplings, strict=True)]
+        completions = [self._complete(ids, sampling) for ids, sampling in zip(encoded, requests, strict=True)]
         return completions if batch else completions[0]
 
     def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Completion:
@@ -201,22 +208,25 @@ class LLM:
         if not _is_conversation(messages):
             raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {messages!r:.80}")
         ids = self.encode(messages)
-        self.engine.check_request(ids, sampling)
-        return self._complete(ids, sampling)
+        return self._complete(ids, self._check(ids, sampling))
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Generator[StreamEvent, None, None]:
+    ) -> Generator[StreamEvent, bool | None, None]:
         """Yield text as it is decoded, in whole characters; the last event carries the `Completion`.
+
+        `send(True)` instead of `next` ends the text where it is: it gives the last event, whose `finish_reason` is
+        "abort".
 
         Args:
           prompt: a string, token ids, or a conversation (dicts with "role" and "content").
-          sampling_params: see `generate`.
+          sampling_params: see `generate`; `n` must be 1.
         """
         sampling = _check_sampling(sampling_params)
+        if sampling.n > 1:
+            raise ConfigError(f"stream gives one completion, and n is {sampling.n}: use generate or chat")
         ids = self.encode(prompt)
-        self.engine.check_request(ids, sampling)
-        return self._stream(ids, sampling)
+        return self._stream(ids, self._check(ids, sampling))
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """Token ids of a prompt: text as it is, ids unchanged, a conversation through the chat template."""
@@ -230,35 +240,46 @@ class LLM:
             return [int(token) for token in prompt]
         raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {prompt!r:.80}")
 
-    def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
-        completion = None
-        for event in self._stream(ids, sampling):
-            completion = event.completion
-        assert completion is not None
-        return completion
+    def _check(self, ids: list[int], sampling: SamplingParams) -> SamplingParams:
+        """Refuse what cannot be decoded; all tokens that end a text join `stop_token_ids`."""
+        vocab = self.engine.target.cfg.vocab_size
+        ends = {*(sampling.stop_token_ids or ()), *(i for i in self.eos_ids if i < vocab and not sampling.ignore_eos)}
+        checked = dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ends)))
+        self.engine.check_request(ids, checked)
+        return checked
 
-    def _stream(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, None, None]:
+    def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
+        """All completions of a prompt; each names the seed that gives it alone."""
+        seed = fresh_seed() if sampling.seed is None else sampling.seed
+        completions = []
+        for index in range(sampling.n):
+            *_, last = self._stream(ids, dataclasses.replace(sampling, seed=derive_seed(seed, index)))
+            completions.append(last.completion)
+        return dataclasses.replace(completions[0], alternatives=tuple(completions[1:]))
+
+    def _stream(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
+        """Decode a checked request."""
         max_tokens = self.engine.token_limit(ids, sampling)
         compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens)
         self._unreported_compile_s = 0.0
         seed = fresh_seed() if sampling.seed is None else sampling.seed
-        text = TextStream(
-            self.tokenizer, sampling.stop or (), self.eos_ids, ignore_eos=sampling.ignore_eos, max_tokens=max_tokens
-        )
+        text = TextStream(self.tokenizer, sampling.stop or (), sampling.stop_token_ids or (), max_tokens)
         clock = _Clock()
-        events = _EventMaker(text, sampling.logprobs)
+        events = _EventMaker(text, sampling)
         received: list[StepOutput] = []
-        event = None
+        event: StreamEvent | None = None
         # A caller that stops listening keeps what the method found on the way.
         with self.engine.open(self.model_params, ids, sampling, seed) as session:
             while event is None or event.finish_reason is None:
-                if event is not None:
-                    yield event
+                if event is not None and (yield event):
+                    event = events.abort()
+                    break
                 output = session.step()
                 clock.tick(len(output.tokens))
                 received.extend(output.passes())
                 event = events.push(output)
             report = session.report()
+        assert event.finish_reason is not None
         method = self.engine.method
         num_tokens = len(text.token_ids)
         stats = clock.stats(len(ids), num_tokens, compile_s, seed if sampling.temperature > 0 else None)
@@ -276,14 +297,15 @@ class LLM:
             finish_reason=event.finish_reason,
             stats=stats,
             method=method.name,
-            logprobs=tuple(events.logprobs) if sampling.logprobs else None,
+            logprobs=tuple(events.logprobs) if sampling.wants_logprobs else None,
+            top_logprobs=tuple(events.top_logprobs) if sampling.num_logprobs else None,
         )
         yield dataclasses.replace(event, completion=completion)
 
 
 def generate(
     prompt: Prompt | Sequence[Prompt],
-    sampling_params: SamplingParams | None = None,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     model: str | PathLike[str] | None = None,
     **options: Any,
@@ -344,33 +366,50 @@ class _Clock:
 class _EventMaker:
     """Turns rounds into events; tokens wait here until the text is certain to keep them."""
 
-    def __init__(self, text: TextStream, want_logprobs: bool):
+    def __init__(self, text: TextStream, sampling: SamplingParams):
         self.logprobs: list[float] = []
+        self.top_logprobs: list[TopTokens] = []
         self._text = text
-        self._want_logprobs = want_logprobs
-        self._waiting: collections.deque[tuple[int, bool, float]] = collections.deque()
+        self._num_logprobs = sampling.num_logprobs if sampling.wants_logprobs else None
+        self._waiting: collections.deque[tuple[int, bool, float, TopTokens]] = collections.deque()
 
-    def push(self, emitted: StepOutput) -> StreamEvent:
-        """Feed a round's tokens to the text until it ends; what lies behind the end is dropped."""
+    def push(self, output: StepOutput) -> StreamEvent:
+        """Feed a round's tokens to the text until it ends; tokens after the end are dropped."""
         spans, kept = [], []
-        for index, (token, logprob) in enumerate(zip(emitted.tokens, emitted.logprobs, strict=True)):
-            self._waiting.append((token, index < emitted.accepted, logprob))
+        top = output.top or ((),) * len(output.tokens)
+        for index, (token, logprob, ranked) in enumerate(zip(output.tokens, output.logprobs, top, strict=True)):
+            self._waiting.append((token, index < output.accepted, logprob, ranked))
             piece = self._text.push(token)
-            shown = [self._waiting.popleft() for _ in range(piece.num_tokens)]
-            kept.extend(shown)
-            if piece.text:
-                spans.append((piece.text, bool(shown) and all(drafted for _, drafted, _ in shown)))
+            self._take(piece, spans, kept)
             if piece.finish_reason is not None:
                 break
-        tokens, from_draft, logprobs = zip(*kept, strict=True) if kept else ((), (), ())
+        return self._make(spans, kept)
+
+    def abort(self) -> StreamEvent:
+        """End the text with all tokens that it was fed."""
+        spans, kept = [], []
+        self._take(self._text.abort(), spans, kept)
+        return self._make(spans, kept)
+
+    def _take(self, piece: StreamPiece, spans: list[tuple[str, bool]], kept: list[tuple[Any, ...]]) -> None:
+        shown = [self._waiting.popleft() for _ in range(piece.num_tokens)]
+        kept.extend(shown)
+        if piece.text:
+            spans.append((piece.text, bool(shown) and all(drafted for _, drafted, *_ in shown)))
+
+    def _make(self, spans: list[tuple[str, bool]], kept: list[tuple[Any, ...]]) -> StreamEvent:
+        tokens, from_draft, logprobs, top = zip(*kept, strict=True) if kept else ((), (), (), ())
+        top = tuple(ranked[: self._num_logprobs] for ranked in top)
         self.logprobs.extend(logprobs)
+        self.top_logprobs.extend(top)
         return StreamEvent(
             text="".join(text for text, _ in spans),
             token_ids=tokens,
             from_draft=from_draft,
-            logprobs=logprobs if self._want_logprobs else None,
+            logprobs=None if self._num_logprobs is None else logprobs,
             finish_reason=self._text.finish_reason,
             spans=tuple(spans),
+            top_logprobs=top if self._num_logprobs else None,
         )
 
 
@@ -476,7 +515,7 @@ def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:
 
 
 def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
-    return _is_list(prompt) and not _is_ids(prompt)
+    return _is_list(prompt) and (not len(prompt) or not _is_ids(prompt))
 
 
 def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
@@ -487,9 +526,18 @@ def _is_list(prompt: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
 
 
-def _check_sampling(sampling: SamplingParams | None) -> SamplingParams:
+def _one_each(sampling: object, count: int) -> list[SamplingParams]:
+    """Sampling parameters of each prompt, from one for all or a list of as many."""
+    if not _is_list(sampling):
+        return [_check_sampling(sampling)] * count
+    if len(sampling) != count:
+        raise ConfigError(f"sampling_params are {len(sampling)} for {count} prompts: give one, or one for each prompt")
+    return [_check_sampling(one) for one in sampling]
+
+
+def _check_sampling(sampling: object) -> SamplingParams:
     if sampling is None:
         return SamplingParams()
     if not isinstance(sampling, SamplingParams):
-        raise ConfigError(f"sampling_params must be one SamplingParams for all prompts, got {sampling!r:.80}")
+        raise ConfigError(f"sampling_params must be SamplingParams, got {sampling!r:.80}")
     return sampling

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.cli.options import KERNELS_HELP, OptionTypes, check_output, merge_options, setting_types
-from jaxspec.cli.run import run_command
+from jaxspec.cli.run import VersionOption, run_app, run_command
 from jaxspec.errors import ConfigError, JaxspecError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def check(
     json_: Annotated[
         Path | None, typer.Option("--json", help="Write one JSON object with everything here; - is standard output.")
     ] = None,
+    version: VersionOption = False,
 ) -> None:
     """Check that methods say what plain decoding says; exit status 0 if they do, 1 if not.
 
@@ -145,7 +146,7 @@ def check(
 
 def main() -> None:
     """Entry point."""
-    app(prog_name=NAME)
+    run_app(app, NAME)
 
 
 def _read_prompts(given: Sequence[str], file: Path | None, most: int) -> list[tuple[str, str]]:

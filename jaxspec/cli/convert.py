@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli.run import raise_lost_interrupt, run_command
+from jaxspec.cli.run import VersionOption, raise_lost_interrupt, run_app, run_command
 
 NAME = "jaxspec-convert"
 
@@ -30,6 +30,7 @@ def convert(
     layers: Annotated[
         int | None, typer.Option(help="Keep only the first N layers: a rough draft model, untrained.")
     ] = None,
+    version: VersionOption = False,
 ) -> None:
     """Convert a checkpoint into jaxspec's native format, which restores straight onto its devices.
 
@@ -40,7 +41,7 @@ def convert(
 
 def main() -> None:
     """Entry point."""
-    app(prog_name=NAME)
+    run_app(app, NAME)
 
 
 def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | None) -> None:
@@ -56,6 +57,10 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
             f"{NAME}: note: {leftover} is of a conversion that was killed or still runs; in the first case, delete it",
             file=sys.stderr,
         )
+    source = _find_source(src)
+    if quantize is not None:
+        _warn_of_rounding_twice(source, quantize)
+    source_bytes = _count_bytes(source)
     console = Console(stderr=True)
     size = TextColumn("{task.fields[size]}")
     columns = (TextColumn("tensors"), MofNCompleteColumn(), BarColumn(), size, TimeRemainingColumn())
@@ -66,13 +71,54 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
         def show(progress: ConvertProgress) -> None:
             raise_lost_interrupt()
             # Shown once work begins, and to people only: refusals and log files hold nothing but their line.
-            if progress.arrays == 0 and console.is_terminal:
-                stack.enter_context(bar)
+            if progress.arrays == 0:
+                if quantize is not None and layers is None and progress.num_bytes > source_bytes:
+                    _warn(
+                        f"the result takes {progress.num_bytes / 1e6:.1f} MB, {src} only {source_bytes / 1e6:.1f} MB: "
+                        "without --quantize it keeps the size of its source"
+                    )
+                if console.is_terminal:
+                    stack.enter_context(bar)
             megabytes = f"{progress.bytes / 1e6:.0f}/{progress.num_bytes / 1e6:.0f} MB"
             bar.update(task, completed=progress.arrays, total=progress.num_arrays, size=megabytes)
 
-        checkpoint = convert_checkpoint(_find_source(src), dst, dtype, show, layers, quantize, _save_tokenizer)
+        checkpoint = convert_checkpoint(source, dst, dtype, show, layers, quantize, _save_tokenizer)
     print(f"{checkpoint.path}: {checkpoint.num_bytes / 1e6:.1f} MB, {checkpoint.storage}")
+
+
+def _warn(message: str) -> None:
+    print(f"{NAME}: warning: {message}", file=sys.stderr)
+
+
+def _warn_of_rounding_twice(source: Path, quantize: str) -> None:
+    """Say so where weights that are rounded to blocks already would be rounded again, to others."""
+    from jaxspec.checkpoint.convert import QUANTISED
+    from jaxspec.checkpoint.keymaps import source_storage
+    from jaxspec.checkpoint.load import detect_format, open_checkpoint
+    from jaxspec.checkpoint.native.manifest import NativeCheckpoint, open_native
+    from jaxspec.models.quantization import parts_of, weight_leaves
+    from pallas_kernels.linear.blocks import FORMATS
+
+    if quantize not in QUANTISED:
+        return  # refused by the conversion
+    opened = open_native(source) if detect_format(source) == "native" else open_checkpoint(source)
+    storage = opened.storage if isinstance(opened, NativeCheckpoint) else source_storage(opened)
+    rounded = set()
+    for leaf in weight_leaves(opened.config):
+        wanted = QUANTISED[quantize] if leaf in ("embed", "head") else quantize
+        rounded |= {part for part in parts_of(storage.type_of(leaf)) if part in FORMATS and part != wanted}
+    if rounded:
+        _warn(
+            f"{source} holds weights in {', '.join(sorted(rounded))} blocks already: rounding them to {quantize} adds "
+            "a second error; convert the unquantised model, or leave --quantize out to keep them as they are"
+        )
+
+
+def _count_bytes(source: Path) -> int:
+    """Size of a checkpoint's weights on the disk."""
+    if source.is_file():
+        return source.stat().st_size
+    return sum(file.stat().st_size for file in source.rglob("*") if file.is_file() and file.suffix != ".json")
 
 
 def _save_tokenizer(src: Path, folder: Path) -> None:
@@ -85,7 +131,7 @@ def _save_tokenizer(src: Path, folder: Path) -> None:
 def _find_source(src: str) -> Path:
     if src != DEFAULT_WORD:
         return Path(src)
-    from jaxspec.checkpoint.default_model import default_model_path, verify_default
+    from jaxspec.checkpoint.shipped import default_model_path, verify_default
 
     path = default_model_path()
     verify_default(path)

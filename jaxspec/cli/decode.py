@@ -4,21 +4,30 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.method_options import METHOD_NAMES, METHOD_OPTIONS, method_from
-from jaxspec.cli.options import KERNELS_HELP, OptionTypes, check_new_file, merge_options
-from jaxspec.cli.run import interrupts_raised, raise_lost_interrupt, run_command
+from jaxspec.cli.options import (
+    KERNELS_HELP,
+    METHODS_HELP,
+    OptionTypes,
+    check_new_file,
+    list_presets,
+    merge_options,
+    method_from,
+    method_options,
+)
+from jaxspec.cli.progress import waiting
+from jaxspec.cli.run import VersionOption, interrupts_noted, leave_after_interrupt, run_app, run_command
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.bench.timeline import Timeline
     from jaxspec.llm import LLM
-    from jaxspec.results import Completion
+    from jaxspec.results import Completion, StreamEvent
 
 NAME = "jaxspec-decode"
 
@@ -31,7 +40,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 SAMPLING_OPTIONS: dict[str, OptionTypes] = {
     "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float), "min_p": (int, float),
     "repetition_penalty": (int, float), "frequency_penalty": (int, float), "presence_penalty": (int, float),
-    "seed": (int,), "stop": (str, list), "ignore_eos": (bool,), "logprobs": (bool,),
+    "seed": (int,), "stop": (str, list), "stop_token_ids": (list,), "min_tokens": (int,), "ignore_eos": (bool,),
+    "logprobs": (bool, int),
 }  # fmt: skip
 METHOD_CHOICE: dict[str, OptionTypes] = {
     "draft_model": (str,), "method": (str,), "swift_layers": (str,),
@@ -44,13 +54,14 @@ OTHER_OPTIONS: dict[str, OptionTypes] = {
     "offload": (str,), "chat": (bool,), "system": (str,),
 }  # fmt: skip
 FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **OTHER_OPTIONS}
-OPTIONS = {**FLAGS, **METHOD_OPTIONS}
+# Settings of methods that have a flag of their own.
+METHOD_FLAGS = ("num_draft_tokens",)
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def decode(
     context: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt [standard input, if it is piped; - too].")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
     model: Annotated[
         str | None,
@@ -60,7 +71,8 @@ def decode(
         str | None,
         typer.Option(help="Checkpoint of a draft model; self:attention=1,3;mlp=2 is the model without these."),
     ] = None,
-    method: Annotated[str | None, typer.Option(help=f"{METHOD_NAMES}; --set gives its settings.")] = None,
+    method: Annotated[str | None, typer.Option(help=METHODS_HELP)] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Most drafted tokens of a target pass.")] = None,
     swift_layers: Annotated[
         str | None, typer.Option(help="File of layer sets that swift reads and writes [beside the compiled programs].")
     ] = None,
@@ -74,8 +86,13 @@ def decode(
     presence_penalty: Annotated[float | None, typer.Option(help="Against tokens of the output.")] = None,
     seed: Annotated[int | None, typer.Option(help="Random stream at temperature > 0: equal seeds, equal text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation; repeatable.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="Token that ends generation; repeatable.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="No end-of-sequence or stop token before so many.")] = None,
     ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")] = None,
     logprobs: Annotated[bool | None, typer.Option("--logprobs", help="With --json, add log-probabilities.")] = None,
+    top_logprobs: Annotated[
+        int | None, typer.Option(help="With --json, add those of the most probable tokens at each place.")
+    ] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
     ] = None,
@@ -92,7 +109,9 @@ def decode(
     offload: Annotated[str | None, typer.Option(help="none.")] = None,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of prompt plus output.")] = None,
     compile_cache: Annotated[str | None, typer.Option(help='Folder of compiled programs; "" for none.')] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML preset of these options; the command line wins.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Preset of these options, by name or TOML file; list shows the names.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="name=value as in a preset; repeatable.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print timings to standard error at the end.")] = False,
@@ -100,30 +119,45 @@ def decode(
         Path | None, typer.Option(help="Write when each program ran, as a Chrome/Perfetto trace, to this file.")
     ] = None,
     show_drafted: Annotated[bool, typer.Option("--show-drafted", help="Underline what a draft proposed.")] = False,
+    version: VersionOption = False,
 ) -> None:
-    """Decode one prompt with the lowest latency, streaming the text."""
-    given = {name: context.params[name] for name in FLAGS}
-    given["stop"] = stop or None  # typer gives an empty list where there was none
+    """Decode one prompt with the lowest latency, streaming the text.
+
+    Ctrl-C ends the text there: --json and --stats then say what was decoded, with finish_reason "abort".
+    """
+    given = {name: context.params.get(name) for name in (*FLAGS, *METHOD_FLAGS)}
+    # typer gives an empty list where there was none.
+    given |= {"stop": stop or None, "stop_token_ids": stop_token_id or None}
+    if top_logprobs is not None:
+        given["logprobs"] = top_logprobs
 
     def run() -> None:
-        options = merge_options(given, config, set_ or [], OPTIONS)
+        if config == "list":
+            names = list_presets()
+            for name, line in names.items():
+                print(f"{name:<{max(map(len, names))}}  {line}")
+            return
+        options = merge_options(given, config, set_ or [], FLAGS, method_options)
         _refuse_unavailable(options)
-        if options.get("logprobs") and not json_:
-            raise ConfigError("--logprobs are part of the JSON object: add --json")
+        if options.get("logprobs") not in (None, False) and not json_:
+            raise ConfigError("log-probabilities are part of the JSON object: add --json")
         if show_drafted and json_:
             raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
         out = check_new_file(trace, "--trace")
         text = _read_prompt(prompt, prompt_file)
-        # Heavy imports only now: --help and usage errors answer at once.
+        # Heavy imports only now: --help and most usage errors answer at once.
         from jaxspec.config import SamplingParams
         from jaxspec.llm import LLM
 
         sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
         arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
-        llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
-        messages = _messages(llm, text, options)
-        with _tracing(llm, out) as timeline:
-            completion = _stream(llm, messages, sampling, quiet=json_, underline=show_drafted)
+        method = method_from(options)
+        with waiting("loading the model and compiling its programs") as show:
+            llm = LLM(**arguments, draft=options.get("draft_model"), method=method)
+            prepared = llm.encode(_messages(llm, text, options))
+            show(f"reading {len(prepared)} tokens of the prompt")
+            with _tracing(llm, out) as timeline:
+                completion = _stream(llm, prepared, sampling, lambda: show(None), quiet=json_, underline=show_drafted)
         if timeline is not None:
             summary = dataclasses.asdict(timeline.summary())
             completion = dataclasses.replace(completion, stats=dataclasses.replace(completion.stats, timeline=summary))
@@ -132,13 +166,15 @@ def decode(
         if stats:
             sys.stdout.flush()
             print(_summary(completion), file=sys.stderr)
+        if completion.finish_reason == "abort":
+            leave_after_interrupt()
 
     run_command(NAME, run)
 
 
 def main() -> None:
     """Entry point."""
-    app(prog_name=NAME)
+    run_app(app, NAME)
 
 
 def _refuse_unavailable(options: dict[str, Any]) -> None:
@@ -147,12 +183,14 @@ def _refuse_unavailable(options: dict[str, Any]) -> None:
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise ConfigError("give one prompt: as an argument, - for standard input, or --prompt-file")
+    piped = prompt is None and file is None and not sys.stdin.isatty()
+    one = "give one prompt: as an argument, piped into standard input, or with --prompt-file"
+    if not piped and (prompt is None) == (file is None):
+        raise ConfigError(one)
     try:
         if file is not None:
             text = file.read_text(encoding="utf-8").removesuffix("\n")
-        elif prompt == "-":
+        elif prompt == "-" or piped:
             # The newline that ends a line of a shell or an editor is no part of the prompt.
             text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
         else:
@@ -162,7 +200,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 text: {error}") from error
     if not text:
-        raise ConfigError("the prompt is empty: it has 0 characters and at least 1 is needed")
+        raise ConfigError(one if piped else "the prompt is empty: it has 0 characters and at least 1 is needed")
     return text
 
 
@@ -188,35 +226,37 @@ def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
     from jaxspec.bench.timeline import Timeline
 
     timeline = Timeline(llm.engine.models)
-    with interrupts_raised():
-        try:
-            with timeline:
-                yield timeline
-        finally:
-            if timeline.rounds_read:
-                timeline.write(path)
+    try:
+        with timeline:
+            yield timeline
+    finally:
+        if timeline.rounds_read:
+            timeline.write(path)
 
 
-def _stream(llm: "LLM", prompt: Any, sampling: Any, *, quiet: bool, underline: bool) -> "Completion":
-    from jaxspec.methods.swift.settings import Swift
+def _stream(
+    llm: "LLM", prompt: list[int], sampling: Any, begin: Callable[[], None], *, quiet: bool, underline: bool
+) -> "Completion":
+    """Print the text as it comes; `begin` is called before the first of it. An interrupt ends the text."""
 
-    completion = None
-    with contextlib.ExitStack() as stack:
-        for number, event in enumerate(stack.enter_context(contextlib.closing(llm.stream(prompt, sampling)))):
-            if number == 0 and isinstance(llm.engine.method, Swift):
-                # What was found of its layers is kept when the stream is closed. Before, while programs are compiled,
-                # there is nothing to keep, and an interrupt ends the process at once.
-                stack.enter_context(interrupts_raised())
-            raise_lost_interrupt()
-            if not quiet and event.text:
-                for text, drafted in event.spans:
-                    typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
-                sys.stdout.flush()
-            completion = event.completion
-    assert completion is not None
+    def show(event: "StreamEvent") -> None:
+        if not quiet:
+            for text, drafted in event.spans:
+                typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
+            sys.stdout.flush()
+
+    with contextlib.closing(llm.stream(prompt, sampling)) as events:
+        # Until there is a token, there is nothing to keep, and an interrupt ends the process at once.
+        event = next(events)
+        begin()
+        with interrupts_noted() as interrupted:
+            show(event)
+            while event.completion is None:
+                event = events.send(True) if interrupted.is_set() else next(events)
+                show(event)
     if not quiet:
         typer.echo()
-    return completion
+    return event.completion
 
 
 def _summary(completion: "Completion") -> str:

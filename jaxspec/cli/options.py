@@ -1,62 +1,162 @@
 """Options of a run from three places: a TOML preset, `--set name=value`, the command line; the later wins."""
 
 import dataclasses
+import importlib.resources
 import tempfile
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import ConfigError, suggest
+from jaxspec.methods.registry import METHODS, make_method, setting_fields
 from pallas_kernels import KERNEL_NAMES
+
+if TYPE_CHECKING:
+    from jaxspec.methods.base import Method
 
 OptionTypes = tuple[type, ...]
 
+# Names of settings that were renamed: still taken, never suggested.
+OLD_NAMES = ("batch", "budget")
+
+# What vLLM, SGLang, llama.cpp, transformers, mlx-lm and SpecExec call these options.
+FOREIGN_NAMES = {
+    "num_draft_tokens": (
+        "num-speculative-tokens", "speculative-num-draft-tokens", "speculative-num-steps", "draft", "draft-max",
+        "draft-n", "spec-draft-n-max", "draft-length", "max-budget", "length", *OLD_NAMES,
+    ),
+    "draft_model": (
+        "model-draft", "-md", "hf-repo-draft", "speculative-model", "speculative-draft-model-path", "assistant-model",
+        "speculative-config",
+    ),
+    "draft_devices": ("speculative-draft-tensor-parallel-size",),
+    "method": ("speculative-algorithm", "spec-type", "gen-type"),
+    "max_tokens": ("n-predict", "predict", "max-new-tokens", "max-length", "num-predict"),
+    "target_devices": ("tensor-parallel-size", "-tp", "tp", "tp-size"),
+    "max_context": ("max-model-len", "ctx-size", "-c", "context-length", "num-ctx"),
+    "repetition_penalty": ("repeat-penalty",),
+    "prompt_file": ("file", "-f"),
+    "system": ("system-prompt", "-sys"),
+    "stop": ("reverse-prompt", "-r"),
+    "min_probability": ("draft-p-min", "spec-draft-p-min"),
+    "model": ("model-path", "hf-repo", "-hf"),
+    "compile_cache": ("compilation-cache-dir",),
+}  # fmt: skip
+_SHORT_FOREIGN = {"-p", *(name for names in FOREIGN_NAMES.values() for name in names if name.startswith("-"))}
+_FOREIGN = {name.lstrip("-").replace("-", "_"): ours for ours, names in FOREIGN_NAMES.items() for name in names}
+
+METHODS_HELP = f"{', '.join([*METHODS][:-1])} or {[*METHODS][-1]}; --set gives its settings."
 KERNELS_HELP = f"What multiplies and attends: {', '.join(KERNEL_NAMES[:-1])} or {KERNEL_NAMES[-1]}."
 
 
+def foreign_option_hint(option: str, known: Collection[str]) -> str | None:
+    """What to write for an option of another project, if this command, which has the options `known`, has it.
+
+    Args:
+      option: as typed, such as "--draft-max" or "-md".
+      known: options of the command, with their dashes.
+    """
+    if not option.startswith("-") or (not option.startswith("--") and option not in _SHORT_FOREIGN):
+        return None
+    if option in ("--prompt", "-p"):
+        return "give the prompt without an option" if "--prompt-file" in known else None
+    ours = _FOREIGN.get(option.lstrip("-").replace("-", "_"))
+    if ours is None:
+        return None
+    flag = "--" + ours.replace("_", "-")
+    if flag in known:
+        return f"use {flag}"
+    return f"use --set {ours}=..." if "--set" in known and "--config" in known else None
+
+
+def list_presets() -> dict[str, str]:
+    """The presets that ship with jaxspec: what each is for, by name."""
+    lines = {name: text.partition("\n")[0].lstrip("# ") for name, text in _shipped_presets().items()}
+    return dict(sorted(lines.items()))
+
+
 def merge_options(
-    given: Mapping[str, Any], preset: Path | None, assignments: Iterable[str], known: Mapping[str, OptionTypes]
+    given: Mapping[str, Any],
+    preset: str | Path | None,
+    assignments: Iterable[str],
+    known: Mapping[str, OptionTypes],
+    more: Callable[[], Mapping[str, OptionTypes]] = dict,
 ) -> dict[str, Any]:
     """Merge the three sources.
 
     Args:
       given: options from the command line; None means not given.
-      preset: a TOML file of option names (with underscores) and values.
+      preset: a TOML file of option names and values, or the name of one that ships with jaxspec.
       assignments: "name=value" pairs, the value written as in TOML; a bare word is a string.
       known: the options that a preset may set, with the types of their values.
+      more: others that it may set; called where a name is not in `known`.
 
     Raises:
       ConfigError: an unreadable preset, an unknown name (the nearest known one is given), a value of another type or
         a malformed pair.
     """
-    merged: dict[str, Any] = {}
+    sources: list[tuple[str, Mapping[str, Any]]] = []
     if preset is not None:
-        merged.update(_checked(_read_preset(preset), known, str(preset)))
+        sources.append((f"preset {preset}", _read_preset(preset)))
     for pair in assignments:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--set {pair!r} must have the form name=value")
-        merged.update(_checked({name.strip().replace("-", "_"): _parse(value.strip())}, known, "--set"))
+        sources.append(("--set", {name.strip(): _parse(value.strip())}))
+    merged: dict[str, Any] = {}
+    for where, options in sources:
+        options = {name.replace("-", "_"): value for name, value in options.items()}
+        if not options.keys() <= known.keys():
+            known = {**known, **more()}
+        _check_options(options, known, where)
+        merged.update(options)
     merged.update({name: value for name, value in given.items() if value is not None})
     return merged
 
 
 def setting_types(method: Any) -> dict[str, OptionTypes]:
-    """Types that a method's settings may be given as, by the defaults of its fields."""
-
-    def types(field: Any) -> OptionTypes:
-        default = field.default
-        if default is None:
-            known = typing.get_args(field.type)
-            return (bool,) if bool in known else (int, float) if float in known else (int,)
-        if isinstance(default, float):
-            return (int, float)
-        return (list,) if isinstance(default, tuple) else (type(default),)
-
+    """Types that a method's settings may be given as, by the defaults of its fields; former names too."""
     # A class's own default, not the object's value: some fields are filled in from others.
-    return {field.name: types(field) for field in dataclasses.fields(method)}
+    known = {field.name: _field_types(field) for field in dataclasses.fields(method)}
+    return known | {old: known[new] for old, (new, _) in getattr(method, "renamed", {}).items()}
+
+
+def method_options() -> dict[str, OptionTypes]:
+    """The settings of all methods, with their types; former names too. Imports the methods, and so JAX."""
+    known: dict[str, OptionTypes] = {}
+    for method in METHODS:
+        for name, field in setting_fields(method).items():
+            known[name] = tuple(dict.fromkeys(known.get(name, ()) + _field_types(field)))
+    return known
+
+
+def method_from(options: Mapping[str, Any]) -> "Method":
+    """The method that merged options ask for, its settings included.
+
+    Raises:
+      ConfigError: an unknown method, or a setting that it does not have.
+    """
+    settings = {name: options[name] for name in method_options() if name in options}
+    method = options.get("method", "auto")
+    if "swift_layers" in options:
+        if method != "swift":
+            raise ConfigError(f"--swift-layers is for method swift, not {method}")
+        if "layers_file" in settings:
+            raise ConfigError("--swift-layers and layers_file both name a file of layer sets: give one")
+        settings["layers_file"] = options["swift_layers"]
+    return make_method(method, settings)
+
+
+def _field_types(field: Any) -> OptionTypes:
+    default = field.default
+    if default is None:
+        known = typing.get_args(field.type)
+        return (bool,) if bool in known else (int, float) if float in known else (int,)
+    if isinstance(default, float):
+        return (int, float)
+    return (list,) if isinstance(default, tuple) else (type(default),)
 
 
 def check_output(path: Path | None, what: str = "--json") -> Path | None:
@@ -90,25 +190,38 @@ def check_new_file(path: Path | None, what: str) -> Path | None:
     return path
 
 
-def _read_preset(path: Path) -> dict[str, Any]:
+def _shipped_presets() -> dict[str, str]:
+    folder = importlib.resources.files("jaxspec_configs").joinpath("decode")
+    files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
+    return {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
+
+
+def _read_preset(preset: str | Path) -> dict[str, Any]:
+    shipped = _shipped_presets()
+    path = Path(preset)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        if str(preset) not in shipped:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(shipped[str(preset)])
     except OSError as error:
-        raise ConfigError(f"preset {path} cannot be read: {error.strerror}") from error
+        if path.suffix or path.name != str(preset):
+            raise ConfigError(f"preset {preset} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"preset {preset!r} is no file and no name; {suggest(preset, sorted(shipped))}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"preset {path} is not TOML: {error}") from error
+        raise ConfigError(f"preset {preset} is not TOML: {error}") from error
 
 
-def _checked(options: Mapping[str, Any], known: Mapping[str, OptionTypes], where: str) -> Mapping[str, Any]:
+def _check_options(options: Mapping[str, Any], known: Mapping[str, OptionTypes], where: str) -> None:
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(f"{where}: unknown option {name!r}; {suggest(name, known)}")
+            ours = _FOREIGN.get(name)
+            hint = f"use {ours!r}" if ours in known else suggest(name, [n for n in known if n not in OLD_NAMES])
+            raise ConfigError(f"{where}: unknown option {name!r}; {hint}")
         types = known[name]
         # In Python, but not to a user, True is an integer.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join("list (written [2,2])" if t is list else t.__name__ for t in types)
             raise ConfigError(f"{where}: {name} must be of type {wanted}, got {value!r}")
-    return options
 
 
 def _parse(value: str) -> Any:

@@ -1,8 +1,12 @@
-"""A progress bar of the commands that measure."""
+"""What a person at a terminal sees while there is no output yet; nothing is shown anywhere else."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 
 
 class Bar:
-    """Progress for people: nothing is shown where nobody looks."""
+    """A progress bar of the commands that measure."""
 
     def __enter__(self) -> "Bar":
         """Start drawing."""
@@ -26,3 +30,18 @@ class Bar:
     def show(self, what: str, done: int, total: int) -> None:
         """What is going on, how much of it is done, and of how much."""
         self._progress.update(self._task, description=what.replace("[", "\\["), completed=done, total=total)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[Callable[[str | None], None]]:
+    """Show `what` is going on until the call that is yielded says something else, or None: that the output begins."""
+    if not sys.stderr.isatty():
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    # Drawn four times a second: the machine is to be busy with the model.
+    status = Console(stderr=True).status(escape(what), refresh_per_second=4)
+    with status:
+        yield lambda what: status.stop() if what is None else status.update(escape(what))

@@ -1,6 +1,6 @@
-"""How every jaxspec command ends: one line per error, an exit status, and a clean terminal.
+"""How every jaxspec command starts and ends: `--version`, one line per error, an exit status, a clean terminal.
 
-Exit status: 0 done, 1 the run failed, 2 the words are off, 130 interrupted.
+Exit status: 0 done, 1 the run failed, 2 usage error, 130 interrupted.
 """
 
 import contextlib
@@ -8,12 +8,41 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Annotated, NoReturn
 
+import typer
+
+from jaxspec import __version__
+from jaxspec.cli.options import foreign_option_hint
 from jaxspec.errors import ConfigError, JaxspecError
 
 STDOUT, STDERR = 1, 2
 INTERRUPTED = 130
+
+
+def _print_version(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{context.info_name} {__version__}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
+
+
+def run_app(app: typer.Typer, name: str) -> None:
+    """Run a command line; an option that other projects use is refused with the name of the right one."""
+    known = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
+    for word in sys.argv[1:]:
+        if word == "--":
+            break
+        option = word.partition("=")[0]
+        if option not in known and (hint := foreign_option_hint(option, known)):
+            _fail(name, f"no such option: {option}; {hint}", 2)
+    app(prog_name=name)
 
 
 def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = False) -> None:
@@ -24,7 +53,7 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
       command: the body.
       cleans_up: an interrupt is raised in the body, which has something to undo; else it ends the process at once.
     """
-    # An exception can get lost: Python drops one that is raised while a library calls back into it.
+    warnings.showwarning = lambda message, *_: print(f"{name}: warning: {message}", file=sys.stderr)
     signal.signal(signal.SIGINT, _raise_interrupt if cleans_up else lambda number, frame: _leave_interrupted())
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:
@@ -38,7 +67,7 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
     except KeyboardInterrupt:
         _leave_interrupted()
     except BrokenPipeError:
-        # Whoever read us has had enough, as `head` does. Python flushes stdout once more at exit: let it go nowhere.
+        # The reader of the pipe has left, as `head` does. Python flushes stdout once more at exit: let it go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         sys.exit(0)
     except ConfigError as error:
@@ -54,21 +83,29 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
         _fail(name, error, 1)
 
 
+# An exception can get lost: Python drops one that is raised while a library calls back into it.
 _was_interrupted = threading.Event()
 
 
 def raise_lost_interrupt() -> None:
-    """To be called now and then by a command that cleans up: an interrupt that got lost is raised again."""
+    """Raise an interrupt again that got lost; a command that cleans up calls this now and then."""
     if _was_interrupted.is_set():
         raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Within, an interrupt is raised instead of ending the process at once: there is something to finish."""
-    before = signal.signal(signal.SIGINT, _raise_interrupt)
+def interrupts_noted() -> Iterator[threading.Event]:
+    """Within, the first interrupt only sets the event that is yielded; a second one ends the process at once."""
+    noted = threading.Event()
+
+    def note(number: int, frame: object) -> None:
+        if noted.is_set():
+            _leave_interrupted()
+        noted.set()
+
+    before = signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield noted
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -78,14 +115,21 @@ def _raise_interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _fail(name: str, error: object, status: int) -> None:
+def leave_after_interrupt() -> NoReturn:
+    """End the process of a command that was interrupted and has finished its work, with the status of an interrupt."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(INTERRUPTED)
+
+
+def _fail(name: str, error: object, status: int) -> NoReturn:
     print(f"{name}: error: {error}", file=sys.stderr)
     sys.exit(status)
 
 
-def _leave_interrupted() -> None:
-    # Streaming leaves an unfinished line, which the shell's prompt must not continue. Written past Python's buffers,
-    # which the interrupt may have caught half-way, and left at once: a compilation in another thread would keep the
-    # process alive for seconds.
-    os.write(STDERR, b"\n")
+def _leave_interrupted() -> NoReturn:
+    # Streaming leaves an unfinished line, which the shell's prompt must not continue; a status line hides the cursor.
+    # Written past Python's buffers, which the interrupt may have caught half-way, and left at once: a compilation in
+    # another thread would keep the process alive for seconds.
+    os.write(STDERR, b"\r\x1b[2K\x1b[?25h\n" if os.isatty(STDERR) else b"\n")
     os._exit(INTERRUPTED)

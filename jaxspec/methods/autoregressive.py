@@ -61,9 +61,9 @@ class AutoregressiveRunner(Runner):
         """See `Runner.prefill`."""
         return self.executor.prefill(params.target, state, tokens)
 
-    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         """See `Runner.place_request`."""
-        return self.executor.place_request(sampling, seed)
+        return self.executor.place_request(sampling, seed, prompt_tokens)
 
     def round(
         self, params: ModelParams, state: SequenceState, request: Request, room: int

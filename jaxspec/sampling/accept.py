@@ -18,6 +18,7 @@ Letters: bs rows of a batch, P = longest path + 1, V_local columns of this devic
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxspec.sampling.choose import choose
+from jaxspec.config import MAX_LOGPROBS
+from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
 from jaxspec.sampling.processors import History, Processors, process, update_history
 from jaxspec.sampling.request import Request
@@ -45,21 +47,41 @@ class Verified:
       count: int32 [], at least 1.
       path: int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count.
       logprob: float32 [P], of each token under the processed target distribution; see `choose`.
+      top: the most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32
+        [P, K]; see `rank_tokens`. None once the round is packed.
     """
 
     tokens: jax.Array
     count: jax.Array
     path: jax.Array
     logprob: jax.Array
+    top: tuple[jax.Array, jax.Array] | None = None
 
 
 # (row, history) -> token, log-probability, batch row of the child that has the token or -1; scalars.
 Decide = Callable[[jax.Array, History], tuple[jax.Array, jax.Array, jax.Array]]
+# (row, history) -> the most probable tokens after that row, [1, K], and their log-probabilities.
+Rank = Callable[[jax.Array, History], tuple[jax.Array, jax.Array]]
 # Logits of one batch row, [1, V_local].
 RowLogits = Callable[[jax.Array], jax.Array]
 
 
-def walk(decide: Decide, history: History, steps: int, vocab: VocabShard) -> tuple[Verified, History]:
+def num_ranked(vocab: VocabShard) -> int:
+    """K: tokens that are reported at each place, where they are asked for."""
+    return min(MAX_LOGPROBS, vocab.vocab_size)
+
+
+def blank_verified(steps: int, ranked: int | None) -> Verified:
+    """A `Verified` without tokens and with room for `steps`; `ranked` is K, None leaves `top` out."""
+    blank, top = jnp.zeros(steps, jnp.int32), None
+    if ranked is not None:
+        top = jnp.zeros((steps, ranked), jnp.int32), jnp.zeros((steps, ranked), jnp.float32)
+    return Verified(blank, jnp.int32(0), blank, jnp.zeros(steps, jnp.float32), top)
+
+
+def walk(
+    decide: Decide, history: History, steps: int, vocab: VocabShard, rank: Rank | None = None
+) -> tuple[Verified, History]:
     """Follow decisions from the root until one leads out of the tree.
 
     Args:
@@ -67,6 +89,7 @@ def walk(decide: Decide, history: History, steps: int, vocab: VocabShard) -> tup
       history: tokens of the text so far, the root included; grows with the path.
       steps: P; no path through the batch may be longer.
       vocab: the local columns.
+      rank: the most probable tokens after a row; None leaves them out.
     """
 
     def go_on(state: tuple) -> jax.Array:
@@ -82,14 +105,19 @@ def walk(decide: Decide, history: History, steps: int, vocab: VocabShard) -> tup
             count=at + 1,
             path=verified.path.at[at].set(row),
             logprob=verified.logprob.at[at].set(logprob),
+            top=None if rank is None else set_top(verified.top, at, rank(row, history)),
         )
         return verified, child, update_history(history, token[None], jnp.ones(1, bool), vocab, generated=True)
 
-    blank = jnp.zeros(steps, jnp.int32)
-    start = Verified(blank, jnp.int32(0), blank, jnp.zeros(steps, jnp.float32))
+    start = blank_verified(steps, None if rank is None else num_ranked(vocab))
     with jax.named_scope("accept/walk"):
         verified, _, history = lax.while_loop(go_on, step, (start, jnp.int32(0), history))
     return verified, history
+
+
+def set_top(top: Any, index: jax.Array, ranked: tuple[jax.Array, jax.Array]) -> Any:
+    """`Verified.top` with what `rank_tokens` gave for one row, [1, K], at `index`."""
+    return tuple(all_.at[index].set(one[0]) for all_, one in zip(top, ranked, strict=True))
 
 
 def find_child(batch: Batch, row: jax.Array, token: jax.Array) -> jax.Array:
@@ -102,6 +130,17 @@ def children_mask(batch: Batch, row: jax.Array) -> jax.Array:
     """Which batch rows are children of `row`, bool [bs]; unused rows are their own parents and no children."""
     rows = jnp.arange(batch.rows)
     return (batch.parent == row) & (rows != batch.parent)
+
+
+def rank_rows(logits: RowLogits, batch: Batch, request: Request, position: jax.Array, vocab: VocabShard) -> Rank:
+    """The most probable tokens after each row; arguments as for `match_rule`."""
+
+    def rank(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array]:
+        seen, counts = history.seen[None], history.counts[None]
+        produced = (position + batch.depth[row] + 1)[None]
+        return rank_tokens(logits(row), request.processors, seen, counts, produced, vocab, num_ranked(vocab))
+
+    return rank
 
 
 def match_rule(logits: RowLogits, batch: Batch, request: Request, position: jax.Array, vocab: VocabShard) -> Decide:
@@ -161,7 +200,8 @@ def rejection_rule(
 
     def reject(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
         produced = position + batch.depth[row] + 1
-        logprob = process(logits(row), request.processors, history.seen[None], history.counts[None], vocab)
+        seen, counts = history.seen[None], history.counts[None]
+        logprob = process(logits(row), request.processors, seen, counts, vocab, produced[None])
         rows = jnp.arange(batch.rows)
         children = jnp.sort(jnp.where(children_mask(batch, row), rows, batch.rows))[:draws]
         uniform = uniform_at(role_key(request.key, ACCEPT_ROLE), produced, jnp.arange(draws))

@@ -45,7 +45,7 @@ def choose(
         return token, _logprob(z, token, processors, vocab)
 
     def draw() -> tuple[jax.Array, jax.Array]:
-        scores = score(logits, processors, seen, counts, vocab)
+        scores = score(logits, processors, seen, counts, vocab, positions)
         # The barrier keeps XLA from computing the noise anew in each of the argmax's reductions.
         token = vocab.argmax(lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
         return token, _logprob(scores, token, processors, vocab)
@@ -54,7 +54,7 @@ def choose(
         return _by_case(
             processors,
             lambda: greedy(clean(logits, vocab)),
-            lambda: greedy(penalise(logits, processors, seen, counts, vocab)),
+            lambda: greedy(penalise(logits, processors, seen, counts, vocab, positions)),
             draw,
         )
 
@@ -93,14 +93,14 @@ def choose_two(
         return best(z, z)
 
     def draw() -> tuple[jax.Array, jax.Array]:
-        scores = score(logits, processors, seen, counts, vocab)
+        scores = score(logits, processors, seen, counts, vocab, positions)
         return best(scores, lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
 
     with jax.named_scope("sampling/choose_two"):
         return _by_case(
             processors,
             lambda: greedy(clean(logits, vocab)),
-            lambda: greedy(penalise(logits, processors, seen, counts, vocab)),
+            lambda: greedy(penalise(logits, processors, seen, counts, vocab, positions)),
             draw,
         )
 
@@ -132,7 +132,7 @@ def choose_ranked(
         return token, value > -jnp.inf
 
     def draw() -> tuple[jax.Array, jax.Array]:
-        scores = score(logits, processors, seen, counts, vocab)
+        scores = score(logits, processors, seen, counts, vocab, positions)
         return best(lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
 
     with jax.named_scope("sampling/choose_ranked"):
@@ -140,12 +140,50 @@ def choose_ranked(
         token, possible = _by_case(
             processors,
             lambda: best(raw),
-            lambda: best(penalise(logits, processors, seen, counts, vocab)),
+            lambda: best(penalise(logits, processors, seen, counts, vocab, positions)),
             draw,
         )
         top = jnp.maximum(vocab.row_max(raw), jnp.finfo(jnp.float32).min)
         logprob = vocab.take(raw, token[:, 0]) - (top + log_mass(raw - top, vocab))[:, 0]
         return token, possible, jnp.exp(logprob)
+
+
+def rank_tokens(
+    logits: jax.Array,
+    processors: Processors,
+    seen: jax.Array,
+    counts: jax.Array,
+    positions: jax.Array,
+    vocab: VocabShard,
+    count: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The most probable tokens under the distribution that `choose` draws from; zeros where nothing asks for them.
+
+    Args:
+      As for `choose`.
+      count: k, at most the real vocabulary.
+
+    Returns:
+      token: int32 [T, k], global ids, most probable first.
+      logprob: float32 [T, k], as in `choose`; -inf where no further token is possible.
+    """
+
+    def compute() -> tuple[jax.Array, jax.Array]:
+        scores = lax.cond(
+            jnp.asarray(processors.temperature) > 0,
+            lambda: score(logits, processors, seen, counts, vocab, positions),
+            lambda: penalise(logits, processors, seen, counts, vocab, positions),
+        )
+        value, token = vocab.top_k(scores, count)
+        top = jnp.maximum(vocab.row_max(scores), jnp.finfo(jnp.float32).min)
+        return token, value - (top + log_mass(scores - top, vocab))
+
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        shape = (logits.shape[0], count)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    with jax.named_scope("sampling/rank"):
+        return lax.cond(jnp.asarray(processors.num_logprobs) > 0, compute, nothing)
 
 
 def _by_case(processors: Processors, plain: Case, penalised: Case, draw: Case) -> tuple[jax.Array, jax.Array]:

@@ -45,8 +45,11 @@ class Processors:
       frequency: float32; 0 is off.
       presence: float32; 0 is off.
       bias: float32 [V_local], added to logits; -inf bans.
-      penalised: bool; False promises that penalties and bias are all off, so that they are skipped.
+      ends: bool [V_local], tokens that are impossible before `first_end`.
+      first_end: int32, lowest absolute position that one of `ends` may have.
+      penalised: bool; False promises that penalties, bias and `first_end` are all off, so that they are skipped.
       want_logprob: bool; False lets `choose` skip the log-probability of a greedy token.
+      num_logprobs: int32, most probable tokens to report at each place; 0 lets `rank_tokens` skip them.
     """
 
     temperature: ArrayLike
@@ -57,8 +60,11 @@ class Processors:
     frequency: ArrayLike
     presence: ArrayLike
     bias: ArrayLike
+    ends: ArrayLike
+    first_end: ArrayLike
     penalised: ArrayLike
     want_logprob: ArrayLike
+    num_logprobs: ArrayLike
 
 
 @flax.struct.dataclass
@@ -74,19 +80,20 @@ class History:
     counts: jax.Array
 
 
-def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int) -> Processors:
+def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, prompt_tokens: int = 0) -> Processors:
     """Turn checked sampling parameters into the processor's arrays.
 
     Args:
       params: what the caller asked for.
       vocab_size: ids of the real vocabulary.
       padded_size: columns over all devices, padding included.
+      prompt_tokens: length of the prompt, from whose end `min_tokens` counts.
 
     Returns:
-      Processors with numpy leaves; `bias` is [padded_size], to be placed by `processor_specs`.
+      Processors with numpy leaves; `bias` and `ends` are [padded_size], to be placed by `processor_specs`.
 
     Raises:
-      ConfigError: a bias names a token outside the vocabulary.
+      ConfigError: a bias or a stop token is outside the vocabulary, or no token is possible.
     """
     if padded_size > _MOST_TOKENS:
         raise ConfigError(f"a vocabulary of {padded_size} exceeds the {_MOST_TOKENS} tokens that sampling supports")
@@ -95,9 +102,22 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int) -> 
         if token >= vocab_size:
             raise ConfigError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
         bias[token] = np.clip(value, -np.inf, _LARGEST)
+    ends = np.zeros(padded_size, bool)
+    for token in params.stop_token_ids or ():
+        if token >= vocab_size:
+            raise ConfigError(f"stop_token_ids names token {token}, but the vocabulary has {vocab_size} tokens")
+        ends[token] = params.min_tokens > 0
+    if (np.isneginf(bias) | ends)[:vocab_size].all() and ends.any():
+        raise ConfigError("logit_bias and stop_token_ids leave no token possible before min_tokens")
     if np.isneginf(bias[:vocab_size]).all():
         raise ConfigError(f"logit_bias bans all {vocab_size} tokens of the vocabulary; nothing could be generated")
-    penalties = (params.repetition_penalty != 1, params.frequency_penalty, params.presence_penalty, bias.any())
+    penalties = (
+        params.repetition_penalty != 1,
+        params.frequency_penalty,
+        params.presence_penalty,
+        bias.any(),
+        ends.any(),
+    )
     return Processors(
         temperature=np.float32(params.temperature),
         top_k=np.int32(min(max(params.top_k, 0), _MOST_TOKENS)),
@@ -108,16 +128,19 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int) -> 
         frequency=np.float32(params.frequency_penalty),
         presence=np.float32(params.presence_penalty),
         bias=bias,
+        ends=ends,
+        first_end=np.int32(prompt_tokens + params.min_tokens),
         penalised=np.bool_(any(penalties)),
         want_logprob=np.bool_(params.wants_logprobs),
+        num_logprobs=np.int32(params.num_logprobs),
     )
 
 
 def processor_specs(axis_name: str | None) -> Processors:
-    """Partition specs of `Processors`: the bias is split over `axis_name`, the scalars are replicated."""
-    scalar = PartitionSpec()
-    names = [name for name in Processors.__dataclass_fields__ if name != "bias"]
-    return Processors(bias=PartitionSpec(axis_name), **dict.fromkeys(names, scalar))  # pyright: ignore
+    """Partition specs of `Processors`: what has columns is split over `axis_name`, the scalars are replicated."""
+    columns = ("bias", "ends")
+    names = Processors.__dataclass_fields__
+    return Processors(**{n: PartitionSpec(axis_name) if n in columns else PartitionSpec() for n in names})  # pyright: ignore
 
 
 def history_specs(axis_name: str | None) -> History:
@@ -163,7 +186,12 @@ def clean(logits: jax.Array, vocab: VocabShard) -> jax.Array:
 
 
 def penalise(
-    logits: jax.Array, processors: Processors, seen: jax.Array, counts: jax.Array, vocab: VocabShard
+    logits: jax.Array,
+    processors: Processors,
+    seen: jax.Array,
+    counts: jax.Array,
+    vocab: VocabShard,
+    positions: jax.Array | None = None,
 ) -> jax.Array:
     """Apply penalties, then bias (step 1), and `clean` the result.
 
@@ -173,6 +201,7 @@ def penalise(
       seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
       counts: int32 [T or 1, V_local], occurrences in output and path.
       vocab: the local columns.
+      positions: int32 [T], absolute position of the token that each row chooses; None where `first_end` is off.
 
     Returns:
       float32 [T, V_local], -inf or finite.
@@ -180,11 +209,20 @@ def penalise(
     z = jnp.where(logits > 0, logits / processors.repetition, logits * processors.repetition)
     z = jnp.where(seen, z, logits)
     z = z - (processors.frequency * counts.astype(jnp.float32) + processors.presence * (counts > 0))
-    return clean(z + vocab.narrow(jnp.asarray(processors.bias)), vocab)
+    z = z + vocab.narrow(jnp.asarray(processors.bias))
+    if positions is not None:
+        early = positions[:, None] < processors.first_end
+        z = jnp.where(early & vocab.narrow(jnp.asarray(processors.ends)), -jnp.inf, z)
+    return clean(z, vocab)
 
 
 def process(
-    logits: jax.Array, processors: Processors, seen: jax.Array, counts: jax.Array, vocab: VocabShard
+    logits: jax.Array,
+    processors: Processors,
+    seen: jax.Array,
+    counts: jax.Array,
+    vocab: VocabShard,
+    positions: jax.Array | None = None,
 ) -> jax.Array:
     """Log-probabilities of the next token: the one place where distributions are warped.
 
@@ -197,16 +235,22 @@ def process(
       seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
       counts: int32 [T or 1, V_local], occurrences in output and path.
       vocab: the local columns.
+      positions: see `penalise`.
 
     Returns:
       float32 [T, V_local]; -inf where a token is removed.
     """
-    scores = score(logits, processors, seen, counts, vocab)
+    scores = score(logits, processors, seen, counts, vocab, positions)
     return scores - log_mass(scores, vocab)
 
 
 def score(
-    logits: jax.Array, processors: Processors, seen: jax.Array, counts: jax.Array, vocab: VocabShard
+    logits: jax.Array,
+    processors: Processors,
+    seen: jax.Array,
+    counts: jax.Array,
+    vocab: VocabShard,
+    positions: jax.Array | None = None,
 ) -> jax.Array:
     """`process` up to a constant per row: the most probable token scores 0, removed tokens -inf.
 
@@ -215,7 +259,7 @@ def score(
     with jax.named_scope("sampling/process"):
         scores = lax.cond(
             processors.penalised,
-            lambda: shift(penalise(logits, processors, seen, counts, vocab), processors, vocab),
+            lambda: shift(penalise(logits, processors, seen, counts, vocab, positions), processors, vocab),
             lambda: shift(clean(logits, vocab), processors, vocab),
         )
         lowest = lax.cond(

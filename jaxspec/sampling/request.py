@@ -32,7 +32,9 @@ class Request:
         return jnp.maximum(self.max_tokens - generated, 1)
 
 
-def make_request(sampling: SamplingParams, seed: int, vocab_size: int, padded_size: int) -> Request:
+def make_request(
+    sampling: SamplingParams, seed: int, vocab_size: int, padded_size: int, prompt_tokens: int = 0
+) -> Request:
     """A request on the host; see `from_sampling`."""
     max_tokens = np.int32(UNLIMITED if sampling.max_tokens is None else sampling.max_tokens)
-    return Request(from_sampling(sampling, vocab_size, padded_size), seed_key(seed), max_tokens)
+    return Request(from_sampling(sampling, vocab_size, padded_size, prompt_tokens), seed_key(seed), max_tokens)

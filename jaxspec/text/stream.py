@@ -67,16 +67,14 @@ class TextStream:
     """The text of one generation, from its first token to its end; the rules of `Completion` on where it ends.
 
     Attributes:
-      finish_reason: None until an end-of-sequence token or a stop string ("stop") or the last of `max_tokens` tokens
+      finish_reason: None until a token that ends texts or a stop string ("stop") or the last of `max_tokens` tokens
         ("length") was pushed, "stop" if both happen at once; or until `abort` was called ("abort").
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], eos_ids: Iterable[int], ignore_eos: bool, max_tokens: int
-    ):
-        """Start an empty text; with `ignore_eos`, end-of-sequence tokens are special tokens like others."""
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_ids: Iterable[int], max_tokens: int):
+        """Start an empty text; it ends with any of `end_ids`, which are no text, or before any of `stops`."""
         self.finish_reason: FinishReason | None = None
-        self._eos_ids = frozenset() if ignore_eos else frozenset(eos_ids)
+        self._end_ids = frozenset(end_ids)
         self._max_tokens = max_tokens
         self._detokenizer = tokenizer.make_detokenizer()
         self._matcher = StopMatcher(stops)
@@ -107,7 +105,7 @@ class TextStream:
         """
         if self.finish_reason is not None:
             raise RuntimeError(f"the text is finished ({self.finish_reason}): no token can follow")
-        ended = token_id in self._eos_ids
+        ended = token_id in self._end_ids
         last = ended or len(self._ids) + 1 >= self._max_tokens
         text = "" if ended else self._detokenizer.push((token_id,))
         if last:

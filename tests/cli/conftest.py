@@ -1,12 +1,80 @@
 """Shared by the tests of commands."""
 
+import importlib
+import io
+import signal
+import subprocess
+import sys
+import warnings
+from typing import NamedTuple
+
 import pytest
 from native_models import LLAMA, write_native, write_tokenizer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "model"
     write_native(folder, LLAMA)
     write_tokenizer(folder, LLAMA.vocab_size)
     return str(folder)
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command by name in this process."""
+    interrupt, show = signal.getsignal(signal.SIGINT), warnings.showwarning
+
+    def run(name, *words, stdin=""):
+        monkeypatch.setattr(sys, "argv", [f"jaxspec-{name}", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        with pytest.raises(SystemExit) as left:
+            importlib.import_module(f"jaxspec.cli.{name}").main()
+        return Done(left.value.code or 0, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGINT, interrupt)
+    warnings.showwarning = show
+
+
+INTERRUPTED = """
+import os, signal, sys
+import jaxspec.llm
+from jaxspec.cli.decode import main
+
+stream = jaxspec.llm.LLM.stream
+
+def interrupted(self, *arguments):
+    events = stream(self, *arguments)
+    for _ in range(5):
+        yield next(events)
+    os.kill(os.getpid(), signal.SIGINT)
+    wanted = yield next(events)
+    yield events.send(wanted)
+
+jaxspec.llm.LLM.stream = interrupted
+sys.argv = ["jaxspec-decode", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.fixture
+def interrupted():
+    """Run `jaxspec-decode` in a process that is interrupted after the fifth event of its text."""
+
+    def run(*words):
+        done = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, *map(str, words)], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return run

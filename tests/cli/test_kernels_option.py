@@ -1,12 +1,8 @@
 """`kernels=` and `--kernels` decide what a tiny checkpoint is decoded with."""
 
-import importlib
 import json
-import signal
-import sys
 
 import pytest
-from tiny_models import quick_compilation
 
 import jaxspec.llm
 from jaxspec import LLM
@@ -18,26 +14,20 @@ needs_native = pytest.mark.skipif(not NATIVE, reason="the native kernels were no
 
 
 @pytest.fixture
-def call(monkeypatch, capsys, tiny_model):
+def call(command, tiny_model):
     """Run a command by name in this process; the object that it prints."""
-    before = signal.getsignal(signal.SIGINT)
 
     def call(name, *words):
-        monkeypatch.setattr(sys, "argv", [f"jaxspec-{name}", "--model", tiny_model, "-n", "6", *words])
-        with pytest.raises(SystemExit) as left, quick_compilation():
-            importlib.import_module(f"jaxspec.cli.{name}").main()
-        out, err = capsys.readouterr()
-        assert left.value.code == 0, err
-        return json.loads(out)
+        done = command(name, "--model", tiny_model, "-n", "6", *words)
+        assert done.status == 0, done.err
+        return json.loads(done.out)
 
-    yield call
-    signal.signal(signal.SIGINT, before)
+    return call
 
 
 @pytest.mark.parametrize("kernels", ["xla", pytest.param("cpu", marks=needs_native)])
 def test_a_model(tiny_model, kernels):
-    with quick_compilation():
-        assert LLM(tiny_model, kernels=kernels).kernels.name == kernels
+    assert LLM(tiny_model, kernels=kernels).kernels.name == kernels
 
 
 def test_decode(call, monkeypatch):

@@ -1,36 +1,22 @@
 """`jaxspec-decode --trace`: a file that is whole, or refused before anything is computed."""
 
 import dataclasses
+import functools
 import json
-import signal
-import subprocess
-import sys
 
 import pytest
 from native_models import LLAMA, write_native, write_tokenizer
-from tiny_models import quick_compilation
-
-from jaxspec.cli.decode import main
 
 
 @pytest.fixture
-def decode(monkeypatch, capsys):
-    """Run the command in this process; its status, output and errors."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def decode(*words):
-        monkeypatch.setattr(sys, "argv", ["jaxspec-decode", *words])
-        with pytest.raises(SystemExit) as left, quick_compilation():
-            main()
-        return left.value.code, *capsys.readouterr()
-
-    yield decode
-    signal.signal(signal.SIGINT, before)
+def decode(command):
+    """Run `jaxspec-decode` in this process; its status, output and errors."""
+    return functools.partial(command, "decode")
 
 
 def test_a_trace_and_its_summary(decode, tiny_model, tmp_path):
     path = tmp_path / "out.json"
-    pair = ("--model", tiny_model, "--draft-model", tiny_model, "--method", "swiftspec", "--set", "batch=4")
+    pair = ("--model", tiny_model, "--draft-model", tiny_model, "--method", "swiftspec", "--num-draft-tokens", "3")
     status, out, err = decode(*pair, "-n", "16", "--ignore-eos", "--trace", str(path), "--json", "--stats", "w1 w2")
     assert status == 0, err
     trace, stats = json.loads(path.read_text()), json.loads(out)["stats"]
@@ -71,32 +57,18 @@ def test_what_cannot_be_written_is_refused_first(decode, tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def interrupt_in_mid_text(*words):
-    """Run the command in a process that is interrupted behind the fourth event of its text."""
-    code = f"""
-import itertools, os, signal, sys
-from jaxspec.cli import decode
-
-events = itertools.count()
-# What the command asks at each event.
-decode.raise_lost_interrupt = lambda: next(events) == 3 and os.kill(os.getpid(), signal.SIGINT)
-sys.argv = ["jaxspec-decode", *{words!r}, "-n", "30", "--ignore-eos", "--compile-cache", "", "w1 w2"]
-decode.main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
-
-
-def test_an_interrupt_keeps_the_rounds_so_far(tiny_model, tmp_path):
-    interrupt_in_mid_text("--model", tiny_model, "--method", "ar", "--trace", str(tmp_path / "out.json"))
+def test_an_interrupt_keeps_the_rounds_so_far(interrupted, tiny_model, tmp_path):
+    path = tmp_path / "out.json"
+    interrupted("--model", tiny_model, "--method", "ar", "--trace", path, "-n", "400", "--ignore-eos", "w1 w2")
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
-    assert 4 <= json.loads((tmp_path / "out.json").read_text())["otherData"]["rounds"] < 30
+    assert 4 <= json.loads((tmp_path / "out.json").read_text())["otherData"]["rounds"] < 200
 
 
-def test_an_interrupt_keeps_what_swift_found(tmp_path):
+def test_an_interrupt_keeps_what_swift_found(interrupted, tmp_path):
     model, path = tmp_path / "model", tmp_path / "sets.json"
     write_native(model, dataclasses.replace(LLAMA, num_layers=5))
     write_tokenizer(model, LLAMA.vocab_size)
-    interrupt_in_mid_text("--model", str(model), "--method", "swift", "--swift-layers", str(path))
+    words = ("--method", "swift", "--swift-layers", path, "-n", "400", "--ignore-eos", "--compile-cache", "")
+    interrupted("--model", model, *words, "w1 w2")
     (found,) = json.loads(path.read_text())["models"].values()
     assert found["tasks"]

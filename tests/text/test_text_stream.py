@@ -34,7 +34,8 @@ def chunks(items, rng):
 
 
 def run_stream(tokenizer: Tokenizer, ids, *, stops=(), ignore_eos=False, max_tokens=10**6, eos_ids=None):
-    stream = TextStream(tokenizer, stops, tokenizer.eos_ids if eos_ids is None else eos_ids, ignore_eos, max_tokens)
+    eos_ids = tokenizer.eos_ids if eos_ids is None else eos_ids
+    stream = TextStream(tokenizer, stops, () if ignore_eos else eos_ids, max_tokens)
     pieces: list[StreamPiece] = []
     for token_id in ids:
         pieces.append(stream.push(token_id))
@@ -104,7 +105,7 @@ def test_work_per_token_does_not_grow_with_the_text():
 
     def count_calls(tokens):
         """Python calls that pushing all tokens makes: a count, where a time would depend on the machine."""
-        stream = TextStream(tokenizer, ("\n\nQ:", "<END>"), (), False, 10**6)
+        stream = TextStream(tokenizer, ("\n\nQ:", "<END>"), (), 10**6)
         calls = 0
 
         def profile(frame, event, argument):
@@ -297,7 +298,7 @@ def test_an_aborted_text_holds_all_tokens_so_far(stream, stops):
     """Nothing stays held back, neither half a character nor half a stop string."""
     make, ids = stream
     tokenizer = make()
-    text = TextStream(tokenizer, stops, (), False, 10**6)
+    text = TextStream(tokenizer, stops, (), 10**6)
     pushed = []
     for token_id in ids:
         pushed.append(token_id)

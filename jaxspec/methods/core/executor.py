@@ -1,5 +1,6 @@
 """How the target's passes run: declared once, used by every runner."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ class TargetExecutor(Protocol):
         """Decode about `steps` tokens without a draft; the last result says how many."""
         ...
 
-    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int) -> Request:
         """A request on the target's devices."""
         ...
 
@@ -104,7 +105,7 @@ class ResidentExecutor:
 
         def decode(params, state, request, steps):
             state, verified = decode_steps(params, target, state, request, steps, max_path)
-            return state, verified, pack_round(verified, 0, 0, 0)
+            return state, dataclasses.replace(verified, top=None), pack_round(verified, 0, 0, 0)
 
         def check(params, state, draft, request):
             state, verified, round_ = verify(
@@ -160,12 +161,14 @@ class ResidentExecutor:
         count = 1 if steps == 1 else self._steps
         return *self._decode[count](params, state, request), count
 
-    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         """See `TargetExecutor.place_request`."""
-        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size)
+        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 
-def place_request(placement: Placement, sampling: SamplingParams, seed: int, vocab_size: int) -> Request:
+def place_request(
+    placement: Placement, sampling: SamplingParams, seed: int, vocab_size: int, prompt_tokens: int = 0
+) -> Request:
     """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
-    request = make_request(sampling, seed, vocab_size, placement.padded_vocab)
+    request = make_request(sampling, seed, vocab_size, placement.padded_vocab, prompt_tokens)
     return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, placement.request())

@@ -102,7 +102,7 @@ def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling
         histories = paths.build(processors, vocab)
         z = jax.lax.cond(
             processors.penalised,
-            lambda: penalise(logits, processors, histories.seen, histories.counts, vocab),
+            lambda: penalise(logits, processors, histories.seen, histories.counts, vocab, position),
             lambda: clean(logits, vocab),
         )
         if not sampling_temperature:

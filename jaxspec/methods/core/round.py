@@ -13,8 +13,9 @@ import numpy as np
 from flax import struct
 
 from jaxspec.models.params import Params
+from jaxspec.results import TopTokens
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.accept import Verified
+from jaxspec.sampling.accept import Verified, num_ranked
 
 # Tokens that plain decoding computes in one dispatch: they share what a round costs besides its passes.
 STEPS_PER_DISPATCH = 4
@@ -72,23 +73,27 @@ class Round:
       packed: int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of
         their tree, draft passes; then the new tokens. Several tokens without a drafted one took one pass each.
       logprob: float32 `[P]`, log-probability of each new token under the processed distribution.
+      top: the most probable tokens in the place of each, see `Verified.top`; None once the host does not want them.
       draft: what a draft on devices of its own counted, int32 `[n]`; see `DraftCounts`.
     """
 
     packed: jax.Array
     logprob: jax.Array
+    top: tuple[jax.Array, jax.Array] | None = None
     draft: jax.Array | None = None
 
 
 def pack_round(verified: Verified, drafted: Any, depth: Any, passes: Any) -> Round:
     """A `Round` from what was verified and its counts, which are integers or int32 []."""
     header = jnp.stack([jnp.asarray(x, jnp.int32) for x in (verified.count, drafted, depth, passes)])
-    return Round(jnp.concatenate([header, verified.tokens]), verified.logprob)
+    return Round(jnp.concatenate([header, verified.tokens]), verified.logprob, verified.top)
 
 
 def round_shapes(target: Placement, max_path: int) -> Round:
     """Shapes of a `Round` on the target's devices."""
-    return Round(target.array((ROUND_HEADER + max_path,), jnp.int32), target.array((max_path,), jnp.float32))
+    ranked = (max_path, num_ranked(target.vocab))
+    top = target.array(ranked, jnp.int32), target.array(ranked, jnp.float32)
+    return Round(target.array((ROUND_HEADER + max_path,), jnp.int32), target.array((max_path,), jnp.float32), top)
 
 
 def verified_shapes(target: Placement, max_path: int) -> Verified:
@@ -110,6 +115,7 @@ class StepOutput:
       depth: of their tree.
       draft_passes: passes of the draft model.
       draft: counts of a draft whose tree outlives the rounds; None elsewhere.
+      top: for each of `tokens`, the most probable ones in its place; None where they were not asked for.
     """
 
     tokens: tuple[int, ...]
@@ -119,6 +125,7 @@ class StepOutput:
     depth: int = 0
     draft_passes: int = 0
     draft: DraftCounts | None = None
+    top: tuple[TopTokens, ...] | None = None
 
     def cut(self, count: int) -> "StepOutput":
         """The first `count` tokens; the others are counted nowhere."""
@@ -127,7 +134,7 @@ class StepOutput:
         accepted = min(self.accepted, count)
         return dataclasses.replace(
             self, tokens=self.tokens[:count], logprobs=self.logprobs[:count],
-            accepted=accepted, drafted=accepted, depth=accepted,
+            accepted=accepted, drafted=accepted, depth=accepted, top=None if self.top is None else self.top[:count],
         )  # fmt: skip
 
     def passes(self) -> Iterator["StepOutput"]:
@@ -147,4 +154,9 @@ def read_round(round_: Round) -> StepOutput:
     logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
     counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
     passes += 0 if counts is None else counts.passes
-    return StepOutput(tokens, logprobs, count - 1 if drafted else 0, drafted, depth, passes, counts)
+    top = None if round_.top is None else tuple(map(_possible, *(np.asarray(x)[:count].tolist() for x in round_.top)))
+    return StepOutput(tokens, logprobs, count - 1 if drafted else 0, drafted, depth, passes, counts, top)
+
+
+def _possible(tokens: list[int], logprobs: list[float]) -> TopTokens:
+    return tuple((token, p) for token, p in zip(tokens, logprobs, strict=True) if p > -np.inf)

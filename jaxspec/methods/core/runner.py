@@ -50,8 +50,8 @@ class Runner:
         """Commit int32 `tokens` `[n]` to the caches."""
         raise NotImplementedError
 
-    def place_request(self, sampling: SamplingParams, seed: int) -> Any:
-        """What `round` needs to know of a generation, on the devices."""
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Any:
+        """What `round` needs to know of a generation, on the devices; `min_tokens` counts from the prompt's end."""
         raise NotImplementedError
 
     def round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
@@ -204,9 +204,9 @@ class SpeculativeRunner(Runner):
             draft=self.drafter.prefill(params, state.draft, tokens),
         )
 
-    def place_request(self, sampling: SamplingParams, seed: int) -> Request:
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         """See `Runner.place_request`."""
-        return self.executor.place_request(sampling, seed)
+        return self.executor.place_request(sampling, seed, prompt_tokens)
 
     def round(
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int

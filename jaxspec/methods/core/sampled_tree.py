@@ -196,8 +196,8 @@ def draw_tree(
         rows = starts[level] + jnp.arange(logits.shape[0])
         real = jnp.arange(logits.shape[0]) < sizes[level]
         histories = PathHistory(history, growth.token, on_path).build(request.processors, vocab)
-        logprob = process(logits, request.processors, histories.seen, histories.counts, vocab)
         position = jnp.broadcast_to(cache.length + level + 1, rows.shape)
+        logprob = process(logits, request.processors, histories.seen, histories.counts, vocab, position)
         token, valid = draw_children(
             logprob, request.key, position, shape.draws, replacement, request.processors, vocab
         )

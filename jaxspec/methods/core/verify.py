@@ -14,8 +14,18 @@ from jaxspec.models.kv_cache import commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.accept import Decide, RowLogits, Verified, match_rule, walk
-from jaxspec.sampling.choose import choose
+from jaxspec.sampling.accept import (
+    Decide,
+    RowLogits,
+    Verified,
+    blank_verified,
+    match_rule,
+    num_ranked,
+    rank_rows,
+    set_top,
+    walk,
+)
+from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
@@ -91,7 +101,7 @@ def verify(
     several = jnp.where(state.idle >= IDLE_ROUNDS, jnp.minimum(request.left(state.generated), idle_steps), 1)
     steps = jnp.where(alone, several, 0)
     state, verified = decode_steps(params, target, state, request, steps, max_path)
-    round_ = pack_round(verified, 0, 0, draft.passes)
+    round_, verified = pack_round(verified, 0, 0, draft.passes), dataclasses.replace(verified, top=None)
     # A loop of at most one turn: XLA would copy the cache for a conditional.
     state, verified, round_ = jax.lax.fori_loop(
         0, (~alone).astype(jnp.int32), lambda _, done: verify_batch(done[0]), (state, verified, round_)
@@ -111,40 +121,43 @@ def decode_steps(
 
     def step(index: jax.Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
         state, verified = done
-        state, logprob = next_token(params, target, state, request)
+        state, logprob, ranked = next_token(params, target, state, request)
         return state, dataclasses.replace(
             verified,
             tokens=verified.tokens.at[index].set(state.root),
             count=verified.count + 1,
             logprob=verified.logprob.at[index].set(logprob),
+            top=set_top(verified.top, index, ranked),
         )
 
-    zeros = jnp.zeros(max_path, jnp.int32)
-    blank = Verified(zeros, jnp.int32(0), zeros, jnp.zeros(max_path, jnp.float32))
+    blank = blank_verified(max_path, num_ranked(target.vocab))
     with jax.named_scope("decode"):
         return jax.lax.fori_loop(0, steps, step, (state, blank))
 
 
 def next_token(
     params: Params, target: Placement, state: SequenceState, request: Request
-) -> tuple[SequenceState, jax.Array]:
+) -> tuple[SequenceState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Run the root through the target and draw the token after it, the new root; for one shard.
 
     The root sits at position n - 1, which is the cache's length; the new token gets absolute position n.
 
     Returns:
-      The state, and the token's log-probability under the processed distribution, float32 [].
+      The state; the token's log-probability under the processed distribution, float32 []; and the most probable
+      tokens in its place with theirs, [1, K] each, see `rank_tokens`.
     """
     position = state.cache.length[None]
     hidden, cache = forward(params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool))
     logits = vocab_logits(params, hidden)
     seen, counts = state.history.seen[None], state.history.counts[None]
-    token, logprob = choose(logits, request.processors, seen, counts, request.key, position + 1, target.vocab)
+    processors, vocab = request.processors, target.vocab
+    token, logprob = choose(logits, processors, seen, counts, request.key, position + 1, vocab)
+    ranked = rank_tokens(logits, processors, seen, counts, position + 1, vocab, num_ranked(vocab))
     history = update_history(state.history, token, jnp.ones(1, bool), target.vocab, generated=True)
     state = dataclasses.replace(
         state, cache=commit_rows(cache, jnp.int32(1)), history=history, root=token[0], generated=state.generated + 1
     )
-    return state, logprob[0]
+    return state, logprob[0], ranked
 
 
 def _verify_batch(
@@ -175,7 +188,8 @@ def _verify_batch(
             return jax.lax.dynamic_slice_in_dim(every, row, 1)
 
     decide = rule(logits, draft, request, state.cache.length, target.vocab)
-    verified, history = walk(decide, state.history, max_path, target.vocab)
+    rank = rank_rows(logits, draft.batch, request, state.cache.length, target.vocab)
+    verified, history = walk(decide, state.history, max_path, target.vocab, rank)
     with jax.named_scope("commit"):
         cache = commit_path(cache, verified.path, verified.count)
     state = dataclasses.replace(
@@ -186,4 +200,5 @@ def _verify_batch(
         generated=state.generated + verified.count,
     )
     proposed = (batch.parent != jnp.arange(batch.rows)).sum()
-    return state, verified, pack_round(verified, proposed, batch.depth.max(), draft.passes)
+    round_ = pack_round(verified, proposed, batch.depth.max(), draft.passes)
+    return state, dataclasses.replace(verified, top=None), round_

@@ -96,10 +96,12 @@ class SwiftSpecRunner(Runner):
             draft=self.drafter.prefill(params.draft, state.draft, tokens),
         )
 
-    def place_request(self, sampling: SamplingParams, seed: int) -> Requests:
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Requests:
         """See `Runner.place_request`."""
         size = self._target.cfg.vocab_size
-        return Requests(*(place_request(model, sampling, seed, size) for model in (self._target, self._draft)))
+        return Requests(
+            *(place_request(model, sampling, seed, size, prompt_tokens) for model in (self._target, self._draft))
+        )
 
     def round(
         self, params: ModelParams, state: SwiftSpecState, request: Requests, room: int
