@@ -14,11 +14,11 @@ TARGET, DRAFT, SHARED = "target", "draft", "devices"
 TRANSFERS, HOST = "transfers", "host"
 DISPATCH, WAIT, READ = "dispatch", "wait", "read"
 # Programs in which a tree grows. The last one also moves the root, and runs in turn with verification.
-GROWING = ("grow", "grow once", "turn and grow")
-# Programs that hold the target's passes.
-VERIFYING = ("round", "verify")
+GROWING = ("expand", "expand once", "advance and expand")
+# Programs that hold the target's passes. "decode 4" is the "decode" of four steps.
+VERIFYING = ("verify", "decode")
 # Programs of a tree's draft that the target waits for.
-TURNING = ("turn", "turn and grow")
+ADVANCING = ("advance", "advance and expand")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class TraceSummary:
       program_s: by name, median time of a program or transfer.
       pass_s: median over rounds of the time of a target pass; None without one.
       transfer_s: median of a round's transfers together; None without.
-      sync_s: median of a round's turn and its transfers together: what a round adds to the target's passes. Growth in
-        turn with verification counts as turn. None without a tree that outlives the rounds.
+      sync_s: median of a round's `advance` and its transfers together: what a round adds to the target's passes.
+        "advance and expand" counts as a whole. None without a tree that outlives the rounds.
       host_s: median time of a round in which Python was busy, the caller's work included; None with one round.
       dispatch_s: median time of these that was dispatch.
       read_s: median time of these that was reading.
@@ -84,6 +84,11 @@ class TraceSummary:
     dispatch_s: float
     read_s: float
     draft_tree: dict[str, Any] | None = None
+
+
+def is_verifying(program: str) -> bool:
+    """Whether a program holds passes of the target."""
+    return program.split()[0] in VERIFYING
 
 
 def summarise(
@@ -135,9 +140,9 @@ def summarise(
     for event in counted:
         if event.row != HOST:
             by_name[event.name].append(event.length)
-    turned = {event.round for event in counted if event.name in TURNING}
-    verify_s = _sum_rounds(event for event in counted if event.name in VERIFYING)
-    sync_s = _sum_rounds(event for event in counted if event.name in TURNING or event.row == TRANSFERS)
+    turned = {event.round for event in counted if event.name in ADVANCING}
+    verify_s = _sum_rounds(event for event in counted if is_verifying(event.name))
+    sync_s = _sum_rounds(event for event in counted if event.name in ADVANCING or event.row == TRANSFERS)
     trees = [
         [drafts[number] for number in sorted({event.round for event in mine}) if number in drafts]
         for mine in of_generation.values()

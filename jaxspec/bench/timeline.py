@@ -291,7 +291,7 @@ class Timeline:
     def _details(self, event: Event) -> dict[str, Any]:
         details: dict[str, Any] = {"round": event.round, "generation": event.generation}
         result = self._results.get(event.round)
-        if result is None or (event.name != READ and event.name not in events.VERIFYING):
+        if result is None or (event.name != READ and not events.is_verifying(event.name)):
             return details
         details["passes"] = _passes(result)
         if event.name != READ:
