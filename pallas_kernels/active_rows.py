@@ -1,10 +1,8 @@
 """Passes whose number of active rows is known only at run time.
 
-A pass has a static number of rows, of which the first `active_rows` matter. This module computes about those, and
-says what such a pass costs relative to a pass of one row.
+A pass has a static number of rows, of which the first `active_rows` matter. This module computes those and few others.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +16,6 @@ from pallas_kernels.registry import Kernels
 # Row counts that XLA's CPU backend compiles such a pass for. Each adds two seconds of compilation. On two CPU cores
 # passes of 2 and 4 rows cost nearly what one of 8 costs, so steps between 1 and 8 would save little.
 ROW_STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-
-# (rows, time relative to a pass of one row), on two CPU cores (docs/results). On accelerators the time of a pass is
-# that of reading its weights, for many more rows than these.
-XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 8.0))
-NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
-# Weights in blocks: a single row costs a third of what it costs in float32, so more rows cost relatively more.
-BLOCKS_PASS_COST = ((1, 1.0), (2, 1.11), (4, 1.45), (8, 2.1), (16, 4.0), (32, 7.9))
 
 
 def map_active_rows(function: Callable[..., Any], active_rows: jax.Array | None, *arrays: jax.Array) -> Any:
@@ -69,24 +60,3 @@ def computed_rows(active_rows: int, rows: int, kernels: Kernels) -> int:
     if kernels.native:
         return min(active_rows, rows)
     return next(size for size in row_sizes(rows, kernels) if size >= min(active_rows, rows))
-
-
-def relative_pass_cost(active_rows: int, rows: int, kernels: Kernels, blocks: bool = False) -> float:
-    """Time of a pass over that of a pass of one row: a rough, fixed figure for decisions.
-
-    Args:
-      active_rows: rows that matter.
-      rows: rows of the pass.
-      kernels: kernels that the pass runs on.
-      blocks: whether most weights are kept in blocks.
-    """
-    if kernels.platform != "cpu":
-        return 1.0 + 0.003 * (active_rows - 1)
-    table = XLA_CPU_PASS_COST
-    if kernels.native:
-        table = BLOCKS_PASS_COST if blocks else NATIVE_PASS_COST
-    computed = computed_rows(active_rows, rows, kernels)
-    for (low, cheap), (high, dear) in itertools.pairwise(table):
-        if computed <= high:
-            return cheap + (dear - cheap) * (computed - low) / (high - low)
-    return table[-1][1] * computed / table[-1][0]

@@ -185,7 +185,7 @@ def random_case(rng, model, rows, length, parents=None, sliding_window=None, slo
 def grown_case(rng, model, rows, length, offset, width, sliding_window=None, slots=512):
     """Rows `[offset, offset + rows)` of a random tree in a window of `width` slots.
 
-    Earlier passes wrote the rows before them, some of which are on nobody's path.
+    Earlier passes wrote the rows before them, some of which are on no row's path.
     """
     mask, depth = tree_mask(random_parents(rng, offset + rows), sliding_window, width)
     new = slice(offset, offset + rows)

@@ -11,7 +11,7 @@ from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
@@ -20,7 +20,7 @@ from pallas_kernels.swiglu import triton as triton_swiglu
 from pallas_kernels.tree_attention import triton as triton_attention
 
 XLA = Kernels("xla", "cpu")
-# On a GPU live rows are data; on a CPU each of a few numbers of rows is a branch of its own.
+# On a GPU the number of active rows is data. On a CPU each of a few row counts is a separate branch.
 TRITON = Kernels(
     "pallas-triton", "gpu", implementations=(("tree_attention", "triton"), ("swiglu", "triton")), capability=(8, 0),
     interpret=True,
@@ -46,7 +46,7 @@ def decode(kernels, method):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the kernels as they come to a program: operation, rows, and what is data beside them."""
+    """The calls of the kernels in a program: operation, rows, and the kind of window or norm."""
     found = set()
     attend, project = triton_attention._attend, triton_swiglu.swiglu
 
@@ -66,6 +66,6 @@ def calls(monkeypatch):
 def test_triton(calls):
     """The tree of the draft grows in its window, the target verifies it at once; both through the kernels."""
     assert decode(TRITON, SpecExec(6, width=2, depth=3)) == decode(XLA, Autoregressive())
-    # The root and six nodes; two nodes of the draft at a time, behind the window's older ones.
+    # The root and six nodes; two nodes of the draft at a time, after the window's older ones.
     assert ("tree_attention", 7, "tree") in calls and ("swiglu", 7, "norm") in calls
     assert ("tree_attention", 2, "grown") in calls and ("swiglu", 2, "norm") in calls

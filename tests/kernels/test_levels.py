@@ -41,7 +41,7 @@ if library.load().problem is None:
 
 
 def test_the_library_is_there_where_it_can_be_built():
-    """Elsewhere the tests of the native kernels are left out; nobody would notice that here."""
+    """Without the library the tests of native kernels are skipped. With a compiler that must not happen unnoticed."""
     compilers = [shutil.which(name) for name in (*os.environ.get("CXX", "").split()[:1], "g++", "c++")]
     if not any(compilers):
         pytest.skip("no C++ compiler: the native kernels are not built here")

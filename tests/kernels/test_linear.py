@@ -1,4 +1,4 @@
-"""Native products with every weight format: within rounding of float64, and the same bits whatever lies beside a row.
+"""Native products with every weight format: within rounding of float64, and the same bits whatever the other rows are.
 
 The order of the native sum is no promise; that it is the same for every row, row count, thread count and weight format
 is one, and losslessness rests on it.
@@ -66,7 +66,7 @@ def test_error_is_that_of_a_good_float32_sum(weight_format):
     assert_close(got, exact, bound)
     for row, expected in zip(got, exact, strict=True):
         assert np.linalg.norm(row - expected) <= 1e-6 * np.linalg.norm(expected)
-    # XLA sums along its own order in float32; to a half-precision weight it rounds the rows first, and is far behind.
+    # XLA sums in its own order in float32. For a half-precision weight it rounds the rows first, and is less exact.
     reference = run(linear, x, weight, kernels=XLA)
     assert root_mean_square(got - exact) <= root_mean_square(reference - exact)
 
@@ -165,7 +165,7 @@ def test_active_rows(weight_format):
 
 @needs_native
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, 3e38])
-def test_rows_that_do_not_live_are_finite_whatever_they_hold(garbage):
+def test_inactive_rows_are_finite_whatever_they_hold(garbage):
     x, weight = operands("float32", 65)
     expected = run_native(linear, x, weight)
     for active_rows in (1, 2, 3, 7, 30, 64):

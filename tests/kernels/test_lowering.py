@@ -67,6 +67,7 @@ def test_trees(model, capability):
         assert_valid(modules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [128, 1024])
 def test_wide_trees(T):
     for model in ("llama-3-8b", "smollm2"):

@@ -82,7 +82,7 @@ def cut_rows(case, rows):
 
 
 def token_by_token(case, depth, parents, threads=1, causal=False):
-    """Each row decoded alone behind its path, whose rows lie at consecutive slots: output, key and value of each."""
+    """Each row decoded alone after its path, which lies at consecutive slots: output, key and value of each."""
     caches, results = {-1: (case.key, case.value)}, []
     for row in range(case.rows):
         key, value = caches[parents[row]]
@@ -213,8 +213,8 @@ def test_any_tree(model, rows, length, sliding_window, seed):
     broken = case.qkv.copy()
     broken[active_rows:] = rng.choice([np.nan, np.inf, 1e6])
     out, key, value = attend(dataclasses.replace(case, qkv=broken), active_rows=active_rows)
-    live_rows = [(result[0][row], result[1][:, length + row], result[2][:, length + row]) for row in range(active_rows)]
-    assert_same_rows(case, (out, key, value), live_rows)
+    active = [(result[0][row], result[1][:, length + row], result[2][:, length + row]) for row in range(active_rows)]
+    assert_same_rows(case, (out, key, value), active)
     assert np.isfinite(out).all()
 
 
@@ -250,7 +250,7 @@ def test_a_chunk_in_parts(model):
 @pytest.mark.parametrize("sliding_window", [None, 5])
 @pytest.mark.parametrize("model", FEW_MODELS)
 def test_a_tree_that_grows(model, sliding_window):
-    """Rows written behind older rows of the window; the mask has columns for all of them, and for more to come."""
+    """Rows written after older rows of the window; the mask has columns for all of them, and for more to come."""
     rng = np.random.default_rng(2)
     rows, width = 24, 40
     for length in (0, 1, 115, 128, 300):
@@ -284,10 +284,10 @@ def test_slots_that_no_row_sees(sliding_window, garbage):
         for length in (0, 129, 300):
             parents = random_parents(rng, 7)
             tree = random_case(rng, model, 7, length, parents, sliding_window)
-            # Seven rows behind nine older slots of the window, of which they see some.
+            # Seven rows after nine older slots of the window, of which they see some.
             mask = np.concatenate([rng.random((7, 9)) < 0.2, tree.mask, np.zeros((7, 4), bool)], axis=1)
-            behind = dataclasses.replace(tree, mask=mask, offset=9)
-            for case in (tree, behind, random_case(rng, model, 7, length, None, sliding_window)):
+            after = dataclasses.replace(tree, mask=mask, offset=9)
+            for case in (tree, after, random_case(rng, model, 7, length, None, sliding_window)):
                 unseen = ~visible(case).any(0)
                 unseen[case.written] = True  # what the rows are written over
                 key, value = case.key.copy(), case.value.copy()
@@ -387,8 +387,8 @@ def test_write_only(model):
     for length in (0, 129):
         tree = random_case(rng, model, 24, length, random_parents(rng, 24))
         older = np.zeros((24, 6), bool)
-        behind = dataclasses.replace(tree, mask=np.concatenate([older, tree.mask], axis=1), offset=6)
-        for case in (tree, behind, random_case(rng, model, 24, length)):
+        after = dataclasses.replace(tree, mask=np.concatenate([older, tree.mask], axis=1), offset=6)
+        for case in (tree, after, random_case(rng, model, 24, length)):
             out, key, value = attend(case)
             written = attend(case, threads=2, write_only=True)
             assert written[0].shape == out.shape

@@ -1,4 +1,4 @@
-"""SwiGLU, RMS norm, rotary tables, rows of a weight: against float64, and the same bits whatever lies beside a row."""
+"""SwiGLU, RMS norm, rotary tables, rows of a weight: against float64, and the same bits whatever the other rows are."""
 
 import functools
 
@@ -209,7 +209,7 @@ def test_rope_tables(kernels, width):
     position = np.array([0, 1, 2, 3, 127, 128, 2047, 2048, 8191, 131_071, 1_000_003], np.int32)
     frequency = frequencies(width)
     cos, sin = run(rope_tables, position, frequency, kernels=kernels)
-    # The angle is a float32 product; everything behind it is good to a rounding or two.
+    # The angle is a float32 product; all after it is good to a rounding or two.
     angle = (position.astype(np.float32)[:, None] * frequency).astype(np.float64)
     assert_close(cos, np.cos(angle), 3 * ROUNDING * np.ones_like(angle))
     assert_close(sin, np.sin(angle), 3 * ROUNDING * np.ones_like(angle))
@@ -278,7 +278,7 @@ def test_rows_of_a_weight_through_xla(weight_format):
     index = np.array([6, 0, 6], np.int32)
     got = run(take_rows, weight, index, kernels=XLA)
     expected = numbers(weight)[index]
-    # Compiled, a product and the sum behind it may round once instead of twice.
+    # In a compiled program a product and the sum after it may round once instead of twice.
     assert_close(got, expected, 2 * ROUNDING * 64 * np.abs(expected).max() * np.ones(expected.shape))
 
 

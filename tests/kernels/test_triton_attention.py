@@ -1,4 +1,4 @@
-"""The Triton attention in Pallas' interpreter, which leaves NaN in whatever no program wrote.
+"""The Triton attention in Pallas' interpreter, which leaves NaN in all that no program wrote.
 
 The caches that it is given are NaN where no row sees them, and where it writes: on a GPU programs run in any order, and
 none may read there.
@@ -60,8 +60,8 @@ TREES = (
     ((1, 4, 128, "bfloat16"), 8, Config(32, 32, 1, 4, 2)),  # one part of the prefix, nothing to merge
     ((2, 1, 64, "bfloat16"), 1, Config(16, 32, 2, 4, 2)),  # plain decoding without groups
     ((1, 8, 128, "float32"), 5, Config(64, 16, 8, 4, 2)),  # more parts than tiles
-    ((1, 3, 80, "bfloat16"), 40, Config(128, 32, 2, 4, 2)),  # two words of marks; a width that is no power of two
-    ((1, 4, 128, "bfloat16"), 128, Config(128, 64, 2, 4, 2)),
+    ((1, 3, 80, "bfloat16"), 40, Config(128, 32, 2, 4, 2)),  # two words of mask bits; a width that is no power of two
+    pytest.param((1, 4, 128, "bfloat16"), 128, Config(128, 64, 2, 4, 2), marks=pytest.mark.slow),
 )
 
 
@@ -74,6 +74,7 @@ def test_trees(model, rows, blocks):
         assert_right(random_case(rng, model, rows, length, parents, slots=SLOTS + rows), blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, rows, length",
     [((1, 1, 64, "float32"), 1024, 100), ((1, 2, 128, "bfloat16"), 1024, 33), ((1, 8, 128, "bfloat16"), 3, 2900)],
@@ -99,7 +100,7 @@ def test_sliding_windows(sliding_window):
 
 @pytest.mark.parametrize("sliding_window", [None, 5])
 def test_a_tree_that_grows(sliding_window):
-    """Rows written behind older rows of the window; some of those are on nobody's path."""
+    """Rows written after older rows of the window, some of which are on no row's path."""
     rng = np.random.default_rng(2)
     model, blocks = (1, 4, 64, "bfloat16"), Config(32, 32, 2, 4, 2)
     for length, offset in ((0, 0), (31, 1), (64, 31), (120, 32), (128, 35)):
@@ -237,7 +238,7 @@ def test_block_sizes(monkeypatch):
 
 
 def test_buckets():
-    """A benchmark's case behind 1024 or 8192 tokens counts as the caches of models do that hold as many."""
+    """A benchmark's case after 1024 or 8192 tokens has the bucket of a model's cache of as many slots."""
     for slots, near in ((512, 512), (1024, 1024), (1088, 1024), (1400, 1024), (1500, 2048), (8256, 8192)):
         assert config.bucket(8, 4, 128, slots, 8) == f"T8 G4 H128 S{near} K8 x2"
 
