@@ -1,4 +1,4 @@
-"""Converting any checkpoint into the native format: one array in memory at a time, all or nothing on disk."""
+"""Converting a checkpoint of any format into the native one: one array in memory at a time, all or nothing on disk."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.keymaps import check_accounted, recipes, source_storage
+from jaxspec.checkpoint.keymaps import recipes, source_storage
 from jaxspec.checkpoint.load import detect_format, open_checkpoint
 from jaxspec.checkpoint.native.arrays import PendingLeaf
 from jaxspec.checkpoint.native.checkpoint import read_leaf_as, write_arrays
@@ -32,16 +32,14 @@ from pallas_kernels.linear.blocks import FORMATS
 
 DTYPES = ("float32", "bfloat16")
 
-# What weights can be quantised to, and what the embedding and the head are then: four bits cost them most.
+# The formats that weights can be quantised to, with that of embedding and head: four bits cost those two most.
 QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0"}
 
-# Room for the tokenizer and the folder structure, beside the arrays.
+# Disk space for the tokenizer and the folder structure.
 _SPARE_BYTES = 64 << 20
 
-# From leaf name and declaration to the array.
-ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
-# From a checkpoint and a folder: writes the tokenizer of the one into the other.
-SaveTokenizer = Callable[[Path, Path], None]
+ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]  # leaf name and declaration to the array
+SaveTokenizer = Callable[[Path, Path], None]  # writes the tokenizer of a checkpoint into a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,7 @@ class ConvertProgress:
 
 
 class _Source(NamedTuple):
-    """What a conversion needs of any checkpoint; `storage` is how its weights are kept, `read` makes one array."""
+    """A checkpoint of any format; `storage` is how its weights are kept, `read` makes one array."""
 
     config: ModelConfig
     eos_ids: tuple[int, ...]
@@ -75,25 +73,25 @@ def convert(
 ) -> NativeCheckpoint:
     """Write the model at `src` as a native checkpoint `dst`.
 
-    Work goes into a hidden folder beside `dst` that is renamed at the very end: a conversion that is killed leaves
-    nothing that loads. Memory beyond the library's own is a few copies of the largest array.
+    The files are written into a hidden folder beside `dst`, which is renamed at the very end: a conversion that is
+    killed leaves nothing that loads. It takes the memory of a few copies of the largest array.
 
     Args:
       src: a Hugging Face folder, a GGUF file, or another native checkpoint.
       dst: a folder that does not exist yet, in one that does.
-      dtype: of the stored weights: "float32", "bfloat16", or "auto": each as the source has it, in blocks too, so that
-        nothing is lost. Norms and biases are float32 always.
+      dtype: of the stored weights: "float32", "bfloat16", or "auto": each as the source has it, blocks too, without
+        loss. Norms and biases are always float32.
       progress: called before the first array and after each.
-      layers: keep only the first so many layers, embedding, norm and head as they are: a rough draft model without any
-        training. None keeps all.
-      quantize: "q8_0" or "q4_0": the blocks to round every weight to, but for those whose rows are no whole blocks
-        (float32), those that the source has in that very format (as they are) and, with "q4_0", embedding and head
-        (q8_0). Needs dtype "auto". None rounds nothing.
+      layers: number of layers to keep, from the first; embedding, norm and head stay. The result is a rough draft
+        model that needs no training. None keeps all layers.
+      quantize: "q8_0" or "q4_0", to which weights are rounded; needs dtype "auto". Weights that the source holds in
+        that format are copied. Rows that are not whole blocks become float32. With "q4_0", embedding and head become
+        q8_0. None rounds nothing.
       save_tokenizer: `jaxspec.text.tokenizer.save_tokenizer`; None writes a checkpoint without a tokenizer.
 
     Raises:
-      CheckpointError: `src` is missing or damaged, `dst` exists or cannot be written, or the disk is too small; all
-        but damage and a failing disk are found before anything is written.
+      CheckpointError: `src` is missing or damaged, `dst` exists or cannot be written, or the disk is too small. Only
+        damage and a failing disk are found after the first file is written.
       ConfigError: an unknown dtype or format, more layers than there are, or a model that is not supported.
     """
     if dtype not in ("auto", *DTYPES):
@@ -104,7 +102,11 @@ def convert(
     src, dst = Path(src), Path(dst)
     _check_places(src, dst)
     source = _open_source(src)
-    cfg = source.config if layers is None else _keep_layers(source.config, layers)
+    cfg = source.config
+    if layers is not None:
+        if not 1 <= layers <= cfg.num_layers:
+            raise ConfigError(f"layers must lie between 1 and the model's {cfg.num_layers}, got {layers}")
+        cfg = dataclasses.replace(cfg, num_layers=layers, sliding_layers=cfg.sliding_layers[:layers])
     stored = _choose_storage(source, cfg, dtype, quantize)
     write_tokenizer = None if save_tokenizer is None else functools.partial(save_tokenizer, src)
     return _write_checkpoint(dst, source, cfg, stored, progress, write_tokenizer)
@@ -158,15 +160,19 @@ def _write_checkpoint(
     free = shutil.disk_usage(dst.absolute().parent).free
     if needed > free:
         raise CheckpointError(f"{dst}: needs {needed} bytes, but the disk of {dst.absolute().parent} has {free} free")
-    partial = _make_partial(dst)
+    partial = dst.absolute().with_name(f".{dst.absolute().name}.partial-{os.getpid()}")
     try:
-        # First what is quick to fail.
+        partial.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{dst}: the folder {partial} cannot be made: {error.strerror}") from error
+    try:
+        # The tokenizer first: it fails soonest.
         if write_tokenizer is not None and not cfg.shares_embedding:
             write_tokenizer(partial)
         write_arrays(partial, _plan_leaves(source, cfg, stored, progress or (lambda _: None)))
         write_manifest(partial, cfg, stored, source.eos_ids, source.vocabulary)
         _sync_tree(partial)
-        # Onto a folder that appeared meanwhile, rename fails unless that is empty.
+        # If the destination has appeared meanwhile, this fails unless it is empty.
         partial.rename(dst)
         _sync(dst.absolute().parent)
     except JaxspecError:
@@ -174,7 +180,7 @@ def _write_checkpoint(
     except (OSError, ValueError) as error:  # tensorstore reports a full disk as a ValueError
         raise CheckpointError(f"{dst}: cannot be written: {error}") from error
     finally:
-        # Twice: a thread of Orbax's may still finish a file while the first goes through the folder.
+        # Twice, because a thread of Orbax may finish a file while the first call removes the folder.
         shutil.rmtree(partial, ignore_errors=True)
         if partial.exists():
             shutil.rmtree(partial)
@@ -182,20 +188,13 @@ def _write_checkpoint(
 
 
 def find_leftovers(dst: str | Path) -> list[Path]:
-    """Hidden folders beside `dst` that killed conversions left behind (or running ones work in)."""
+    """Hidden folders beside `dst` of killed conversions, or of conversions that are running."""
     dst = Path(dst).absolute()
     return sorted(dst.parent.glob(f".{glob.escape(dst.name)}.partial-*"))
 
 
-def _keep_layers(cfg: ModelConfig, layers: int) -> ModelConfig:
-    if not 1 <= layers <= cfg.num_layers:
-        raise ConfigError(f"layers must lie between 1 and the model's {cfg.num_layers}, got {layers}")
-    # Empty where the whole model has one kind of layer.
-    return dataclasses.replace(cfg, num_layers=layers, sliding_layers=cfg.sliding_layers[:layers])
-
-
 def _check_places(src: Path, dst: Path) -> None:
-    """Everything about the two paths that can be refused before work begins."""
+    """Refuse pairs of paths that cannot work, before anything is written."""
     detect_format(src)
     if src.resolve() == dst.resolve():
         raise CheckpointError(f"{src} and {dst} are the same place; give another destination")
@@ -224,17 +223,11 @@ def _check_destination(dst: Path) -> None:
 def _open_source(src: Path) -> _Source:
     if detect_format(src) == "native":
         native = open_native(src)
-        return _Source(
-            native.config,
-            native.eos_ids,
-            native.storage,
-            lambda name, info: read_leaf_as(native, name, info),
-            native.vocabulary,
-        )
+        read = functools.partial(read_leaf_as, native)
+        return _Source(native.config, native.eos_ids, native.storage, read, native.vocabulary)
     source = open_checkpoint(src)
-    check_accounted(source)
     own = source_storage(source)
-    # A query, key and value of different types by their own names too.
+    # Query, key and value of different types have recipes of their own besides the joint one.
     made = recipes(source.config) | recipes(source.config, own)
     return _Source(
         source.config, source.eos_ids, own, lambda name, info: dataclasses.replace(made[name], info=info).read(source)
@@ -242,7 +235,7 @@ def _open_source(src: Path) -> _Source:
 
 
 def _choose_storage(source: _Source, cfg: ModelConfig, dtype: str, quantize: str | None) -> Storage:
-    """How the weights of the result, whose geometry is `cfg`, are stored; see `convert`."""
+    """How the weights of the result, whose geometry is `cfg`, are stored, by the options of `convert`."""
     if dtype != "auto":
         return Storage(dtype)
     if quantize is None:
@@ -260,7 +253,7 @@ def _choose_storage(source: _Source, cfg: ModelConfig, dtype: str, quantize: str
 def _plan_leaves(
     source: _Source, cfg: ModelConfig, storage: Storage, progress: Callable[[ConvertProgress], None]
 ) -> Any:
-    """The parameters as arrays to be made one after another, each reporting that the one before is done."""
+    """The parameters as a tree of `PendingLeaf`, each of which reports its progress when it is made."""
     sizes = {name: count_bytes(info) for name, info in declare_leaves(cfg, storage).items()}
     held, numbers = declare_leaves(source.config, source.storage), declare_leaves(cfg, np.float32)
     done: dict[str, int] = {}
@@ -287,15 +280,6 @@ def _plan_leaves(
         return PendingLeaf(info, make)
 
     return jax.tree.map_with_path(plan_leaf, declare_params(cfg, storage), is_leaf=is_info)
-
-
-def _make_partial(dst: Path) -> Path:
-    partial = dst.absolute().with_name(f".{dst.absolute().name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"{dst}: the folder {partial} cannot be made: {error.strerror}") from error
-    return partial
 
 
 def _sync_tree(folder: Path) -> None:

@@ -21,6 +21,7 @@ from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.base import ConfigValues, Family
 from jaxspec.models.quantization import decode_blocks
+from jaxspec.models.rope import rope_frequencies
 from pallas_kernels.linear.blocks import FORMATS
 
 _TOP_NAMES = {
@@ -152,19 +153,15 @@ def _hugging_face_name(name: str) -> str:
 
 
 def _refuse_block_types(path: Path, tensors: dict[str, GGUFTensor]) -> None:
-    kinds = sorted({tensor.ggml_type for tensor in tensors.values()})
-    refused = [kind.name for kind in kinds if not _can_dequantise(kind)]
+    """Refuse types that the package does not dequantise; it has no list, so one block of zeros is tried."""
+    refused = []
+    for kind in sorted({tensor.ggml_type for tensor in tensors.values()}):
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            refused.append(kind.name)
     if refused:
         raise CheckpointError(f"{path}: holds tensors of type {', '.join(refused)}, which cannot be dequantised")
-
-
-def _can_dequantise(kind: GGMLQuantizationType) -> bool:
-    """Whether the package dequantises one block of zeros; it offers no list of its types."""
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
 
 
 class _Hyperparameters(ConfigValues):
@@ -259,17 +256,10 @@ def _recover_llama3(path: Path, divisors: np.ndarray, theta: float, head_dim: in
         return RopeConfig(theta=theta)
     if math.isfinite(largest) and largest >= 1:
         rope = RopeConfig(theta, "llama3", largest, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
-        if np.allclose(divisors, _llama3_divisors(rope, head_dim), rtol=1e-3, atol=0):
+        expected = rope_frequencies(RopeConfig(theta), head_dim) / rope_frequencies(rope, head_dim)
+        if np.allclose(divisors, expected, rtol=1e-3, atol=0):
             return rope
     raise ConfigError(f"{path}: {_ROPE_FREQS!r} holds frequency factors other than Llama 3's, which are not supported")
-
-
-def _llama3_divisors(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """By what Llama 3.1 divides each rotary frequency (the formula of its reference code), `[H / 2]`."""
-    wavelength = 2 * math.pi * rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth = np.clip((rope.original_context / wavelength - low) / (high - low), 0, 1)
-    return 1 / ((1 - smooth) / rope.factor + smooth)
 
 
 def _read_eos_ids(path: Path, metadata: dict[str, Any], vocab_size: int) -> tuple[int, ...]:

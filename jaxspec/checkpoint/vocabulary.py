@@ -1,4 +1,4 @@
-"""Whether a draft model fits a target: the same tokens under the same ids."""
+"""Whether a draft model fits a target: the same tokens must have the same ids."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,28 +9,23 @@ from jaxspec.errors import ConfigError
 def count_shared_tokens(target: Sequence[str], draft: Sequence[str]) -> int:
     """Number of leading ids that mean the same token in both vocabularies; the draft proposes only these.
 
-    Sizes prove nothing: embeddings are padded, and models of one family add tokens of their own at the end. What
-    decides is how each id is written.
+    Tokens are compared and not counted: embeddings are padded, and models of one family add tokens at the end.
 
     Args:
       target: every token as the target's vocabulary writes it, by id; "" for an id without a token.
-      draft: likewise.
+      draft: the same for the draft's vocabulary.
 
     Raises:
-      ConfigError: an id is one token here and another there; both are named.
+      ConfigError: an id has different tokens in the two vocabularies, or they share no token.
     """
-    shared = min(len(target), len(draft))
-    for token_id in range(shared):
-        ours, theirs = target[token_id], draft[token_id]
+    pairs = list(zip(target, draft, strict=False))
+    for token_id, (ours, theirs) in enumerate(pairs):
         if ours and theirs and ours != theirs:
             raise ConfigError(
                 f"the draft does not fit the target: token {token_id} is {ours!r} in the target's vocabulary "
                 f"and {theirs!r} in the draft's; both must use the same tokenizer"
             )
-    for token_id in range(shared):
-        if target[token_id] != draft[token_id]:
-            shared = token_id
-            break
+    shared = next((token_id for token_id, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
     if shared == 0:
         raise ConfigError("the draft does not fit the target: their vocabularies have no token in common")
     return shared
@@ -42,31 +37,28 @@ def count_named(target: Sequence[str], draft: Sequence[str]) -> int:
 
 
 def check_vocabulary(target: Sequence[str], draft_digest: str, widths: tuple[int, int]) -> None:
-    """Whether a draft that shares its target's embedding was made for this one.
+    """Refuse a draft that shares its target's embedding and was made for another target.
 
     Args:
       target: every token as the target's vocabulary writes it, by id.
-      draft_digest: what the draft names its target by.
+      draft_digest: digest of the vocabulary that the draft was made for.
       widths: D of target and draft.
 
     Raises:
-      ConfigError: it was made for another.
+      ConfigError: the vocabulary or the width differs.
     """
-    digest = vocabulary_digest(target)
-    if digest != draft_digest:
+    reason = "the draft does not fit the target: it shares"
+    if (digest := vocabulary_digest(target)) != draft_digest:
         raise ConfigError(
-            "the draft does not fit the target: it shares the embedding of the target that it was made for, whose "
-            f"vocabulary has the digest {draft_digest:.12}; that of this one is {digest:.12}"
+            f"{reason} the embedding of the target that it was made for, whose vocabulary has the digest "
+            f"{draft_digest:.12}; that of this one is {digest:.12}"
         )
     if widths[0] != widths[1]:
-        raise ConfigError(
-            f"the draft does not fit the target: it shares an embedding of width {widths[1]}, the target's has "
-            f"{widths[0]}"
-        )
+        raise ConfigError(f"{reason} an embedding of width {widths[1]}, the target's has {widths[0]}")
 
 
 def vocabulary_digest(tokens: Sequence[str]) -> str:
-    """SHA-256 of a vocabulary: what a draft that shares its target's embedding names its target by.
+    """SHA-256 of a vocabulary, by which a draft that shares its target's embedding names the target.
 
     Args:
       tokens: every token as the vocabulary writes it, by id.

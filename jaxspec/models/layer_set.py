@@ -1,11 +1,11 @@
-"""Layer sets: which attention and MLP blocks of a model run, the rest being passed by (SWIFT, arXiv 2410.06916).
+"""Layer sets: which attention and MLP blocks of a model run, and which are skipped (SWIFT, arXiv 2410.06916).
 
-A *unit* is the attention or the MLP block of one layer. Skipping a unit is passing its input on: norm, projections and,
-for attention, the writing of keys and values are left out. The first and the last layer always run, so L layers have
-2 (L - 2) units that can be skipped; they are counted attention first: unit u is the attention of layer 1 + u, or the
-MLP of layer 1 + u - (L - 2).
+A *unit* is the attention or the MLP block of one layer. A skipped unit passes its input on: its norm, its projections
+and, for attention, the writing of keys and values are left out. The first and the last layer always run, so L layers
+have 2 (L - 2) units that can be skipped. They are counted attention first: unit u is the attention of layer 1 + u, or
+the MLP of layer 1 + u - (L - 2).
 
-As text a set is what it skips: `attention=1,3-5;mlp=2`, or `none`.
+As text, a set is the list of its skipped units: `attention=1,3-5;mlp=2`, or `none`.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class LayerSet:
     mlp: tuple[bool, ...]
 
     def __post_init__(self):
-        """Refuse what no model can run.
+        """Refuse sets that no model can run.
 
         Raises:
           ConfigError: the two kinds disagree on the number of layers, or an end of the model is skipped.
@@ -55,7 +55,7 @@ class LayerSet:
 
     @property
     def skipped(self) -> np.ndarray:
-        """Which units do not run, bool [2 (L - 2)], in the order of the module's text."""
+        """Which units do not run, bool [2 (L - 2)], in the order of the module's docstring."""
         return ~np.array([*self.attention[1:-1], *self.mlp[1:-1]], bool)
 
     @property
@@ -85,7 +85,7 @@ def num_units(num_layers: int) -> int:
 
 def count_skipped(num_layers: int, ratio: float) -> int:
     """Units that a skip ratio leaves out: int(2 (L - 2) r)."""
-    # A ratio such as 0.29 is a little less than it says: 100 * 0.29 must count as 29.
+    # 0.29 in binary is a little less than 0.29; 100 * 0.29 must still count as 29.
     return int(num_units(num_layers) * ratio + 1e-9)
 
 
@@ -95,7 +95,7 @@ def all_layers(num_layers: int) -> LayerSet:
 
 
 def uniform_layers(num_layers: int) -> LayerSet:
-    """Where a search starts: odd layers are skipped, both kinds, whatever the ratio (SWIFT's code)."""
+    """The set from which a search starts: both units of odd layers are skipped, for any ratio (SWIFT's code)."""
     runs = tuple(index % 2 == 0 or index == num_layers - 1 for index in range(num_layers))
     return LayerSet(runs, runs)
 
@@ -146,7 +146,7 @@ def _parse_ranges(text: str, whole: str) -> list[int]:
     for piece in text.split(","):
         first, dash, last = piece.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ConfigError(f"layer set {whole!r}: {piece!r} is no layer and no range such as 3-5")
+            raise ConfigError(f"layer set {whole!r}: {piece!r} is neither a layer nor a range such as 3-5")
         if len(first) > 6 or len(last) > 6:
             raise ConfigError(f"layer set {whole!r}: {piece!r} is no layer of any model")
         numbers.extend(range(int(first), int(last or first) + 1))

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.models.attention import project, project_out
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.mlp import feed_forward
 from jaxspec.models.params import Params
+from jaxspec.models.projections import feed_forward, project, project_out
 from jaxspec.models.rope import rope_frequencies
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
@@ -37,7 +36,7 @@ class Window:
     active_rows: jax.Array | None
 
     def cut(self, row_position: jax.Array, sliding: int) -> "Window":
-        """Hide what lies outside a sliding window of `sliding` positions."""
+        """Hide positions outside a sliding window of `sliding` positions."""
         return dataclasses.replace(self, mask=self.mask & (row_position[:, None] - self.position[None, :] < sliding))
 
 

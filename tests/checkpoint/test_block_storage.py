@@ -168,7 +168,7 @@ def test_the_native_format_keeps_them(file, converted):
 @pytest.fixture
 def in_chunks(q8_native, tmp_path, converted, monkeypatch):
     """The same checkpoint with its arrays in several chunks."""
-    monkeypatch.setattr(native_arrays, "_MIN_CHUNK_BYTES", 512)
+    monkeypatch.setattr(native_arrays, "MIN_CHUNK_BYTES", 512)
     return converted(q8_native, "chunks")
 
 
@@ -337,12 +337,13 @@ def test_rows_that_are_no_whole_blocks_stay_float32(tmp_path, converted):
 
 
 def test_quantising_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_make_partial", lambda dst: pytest.fail("work began"))
+    monkeypatch.setattr(module, "write_arrays", lambda *args: pytest.fail("work began"))
     path = write_gguf(tmp_path / "m.gguf", tiny_config())
     with pytest.raises(ConfigError, match=r"cannot be quantised to 'q80'; did you mean 'q8_0'\?"):
         convert(path, tmp_path / "new", quantize="q80")
     with pytest.raises(ConfigError, match="quantize 'q8_0' and dtype 'float32' exclude each other"):
         convert(path, tmp_path / "new", "float32", quantize="q8_0")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_old_checkpoints_open(tmp_path, converted):

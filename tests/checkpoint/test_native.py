@@ -33,7 +33,7 @@ def pristine(tmp_path_factory):
     """A checkpoint of several chunks per array, to copy and damage."""
     folder = tmp_path_factory.mktemp("native") / "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_arrays, "_MIN_CHUNK_BYTES", 512)
+        patch.setattr(native_arrays, "MIN_CHUNK_BYTES", 512)
         arrays = write_native(folder, LLAMA)
     assert len([f for f in (folder / "arrays" / "layers.1.qkv").rglob("*") if f.is_file()]) > 2
     return folder, arrays

@@ -403,7 +403,6 @@ def test_auto_takes_the_shipped_draft_and_its_figures_and_says_so(load, drafts):
     table = ".".join(json.dumps(key) for key in (kernels.platform, kernels.name, "numbers"))
     (drafts / "costs" / "small.toml").write_text(f"[{table}]\ndraft_cost = 0.125\npass_cost = [1, 1.25]\n")
     llm = load(draft=None)
-    assert (llm.engine.method.draft_cost, llm.engine.method.pass_cost) == (0.125, (1, 1.25))
     out = llm.generate("w3 w1 w4", SamplingParams(max_tokens=20, ignore_eos=True))
     choice, counters = out.stats.choice, out.stats.speculative_decoding
     assert (choice["draft"], choice["figures"], choice["draft_cost"]) == ("small", "shipped", 0.125)
@@ -414,7 +413,7 @@ def test_auto_takes_the_shipped_draft_and_its_figures_and_says_so(load, drafts):
     json.dumps(choice, allow_nan=False)
 
 
-def test_none_does_without_the_shipped_one(load, drafts):
+def test_none_does_without_the_shipped_one(load, drafts, uncompiled):
     write_draft(drafts / "small")
     llm = load(draft="none")
     assert (llm.draft_path, llm.draft_params, llm.engine.models.draft) == (None, None, None)

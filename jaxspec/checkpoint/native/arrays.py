@@ -21,7 +21,7 @@ from jaxspec.models.quantization import decode_blocks
 from jaxspec.runtime.sharding import pad_to, partition_spec, place_array
 
 # A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
-_MIN_CHUNK_BYTES = 4 << 20
+MIN_CHUNK_BYTES = 4 << 20
 _MAX_CHUNKS = 16
 
 # Tensorstore reads the chunks of one array in parallel; a second one keeps the disk busy while a device copies.
@@ -221,7 +221,7 @@ def _choose_chunk(info: ArrayInfo) -> list[int]:
     """Chunk shape: cut along the dimension that tensor parallelism cuts, or the first."""
     split = [axis for axis, name in enumerate(partition_spec(info)) if name is not None]
     axis = split[0] if split else 0
-    pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // _MIN_CHUNK_BYTES))
+    pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // MIN_CHUNK_BYTES))
     chunk = list(info.shape)
     chunk[axis] = -(-chunk[axis] // pieces)
     return chunk

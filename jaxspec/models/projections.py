@@ -1,4 +1,4 @@
-"""Grouped-query attention: the projections before and after the scores."""
+"""The matrix products of a layer: those before and after the attention scores, and the SwiGLU block."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from jaxspec.models.params import Params
 from jaxspec.models.quantization import PARTS
 from pallas_kernels.linear import as_matrix, linear
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.swiglu import norm_swiglu
 
 
 def project(
@@ -37,3 +38,13 @@ def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> 
         return jnp.concatenate([multiply_heads(weight[part], x, active_rows) for part in PARTS], axis=2)
     K, n, H = weight.shape[:3]
     return linear(x, as_matrix(weight, K * n * H), active_rows).reshape(x.shape[0], K, n, H)
+
+
+def feed_forward(
+    layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None
+) -> jax.Array:  # [T, D] -> [T, D] float32
+    """Norm, gate, up and down projection with the MLP columns of this shard; a partial sum over shards."""
+    columns = layer["gate_up"].shape[1]
+    gate_up = as_matrix(layer["gate_up"], 2 * columns)
+    hidden = norm_swiglu(x, layer["mlp_norm"], gate_up, cfg.norm_eps, active_rows)  # [T, F]
+    return linear(hidden, as_matrix(layer["down"], layer["down"].shape[0]), active_rows)
