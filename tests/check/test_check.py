@@ -8,17 +8,24 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, place, quick_compilation, tiny_params
+from sampling_reference import process_reference
+from tiny_models import FAMILIES, place, tiny_params
 
-from jaxspec.check.distribution import check_law, draw_many
-from jaxspec.check.reference_decoder import Row, Scorer, margin, rounding
-from jaxspec.check.run import PlainLaw, check_tokens, default_samplings, describe, summarise
+from jaxspec.check.distribution import check_distribution, draw_many
+from jaxspec.check.reference_decoder import ReferenceDecoder, Row, margin, rounding
+from jaxspec.check.run import (
+    PlainDistribution,
+    RememberedDecoder,
+    check_tokens,
+    count_verdicts,
+    default_samplings,
+    describe,
+)
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
-from jaxspec.sampling.reference import process_reference
+from jaxspec.methods.core.round import ModelParams, Models
 
 V = FAMILIES["llama"].vocab_size
 PROMPTS = [[int(t) for t in np.random.default_rng(length).integers(1, V, length)] for length in (1, 9, 70)]
@@ -37,8 +44,11 @@ class TinyLLM:
     def generate(self, prompt, sampling):
         self.engine.check_request(prompt, sampling)
         self.engine.prepare(len(prompt) + sampling.max_tokens)
-        rounds = self.engine.rounds(ModelParams(self.params), prompt, sampling, sampling.seed or 0)
-        return SimpleNamespace(token_ids=tuple(token for emitted in rounds for token in emitted.tokens))
+        tokens = []
+        with self.engine.open(ModelParams(self.params), prompt, sampling, sampling.seed or 0) as session:
+            while not session.done:
+                tokens += session.step().tokens
+        return SimpleNamespace(token_ids=tuple(tokens))
 
 
 class Altered:
@@ -87,21 +97,20 @@ class Replacing:
 
 @pytest.fixture(scope="module")
 def plain():
-    with quick_compilation():
-        engine = Engine(Models(place(FAMILIES["llama"])), Autoregressive())
-        engine.prepare()
-        yield TinyLLM(engine, tiny_params("llama"))
+    engine = Engine(Models(place(FAMILIES["llama"])), Autoregressive())
+    engine.prepare()
+    return TinyLLM(engine, tiny_params("llama"))
 
 
 @pytest.fixture(scope="module")
-def scorer(plain):
-    return Scorer(plain.engine.target, plain.params)
+def reference(plain):
+    return ReferenceDecoder(plain.engine.target, plain.params)
 
 
-def with_twin(plain, scorer, token, gap=0.0):
-    """The same model with a second token whose logit is that of `token`, but for a relative `gap`; and its scorer."""
+def with_twin(plain, reference, token, gap=0.0):
+    """The same model with a second token of the same logit, but for a relative `gap`; and its reference."""
     twin, head = token + 1, plain.params["head"]
-    other = copy.copy(scorer)
+    other = copy.copy(reference)
     other._params = {**plain.params, "head": head.at[twin].set(head[token] * (1 - gap))}
     return TinyLLM(plain.engine, other._params), other, twin
 
@@ -116,35 +125,34 @@ def noisy(plain, size):
     return TinyLLM(plain.engine, jax.tree.map(off, plain.params))
 
 
-def test_plain_decoding_equals_itself(plain, scorer):
+def test_plain_decoding_equals_itself(plain, reference):
     samplings = default_samplings(TOKENS, seed=1)
-    comparisons = check_tokens(plain, plain, PROMPTS, samplings, scorer)
+    comparisons = check_tokens(plain, plain, PROMPTS, samplings, reference)
     assert [(c.sampling, c.prompt) for c in comparisons] == [(s, i) for s in samplings for i in range(3)]
     assert all((c.verdict, c.equal, c.position, c.margin) == ("equal", TOKENS, None, None) for c in comparisons)
-    summary = summarise(comparisons)
+    summary = count_verdicts(comparisons)
     assert (summary.prompts, summary.equal, summary.tokens, summary.suspicious) == (12, 12, 12 * TOKENS, False)
 
 
-def test_rows_are_what_plain_decoding_sees(plain, scorer):
+def test_rows_are_what_plain_decoding_sees(plain, reference):
     """Every token is its row's choice, and rows agree with the processor that was written for reading."""
     for sampling in default_samplings(TOKENS, seed=2):
         for prompt in PROMPTS:
             tokens = plain.generate(prompt, sampling).token_ids
-            rows = list(scorer.rows(prompt, tokens, sampling))
+            rows = list(reference.rows(prompt, tokens, sampling))
             assert len(rows) == TOKENS + 1 and rows[0].logits.shape == (V,)
             assert [margin(row, token, sampling) for row, token in zip(rows, tokens, strict=False)] == [0.0] * TOKENS
-        reference = process_reference(rows[7].logits.tolist(), sampling, prompt, tokens[:7], V)
-        np.testing.assert_allclose(rows[7].log_probs, reference, rtol=1e-4, atol=1e-4)
+        expected = process_reference(rows[7].logits.tolist(), sampling, prompt, tokens[:7], V)
+        np.testing.assert_allclose(rows[7].log_probs, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("degree", [2, 8])
-def test_rows_do_not_depend_on_the_mesh(degree, scorer):
-    with quick_compilation():
-        split = Scorer(place(FAMILIES["llama"], degree), tiny_params("llama", degree))
-        sampling = default_samplings(TOKENS, seed=3)[-1]
-        for one, other in zip(*(s.rows(PROMPTS[2], [4, 7, 4], sampling) for s in (scorer, split)), strict=True):
-            for name in ("logits", "penalised", "noise"):
-                np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=2e-5)
+def test_rows_do_not_depend_on_the_mesh(degree, reference):
+    split = ReferenceDecoder(place(FAMILIES["llama"], degree), tiny_params("llama", degree))
+    sampling = default_samplings(TOKENS, seed=3)[-1]
+    for one, other in zip(*(s.rows(PROMPTS[2], [4, 7, 4], sampling) for s in (reference, split)), strict=True):
+        for name in ("logits", "penalised", "noise"):
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name), atol=2e-5)
 
 
 def altered(index, token):
@@ -157,64 +165,64 @@ def altered(index, token):
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=describe)
 @pytest.mark.parametrize("index", [0, 6, TOKENS - 1])
-def test_a_wrong_token_is_found_where_it_is(plain, scorer, sampling, index):
-    for compared in check_tokens(plain, Altered(plain, altered(index, 1)), PROMPTS, [sampling], scorer):
+def test_a_wrong_token_is_found_where_it_is(plain, reference, sampling, index):
+    for compared in check_tokens(plain, Altered(plain, altered(index, 1)), PROMPTS, [sampling], reference):
         assert (compared.verdict, compared.equal, compared.position) == ("different", index, index)
         assert compared.expected_token == compared.expected[index] and compared.got_token == compared.got[index]
         assert compared.margin > compared.eps > 0
 
 
 @pytest.mark.parametrize("pad", [0, -1, V, 2**31 - 1])
-def test_pads_taken_for_tokens_are_found(plain, scorer, pad):
+def test_pads_taken_for_tokens_are_found(plain, reference, pad):
     def alter(tokens):
         return [*tokens[:5], pad, *tokens[6:]]
 
     for sampling in (GREEDY, SEEDED):
-        compared = check_tokens(plain, Altered(plain, alter), PROMPTS[:1], [sampling], scorer)[0]
+        compared = check_tokens(plain, Altered(plain, alter), PROMPTS[:1], [sampling], reference)[0]
         assert (compared.verdict, compared.position, compared.got_token) == ("different", 5, pad)
         assert math.isinf(compared.margin) == (not 0 <= pad < V)
 
 
-def test_texts_that_end_elsewhere_are_found(plain, scorer):
+def test_texts_that_end_elsewhere_are_found(plain, reference):
     for alter, expected, got in [(lambda t: t[:-2], True, False), (lambda t: [*t, 3], False, True)]:
-        compared = check_tokens(plain, Altered(plain, alter), PROMPTS[:1], [GREEDY], scorer)[0]
+        compared = check_tokens(plain, Altered(plain, alter), PROMPTS[:1], [GREEDY], reference)[0]
         assert (compared.verdict, compared.margin) == ("different", None)
         assert (compared.expected_token is not None, compared.got_token is not None) == (expected, got)
 
 
-def test_bonus_token_at_the_wrong_temperature_is_found(plain, scorer):
+def test_bonus_token_at_the_wrong_temperature_is_found(plain, reference):
     """Gallery 1: only the last token of a round is wrong, and only sometimes."""
     sampling = dataclasses.replace(SEEDED, top_k=20)
-    right = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], scorer)
+    right = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], reference)
     assert all(c.verdict == "equal" for c in right)
     for wrong in ({"temperature": 2.0}, {"top_k": 0}, {"temperature": 0.0}):
         method = Rounds(plain, 4, lambda s, wrong=wrong: dataclasses.replace(s, **wrong) if s.temperature else s)
-        compared = check_tokens(plain, method, PROMPTS, [GREEDY, sampling], scorer)
+        compared = check_tokens(plain, method, PROMPTS, [GREEDY, sampling], reference)
         assert all(c.verdict == "equal" for c in compared[:3])  # greedy texts cannot tell
         found = [c for c in compared if c.verdict == "different"]
-        assert found and all(c.position % 4 == 3 for c in found) and summarise(compared).different == len(found)
+        assert found and all(c.position % 4 == 3 for c in found) and count_verdicts(compared).different == len(found)
 
 
-def test_penalties_that_forget_the_output_are_found(plain, scorer):
+def test_penalties_that_forget_the_output_are_found(plain, reference):
     """Gallery 9: rounds that start anew take the output for prompt, which frequency penalties do not count."""
     sampling = dataclasses.replace(GREEDY, frequency_penalty=1.5)
-    compared = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], scorer)
+    compared = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], reference)
     assert [c.verdict for c in compared[:3]] == ["equal"] * 3 and "different" in [c.verdict for c in compared[3:]]
 
 
-def test_rounding_is_a_tie_and_more_is_not(plain, scorer):
+def test_rounding_is_a_tie_and_more_is_not(plain, reference):
     """The method computes with other last bits; a near tie is planted by making two tokens' rows nearly equal."""
     token = plain.generate(PROMPTS[1], GREEDY).token_ids[3]
     for gap, verdict in [(0.0, "tie"), (1e-6, "tie"), (3e-2, "different")]:
-        model, judge, twin = with_twin(plain, scorer, token, gap)
+        model, judge, twin = with_twin(plain, reference, token, gap)
         compared = check_tokens(model, Replacing(model, token, twin), PROMPTS[1:2], [GREEDY], judge)[0]
         assert (compared.verdict, compared.expected_token, compared.got_token) == (verdict, token, twin)
         assert (compared.margin <= compared.eps) == (verdict == "tie")
 
 
-def test_no_fault_hides_behind_a_tie(plain, scorer):
+def test_no_fault_hides_behind_a_tie(plain, reference):
     token = plain.generate(PROMPTS[1], GREEDY).token_ids[3]
-    model, judge, twin = with_twin(plain, scorer, token)
+    model, judge, twin = with_twin(plain, reference, token)
     tied = Replacing(model, token, twin)
     first = check_tokens(model, tied, PROMPTS[1:2], [GREEDY], judge)[0]
     assert (first.verdict, first.position, first.margin) == ("tie", first.equal, 0.0) and first.ties >= 1
@@ -225,43 +233,51 @@ def test_no_fault_hides_behind_a_tie(plain, scorer):
     assert faulty.margin > faulty.eps
 
 
-def test_other_last_bits_are_no_fault_and_other_weights_are(plain, scorer):
+def test_other_last_bits_are_no_fault_and_other_weights_are(plain, reference):
     samplings = default_samplings(TOKENS, seed=4)
-    near = check_tokens(plain, noisy(plain, 2**-24), PROMPTS, samplings, scorer)
+    near = check_tokens(plain, noisy(plain, 2**-24), PROMPTS, samplings, reference)
     assert "different" not in [c.verdict for c in near]
-    far = check_tokens(plain, noisy(plain, 0.02), PROMPTS, samplings, scorer)
+    far = check_tokens(plain, noisy(plain, 0.02), PROMPTS, samplings, reference)
     assert "different" in [c.verdict for c in far]
 
 
-def test_many_ties_are_suspicious(plain, scorer):
-    compared = check_tokens(plain, plain, PROMPTS, [GREEDY], scorer)
+def test_many_ties_are_suspicious(plain, reference):
+    compared = check_tokens(plain, plain, PROMPTS, [GREEDY], reference)
     tie = dataclasses.replace(compared[0], verdict="tie", ties=1)
-    assert not summarise([tie, *compared]).suspicious
-    assert summarise([tie, tie, *compared]).suspicious
-    assert not summarise([tie, tie, *compared * 10], "bfloat16").suspicious
-    assert summarise([tie, tie]).tie == 2
+    assert not count_verdicts([tie, *compared]).suspicious
+    assert count_verdicts([tie, tie, *compared]).suspicious
+    assert not count_verdicts([tie, tie, *compared * 10], "bfloat16").suspicious
+    assert count_verdicts([tie, tie]).tie == 2
 
 
-def test_seeds_are_needed(plain, scorer):
+def test_a_remembered_decoder_answers_the_same_question_once(plain):
+    asked = []
+    once = RememberedDecoder(Altered(plain, lambda tokens: asked.append(1) or tokens))
+    for sampling in (GREEDY, SEEDED, GREEDY, dataclasses.replace(GREEDY, max_tokens=4)):
+        assert once.generate(PROMPTS[1], sampling).token_ids == plain.generate(PROMPTS[1], sampling).token_ids
+    assert len(asked) == 3
+
+
+def test_seeds_are_needed(plain, reference):
     with pytest.raises(ConfigError, match="without a seed cannot be compared"):
-        check_tokens(plain, plain, PROMPTS, [SamplingParams(4, temperature=1.0)], scorer)
+        check_tokens(plain, plain, PROMPTS, [SamplingParams(4, temperature=1.0)], reference)
     with pytest.raises(ConfigError, match="temperature 0 has no distribution"):
-        PlainLaw(scorer, PROMPTS[0], GREEDY)
+        PlainDistribution(reference, PROMPTS[0], GREEDY)
     with pytest.raises(ConfigError, match="520 tokens of prompt and output exceed the model's context of 512"):
-        next(scorer.rows(PROMPTS[0] * 500, [1] * 20, GREEDY))
+        next(reference.rows(PROMPTS[0] * 500, [1] * 20, GREEDY))
 
 
-def test_law_of_a_model(plain, scorer):
+def test_distribution_of_a_model(plain, reference):
     """The distribution test on a real forward pass: plain decoding passes, an ignored temperature does not."""
     prompt, sampling = PROMPTS[1], SamplingParams(2, temperature=2.0, top_k=20)
-    law = PlainLaw(scorer, prompt, sampling)
+    law = PlainDistribution(reference, prompt, sampling)
     draws = list(draw_many(plain, prompt, sampling, 300))
-    result = check_law(law, prompt, draws, edge_fn=law.edge)
-    assert (result.verdict, result.impossible, result.behind) == ("equal", 0, {})
+    result = check_distribution(law, prompt, draws, edge_fn=law.edge)
+    assert (result.verdict, result.impossible, result.after) == ("equal", 0, {})
     cold = list(draw_many(plain, prompt, dataclasses.replace(sampling, temperature=0.5), 200))
-    assert check_law(law, prompt, cold, edge_fn=law.edge).verdict == "different"
+    assert check_distribution(law, prompt, cold, edge_fn=law.edge).verdict == "different"
     loose = list(draw_many(plain, prompt, dataclasses.replace(sampling, top_k=0), 50))
-    assert check_law(law, prompt, loose, edge_fn=law.edge).impossible > 0
+    assert check_distribution(law, prompt, loose, edge_fn=law.edge).impossible > 0
 
 
 def row_of(z, noise=None, **sampling):

@@ -1,6 +1,6 @@
 """Caches after many rounds: the committed prefix is that of a fresh prefill, and nothing else was touched.
 
-And what becomes of them between generations: growth on demand, garbage behind the prefix.
+And what becomes of them between generations: growth on demand, garbage after the prefix.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from marks import fast_part
 from method_cases import (
     BASIC,
     CHAIN_TP4,
@@ -32,12 +33,11 @@ from method_cases import (
     sharpen,
     tokens_of,
 )
-from tiny_models import FAMILIES, quick_compilation
+from tiny_models import FAMILIES
 
 from jaxspec import engine as engine_module
 from jaxspec.engine import Engine
-from jaxspec.methods.base import ModelParams, Models
-from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.runtime.mesh import plan_mesh
@@ -55,6 +55,8 @@ DRAFTING = [
     SHORT_CHAIN,
     SHORT_REJECTION,
 ]
+# One of each kind of drafter, and one on a mesh.
+FAST = [LLAMA_SPECEXEC, LLAMA_CHAIN, LLAMA_SPECINFER, CHAIN_TP4]
 
 
 def assert_prefix(cache, fresh, length):
@@ -64,7 +66,7 @@ def assert_prefix(cache, fresh, length):
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
-@pytest.mark.parametrize("case", DRAFTING, ids=case_id)
+@pytest.mark.parametrize("case", fast_part(DRAFTING, lambda case: case in FAST), ids=case_id)
 def test_caches_equal_a_fresh_prefill_of_the_verified_text(case, sampling):
     for index, draft in enumerate(("copy", "first layer", "random", "adversarial")):
         steps = Steps(case, draft, (PROMPT, LONG_PROMPT)[index % 2], index, **SAMPLINGS[sampling])
@@ -77,8 +79,8 @@ def test_caches_equal_a_fresh_prefill_of_the_verified_text(case, sampling):
         assert int(caches["draft"].length) == known - 1
         fresh = steps.prefilled(steps.text)
         assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
-        # One slot more: the root was evaluated, and lies behind the prefix.
-        assert_prefix(dataclasses.replace(caches["draft"], length=known), fresh.draft.cache, known)
+        # One slot more: the root was evaluated, and lies after the prefix.
+        assert_prefix(dataclasses.replace(caches["draft"], length=known), fresh.draft.sequence.cache, known)
 
 
 def test_lookup_holds_the_text():
@@ -94,14 +96,14 @@ def test_lookup_holds_the_text():
 
 
 def window_rows(case):
-    """Slots behind the prefix that a round may write, in the draft's cache."""
+    """Slots after the prefix that a round may write, in the draft's cache."""
     method = case.method
     if isinstance(method, SpecExec):
-        return max(1 + method.width * (method.depth - 1), method.longest_path + 1)
-    return max(method.batch_rows + method.draft_rows, method.longest_path + 1)
+        return max(1 + method.width * (method.depth - 1), method.max_path + 1)
+    return max(method.num_rows + method.draft_rows, method.max_path + 1)
 
 
-@pytest.mark.parametrize("case", [*DRAFTING[:4], CHAIN_TP4], ids=case_id)
+@pytest.mark.parametrize("case", FAST, ids=case_id)
 def test_rounds_write_into_their_window_only(case):
     """Token 0 is frequent, so a pad that is taken for a token, or written for one, shows."""
     for draft in ("copy", "random", "broken"):
@@ -111,7 +113,7 @@ def test_rounds_write_into_their_window_only(case):
             steps.step()
             for name, cache in steps.caches().items():
                 start, old = before[name]
-                rows = case.method.batch_rows if name == "target" else window_rows(case)
+                rows = case.method.num_rows if name == "target" else window_rows(case)
                 # The draft commits first and then grows its tree; the target commits within what it wrote.
                 stop = rows + (start if name == "target" else int(cache.length))
                 for one, other in zip(old, arrays(cache), strict=True):
@@ -120,7 +122,7 @@ def test_rounds_write_into_their_window_only(case):
 
 
 @pytest.mark.parametrize("case", BASIC, ids=case_id)
-def test_garbage_behind_the_prefix_is_never_read(case):
+def test_garbage_after_the_prefix_is_never_read(case):
     """Buffers of a finished sequence hold its keys and values, NaN keys of a broken model among them."""
 
     def spoil(cache):
@@ -136,7 +138,8 @@ def test_garbage_behind_the_prefix_is_never_read(case):
     state = spoiled.state
     state = dataclasses.replace(state, target=dataclasses.replace(state.target, cache=spoil(state.target.cache)))
     if case.method.drafts:
-        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, cache=spoil(state.draft.cache)))
+        sequence = dataclasses.replace(state.draft.sequence, cache=spoil(state.draft.sequence.cache))
+        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, sequence=sequence))
     else:
         text = np.array(state.draft.token)
         text[int(state.draft.length) :] = PROMPT[-1]
@@ -147,7 +150,7 @@ def test_garbage_behind_the_prefix_is_never_read(case):
         assert spoiled.step() == clean.step()
 
 
-@pytest.mark.parametrize("method", [SpecExec(4, width=2, depth=3), Chain(2, "rejection"), PromptLookup(batch=4)])
+@pytest.mark.parametrize("method", [SpecExec(4, width=2, depth=3), PromptLookup(num_draft_tokens=3)])
 def test_capacity_grows_on_demand(method, monkeypatch, compilations):
     monkeypatch.setattr(engine_module, "FIRST_CAPACITY", 70)
     config = dataclasses.replace(FAMILIES["llama"], num_layers=1, max_context=280)
@@ -157,19 +160,18 @@ def test_capacity_grows_on_demand(method, monkeypatch, compilations):
     engine = Engine(Models(placement, placement if method.drafts else None), method)
 
     def decode(prompt, count):
-        with quick_compilation():
-            engine.prepare(len(prompt) + count)
+        engine.prepare(len(prompt) + count)
         return tokens_of(run(engine, params, prompt, count))
 
     short = decode(PROMPT, 30)
-    first = engine._runner
+    first = engine.runner
     assert first.slots < 280
     long_prompt = (LONG_PROMPT + PROMPT)[:90]
     long = decode(long_prompt, 60)
-    grown = engine._runner
+    grown = engine.runner
     assert grown.slots > first.slots
     compilations.clear()
     # Down to the last token of the model's context.
     assert decode(long_prompt, 190)[:60] == long
     assert decode(PROMPT, 30) == short
-    assert engine._runner is grown and compilations == []
+    assert engine.runner is grown and compilations == []

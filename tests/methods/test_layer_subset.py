@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import fast_part
 from method_cases import FLOAT32, LONG_PROMPT, PROMPT, SAMPLINGS, run, tokens_of
 from swift_cases import LAYERS, config_of, models_of, params_of, plain_tokens
-from tiny_models import empty_cache, on_one_device, quick_compilation
+from tiny_models import FAMILIES, empty_cache, on_one_device
 
 from jaxspec.checkpoint.layer_subset import cut_config, place_layer_subset, take_layers
 from jaxspec.checkpoint.shared_embedding import share_embedding
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
-from jaxspec.methods.base import ModelParams, Models
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.config import config_from_data, config_to_data
@@ -37,7 +38,7 @@ def pair(family, text, degree=1, plan=None):
     return Models(target, draft), ModelParams(params, own | share_embedding(draft, params))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", fast_part(FAMILIES, lambda family: family in ("llama", "qwen2")))
 def test_the_draft_computes_what_the_skipping_model_computes(family):
     models, params = pair(family, SET)
     assert models.draft is not None and params.draft is not None
@@ -54,8 +55,7 @@ def test_the_draft_computes_what_the_skipping_model_computes(family):
 
     skipping = logits_of(config_of(family), lambda cfg: empty_cache(cfg, 64), units=parse_layers(SET, LAYERS))
     alone = logits_of(models.draft.cfg, lambda cfg: init_cache(cfg, cfg.num_kv_heads, 64, jnp.dtype("float32")))
-    with quick_compilation():
-        np.testing.assert_allclose(alone(params.draft, tokens), skipping(params.target, tokens), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(alone(params.draft, tokens), skipping(params.target, tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_prefill_commits_the_layers_that_have_attention():
@@ -68,8 +68,7 @@ def test_prefill_commits_the_layers_that_have_attention():
         cache = init_cache(cfg, cfg.num_kv_heads, 64, jnp.dtype("float32"))
         return prefill(params, cfg, tokens, jnp.int32(len(PROMPT)), cache)
 
-    with quick_compilation():
-        cache = fill(params.draft, np.array(PROMPT, np.int32))
+    cache = fill(params.draft, np.array(PROMPT, np.int32))
     assert len(cache.key) == LAYERS - 2 and int(cache.length) == len(PROMPT)
     assert all(np.asarray(key)[:, : len(PROMPT)].any() for key in cache.key)
 
@@ -95,15 +94,17 @@ def test_what_the_draft_holds():
 
 @pytest.mark.parametrize(
     ("method", "degree", "draft_devices"),
-    [(SpecExec(8), 1, None), (SwiftSpec(batch=4, width=2), 2, (1, 2)), (SwiftSpec(4, 2), 1, (3, 1))],
+    fast_part(
+        [(SpecExec(8), 1, None), (SwiftSpec(3, 2), 2, (1, 2)), (SwiftSpec(3, 2), 1, (3, 1))],
+        lambda method, degree, draft_devices: degree == 1 and draft_devices is None,
+    ),
 )
 def test_methods_that_draft_with_it_write_what_plain_decoding_writes(method, degree, draft_devices):
     family = "qwen2" if degree == 2 else "llama"
     plan = None if draft_devices is None else plan_mesh(draft_devices[0], offset=draft_devices[1])
     models, params = pair(family, SET, degree, plan)
     engine = Engine(models, method, 150)
-    with quick_compilation():
-        engine.prepare()
+    engine.prepare()
     for seed, name in enumerate(("greedy", "T=1", "penalties")):
         prompt, sampling = (PROMPT, LONG_PROMPT)[seed % 2], SAMPLINGS[name]
         rounds = run(engine, params, prompt, 40, seed, **sampling)
@@ -115,8 +116,7 @@ def test_methods_that_draft_with_it_write_what_plain_decoding_writes(method, deg
 def test_nothing_skipped_is_a_perfect_draft():
     models, params = pair("llama", "none")
     engine = Engine(models, SpecExec(4, width=1, branch=1), 150)
-    with quick_compilation():
-        engine.prepare()
+    engine.prepare()
     assert {len(emitted.tokens) for emitted in run(engine, params, PROMPT, 40)} == {5}
 
 

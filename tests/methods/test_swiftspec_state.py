@@ -23,6 +23,7 @@ from method_cases import (
     draft_config,
     target_params,
 )
+from sampling_reference import process_reference
 from swiftspec_cases import (
     ADAPTIVE,
     BASIC,
@@ -51,7 +52,6 @@ from jaxspec.config import SamplingParams
 from jaxspec.methods.base import ModelParams
 from jaxspec.methods.core.verify import Outcome
 from jaxspec.methods.swiftspec.messages import DraftCounts, pack_batch, pack_verified, unpack_batch, unpack_verified
-from jaxspec.sampling.reference import process_reference
 from jaxspec.tree.tree import Batch
 
 ROUNDS = 6
@@ -67,7 +67,7 @@ class Node:
 
 
 class Replay:
-    """The draft's side by the book (ALGORITHMS 3.2 to 3.4): what it holds, and what it counts."""
+    """The draft's side, written for reading: what it holds, and what it counts."""
 
     def __init__(self, case, draft, prompt, sampling):
         self.case, self.draft, self.prompt, self.sampling = case, draft, list(prompt), sampling

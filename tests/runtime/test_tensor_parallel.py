@@ -12,19 +12,18 @@ import pytest
 from marks import fast_part
 from tiny_models import FAMILIES, place, relative_error, step_logits, tiny_params
 
-from jaxspec.config import SamplingParams
+from jaxspec.config import MAX_LOGPROBS, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
+from jaxspec.methods.core.round import ModelParams, Models, read_round
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import ArrayInfo
 from jaxspec.models.transformer import prefill
 from jaxspec.runtime.mesh import MeshPlan, plan_mesh
-from jaxspec.runtime.program import Program, compile_programs
+from jaxspec.runtime.program import Program
 from jaxspec.runtime.sharding import partition_spec, round_up
 from jaxspec.sampling.processors import clean
-from jaxspec.sampling.request import make_request
 from pallas_kernels.registry import Kernels
 
 DEGREES = (2, 3, 4, 8)
@@ -63,21 +62,19 @@ def greedy(family, degree):
 
 @functools.cache
 def runner(family, degree):
-    bound = Autoregressive().bind(Models(place(FAMILIES[family], degree)), SLOTS)
-    compile_programs([p for p in bound.programs if p.name in ("target create", "target prefill 64", "round")])
-    return bound
+    return Autoregressive().bind(Models(place(FAMILIES[family], degree)), SLOTS)
 
 
 def decode(family, degree, sampling, seed):
-    target, bound, params = place(FAMILIES[family], degree), runner(family, degree), tiny_params(family, degree)
-    request = make_request(sampling, seed, target.cfg.vocab_size, target.padded_vocab)
-    request = jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, target.request())
+    bound, params = runner(family, degree), tiny_params(family, degree)
+    request = bound.place_request(sampling, seed)
     state = bound.prefill(ModelParams(params), bound.start(int(PROMPT[-1]), None), PROMPT[:-1])
     tokens, logprobs = [], []
-    for _ in range(sampling.max_tokens):
-        state, round_ = bound.round(ModelParams(params), state, request)
-        tokens.append(int(round_.packed[ROUND_HEADER]))
-        logprobs.append(float(round_.logprob[0]))
+    while len(tokens) < sampling.max_tokens:
+        state, round_, _ = bound.round(ModelParams(params), state, request, sampling.max_tokens - len(tokens))
+        output = read_round(round_)
+        tokens += output.tokens
+        logprobs += output.logprobs
     return tokens, logprobs
 
 
@@ -136,14 +133,15 @@ def collectives(program):
 def test_two_all_reduces_a_layer_and_no_gathered_logits():
     cfg = FAMILIES["llama"]
     bound = Autoregressive().bind(Models(place(cfg, 4)), SLOTS)
-    programs = [p for p in bound.programs if p.name in ("round", "target prefill 64")]
+    programs = [p for p in bound.programs if p.name in ("decode", "target prefill 64")]
     fill, step = programs
     found = collectives(step)
-    wide = [size for kind, size in found if size >= cfg.embed_dim]
+    wide = [size for kind, size in found if kind == "all-reduce" and size >= cfg.embed_dim]
     # Two a layer and the embedding's.
     assert wide == [cfg.embed_dim] * (2 * cfg.num_layers + 1)
-    # The head reduces to a few numbers per row, in the branch that runs; nothing else crosses, logits least of all.
-    assert {kind for kind, _ in found} == {"all-reduce"}
+    # The head reduces to a few numbers per row, and where the most probable tokens are asked for, each shard sends as
+    # many as there can be, with their ids. Nothing else crosses; logits do not.
+    assert [size for kind, size in found if kind != "all-reduce"] == [4 * MAX_LOGPROBS] * 2
     assert len(found) > len(wide)
     # A prefill computes only keys and values in the last layer, which need no reduction.
     wide = [size for _, size in collectives(fill) if size >= cfg.embed_dim]
@@ -152,7 +150,7 @@ def test_two_all_reduces_a_layer_and_no_gathered_logits():
 
 def test_one_device_needs_no_collective():
     for program in Autoregressive().bind(Models(place(FAMILIES["llama"], 1)), SLOTS).programs:
-        if program.name == "round":
+        if program.name == "decode":
             assert not collectives(program)
 
 

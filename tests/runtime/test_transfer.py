@@ -11,8 +11,7 @@ from tiny_models import FAMILIES, RandomSource
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
-from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.core.round import ROUND_HEADER, DraftCounts, ModelParams, Models
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.runtime.mesh import plan_mesh, plan_pair
@@ -119,20 +118,20 @@ def pairs():
 
 
 PAIRS = [
-    (1, 1, SwiftSpec(4, 2)),
-    (2, 3, SwiftSpec(4, 2, adaptive=True, depth=1, leaves=False, branch_free=True)),
+    (1, 1, SwiftSpec(3, 2)),
+    (2, 3, SwiftSpec(3, 2, adaptive=True, depth=1, leaves=False, branch_free=True)),
 ]
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_rounds_read_nothing(pair, pairs, host_copies):
     engine, params = pairs(*pair)
-    runner = engine._runner
+    runner = engine.runner
     request = runner.place_request(SamplingParams(temperature=1.0), 0)
     state = runner.prefill(params, runner.start(PROMPT[-1], None), np.array(PROMPT[:-1], np.int32))
     host_copies.clear()
     for _ in range(6):
-        state, round_ = runner.round(params, state, request)
+        state, round_, _ = runner.round(params, state, request, 1)
     jax.block_until_ready((state, round_))
     assert host_copies == []
 
@@ -140,12 +139,18 @@ def test_rounds_read_nothing(pair, pairs, host_copies):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_generation_reads_its_rounds_and_nothing_else(pair, pairs, host_copies):
     engine, params = pairs(*pair)
-    steps = engine.method.longest_path
+    steps = engine.method.max_path
     options = SamplingParams(max_tokens=12)
-    list(engine.rounds(params, PROMPT, options, 0))
+
+    def decode():
+        with engine.open(params, PROMPT, options, 0) as session:
+            while not session.done:
+                yield session.step()
+        engine.settle()
+
+    list(decode())
     host_copies.clear()
-    rounds = list(engine.rounds(params, PROMPT, options, 0))
-    engine.settle()
+    rounds = list(decode())
     assert host_copies == [(ROUND_HEADER + steps,), (steps,), (len(DraftCounts._fields),)] * len(rounds)
 
 
@@ -153,18 +158,18 @@ def test_a_generation_reads_its_rounds_and_nothing_else(pair, pairs, host_copies
 def test_two_packed_arrays_cross(pair, pairs, monkeypatch):
     """In every round one each way, int32; no logits, no keys."""
     engine, params = pairs(*pair)
-    runner, crossed, steps = engine._runner, [], engine.method.longest_path
+    runner, crossed, steps = engine.runner, [], engine.method.max_path
     target, draft = (model.plan for model in engine.models)
 
     def spy(array, plan):
         crossed.append((array.shape, array.dtype, plan))
         return transfer(array, plan)
 
-    monkeypatch.setattr("jaxspec.methods.swiftspec.settings.transfer", spy)
+    monkeypatch.setattr("jaxspec.methods.swiftspec.runner.transfer", spy)
     request = runner.place_request(SamplingParams(), 0)
     state = runner.prefill(params, runner.start(PROMPT[-1], None), np.array(PROMPT[:-1], np.int32))
     for _ in range(3):
-        state, _ = runner.round(params, state, request)
+        state, _, _ = runner.round(params, state, request, 1)
     jax.block_until_ready(state)
-    one_round = [((1 + steps,), jnp.int32, draft), ((1 + 2 * engine.method.batch,), jnp.int32, target)]
+    one_round = [((1 + steps,), jnp.int32, draft), ((1 + 2 * engine.method.num_rows,), jnp.int32, target)]
     assert crossed == one_round * 3

@@ -15,16 +15,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxspec.methods.core.path_history import PathHistory
+from sampling_reference import process_reference
 from scipy import stats
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.proposals import most_probable, same_draw
+from jaxspec.methods.core.proposals import PathHistory, most_probable, same_draw
 from jaxspec.methods.core.sampled_tree import SampledShape
 from jaxspec.sampling.accept import Decide, RowLogits, draw_children, match_rule, rejection_rule, walk
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.processors import History, from_sampling, init_history, process, update_history
-from jaxspec.sampling.reference import process_reference
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
 from jaxspec.tree.tree import Batch

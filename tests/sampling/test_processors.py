@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from sampling_cases import CASES, PADDED, ROWS, SHARDS, VOCAB, run
+from sampling_reference import process_reference
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
@@ -18,7 +19,6 @@ from jaxspec.sampling.processors import (
     from_fixed_point,
     from_sampling,
 )
-from jaxspec.sampling.reference import process_reference
 from jaxspec.sampling.vocab import VocabShard
 
 _INF = np.inf
