@@ -1,5 +1,6 @@
 """`jaxspec-convert`: a checkpoint in, a native checkpoint out."""
 
+import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,9 +59,7 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
             file=sys.stderr,
         )
     source = _find_source(src)
-    if quantize is not None:
-        _warn_of_rounding_twice(source, quantize)
-    source_bytes = _count_bytes(source)
+    source_bytes = math.inf if quantize is None else _check_rounding(source, quantize)
     console = Console(stderr=True)
     size = TextColumn("{task.fields[size]}")
     columns = (TextColumn("tensors"), MofNCompleteColumn(), BarColumn(), size, TimeRemainingColumn())
@@ -72,7 +71,7 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
             raise_lost_interrupt()
             # Shown once work begins, and to people only: refusals and log files hold nothing but their line.
             if progress.arrays == 0:
-                if quantize is not None and layers is None and progress.num_bytes > source_bytes:
+                if layers is None and progress.num_bytes > source_bytes:
                     _warn(
                         f"the result takes {progress.num_bytes / 1e6:.1f} MB, {src} only {source_bytes / 1e6:.1f} MB: "
                         "without --quantize it keeps the size of its source"
@@ -90,21 +89,27 @@ def _warn(message: str) -> None:
     print(f"{NAME}: warning: {message}", file=sys.stderr)
 
 
-def _warn_of_rounding_twice(source: Path, quantize: str) -> None:
-    """Say so where weights that are rounded to blocks already would be rounded again, to others."""
+def _check_rounding(source: Path, quantize: str) -> float:
+    """Warn where weights that are rounded to blocks already would be rounded again; returns the source's bytes."""
     from jaxspec.checkpoint.convert import QUANTISED
     from jaxspec.checkpoint.keymaps import source_storage
     from jaxspec.checkpoint.load import detect_format, open_checkpoint
-    from jaxspec.checkpoint.native.manifest import NativeCheckpoint, open_native
+    from jaxspec.checkpoint.native.manifest import open_native
     from jaxspec.models.quantization import parts_of, weight_leaves
     from pallas_kernels.linear.blocks import FORMATS
 
     if quantize not in QUANTISED:
-        return  # refused by the conversion
-    opened = open_native(source) if detect_format(source) == "native" else open_checkpoint(source)
-    storage = opened.storage if isinstance(opened, NativeCheckpoint) else source_storage(opened)
+        return math.inf  # refused by the conversion
+    if detect_format(source) == "native":
+        native = open_native(source)
+        cfg, storage, num_bytes = native.config, native.storage, native.num_bytes
+    else:
+        opened = open_checkpoint(source)
+        cfg, storage = opened.config, source_storage(opened)
+        files = [source] if source.is_file() else source.glob("*.safetensors")
+        num_bytes = sum(file.stat().st_size for file in files)
     rounded = set()
-    for leaf in weight_leaves(opened.config):
+    for leaf in weight_leaves(cfg):
         wanted = QUANTISED[quantize] if leaf in ("embed", "head") else quantize
         rounded |= {part for part in parts_of(storage.type_of(leaf)) if part in FORMATS and part != wanted}
     if rounded:
@@ -112,13 +117,7 @@ def _warn_of_rounding_twice(source: Path, quantize: str) -> None:
             f"{source} holds weights in {', '.join(sorted(rounded))} blocks already: rounding them to {quantize} adds "
             "a second error; convert the unquantised model, or leave --quantize out to keep them as they are"
         )
-
-
-def _count_bytes(source: Path) -> int:
-    """Size of a checkpoint's weights on the disk."""
-    if source.is_file():
-        return source.stat().st_size
-    return sum(file.stat().st_size for file in source.rglob("*") if file.is_file() and file.suffix != ".json")
+    return num_bytes
 
 
 def _save_tokenizer(src: Path, folder: Path) -> None:

