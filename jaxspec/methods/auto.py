@@ -106,7 +106,6 @@ class Auto(Method):
 
     @property
     def num_rows(self) -> int:
-        """See `Method.num_rows`."""
         return self.num_draft_tokens + 1
 
     @property
@@ -115,7 +114,6 @@ class Auto(Method):
         return 1
 
     def check(self, models: Models) -> None:
-        """See `Method.check`."""
         check_same_devices(self.name, models)
 
     def costs(self, models: Models, store: Store = NO_STORE) -> CostModel:
@@ -139,7 +137,6 @@ class Auto(Method):
     def bind(
         self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
     ) -> SpeculativeRunner:
-        """See `Method.bind`."""
         length, (target, draft) = self.length, models
         assert length is not None
         lookup = LookupSettings(self.num_rows, self.ngram, self.candidates, self.num_draft_tokens)
@@ -157,7 +154,6 @@ class Auto(Method):
         )  # fmt: skip
 
     def variants(self, models: Models) -> Sequence[Method]:
-        """See `Method.variants`."""
         return [self]
 
 
@@ -259,7 +255,6 @@ class AutoDrafter(Drafter):
         return self._restart(text, self._sequence.start(root, state.sequence), state.acceptance)
 
     def prefill(self, params: ModelParams, state: AutoState, tokens: np.ndarray) -> AutoState:
-        """See `Drafter.prefill`."""
         assert params.draft is not None
         sequence = self._sequence.prefill(params.draft, state.sequence, tokens)
         return dataclasses.replace(state, text=self._text.prefill(state.text, tokens), sequence=sequence)
@@ -267,11 +262,9 @@ class AutoDrafter(Drafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: AutoState, verified: Verified, request: Request
     ) -> tuple[SequenceState, AutoState, Draft]:
-        """See `Drafter.draft`."""
         return target, *self._draft(params.draft, state, verified, target.history, request)
 
     def skip(self, state: AutoState, verified: Verified) -> AutoState:
-        """See `Drafter.skip`."""
         return self._skip(state, verified)[0]
 
 

@@ -40,7 +40,6 @@ class Autoregressive(Method):
     def bind(
         self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
     ) -> "AutoregressiveRunner":
-        """See `Method.bind`."""
         return AutoregressiveRunner(models, tokens, self.steps_per_dispatch)
 
 
@@ -54,20 +53,16 @@ class AutoregressiveRunner(Runner):
         self.programs = self.executor.programs
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
-        """See `Runner.start`."""
         return self.executor.start(root, state)
 
     def prefill(self, params: ModelParams, state: SequenceState, tokens: np.ndarray) -> SequenceState:
-        """See `Runner.prefill`."""
         return self.executor.prefill(params.target, state, tokens)
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        """See `Runner.place_request`."""
         return self.executor.place_request(sampling, seed, prompt_tokens)
 
     def round(
         self, params: ModelParams, state: SequenceState, request: Request, room: int
     ) -> tuple[SequenceState, Round, int]:
-        """See `Runner.round`."""
         state, _, round_, least = self.executor.decode(params.target, state, request, room)
         return state, round_, least

@@ -58,7 +58,6 @@ class Chain(Method):
 
     @property
     def exact(self) -> Exactness:
-        """See `Method.exact`."""
         return "tokens" if self.rule == "match" else "distribution"
 
     @property
@@ -72,14 +71,12 @@ class Chain(Method):
         return 1
 
     def check(self, models: Models) -> None:
-        """See `Method.check`."""
         check_draft(self.name, models.draft is not None)
         check_same_devices(self.name, models)
 
     def bind(
         self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
     ) -> SpeculativeRunner:
-        """See `Method.bind`."""
         draft = models.draft
         assert draft is not None
         least = log_threshold("min_probability", self.min_probability)
@@ -102,5 +99,4 @@ class Chain(Method):
         )  # fmt: skip
 
     def variants(self, models: Models) -> Sequence[Method]:
-        """See `Method.variants`."""
         return [dataclasses.replace(self, num_draft_tokens=count) for count in (1, 2, 3, 4, 6, 8)]

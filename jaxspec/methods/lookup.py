@@ -65,7 +65,6 @@ class PromptLookup(Method):
 
     @property
     def num_rows(self) -> int:
-        """See `Method.num_rows`."""
         return self.num_draft_tokens + 1
 
     @property
@@ -76,7 +75,6 @@ class PromptLookup(Method):
     def bind(
         self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
     ) -> SpeculativeRunner:
-        """See `Method.bind`."""
         target, costs = models.target, CostModel(pass_costs(models.target, self.num_rows))
         settings = LookupSettings(self.num_rows, self.ngram, self.candidates, self.max_path - 1, self.adaptive)
 
@@ -196,21 +194,17 @@ class NGramDrafter(Drafter):
         self.programs = (*self._text.programs, self._draft, self._skip)
 
     def start(self, root: int, state: TokenBuffer | None) -> TokenBuffer:
-        """See `Drafter.start`."""
         return self._text.start()
 
     def prefill(self, params: ModelParams, state: TokenBuffer, tokens: np.ndarray) -> TokenBuffer:
-        """See `Drafter.prefill`."""
         return self._text.prefill(state, tokens)
 
     def draft(
         self, params: ModelParams, target: SequenceState, state: TokenBuffer, verified: Verified, request: Request
     ) -> tuple[SequenceState, TokenBuffer, Draft]:
-        """See `Drafter.draft`."""
         return target, *self._draft(state, verified)
 
     def skip(self, state: TokenBuffer, verified: Verified) -> TokenBuffer:
-        """See `Drafter.skip`."""
         return self._skip(state, verified)[0]
 
 

@@ -104,7 +104,6 @@ class SpecExec(Method):
         return self.width
 
     def check(self, models: Models) -> None:
-        """See `Method.check`."""
         check_draft(self.name, models.draft is not None)
         check_same_devices(self.name, models)
         assert self.branch is not None
@@ -113,7 +112,6 @@ class SpecExec(Method):
     def bind(
         self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
     ) -> SpeculativeRunner:
-        """See `Method.bind`."""
         draft, width, branch, depth = models.draft, self.width, self.branch, self.depth
         assert draft is not None and width is not None and branch is not None and depth is not None
         at_temperature = self.score_temperature == "sampling"
@@ -134,5 +132,4 @@ class SpecExec(Method):
         )  # fmt: skip
 
     def variants(self, models: Models) -> Sequence[Method]:
-        """See `Method.variants`."""
         return [SpecExec(num_draft_tokens=count) for count in (8, 16)]

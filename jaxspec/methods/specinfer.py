@@ -53,7 +53,6 @@ class SpecInfer(Method):
 
     @property
     def exact(self) -> Exactness:
-        """See `Method.exact`."""
         return "distribution"
 
     @property
@@ -72,7 +71,6 @@ class SpecInfer(Method):
         return self._shape.width
 
     def check(self, models: Models) -> None:
-        """See `Method.check`."""
         check_draft(self.name, models.draft is not None)
         check_same_devices(self.name, models)
         check_branch("expansion", self._shape.draws, models)
@@ -80,7 +78,6 @@ class SpecInfer(Method):
     def bind(
         self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
     ) -> SpeculativeRunner:
-        """See `Method.bind`."""
         draft, shape = models.draft, self._shape
         assert draft is not None
         slots = cache_slots(tokens, shape.inner_rows + shape.width + self.max_path)

@@ -1,19 +1,19 @@
 """Drafting by best-first search: one pass over the best leaves, and a fresh tree in every round."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.proposals import PathHistory, Propose
+from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
 from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.runner import Drafter
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import KVCache, commit_path
-from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
@@ -74,10 +74,10 @@ class BestFirstDrafter(Drafter):
             return BestFirstState(sequence, init_tree(capacity, branch))
 
         def draft(params, state, verified, history, request):
+            model = DraftModel(params, placement, propose, request)
             cache, tree, passes = search(
-                params, placement, state, verified, history, request, propose,
-                num_rows=num_rows, width=width, depth=depth, least=least,
-            )  # fmt: skip
+                model, state, verified, history, num_rows=num_rows, width=width, depth=depth, least=least
+            )
             return BestFirstState(SequenceState(cache), tree), Draft(select_batch(tree, num_rows), passes)
 
         plan = placement.plan
@@ -87,18 +87,15 @@ class BestFirstDrafter(Drafter):
         self.programs = (*self._sequence.programs, self._begin, self._draft)
 
     def start(self, root: int, state: BestFirstState | None) -> BestFirstState:
-        """See `Drafter.start`."""
         return self._begin(self._sequence.start(root, None if state is None else state.sequence))
 
     def prefill(self, params: ModelParams, state: BestFirstState, tokens: np.ndarray) -> BestFirstState:
-        """See `Drafter.prefill`."""
         assert params.draft is not None
         return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
 
     def draft(
         self, params: ModelParams, target: SequenceState, state: BestFirstState, verified: Verified, request: Request
     ) -> tuple[SequenceState, BestFirstState, Draft]:
-        """See `Drafter.draft`."""
         state, draft = self._draft(params.draft, state, verified, target.history, request)
         return target, state, draft
 
@@ -109,27 +106,15 @@ def tree_rows(width: int, depth: int) -> int:
 
 
 def expand(
-    params: Params,
-    placement: Placement,
-    cache: KVCache,
-    tree: Tree,
-    history: History,
-    request: Request,
-    propose: Propose,
-    *,
-    width: int,
-    least: float,
+    model: DraftModel, cache: KVCache, tree: Tree, history: History, *, width: int, least: float = -math.inf
 ) -> tuple[KVCache, Tree]:
     """Evaluate the `width` best leaves that score at least `least`; `tree.size + width` must not exceed M.
 
     Args:
-      params: the draft's.
-      placement: the draft.
+      model: the draft.
       cache: its prefix holds the verified text without the root, its window the tree.
       tree: its root is evaluated.
       history: tokens of the verified text, the root included.
-      request: processors and seed.
-      propose: turns logits into children.
       width: w.
       least: -inf for no bound.
     """
@@ -139,23 +124,20 @@ def expand(
     token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
     slot_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
     hidden, cache = forward(
-        params, placement.cfg, picked.token, cache.length + picked.depth, cache, mask,
+        model.params, model.placement.cfg, picked.token, cache.length + picked.depth, cache, mask,
         window_position=cache.length + slot_depth, offset=tree.size,
     )  # fmt: skip
     paths = PathHistory(history, token, mask.at[:, 0].set(False))
     produced = cache.length + 1 + picked.depth
-    child_token, child_logprob = propose(vocab_logits(params, hidden), paths, request, produced)
+    child_token, child_logprob = model.propose(vocab_logits(model.params, hidden), paths, model.request, produced)
     return cache, add_rows(tree, picked, mask, child_token, child_logprob)
 
 
 def search(
-    params: Params,
-    placement: Placement,
+    model: DraftModel,
     state: BestFirstState,
     verified: Verified,
     history: History,
-    request: Request,
-    propose: Propose,
     *,
     num_rows: int,
     width: int,
@@ -167,7 +149,6 @@ def search(
     Returns:
       The draft's cache with the tree in its window, the tree, and the number of draft passes.
     """
-    cfg = placement.cfg
     path, reached = follow(state.tree, verified.tokens, verified.count)
     # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
     reached = jnp.minimum(reached, verified.count)
@@ -175,12 +156,11 @@ def search(
         cache = commit_path(state.sequence.cache, path, reached)
     pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
     with jax.named_scope("draft/root"):
-        root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
+        root, logits, cache = catch_up(model.params, model.placement.cfg, cache, pending, num_pending)
     produced = cache.length + 1  # position of the root's children
     nowhere = jnp.zeros((1, state.tree.rows), bool)
-    child_token, child_logprob = propose(
-        logits, PathHistory(history, state.tree.token, nowhere), request, produced[None]
-    )
+    paths = PathHistory(history, state.tree.token, nowhere)
+    child_token, child_logprob = model.propose(logits, paths, model.request, produced[None])
     tree = plant(state.tree, root, child_token[0], child_logprob[0])
 
     def go_on(carry: tuple) -> jax.Array:
@@ -189,9 +169,7 @@ def search(
 
     def grow(carry: tuple) -> tuple:
         cache, tree, passes = carry
-        cache, tree = expand(
-            params, placement, cache, tree, history, request, propose, width=width, least=least
-        )  # fmt: skip
+        cache, tree = expand(model, cache, tree, history, width=width, least=least)
         return cache, tree, passes + 1
 
     with jax.named_scope("draft/grow"):

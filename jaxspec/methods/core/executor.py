@@ -137,23 +137,19 @@ class ResidentExecutor:
             self.programs = (*self.programs, self._verify)
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
-        """See `TargetExecutor.start`."""
         return self._sequence.start(root, state)
 
     def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
-        """See `TargetExecutor.prefill`."""
         return self._sequence.prefill(params, state, tokens)
 
     def verify(
         self, params: Params, state: SequenceState, draft: Any, request: Request
     ) -> tuple[SequenceState, Any, Round]:
-        """See `TargetExecutor.verify`."""
         return self._verify(params, state, draft, request)
 
     def decode(
         self, params: Params, state: SequenceState, request: Request, steps: int
     ) -> tuple[SequenceState, Verified, Round, int]:
-        """See `TargetExecutor.decode`."""
         steps = max(1, min(steps, self._steps))
         if self._counts_on_device:
             return *self._decode[0](params, state, request, np.int32(steps)), steps
@@ -162,7 +158,6 @@ class ResidentExecutor:
         return *self._decode[count](params, state, request), count
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        """See `TargetExecutor.place_request`."""
         return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.models.params import Params
+from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.choose import choose, choose_two
 from jaxspec.sampling.processors import (
     History,
@@ -52,6 +55,15 @@ class PathHistory:
 # (logits [w, V_local], path histories, request, position int32 [w] of the proposed tokens) -> tokens int32 [w, k],
 # log-probabilities float32 [w, k], at most 0.
 Propose = Callable[[jax.Array, PathHistory, Request, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+class DraftModel(NamedTuple):
+    """A draft model inside a program: what its passes need besides a cache and rows."""
+
+    params: Params
+    placement: Placement
+    propose: Propose
+    request: Request
 
 
 def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:

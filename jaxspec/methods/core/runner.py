@@ -186,7 +186,6 @@ class SpeculativeRunner(Runner):
         self.programs = (*self.executor.programs, *self.drafter.programs)
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
-        """See `Runner.start`."""
         if self.timer is not None:
             self.timer.begin_text()
         return SpeculativeState(
@@ -197,7 +196,6 @@ class SpeculativeRunner(Runner):
         )
 
     def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
-        """See `Runner.prefill`."""
         return dataclasses.replace(
             state,
             target=self.executor.prefill(params.target, state.target, tokens),
@@ -205,13 +203,11 @@ class SpeculativeRunner(Runner):
         )
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        """See `Runner.place_request`."""
         return self.executor.place_request(sampling, seed, prompt_tokens)
 
     def round(
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
-        """See `Runner.round`."""
         allowed = self.timer is None or self.timer.may_draft()
         state.host.allowed.append(allowed)
         if not allowed:
@@ -223,13 +219,11 @@ class SpeculativeRunner(Runner):
         return SpeculativeState(target, draft, verified, state.host), round_, 1
 
     def observe(self, state: SpeculativeState, output: StepOutput) -> None:
-        """See `Runner.observe`."""
         allowed = state.host.allowed.popleft()
         if self.timer is not None:
             self.timer.observe(output, allowed=allowed)
 
     def report(self) -> dict[str, Any] | None:
-        """See `Runner.report`."""
         if self._report is None:
             return None
         return self._report() | ({} if self.timer is None else self.timer.report())

@@ -144,18 +144,15 @@ class SampledDrafter(Drafter):
         self.programs = (*self._sequence.programs, self._begin, self._draft)
 
     def start(self, root: int, state: SampledState | None) -> SampledState:
-        """See `Drafter.start`."""
         return self._begin(self._sequence.start(root, None if state is None else state.sequence))
 
     def prefill(self, params: ModelParams, state: SampledState, tokens: np.ndarray) -> SampledState:
-        """See `Drafter.prefill`."""
         assert params.draft is not None
         return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
 
     def draft(
         self, params: ModelParams, target: SequenceState, state: SampledState, verified: Verified, request: Request
     ) -> tuple[SequenceState, SampledState, Draft]:
-        """See `Drafter.draft`."""
         state, draft = self._draft(params.draft, state, verified, target.history, request)
         return target, state, draft
 

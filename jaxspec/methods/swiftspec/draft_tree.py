@@ -6,7 +6,8 @@ and chooses the next batch.
 """
 
 import dataclasses
-import math
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.methods.core.best_first import expand
-from jaxspec.methods.core.proposals import PathHistory, Propose
+from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
 from jaxspec.methods.core.round import DraftCounts
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_batch, unpack_verified
@@ -24,7 +25,6 @@ from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.processors import update_history
-from jaxspec.sampling.request import Request
 from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant
 from jaxspec.tree.reroot import Rerooted, reroot
 from jaxspec.tree.select import pack_best, proposals
@@ -96,9 +96,8 @@ class TreeDrafter:
           path: P.
         """
         self._sequence = ModelSequence(placement, slots, "draft")
-        replicated = placement.replicated
         scalar = placement.array((), jnp.int32)
-        tree = replicated(jax.eval_shape(lambda: init_tree(growth.rows, growth.branch)))
+        tree = placement.replicated(jax.eval_shape(lambda: init_tree(growth.rows, growth.branch)))
         state = DraftTreeState(self._sequence.state, tree, scalar, scalar)
         batch = batch_shapes(placement, growth.num_rows)
         counts = placement.array((len(DraftCounts._fields),), jnp.int32)
@@ -107,33 +106,30 @@ class TreeDrafter:
         def begin(text):
             return DraftTreeState(text, init_tree(growth.rows, growth.branch), jnp.int32(0), jnp.int32(0))
 
-        def expand_all(params, state, request):
-            grown = expand_tree(params, placement, state, request, propose, growth, growth.depth)
+        def expand_by(passes, params, state, request):
+            grown = expand_tree(DraftModel(params, placement, propose, request), state, growth, passes)
             return grown, grown.tree.size
 
-        def expand_once(params, state, request):
-            grown = expand_tree(params, placement, state, request, propose, growth, 1)
-            return grown, grown.tree.size
-
-        def advance(params, state, packed, request):
-            advanced, moved = follow_verified(params, placement, state, packed, request, propose, growth)
-            return choose_batch(params, placement, advanced, moved, state.tree.size, request, propose, growth)
-
-        def advance_and_expand(params, state, packed, request):
-            advanced, moved = follow_verified(params, placement, state, packed, request, propose, growth)
-            grown = expand_tree(params, placement, advanced.state, request, propose, growth, growth.depth)
-            advanced = dataclasses.replace(advanced, state=grown, exposed=advanced.exposed + growth.depth)
-            return choose_batch(params, placement, advanced, moved, state.tree.size, request, propose, growth)
+        def advance_by(passes, params, state, packed, request):
+            model = DraftModel(params, placement, propose, request)
+            advanced, moved = follow_verified(model, state, packed, growth)
+            if passes:
+                grown = expand_tree(model, advanced.state, growth, passes)
+                advanced = Advanced(grown, advanced.exposed + passes)
+            return choose_batch(model, advanced, moved, state.tree.size, growth)
 
         plan, params, request = placement.plan, placement.params(), placement.request()
         self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
-        self.expand = Program("expand", expand_all, plan, [params, state, request], (state, scalar), donate=[1])
-        self.expand_once = Program(
-            "expand once", expand_once, plan, [params, state, request], (state, scalar), donate=[1]
-        )
+
+        def declare(name: str, function: Any, passes: int, args: list, out: tuple) -> Program:
+            return Program(name, functools.partial(function, passes), plan, args, out, donate=[1])
+
+        args, out = [params, state, request], (state, scalar)
+        self.expand = declare("expand", expand_by, growth.depth, args, out)
+        self.expand_once = declare("expand once", expand_by, 1, args, out)
         args, out = [params, state, verified, request], (state, batch, counts)
-        self.advance = Program("advance", advance, plan, args, out, donate=[1])
-        self.advance_and_expand = Program("advance and expand", advance_and_expand, plan, args, out, donate=[1])
+        self.advance = declare("advance", advance_by, 0, args, out)
+        self.advance_and_expand = declare("advance and expand", advance_by, growth.depth, args, out)
         self.programs = (*self._sequence.programs, self._begin)
 
     def start(self, root: int, state: DraftTreeState | None) -> DraftTreeState:
@@ -145,22 +141,12 @@ class TreeDrafter:
         return dataclasses.replace(state, text=self._sequence.prefill(params, state.text, tokens))
 
 
-def expand_tree(
-    params: Params,
-    placement: Placement,
-    state: DraftTreeState,
-    request: Request,
-    propose: Propose,
-    growth: Growth,
-    passes: int,
-) -> DraftTreeState:
+def expand_tree(model: DraftModel, state: DraftTreeState, growth: Growth, passes: int) -> DraftTreeState:
     """EXPAND a number of times; there must be room for them. Written for one shard, as all that follows."""
 
     def once(_: jax.Array, carry: tuple) -> tuple:
         cache, tree = carry
-        return expand(
-            params, placement, cache, tree, state.text.history, request, propose, width=growth.width, least=-math.inf
-        )
+        return expand(model, cache, tree, state.text.history, width=growth.width)
 
     with jax.named_scope("draft/grow"):
         cache, tree = jax.lax.fori_loop(0, passes, once, (state.text.cache, state.tree))
@@ -177,13 +163,7 @@ class Advanced:
 
 
 def follow_verified(
-    params: Params,
-    placement: Placement,
-    state: DraftTreeState,
-    packed: jax.Array,
-    request: Request,
-    propose: Propose,
-    growth: Growth,
+    model: DraftModel, state: DraftTreeState, packed: jax.Array, growth: Growth
 ) -> tuple[Advanced, Rerooted]:
     """REROOT, COMPACT and CATCH_UP."""
     tokens, count = unpack_verified(packed)
@@ -194,26 +174,18 @@ def follow_verified(
         cache = commit_rows(permute_window(state.text.cache, order, live), moved.committed)
     # What a sequence begins with is a root that the history has already.
     fresh = (jnp.arange(tokens.shape[0]) < count) & (state.tree.size > 0)
-    history = update_history(state.text.history, tokens, fresh, placement.text_vocab, generated=True)
+    history = update_history(state.text.history, tokens, fresh, model.placement.text_vocab, generated=True)
     text = dataclasses.replace(state.text, cache=cache, history=history, root=tokens[count - 1])
     missed = moved.num_pending > 0
     grown = dataclasses.replace(state, text=text, tree=moved.tree)
     with jax.named_scope("draft/catch_up"):
         advance = advance_branch_free if growth.branch_free else advance_on_miss
-        grown = advance(params, placement, grown, moved, request, propose, growth)
+        grown = advance(model, grown, moved, growth)
     exposed = jnp.int32(1) if growth.branch_free else missed.astype(jnp.int32)
     return Advanced(dataclasses.replace(grown, passes=grown.passes + exposed), exposed), moved
 
 
-def advance_on_miss(
-    params: Params,
-    placement: Placement,
-    state: DraftTreeState,
-    moved: Rerooted,
-    request: Request,
-    propose: Propose,
-    growth: Growth,
-) -> DraftTreeState:
+def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
     """Run the tokens that the draft has not seen, if there are any, and plant the root."""
 
     def unplanted(carry: tuple) -> jax.Array:
@@ -221,10 +193,10 @@ def advance_on_miss(
 
     def plant_root(carry: tuple) -> tuple:
         cache, tree, computed = carry
-        root, logits, cache = catch_up(params, placement.cfg, cache, moved.pending, moved.num_pending)
+        root, logits, cache = catch_up(model.params, model.placement.cfg, cache, moved.pending, moved.num_pending)
         nowhere = jnp.zeros((1, tree.rows), bool)
         paths = PathHistory(state.text.history, tree.token, nowhere)
-        child_token, child_logprob = propose(logits, paths, request, (cache.length + 1)[None])
+        child_token, child_logprob = model.propose(logits, paths, model.request, (cache.length + 1)[None])
         return cache, plant(tree, root, child_token[0], child_logprob[0]), computed + moved.num_pending
 
     # A loop of at most one turn: a conditional would copy the cache.
@@ -233,15 +205,7 @@ def advance_on_miss(
     return dataclasses.replace(state, text=dataclasses.replace(state.text, cache=cache), tree=tree, computed=computed)
 
 
-def advance_branch_free(
-    params: Params,
-    placement: Placement,
-    state: DraftTreeState,
-    moved: Rerooted,
-    request: Request,
-    propose: Propose,
-    growth: Growth,
-) -> DraftTreeState:
+def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
     """One pass of fixed shape: over the unseen tokens if there are any, else over the best leaves.
 
     On a GPU a branch on device data makes the host wait; here both cases share their rows.
@@ -261,13 +225,14 @@ def advance_branch_free(
     leaf_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
     slot_depth = jnp.where(missed, slots, leaf_depth)
     hidden, cache = forward(
-        params, placement.cfg, token, cache.length + depth, cache, mask,
+        model.params, model.placement.cfg, token, cache.length + depth, cache, mask,
         window_position=cache.length + slot_depth, offset=tree.size,
     )  # fmt: skip
     tree_token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
     on_path = jnp.where(missed, False, leaf_mask.at[:, 0].set(False))
     paths = PathHistory(state.text.history, tree_token, on_path)
-    child_token, child_logprob = propose(vocab_logits(params, hidden), paths, request, cache.length + 1 + depth)
+    produced = cache.length + 1 + depth
+    child_token, child_logprob = model.propose(vocab_logits(model.params, hidden), paths, model.request, produced)
     last = jnp.maximum(moved.num_pending - 1, 0)
     planted = plant(tree, state.text.root, child_token[last], child_logprob[last])
     grown = add_rows(tree, picked, leaf_mask, child_token, child_logprob)
@@ -279,14 +244,7 @@ def advance_branch_free(
 
 
 def choose_batch(
-    params: Params,
-    placement: Placement,
-    advanced: Advanced,
-    moved: Rerooted,
-    old_size: jax.Array,
-    request: Request,
-    propose: Propose,
-    growth: Growth,
+    model: DraftModel, advanced: Advanced, moved: Rerooted, old_size: jax.Array, growth: Growth
 ) -> tuple[DraftTreeState, jax.Array, jax.Array]:
     """SELECT, after growing on demand where a batch holds evaluated nodes only; the counts start anew.
 
@@ -301,10 +259,7 @@ def choose_batch(
             return (carry[1].size < growth.num_rows) & (leaf_scores(carry[1]).max() > -jnp.inf)
 
         def refill(carry: tuple) -> tuple:
-            grown = expand(
-                params, placement, carry[0], carry[1], state.text.history, request, propose,
-                width=growth.width, least=-math.inf,
-            )  # fmt: skip
+            grown = expand(model, carry[0], carry[1], state.text.history, width=growth.width)
             return *grown, carry[2] + 1
 
         with jax.named_scope("draft/refill"):

@@ -77,7 +77,6 @@ class SwiftSpecRunner(Runner):
         self.programs = (*self.executor.programs, *self.drafter.programs, *growing)
 
     def start(self, root: int, state: SwiftSpecState | None) -> SwiftSpecState:
-        """See `Runner.start`."""
         # What a sequence begins with: its root, verified by definition.
         verified = np.zeros(self.executor.verified.shape, np.int32)  # pyright: ignore[reportAttributeAccessIssue]
         verified[:2] = 1, root
@@ -97,7 +96,6 @@ class SwiftSpecRunner(Runner):
         )
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Requests:
-        """See `Runner.place_request`."""
         size = self._target.cfg.vocab_size
         return Requests(
             *(place_request(model, sampling, seed, size, prompt_tokens) for model in (self._target, self._draft))
@@ -106,7 +104,6 @@ class SwiftSpecRunner(Runner):
     def round(
         self, params: ModelParams, state: SwiftSpecState, request: Requests, room: int
     ) -> tuple[SwiftSpecState, Round, int]:
-        """See `Runner.round`."""
         assert params.draft is not None
         advance = self.drafter.advance if self._overlap else self.drafter.advance_and_expand
         verified = transfer(state.verified, self._draft.plan)

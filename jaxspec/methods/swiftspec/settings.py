@@ -90,7 +90,6 @@ class SwiftSpec(Method):
         return self.width
 
     def check(self, models: Models) -> None:
-        """See `Method.check`."""
         check_draft(self.name, models.draft is not None)
         assert models.draft is not None and self.branch is not None
         check_branch("branch", self.branch, models)
@@ -103,7 +102,6 @@ class SwiftSpec(Method):
     def bind(
         self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
     ) -> SwiftSpecRunner:
-        """See `Method.bind`."""
         assert self.branch is not None
         return SwiftSpecRunner(
             models, self.growth(models), tokens, overlap=self.overlap, adaptive=self.adaptive
