@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, RandomSource, quick_compilation
+from tiny_models import FAMILIES, RandomSource
 
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
@@ -38,10 +38,12 @@ def decode(kernels, method):
     drafts = method.drafts
     engine = Engine(Models(target, target if drafts else None), method)
     options = SamplingParams(max_tokens=TOKENS)
-    with quick_compilation():
-        engine.prepare(len(PROMPT) + TOKENS)
-        given = ModelParams(params, params) if drafts else ModelParams(params)
-        return [token for emitted in engine.rounds(given, PROMPT, options, seed=0) for token in emitted.tokens]
+    engine.prepare(len(PROMPT) + TOKENS)
+    given = ModelParams(params, params) if drafts else ModelParams(params)
+    with engine.open(given, PROMPT, options, seed=0) as session:
+        while not session.done:
+            session.step()
+    return session.tokens[len(PROMPT) :]
 
 
 @pytest.fixture
