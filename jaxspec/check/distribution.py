@@ -1,24 +1,22 @@
-"""Distribution tests for methods that keep the law of the text but not the text of a seed (rules R2 and R3).
+"""Distribution tests for methods that keep the distribution of a text but not the text of a seed (rules R2 and R3).
 
-A method is drawn from with many seeds; what it says is compared with the law that plain decoding gives, by chi-square:
+A method decodes with many seeds. Its tokens are compared with plain decoding's exact distribution, by chi-square:
 
-* the joint law of the first tokens, which also shows a random number that decides twice,
-* the law of the token behind D accepted draft tokens, for every D that occurs: for the deepest D it is the bonus token
-  of a fully accepted round (ALGORITHMS 7, row 1), and for every D it is exact, because what decides about the first D
-  tokens says nothing about the next.
+* the joint distribution of the first tokens, which also shows a random number that decides twice;
+* the distribution of the token after D accepted draft tokens, for every D that occurs. For the deepest D this is the
+  bonus token of a fully accepted round. It is exact for every D: the randomness that accepts the first D tokens is
+  independent of the next one's.
 
-**Cells.** Vocabularies are large and samples few, so a position has `WIDTH` cells for its most probable tokens and one
-for the rest. A token that plain decoding can never emit fails the test by itself, whatever the counts.
+**Cells.** Vocabularies are large and samples few. A position has `WIDTH` cells for its most probable tokens and one for
+the rest. A token that is impossible in plain decoding fails the test by itself, whatever the counts.
 
-**False alarms.** All p-values of one check are combined by Bonferroni's bound and compared with `FALSE_ALARM` = 1e-4: a
-method without fault fails about one check in 10,000. (Cells are pooled to an expectation of 10. In 200,000 simulated
-tests with 2,000 draws from random joint laws of 57 cells, p < 1e-4 came in 1.3 of 10,000: the far tail of the statistic
-is a little heavier than chi-square's.)
+**False alarms.** Bonferroni's bound combines all p-values of a check, and the result is compared with `FALSE_ALARM` =
+1e-4: a correct method fails about one check in 10,000. Cells are pooled to an expectation of 10. In 200,000 simulated
+tests with 2,000 draws over 57 cells, p < 1e-4 came in 1.3 of 10,000.
 
-**Power.** With N samples over c cells and a total variation distance t between what is drawn and what should be, the
-statistic's noncentrality is at least 4 N t**2. At N = 2,000 a fault of t = 0.11 is found with probability 0.99 over 57
-cells (the joint law of two tokens), of t = 0.08 over 8 (one token); four times the samples halve t. A fault that
-shows only behind accepted drafts has as many samples as rounds that got there.
+**Power.** With N samples and a total variation distance t, the statistic's noncentrality is at least 4 N t**2. At
+N = 2,000 a fault of t = 0.11 is found with probability 0.99 over 57 cells (two tokens), of t = 0.08 over 8 (one token).
+Four times the samples halve t. A fault after accepted drafts has as many samples as rounds got there.
 """
 
 import dataclasses
@@ -34,11 +32,11 @@ from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 
 FALSE_ALARM = 1e-4
-DEPTH = 2  # tokens of the joint law
+DEPTH = 2  # tokens of the joint distribution
 WIDTH = 7  # cells of a position, besides the one for the rest
 SMALLEST_CELL = 10.0  # expected counts below this are pooled
-FEWEST = 100  # draws that reached a depth, to test the law behind it
-MOST_CONTEXTS = 16  # texts behind which the next token is scored, per depth
+FEWEST = 100  # draws that reached a depth, to test the token after it
+MOST_CONTEXTS = 16  # texts whose next token is scored, per depth
 REST = -1  # in a cell: any token that has no cell of its own
 
 # Log-probabilities of the next token, [V] with -inf for impossible ones, after a text (prompt and continuation).
@@ -49,7 +47,7 @@ Cell = tuple[int, ...]
 
 
 class Decoder(Protocol):
-    """Whatever generates: an `LLM`, or a stand-in whose `generate` returns an object with `token_ids`."""
+    """Generates text: an `LLM`, or another object whose `generate` returns one with `token_ids`."""
 
     def generate(self, prompt: Any, sampling_params: Any, /) -> Any:
         """Complete a prompt of token ids; with `stats.speculative_decoding`, drafts are counted."""
@@ -70,22 +68,22 @@ class Draw:
 
 
 @dataclasses.dataclass(frozen=True)
-class LawResult:
-    """What the draws say about one prompt and one sampling setting.
+class DistributionResult:
+    """The test of one prompt and one sampling setting.
 
     Attributes:
       samples: number of draws.
-      joint: p-value of the joint law of the first tokens.
-      behind: p-value of the law of the token behind D accepted draft tokens, by D.
-      impossible: how often a token was drawn that plain decoding never emits there.
-      edge: how often a draw was left out of a test because its token is within rounding of being cut off.
+      joint: p-value of the joint distribution of the first tokens.
+      after: p-value of the token after D accepted draft tokens, by D.
+      impossible: draws of a token that is impossible in plain decoding.
+      edge: draws left out of a test because a cut removes their token by no more than rounding.
       p_value: of all tests together (Bonferroni), 0 if anything impossible was drawn.
       verdict: "different" below `FALSE_ALARM`.
     """
 
     samples: int
     joint: float
-    behind: dict[int, float]
+    after: dict[int, float]
     impossible: int
     edge: int
     p_value: float
@@ -95,9 +93,8 @@ class LawResult:
 def chi_square(observed_counts: npt.ArrayLike, expected_probs: npt.ArrayLike) -> float:
     """p-value of Pearson's goodness-of-fit test.
 
-    Cells that expect fewer than `SMALLEST_CELL` counts are pooled, the smallest first. Where that leaves one cell,
-    since one token has nearly all the mass, the exact binomial test of that token against all others is taken. A count
-    where the probability is 0 gives 0.
+    Cells that expect fewer than `SMALLEST_CELL` counts are pooled, the smallest first. If one cell is left, the exact
+    binomial test of the most probable token against all others is used. A count at probability 0 gives 0.
 
     Args:
       observed_counts: [C], counts at least 0.
@@ -116,7 +113,7 @@ def chi_square(observed_counts: npt.ArrayLike, expected_probs: npt.ArrayLike) ->
     expected = probs / probs.sum() * observed.sum()
     order = np.argsort(expected, kind="stable")
     observed, expected = observed[order], expected[order]
-    # The shortest head of the sorted cells that is large enough with all small ones in it.
+    # The shortest head of the sorted cells that holds all small ones and expects enough counts.
     small = int((expected < SMALLEST_CELL).sum())
     enough = np.flatnonzero((np.cumsum(expected) >= SMALLEST_CELL) & (np.arange(1, len(expected) + 1) >= small))
     head = 0 if small == 0 else int(enough[0]) + 1 if len(enough) else len(expected)
@@ -141,32 +138,29 @@ def _binomial(observed: npt.NDArray[np.floating], probs: npt.NDArray[np.floating
     return min(1.0, 2 * float(min(below, above)))
 
 
-def law_samplings(tokens: int) -> list[SamplingParams]:
-    """Two settings for distribution tests, neither at temperature 1, where an ignored temperature would not show."""
+def distribution_samplings(tokens: int) -> list[SamplingParams]:
+    """Two settings for distribution tests. Neither is at temperature 1, which would hide an ignored temperature."""
     return [
         SamplingParams(tokens, temperature=2.0, top_k=20),
         SamplingParams(tokens, temperature=0.6, top_p=0.95, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3),
     ]
 
 
-def joint_law(
+def joint_distribution(
     score_fn: ScoreFn, prompt: Sequence[int], depth: int = DEPTH, width: int | None = None
 ) -> dict[Cell, float]:
-    """The exact law of the next `depth` tokens, by enumeration.
+    """The exact distribution of the next `depth` tokens, by enumeration.
 
     Args:
       score_fn: log-probabilities `[V]` after a text; called once per text that is enumerated.
       prompt: token ids.
       depth: tokens per cell, at least 1.
-      width: most probable tokens of each position that get cells of their own; None for all that are possible.
+      width: most probable tokens of each position with a cell of their own; None for all possible ones.
 
     Returns:
       Probability by cell: `depth` token ids, or fewer that end with `REST`, "any other token here".
     """
-    law: dict[Cell, float] = {}
-    for cell, mass in _enumerate(score_fn, tuple(prompt), (), 1.0, depth, width):
-        law[cell] = mass
-    return law
+    return dict(_enumerate(score_fn, tuple(prompt), (), 1.0, depth, width))
 
 
 def draw_many(
@@ -177,7 +171,7 @@ def draw_many(
     Args:
       method: what to draw from.
       prompt: token ids.
-      sampling: its seed is replaced; `ignore_eos` is set, so that the law goes on behind an end of sequence.
+      sampling: its seed is replaced; `ignore_eos` is set, so that every draw has all its tokens.
       samples: how many.
       seed: the first seed.
     """
@@ -187,53 +181,53 @@ def draw_many(
         yield Draw(tuple(int(token) for token in completion.token_ids), _first_accepted(completion))
 
 
-def check_law(
+def check_distribution(
     score_fn: ScoreFn,
     prompt: Sequence[int],
     draws: Sequence[Draw],
     depth: int = DEPTH,
     width: int = WIDTH,
     edge_fn: EdgeFn | None = None,
-) -> LawResult:
-    """Compare draws with the exact law; see the module for tests, false alarms and power.
+) -> DistributionResult:
+    """Compare draws with the exact distribution; see the module for tests, false alarms and power.
 
     Args:
       score_fn: log-probabilities `[V]` of plain decoding after a text; texts may be asked for more than once.
       prompt: token ids.
       draws: continuations of `prompt` by the method, with different seeds; each at least `depth` tokens long.
-      depth: tokens of the joint law.
+      depth: tokens of the joint distribution.
       width: cells of a position, besides the one for the rest.
-      edge_fn: forgives a token that a cut removes by no more than rounding; None forgives nothing.
+      edge_fn: says that a cut removes a token by no more than rounding; None never says so.
 
     Raises:
       ConfigError: no draws, or one that is too short.
     """
     if not draws or min(len(draw.tokens) for draw in draws) < depth:
-        raise ConfigError(f"the law of {depth} tokens needs draws of at least {depth} tokens each")
+        raise ConfigError(f"the distribution of {depth} tokens needs draws of at least {depth} tokens each")
     prompt = tuple(prompt)
     support = _Support(score_fn, edge_fn or (lambda text, token: False))
-    law = joint_law(score_fn, prompt, depth, width)
-    inner = {cell[:i] for cell in law for i in range(len(cell))}
+    exact = joint_distribution(score_fn, prompt, depth, width)
+    inner = {cell[:i] for cell in exact for i in range(len(cell))}
     counts: Counter[Cell] = Counter()
     for draw in draws:
         steps = [(prompt + draw.tokens[:i], draw.tokens[i]) for i in range(depth) if draw.tokens[:i] in inner]
         if support.admits(steps):
-            counts[_find_cell(draw.tokens, law, inner)] += 1
-    cells = [*law, *(counts.keys() - law.keys())]
-    joint = chi_square([counts[cell] for cell in cells], [law.get(cell, 0.0) for cell in cells])
-    behind = {}
+            counts[_find_cell(draw.tokens, exact, inner)] += 1
+    cells = [*exact, *(counts.keys() - exact.keys())]
+    joint = chi_square([counts[cell] for cell in cells], [exact.get(cell, 0.0) for cell in cells])
+    after = {}
     for accepted in range(1, max(draw.accepted or 0 for draw in draws) + 1):
         there = [draw for draw in draws if (draw.accepted or 0) >= accepted and len(draw.tokens) > accepted]
         if len(there) >= FEWEST:
-            behind[accepted] = _check_behind(support, prompt, there, accepted, width)
-    p_values = [joint, *behind.values()]
+            after[accepted] = _check_after(support, prompt, there, accepted, width)
+    p_values = [joint, *after.values()]
     p_value = 0.0 if support.impossible else min(1.0, min(p_values) * len(p_values))
     verdict = "different" if p_value < FALSE_ALARM else "equal"
-    return LawResult(len(draws), joint, behind, support.impossible, support.edge, p_value, verdict)
+    return DistributionResult(len(draws), joint, after, support.impossible, support.edge, p_value, verdict)
 
 
 class _Support:
-    """Which tokens plain decoding can emit, and how often a method emitted others."""
+    """The tokens that plain decoding can emit, and a count of others that a method emitted."""
 
     def __init__(self, score_fn: ScoreFn, edge_fn: EdgeFn):
         self.score_fn = score_fn
@@ -242,7 +236,7 @@ class _Support:
         self._edge_fn = edge_fn
 
     def admits(self, steps: list[tuple[tuple[int, ...], int]]) -> bool:
-        """Whether every (text, next token) of a draw is possible; counts it if one is not."""
+        """Whether every (text, next token) of a draw is possible; counts the draw if not."""
         removed = [(text, token) for text, token in steps if math.isinf(self.score_fn(text)[token])]
         if all(self._edge_fn(text, token) for text, token in removed):
             self.edge += bool(removed)
@@ -251,11 +245,11 @@ class _Support:
         return not removed
 
 
-def _check_behind(support: _Support, prompt: Cell, draws: list[Draw], accepted: int, width: int) -> float:
-    """p-value of the token behind `accepted` draft tokens, by its rank under plain decoding.
+def _check_after(support: _Support, prompt: Cell, draws: list[Draw], accepted: int, width: int) -> float:
+    """p-value of the token after `accepted` draft tokens, by its rank under plain decoding.
 
-    Ranks pool different texts. Their counts vary no more than those of one multinomial with the mean probabilities, so
-    the p-value is valid, and on the large side.
+    Ranks pool different texts. Their counts vary no more than those of one multinomial with the mean probabilities:
+    the p-value is valid, and rather too large.
     """
     texts = Counter(draw.tokens[:accepted] for draw in draws)
     observed, expected = np.zeros(width + 1), np.zeros(width + 1)
@@ -294,17 +288,17 @@ def _most_probable(log_probs: npt.NDArray[np.floating], count: int) -> npt.NDArr
     return order[np.isfinite(log_probs[order])]
 
 
-def _find_cell(tokens: Cell, law: dict[Cell, float], inner: set[Cell]) -> Cell:
+def _find_cell(tokens: Cell, exact: dict[Cell, float], inner: set[Cell]) -> Cell:
     for end in range(1, len(tokens) + 1):
-        if tokens[:end] in law:
+        if tokens[:end] in exact:
             return tokens[:end]
         if tokens[:end] not in inner:
             return (*tokens[: end - 1], REST)
-    raise ConfigError(f"{len(tokens)} tokens are fewer than the law describes")
+    raise ConfigError(f"{len(tokens)} tokens are fewer than the distribution describes")
 
 
 def _first_accepted(completion: Any) -> int | None:
-    """Draft tokens accepted in the first round, where the completion reports it."""
+    """Draft tokens accepted in the first round, if the completion reports it."""
     counters = getattr(getattr(completion, "stats", None), "speculative_decoding", None) or {}
     per_step = counters.get("per_step_accepted")
     return int(per_step[0]) if per_step else None

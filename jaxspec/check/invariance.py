@@ -1,36 +1,34 @@
-"""Whether a target's logits depend on how many rows share a pass: the ground under every claim of losslessness.
+"""Whether a target's logits depend on the number of rows in a pass, on which losslessness rests.
 
-A text is decoded token by token, then verified in passes of many rows, as chains and as random trees among whose nodes
-its tokens are scattered. With row-invariant kernels every logit has the same bits each time.
+A text is decoded token by token. Then it is verified in passes of many rows: as chains, and as random trees with its
+tokens among the nodes. With row-invariant kernels every logit has the same bits each time.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.core.chunks import cache_slots
-from jaxspec.methods.core.sequence import make_fill, run_fill
+from jaxspec.methods.core.sequence import ModelSequence, cache_slots
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.models.kv_cache import KVCache, commit_path, init_cache
+from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program, compile_programs
 
-# Passes over fewer tokens hold too few of them beside each other for equal bits to mean anything.
+# Equal bits of fewer tokens say nothing: too few of them share a pass.
 FEW_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Invariance:
-    """What became of the logits of a text when its tokens were verified together.
+    """How the logits of a text change when its tokens are verified together.
 
     Attributes:
-      tokens: of the text, each of which was verified in a chain and in a tree.
+      tokens: number of tokens; each was verified in a chain and in a tree.
       rows: of a pass, at most.
       differing_chain: tokens whose logits differ in any bit from those of a one-row pass, in chains.
       differing_tree: the same in trees.
@@ -45,7 +43,7 @@ class Invariance:
 
     @property
     def bitwise(self) -> bool | None:
-        """Whether every bit is the same; None where it is, of a text too short to tell."""
+        """Whether every bit is the same; None where the text is too short to tell."""
         if self.differing_chain + self.differing_tree:
             return False
         return None if self.tokens < FEW_TOKENS else True
@@ -54,7 +52,7 @@ class Invariance:
 def measure_invariance(
     target: Placement, params: Params, prompt: Sequence[int], tokens: Sequence[int], rows: int = 16, seed: int = 0
 ) -> Invariance:
-    """Score `tokens` behind `prompt` one by one, as chains and as random trees, and compare.
+    """Score `tokens` after `prompt` one by one, as chains and as random trees, and compare.
 
     Args:
       target: the model.
@@ -65,7 +63,7 @@ def measure_invariance(
       seed: of the trees' shapes and of the tokens beside the text.
 
     Raises:
-      ConfigError: the text does not fit into the model's context, or passes of one row are all there is to compare.
+      ConfigError: the text does not fit into the model's context, or `rows` is below 2.
     """
     if rows < 2:
         raise ConfigError(f"rows must be at least 2, got {rows}")
@@ -130,45 +128,36 @@ class _Passes:
     """Compiled passes of one row and of `rows`."""
 
     def __init__(self, target: Placement, params: Params, tokens: int, rows: int):
-        self._target, self._params, self._slots = target, params, cache_slots(tokens, rows)
-        cfg, plan, slots = target.cfg, target.plan, self._slots
-        cache, scalar = target.cache(slots), target.array((), jnp.int32)
+        self._target, self._params = target, params
+        cfg = target.cfg
+        self._sequence = ModelSequence(target, cache_slots(tokens, rows), "invariance", keeps_text=False)
+        state, scalar = self._sequence.state, target.array((), jnp.int32)
 
-        def create():
-            return init_cache(cfg, target.local_kv_heads, slots, target.dtype)
+        def verify(params, state, token, depth, ancestors, active_rows, path, count):
+            position = state.cache.length + depth
+            hidden, cache = forward(params, cfg, token, position, state.cache, ancestors, active_rows=active_rows)
+            return state.replace(cache=commit_path(cache, path, count)), vocab_logits(params, hidden, active_rows)
 
-        def fill(params, cache, token, count):
-            return prefill(params, cfg, token, count, cache)
-
-        def verify(params, cache: KVCache, token, depth, ancestors, active_rows, path, count):
-            position = cache.length + depth
-            hidden, cache = forward(params, cfg, token, position, cache, ancestors, active_rows=active_rows)
-            return commit_path(cache, path, count), vocab_logits(params, hidden, active_rows)
-
-        self._create = Program("create", create, plan, [], cache)
-        self._fill = make_fill("invariance", fill, target, cache, slots)
         self._verify = {}
         for size in {1, rows}:
-            row = target.array((size,), jnp.int32)
-            mask, logits = (
-                target.array((size, size), bool),
-                target.array((size, target.padded_vocab), jnp.float32, None, TENSOR_AXIS),
-            )
-            args = [target.params(), cache, row, row, mask, scalar, row, scalar]
-            self._verify[size] = Program(f"verify {size}", verify, plan, args, (cache, logits), donate=[1])
-        compile_programs([self._create, *self._fill.values(), *self._verify.values()])
+            row, mask = target.array((size,), jnp.int32), target.array((size, size), bool)
+            logits = target.array((size, target.padded_vocab), jnp.float32, None, TENSOR_AXIS)
+            args = [target.params(), state, row, row, mask, scalar, row, scalar]
+            self._verify[size] = Program(f"verify {size}", verify, target.plan, args, (state, logits), donate=[1])
+        compile_programs([*self._sequence.programs, *self._verify.values()])
 
     def score(self, prompt: Sequence[int], text: np.ndarray, batches: Sequence[_Batch], size: int) -> np.ndarray:
-        """Logits `[len(text), V]` behind every token of the text."""
-        cache: Any = run_fill(self._fill, self._params, self._create(), np.asarray(prompt[:-1], np.int32), self._slots)
+        """Logits `[len(text), V]` after every token of the text."""
+        sequence = self._sequence
+        state = sequence.prefill(self._params, sequence.start(0, None), np.asarray(prompt[:-1], np.int32))
         scored = []
         for batch in batches:
             active_rows, count = len(batch.token), len(batch.path)
             ancestors = np.eye(size, dtype=bool)
             ancestors[:active_rows, :active_rows] = batch.ancestors
-            cache, logits = self._verify[size](
-                self._params, cache, _pad(batch.token, size), _pad(batch.depth, size), ancestors, np.int32(active_rows),
-                _pad(batch.path, size), np.int32(count),
+            state, logits = self._verify[size](
+                self._params, state, _pad(batch.token, size), _pad(batch.depth, size), ancestors,
+                np.int32(active_rows), _pad(batch.path, size), np.int32(count),
             )  # fmt: skip
             scored.append(np.asarray(logits)[batch.path, : self._target.cfg.vocab_size])
         return np.concatenate(scored)[: len(text)]

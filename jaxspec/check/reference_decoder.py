@@ -1,7 +1,7 @@
-"""Plain decoding of a given text, one token at a time, with every score kept: what a difference is judged by.
+"""Plain decoding of a given text, one token at a time, with every score kept: the judge of differences.
 
-The *margin* of a token is by how much two scores would have to move against each other for it to be the one that plain
-decoding chooses. Letter: V the real vocabulary, padding cut off.
+The *margin* of a token is the least movement of two scores against each other that makes it plain decoding's choice.
+Letter: V the real vocabulary, without padding.
 """
 
 import dataclasses
@@ -17,20 +17,19 @@ import numpy.typing as npt
 from jaxspec.config import SamplingParams
 from jaxspec.engine import CAPACITY_GROWTH, FIRST_CAPACITY
 from jaxspec.errors import ConfigError
-from jaxspec.methods.core.chunks import CHUNKS, split_chunks, usable_chunks
+from jaxspec.methods.core.sequence import ModelSequence, cache_slots
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.models.kv_cache import KVCache, commit_rows, init_cache
+from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program, compile_programs
-from jaxspec.runtime.sharding import round_up
 from jaxspec.sampling.noise import gumbel_rows
 from jaxspec.sampling.processors import History, clean, penalise, process
 from jaxspec.sampling.request import make_request
 
-# What counts as rounding: units in the last place of the largest logit. Measured on a 30-layer model with logits up to
-# 33: one row against many differ by up to 10 of them per logit in float32, by 0.7 in bfloat16; a gap has twice that.
+# Rounding, in units in the last place of the largest logit. Measured on a 30-layer model with logits up to 33: logits
+# of one row and of many differ by up to 10 units in float32, by 0.7 in bfloat16; a gap between two by twice that.
 ROUNDING_ULPS = {"float32": 64, "bfloat16": 4}
 
 Floats = npt.NDArray[np.floating]
@@ -38,7 +37,7 @@ Floats = npt.NDArray[np.floating]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What plain decoding sees at one position; float32 [V] each.
+    """Scores of plain decoding at one position; float32 [V] each.
 
     Attributes:
       logits: raw, -inf where not a number.
@@ -53,7 +52,7 @@ class Row:
     noise: Floats
 
 
-class Scorer:
+class ReferenceDecoder:
     """Plain decoding of a given text: prefill of the prompt, then one token at a time, with every score kept.
 
     Attributes:
@@ -61,19 +60,20 @@ class Scorer:
     """
 
     def __init__(self, target: Placement, params: Params):
-        """Bind to a placed model; nothing is compiled before it is used.
+        """Bind to a placed model; nothing is compiled before the first use.
 
         Args:
           target: the model that decides, on any mesh.
           params: its placed parameters.
         """
         self.dtype = str(target.dtype)
-        self._target = target
-        self._params = params
-        self._slots = 0
+        self._target, self._params = target, params
+        self._capacity = 0
+        self._sequence: ModelSequence | None = None
+        self._score: Any = None
 
     def rows(self, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> Iterator[Row]:
-        """Yield the row of each of `len(tokens) + 1` positions behind the prompt, as far as the caller listens.
+        """Yield the row of each of `len(tokens) + 1` positions after the prompt.
 
         Args:
           prompt: token ids, at least one.
@@ -84,84 +84,70 @@ class Scorer:
           ConfigError: prompt and tokens exceed the model's context.
         """
         target, size = self._target, self._target.cfg.vocab_size
-        self._prepare(len(prompt) + len(tokens))
-        request = self._place(make_request(sampling, sampling.seed or 0, size, target.padded_vocab), target.request())
-        # Kept here and not on the device: what penalties count is checked, too.
+        sequence = self._prepare(len(prompt) + len(tokens))
+        request = make_request(sampling, sampling.seed or 0, size, target.padded_vocab, len(prompt))
+        request = _place(request, target.request())
+        # Kept on the host, so that the device's own count for penalties is checked too.
         seen, counts = np.zeros(target.padded_vocab, bool), np.zeros(target.padded_vocab, np.int32)
         seen[np.asarray(prompt)] = True
-        cache = self._create()
-        for chunk, count in split_chunks(np.asarray(prompt[:-1], np.int32), self._slots):
-            cache = self._fill[len(chunk)](self._params, cache, chunk, np.int32(count))
+        state = sequence.prefill(self._params, sequence.start(0, None), np.asarray(prompt[:-1], np.int32))
         token = prompt[-1]
         for following in [*tokens, None]:
             # Copies: placing an array on a CPU may share its memory.
-            history = self._place(History(seen.copy(), counts.copy()), target.history())  # pyright: ignore[reportArgumentType]
-            cache, scores = self._score(self._params, cache, np.int32(token), history, request)
+            history = _place(History(seen.copy(), counts.copy()), target.history())  # pyright: ignore[reportArgumentType]
+            state, scores = self._score(self._params, state, np.int32(token), history, request)
             yield Row(*(np.asarray(array)[:size] for array in scores))
             if following is not None:
                 token = following
                 seen[token] = True
                 counts[token] += 1
 
-    def _prepare(self, tokens: int) -> None:
+    def _prepare(self, tokens: int) -> ModelSequence:
         """Compile for texts of `tokens` tokens, unless a capacity that holds them is compiled already."""
-        limit = self._target.cfg.max_context
+        target = self._target
+        limit = target.cfg.max_context
         if tokens > limit:
             raise ConfigError(f"{tokens} tokens of prompt and output exceed the model's context of {limit}")
-        if tokens < self._slots:
-            return
-        capacity = FIRST_CAPACITY
-        while capacity < tokens:
-            capacity *= CAPACITY_GROWTH
-        self._slots = round_up(min(capacity, limit) + 1, CHUNKS[0])
-        self._compile()
+        if self._sequence is not None and tokens <= self._capacity:
+            return self._sequence
+        self._capacity = FIRST_CAPACITY
+        while self._capacity < min(tokens, limit):
+            self._capacity *= CAPACITY_GROWTH
+        self._capacity = min(self._capacity, limit)
+        cfg, vocab = target.cfg, target.vocab
+        sequence = ModelSequence(target, cache_slots(self._capacity + 1, 0), "check", keeps_text=False)
 
-    def _compile(self) -> None:
-        target, slots = self._target, self._slots
-        cfg, vocab, plan = target.cfg, target.vocab, target.plan
-        cache, params, scalar = target.cache(slots), target.params(), target.array((), jnp.int32)
-
-        def create():
-            return init_cache(cfg, target.local_kv_heads, slots, target.dtype)
-
-        def fill(params, cache, token, count):
-            return prefill(params, cfg, token, count, cache)
-
-        def score(params, cache: KVCache, token, history, request):
-            position = cache.length[None]
+        def score(params, state, token, history, request):
+            position, cache = state.cache.length[None], state.cache
             hidden, cache = forward(params, cfg, token[None], position, cache, jnp.ones((1, 1), bool))
             logits = vocab_logits(params, hidden)
             processors, seen, counts = request.processors, history.seen[None], history.counts[None]
             scores = (
                 clean(logits, vocab),
-                penalise(logits, processors, seen, counts, vocab),
-                process(logits, processors, seen, counts, vocab),
+                penalise(logits, processors, seen, counts, vocab, position + 1),
+                process(logits, processors, seen, counts, vocab, position + 1),
                 gumbel_rows(request.key, position + 1, vocab),
             )
-            return commit_rows(cache, jnp.int32(1)), tuple(array[0] for array in scores)
+            return state.replace(cache=commit_rows(cache, jnp.int32(1))), tuple(array[0] for array in scores)
 
-        self._create = Program("check create", create, plan, [], cache)
-        self._fill = {}
-        for size in usable_chunks(slots):
-            args = [params, cache, target.array((size,), jnp.int32), scalar]
-            self._fill[size] = Program(f"check prefill{size}", fill, plan, args, cache, donate=[1])
-        args = [params, cache, scalar, target.history(), target.request()]
+        args = [target.params(), sequence.state, target.array((), jnp.int32), target.history(), target.request()]
         row = target.array((target.padded_vocab,), jnp.float32, TENSOR_AXIS)
-        self._score = Program("check score", score, plan, args, (cache, (row,) * 4), donate=[1])
-        compile_programs([self._create, *self._fill.values(), self._score])
+        self._score = Program("check score", score, target.plan, args, (sequence.state, (row,) * 4), donate=[1])
+        compile_programs([*sequence.programs, self._score])
+        self._sequence = sequence
+        return sequence
 
-    @staticmethod
-    def _place(tree: Any, shapes: Any) -> Any:
-        return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), tree, shapes)
+
+def _place(tree: Any, shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), tree, shapes)
 
 
 def margin(row: Row, token: int, sampling: SamplingParams) -> float:
-    """How far a token is from being plain decoding's choice; 0 if it is, inf if it never can be.
+    """The margin of a token: 0 if it is plain decoding's choice, inf if it can never be.
 
-    At temperature 0, the largest penalised logit less the token's. Above, the smallest gap such that, with scores
-    (penalised logits over the temperature) moved against each other by no more than the gap, the token survives top-k,
-    top-p and min-p and has the largest score plus noise of all tokens that certainly survive. Where no cut is near,
-    that is the largest perturbed score less the token's.
+    At temperature 0 it is the largest penalised logit less the token's. Above, it is the smallest gap that makes the
+    token possible: scores (penalised logits over the temperature) move against each other by at most the gap. The
+    token then survives top-k, top-p and min-p, and has the largest score plus noise of all sure survivors.
     """
     if not 0 <= token < len(row.penalised) or math.isinf(row.penalised[token]):
         return math.inf
@@ -182,7 +168,7 @@ def margin(row: Row, token: int, sampling: SamplingParams) -> float:
 
 
 def rounding(row: Row, sampling: SamplingParams, dtype: str) -> float:
-    """The margin that passes for rounding: `ROUNDING_ULPS` of the largest logit, over the temperature if not 0."""
+    """The largest margin of a tie: `ROUNDING_ULPS` of the largest logit, over the temperature if not 0."""
     finite = row.logits[np.isfinite(row.logits)]
     largest = float(np.abs(finite).max(initial=0.0))
     # A repetition penalty scales errors as it scales logits.
@@ -198,7 +184,7 @@ def choice(row: Row, sampling: SamplingParams) -> int:
 
 
 class Cuts:
-    """A row's scores in descending order, and what the cuts keep when scores move by up to `gap` against each other."""
+    """A row's scores in descending order, and the tokens that cuts keep when scores move by up to `gap`."""
 
     def __init__(self, row: Row, sampling: SamplingParams):
         """Sort the row's scores; the temperature must be above 0."""
@@ -219,7 +205,7 @@ class Cuts:
     def kept(self, gap: float) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Tokens that certainly survive the cuts and those that may, bool [V] each."""
         scores, mass, sampling = self._scores, self._mass, self._sampling
-        # Tokens that are above each one for certain, and those that may be (itself among them, unless the gap is 0).
+        # For each token, how many are above it for certain, and how many may be (itself too unless the gap is 0).
         above = np.searchsorted(-scores, -(scores + gap), side="left")
         about = np.searchsorted(-scores, -(scores - gap), side="left")
         self_counted = gap > 0

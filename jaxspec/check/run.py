@@ -1,64 +1,79 @@
-"""Is speculation lossless here? A method against plain decoding, token by token (ALGORITHMS 2.6).
+"""Is speculation lossless here? A method against plain decoding, token by token.
 
-Verifying many rows adds in another order than decoding one, so logits differ in their last bits and exact or near ties
-may flip. A difference between two outputs is therefore judged by its *margin*: the text that both share is scored once
-more by plain decoding, one token at a time, and the margin is by how much two scores would have to move against each
-other for the other token to come out. Within rounding it is a tie; beyond, it is a fault of the method, never
-"numerics". Behind a tie the method goes its own way: the rest of its text is judged against plain decoding of that same
-text, so that no fault hides behind a tie.
-
-Letter: V the real vocabulary, padding cut off.
+Verification of many rows adds in another order than decoding of one: logits differ in their last bits, and exact or
+near ties may flip. A difference between two outputs is therefore judged by its *margin*: plain decoding scores the
+common text once more, one token at a time. The margin is the least movement of two scores against each other that makes
+the other token come out. Within rounding it is a tie; beyond, it is a fault of the method. After a tie the rest of the
+method's text is judged against plain decoding of that same text, so a tie hides no later fault.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
-from jaxspec.check.distribution import Decoder
-from jaxspec.check.reference_decoder import Cuts, Floats, Row, Scorer, choice, margin, rounding
+from jaxspec.check.distribution import DEPTH, Decoder, check_distribution, distribution_samplings, draw_many
+from jaxspec.check.reference_decoder import Cuts, Floats, ReferenceDecoder, Row, choice, margin, rounding
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 
-# Ties per token beyond which they are no accident: flips measured by adding noise of that size were below 0.03 % in
-# float32 and 0.9 % in bfloat16 (ALGORITHMS 2.4).
+# More ties per token than this are no accident. Added noise of rounding's size flips fewer than 0.03 % of tokens in
+# float32 and 0.9 % in bfloat16.
 TIE_SHARE = {"float32": 0.001, "bfloat16": 0.02}
 
 Verdict = Literal["equal", "tie", "different"]
+# Told the kind of work and how much of it there is; called after each piece.
+Advance = Callable[[str, int], None]
 
 
-class PlainLaw:
-    """Plain decoding's law behind texts that begin with one prompt: a `ScoreFn` and an `EdgeFn` for `check_law`."""
+class PlainDistribution:
+    """Plain decoding's distribution after texts with a common prompt: a `ScoreFn` and an `EdgeFn`."""
 
-    def __init__(self, scorer: Scorer, prompt: Sequence[int], sampling: SamplingParams):
+    def __init__(self, reference: ReferenceDecoder, prompt: Sequence[int], sampling: SamplingParams):
         """Bind; rows are computed when asked for, and kept.
 
         Raises:
-          ConfigError: temperature 0, which has no law.
+          ConfigError: temperature 0, which has no distribution.
         """
         if sampling.temperature == 0:
             raise ConfigError("temperature 0 has no distribution to test; compare tokens instead")
-        self._scorer = scorer
-        self._prompt = tuple(prompt)
-        self._sampling = sampling
+        self._reference, self._prompt, self._sampling = reference, tuple(prompt), sampling
         self._rows: dict[tuple[int, ...], Row] = {}
 
     def __call__(self, text: tuple[int, ...]) -> Floats:
-        """Log-probabilities `[V]` of the token behind `text`, the prompt included."""
+        """Log-probabilities `[V]` of the token after `text`, the prompt included."""
         return self._row(text).log_probs
 
     def edge(self, text: tuple[int, ...], token: int) -> bool:
-        """Whether `token` is removed behind `text` by no more than rounding."""
+        """Whether a cut removes `token` after `text` by no more than rounding."""
         row = self._row(text)
         if not 0 <= token < len(row.logits):
             return False
-        return bool(Cuts(row, self._sampling).kept(rounding(row, self._sampling, self._scorer.dtype))[1][token])
+        return bool(Cuts(row, self._sampling).kept(rounding(row, self._sampling, self._reference.dtype))[1][token])
 
     def _row(self, text: tuple[int, ...]) -> Row:
         if text not in self._rows:
             start = len(self._prompt)
-            for end, row in enumerate(self._scorer.rows(self._prompt, text[start:], self._sampling), start):
+            for end, row in enumerate(self._reference.rows(self._prompt, text[start:], self._sampling), start):
                 self._rows[text[:end]] = row
         return self._rows[text]
+
+
+class RememberedDecoder:
+    """A decoder that answers the same question once: plain texts serve the comparison with every method."""
+
+    def __init__(self, decoder: Decoder):
+        """Bind; nothing is decoded yet."""
+        self._decoder = decoder
+        self._answers: dict[Any, tuple[int, ...]] = {}
+
+    def generate(self, prompt: Sequence[int], sampling: SamplingParams) -> Any:
+        """The decoder's tokens."""
+        key = tuple(prompt), describe(sampling), sampling.max_tokens
+        if key not in self._answers:
+            self._answers[key] = _decode(self._decoder, prompt, sampling)
+        return SimpleNamespace(token_ids=self._answers[key])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +82,18 @@ class Comparison:
 
     Attributes:
       prompt: index of the prompt.
-      sampling: what both were asked for.
+      sampling: of both.
       expected: tokens of plain decoding.
       got: tokens of the method.
       equal: how many leading tokens agree.
       verdict: "equal", "tie" (every difference is within rounding) or "different".
       ties: positions where the method's token is not plain decoding's choice, but within rounding of it.
-      position: index, in the output, of the difference that decides the verdict; None if there is none.
-      expected_token: plain decoding's choice there; None where its text had ended.
-      got_token: the method's token there; None where its text had ended.
-      margin: by how much scores would have to move for `got_token`, in units of processed scores (logits over the
-        temperature); inf for an impossible token, None where a text ended and there is nothing to score.
-      eps: what passes for rounding there, in the same units.
+      position: index, in the output, of the difference that decides the verdict; None without one.
+      expected_token: plain decoding's choice there; None after its end.
+      got_token: the method's token there; None after its end.
+      margin: of `got_token`, in units of processed scores (logits over the temperature); inf for an impossible token,
+        None where a text ended.
+      eps: largest margin of a tie there, in the same units.
     """
 
     prompt: int
@@ -96,8 +111,8 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """Comparisons by verdict, tokens of the method, ties among them, and whether those are too many to be chance."""
+class VerdictCounts:
+    """Comparisons by verdict, tokens of the method, ties among them, and whether the ties are too many for chance."""
 
     prompts: int
     equal: int
@@ -106,6 +121,27 @@ class Summary:
     tokens: int
     ties: int
     suspicious: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckSize:
+    """How much one check decodes.
+
+    Attributes:
+      max_tokens: of an answer.
+      max_prompts: of the prompts.
+      samples: draws per distribution test.
+      every_sampling: all of `default_samplings` and both distribution tests; else the first and last, and one test.
+    """
+
+    max_tokens: int
+    max_prompts: int
+    samples: int
+    every_sampling: bool
+
+
+QUICK = CheckSize(max_tokens=32, max_prompts=2, samples=200, every_sampling=False)
+FULL = CheckSize(max_tokens=64, max_prompts=8, samples=1000, every_sampling=True)
 
 
 def default_samplings(max_tokens: int = 64, seed: int = 0) -> list[SamplingParams]:
@@ -121,22 +157,78 @@ def default_samplings(max_tokens: int = 64, seed: int = 0) -> list[SamplingParam
     ]  # fmt: skip
 
 
+def check_method(
+    plain: Decoder, speculative: Any, prompts: Sequence[Sequence[int]], size: CheckSize, seed: int,
+    reference: ReferenceDecoder, advance: Advance = lambda what, total: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Check a method token by token, and by its distribution where it promises only that.
+
+    Args:
+      plain: plain decoding.
+      speculative: the method, an `LLM`.
+      prompts: token ids of each prompt.
+      size: how much is decoded.
+      seed: of sampling, and of the first draw.
+      reference: the judge of differences.
+      advance: called after each comparison and each draw.
+
+    Returns:
+      Everything for tables and JSON: `method`, `settings`, `exact`, `tokens` (a row per sampling), `distribution`
+      (likewise), `lossless`, and the measured `seconds_per_token` of comparisons.
+    """
+    method = speculative.engine.method
+    by_tokens = method.exact == "tokens"
+    samplings = default_samplings(size.max_tokens, seed)
+    samplings = samplings if size.every_sampling else [samplings[0], samplings[-1]]
+    samplings = [sampling for sampling in samplings if by_tokens or sampling.temperature == 0]
+    tokens, distributions = [], []
+    start, decoded = time.perf_counter(), 0
+    for sampling in samplings:
+
+        def step(total: int = len(prompts) * len(samplings)) -> None:
+            advance("prompts", total)
+
+        compared = check_tokens(plain, speculative, prompts, [sampling], reference, step)
+        decoded += sum(len(comparison.got) for comparison in compared)
+        counts = dataclasses.asdict(count_verdicts(compared, reference.dtype))
+        tokens.append({"sampling": describe(sampling), **counts, "comparisons": compared})
+    seconds = (time.perf_counter() - start) / max(1, decoded)
+    # The shortest prompt: every draw prefills it. A fully accepted round and the token after it.
+    prompt, longest = min(prompts, key=len), method.max_path
+    tests = [] if by_tokens else distribution_samplings(max(DEPTH, longest))[: 2 if size.every_sampling else 1]
+    for sampling in tests:
+        exact, draws = PlainDistribution(reference, prompt, sampling), []
+        for draw in draw_many(speculative, prompt, sampling, size.samples, seed):
+            draws.append(draw)
+            advance("draws", len(tests) * size.samples)
+        result = dataclasses.asdict(check_distribution(exact, prompt, draws, edge_fn=exact.edge))
+        # Too few rounds got there, or none told how far it got: no verdict on these.
+        untested = [depth for depth in range(1, longest) if depth not in result["after"]]
+        where = {"sampling": describe(sampling), "prompt": [*prompts].index(prompt), "untested": untested}
+        distributions.append({**where, **result})
+    faulty = any(row["different"] for row in tokens) or any(r["verdict"] == "different" for r in distributions)
+    return {
+        "method": method.name, "settings": dataclasses.asdict(method), "exact": method.exact, "tokens": tokens,
+        "distribution": distributions, "lossless": not faulty, "seconds_per_token": seconds,
+    }  # fmt: skip
+
+
 def check_tokens(
-    llm_plain: Any,
-    llm_method: Decoder,
+    plain: Any,
+    method: Decoder,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[SamplingParams] | None = None,
-    scorer: Scorer | None = None,
+    reference: ReferenceDecoder | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Comparison]:
     """Decode every prompt with both and compare token by token; for methods that are exact for each seed.
 
     Args:
-      llm_plain: plain decoding, an `LLM`; with `scorer`, anything that generates.
-      llm_method: the method; anything that generates.
+      plain: plain decoding, an `LLM`; with `reference`, any decoder.
+      method: any decoder.
       prompts: token ids of each prompt.
       samplings: None is `default_samplings`. Those that sample need a seed.
-      scorer: what judges differences; None makes one of `llm_plain`.
+      reference: the judge of differences; None makes one of `plain`.
       progress: called after each comparison.
 
     Returns:
@@ -149,23 +241,38 @@ def check_tokens(
     for sampling in samplings:
         if sampling.temperature > 0 and sampling.seed is None:
             raise ConfigError(f"sampling without a seed cannot be compared token by token: {describe(sampling)}")
-    scorer = scorer or Scorer(llm_plain.engine.target, llm_plain.params)
+    reference = reference or ReferenceDecoder(plain.engine.target, plain.params)
     comparisons = []
     for sampling in samplings:
         for index, prompt in enumerate(prompts):
-            expected, got = (_decode(llm, prompt, sampling) for llm in (llm_plain, llm_method))
-            comparisons.append(_compare(scorer, index, list(prompt), sampling, expected, got))
+            expected, got = (_decode(llm, prompt, sampling) for llm in (plain, method))
+            comparisons.append(_compare(reference, index, list(prompt), sampling, expected, got))
             progress()
     return comparisons
 
 
-def summarise(comparisons: Sequence[Comparison], dtype: str = "float32") -> Summary:
+def count_verdicts(comparisons: Sequence[Comparison], dtype: str = "float32") -> VerdictCounts:
     """Count verdicts; more than one tie, and more than `TIE_SHARE[dtype]` per token, is suspicious."""
     verdicts = [c.verdict for c in comparisons]
     equal, tie, different = (verdicts.count(verdict) for verdict in ("equal", "tie", "different"))
     tokens, ties = sum(len(c.got) for c in comparisons), sum(c.ties for c in comparisons)
     suspicious = ties > 1 and ties > TIE_SHARE[dtype] * tokens
-    return Summary(len(comparisons), equal, tie, different, tokens, ties, suspicious)
+    return VerdictCounts(len(comparisons), equal, tie, different, tokens, ties, suspicious)
+
+
+def estimate_full(entries: Sequence[Mapping[str, Any]], setup_s: float, methods: Sequence[Any]) -> float:
+    """Seconds that a check of `FULL` size takes, judged by what a smaller one took.
+
+    Args:
+      entries: from `check_method`.
+      setup_s: seconds of compiling a method.
+      methods: classes of the methods that it would check.
+    """
+    per_token = max(entry["seconds_per_token"] for entry in entries)
+    texts = len(methods) * FULL.max_prompts * len(default_samplings()) * FULL.max_tokens
+    # A draw costs a prefill and a round or two: about five tokens.
+    draws = sum(cls().exact == "distribution" for cls in methods) * 2 * FULL.samples * 5
+    return len(methods) * setup_s + (texts + draws) * per_token
 
 
 def describe(sampling: SamplingParams) -> str:
@@ -183,7 +290,7 @@ def _decode(llm: Decoder, prompt: Sequence[int], sampling: SamplingParams) -> tu
 
 
 def _compare(
-    scorer: Scorer,
+    reference: ReferenceDecoder,
     index: int,
     prompt: list[int],
     sampling: SamplingParams,
@@ -200,16 +307,15 @@ def _compare(
         one, other = (text[equal] if equal < len(text) else None for text in (expected, got))
         return dataclasses.replace(base, verdict="different", position=equal, expected_token=one, got_token=other)
     found = base
-    for position, row in enumerate(scorer.rows(prompt, got[:-1], sampling)):
+    for position, row in enumerate(reference.rows(prompt, got[:-1], sampling)):
         if position < equal:
             continue
-        # At the first difference both outputs are judged: if plain decoding's own token is not what its scores say,
-        # something is broken as well.
+        # At the first difference plain decoding's own token is judged too: it has to be what its scores say.
         chosen = expected[position] if position == equal else choice(row, sampling)
         if chosen == got[position]:
             continue
         gap = max(margin(row, token, sampling) for token in (chosen, got[position]))
-        eps = rounding(row, sampling, scorer.dtype)
+        eps = rounding(row, sampling, reference.dtype)
         verdict = "tie" if gap <= eps else "different"
         if verdict == "different" or found.position is None:
             found = dataclasses.replace(

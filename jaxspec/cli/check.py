@@ -1,9 +1,9 @@
 """`jaxspec-check`: is speculation lossless here?"""
 
 import dataclasses
-import functools
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxspec.cli.options import KERNELS_HELP, OptionTypes, check_output, merge_options, setting_types
+from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import VersionOption, run_app, run_command
 from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.methods.registry import METHODS, check_draft_given, make_method, method_class
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jaxspec.check.reference_decoder import Scorer
     from jaxspec.check.run import Comparison
     from jaxspec.llm import LLM
 
 NAME = "jaxspec-check"
-PLAIN = "ar"
-ALL = "all"
+PLAIN, ALL, QUICK_METHOD = "ar", "all", "auto"
 
 # Tables need this much room; a file or a pipe has it.
 PIPE_WIDTH = 150
@@ -43,13 +43,22 @@ def check(
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
     method: Annotated[
-        str, typer.Option(help="Methods to check, by comma; all is every one that fits the models.")
-    ] = ALL,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer.")] = 64,
-    max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts, spread over the file.")] = 8,
+        str | None,
+        typer.Option(help="Methods to check, by comma; all is every one that fits the models [auto; with --full all]."),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="All methods that fit, more texts and every setting; takes minutes.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", min=1, help="Most tokens per answer [32; with --full 64].")
+    ] = None,
+    max_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Most prompts, spread over the file [2; with --full 8].")
+    ] = None,
     samples: Annotated[
-        int, typer.Option(min=200, help="Draws per distribution test, for methods that need one.")
-    ] = 1000,
+        int | None,
+        typer.Option(min=200, help="Draws per distribution test, for methods that need one [200; with --full 1000]."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random stream of seeded sampling; first seed of the draws.")] = 0,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
@@ -79,12 +88,22 @@ def check(
     def run() -> None:
         check_output(json_)
         # Heavy imports only now: --help and usage errors answer at once.
-        texts = _read_prompts(prompt or [], prompts, max_prompts)
+        texts_from = prompt or []
+        _check_prompts(texts_from, prompts)
+        from jaxspec.check.reference_decoder import ReferenceDecoder
+        from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
         from jaxspec.llm import LLM, has_draft
 
+        size = FULL if full else QUICK
+        given = {"max_tokens": max_tokens, "max_prompts": max_prompts, "samples": samples}
+        size = dataclasses.replace(size, **{name: value for name, value in given.items() if value is not None})
+        texts = _read_prompts(texts_from, prompts, size.max_prompts)
+        names = [name for name, _ in texts]
         drafting = has_draft(model, draft_model)
         apart = draft_devices is not None or draft_platform is not None
-        methods, skipped = _make_methods(method, set_ or [], drafting, draft_model is not None, apart)
+        wanted = method or (ALL if full or apart else QUICK_METHOD)
+        settings = set_ or []
+        methods, skipped = _make_methods(wanted, settings, drafting, draft_model is not None, apart)
         first = next((m for m in methods if drafting and m.drafts and m.own_devices >= apart), PLAIN)
         llm = LLM(
             model, draft=draft_model, method=first, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
@@ -92,34 +111,33 @@ def check(
         )  # fmt: skip
         plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
         encoded = [_encode(plain, text, chat) for _, text in texts]
-        names = [name for name, _ in texts]
-        draft_path = None if llm.draft_path is None else str(llm.draft_path)
-        options = {"max_tokens": max_tokens, "samples": samples, "seed": seed}
         report: dict[str, Any] = {
-            "lossless": True, "model": str(llm.model_path), "draft": draft_path, "dtype": str(llm.engine.target.dtype),
+            "lossless": True, "model": str(llm.model_path), "draft": llm.draft_path and str(llm.draft_path),
+            "dtype": str(llm.engine.target.dtype),
             "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
             "target_devices": target_devices, "draft_devices": draft_devices, "draft_platform": draft_platform,
-            **options,
-            "prompts": names, "methods": [], "skipped": skipped,
+            **dataclasses.asdict(size), "seed": seed, "prompts": names, "methods": [], "skipped": skipped,
         }  # fmt: skip
 
-        from jaxspec.check.reference_decoder import Scorer
-
         console = _console(json_)
-        report["rows"] = _check_rows(plain, encoded[0], max_tokens)
+        report["rows"] = _check_rows(plain, encoded[0], size.max_tokens)
         console.print(_words_on_rows(report["rows"], plain.kernels.name), markup=False, highlight=False)
-        scorer = Scorer(plain.engine.target, plain.params)
+        reference, remembered = ReferenceDecoder(plain.engine.target, plain.params), RememberedDecoder(plain)
+        setup_s = 0.0
         for candidate in methods:
+            start = time.perf_counter()
             try:
-                # Plain decoding shares its engine with itself: what is left to see is whether it repeats itself.
+                # Plain decoding is compared with its own first answers: it has to repeat itself.
                 speculative = plain if candidate.name == PLAIN else llm.with_method(candidate)
             except ConfigError as error:
-                if method != ALL:
+                if wanted != ALL:
                     raise
                 skipped[candidate.name] = str(error)
                 continue
-            with _Bar(candidate.name) as bar:
-                entry = _check_method(plain, speculative, candidate, encoded, options, scorer, bar.advance)
+            setup_s = max(setup_s, time.perf_counter() - start)
+            with Bar() as bar:
+                advance = _counter(bar, candidate.name)
+                entry = check_method(remembered, speculative, encoded, size, seed, reference, advance)
             report["methods"].append(entry)
             _print_method(console, entry, names, plain)
         faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
@@ -128,11 +146,18 @@ def check(
         calls = llm.kernels.own_calls().values()
         refused = [call.refused for call in calls if call.refused is not None]
         report["kernels_refused"] = refused
-        # By whatever else these were carried out.
+        # Other kernels carried out the calls then.
         unused = bool(refused) and not any(call.taken for call in calls)
         report["lossless"] = not faulty and not unused
         for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
             console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
+        if not full and report["methods"]:
+            every = [method_class(m.name) for m in _make_methods(ALL, [], drafting, False, apart)[0]]
+            minutes = max(1, round(estimate_full(report["methods"], setup_s, every) / 60))
+            text = (
+                f"this was the quick check; --full checks {len(every)} methods with more texts, in about {minutes} min"
+            )
+            console.print(text, markup=False, highlight=False)
         if json_ is not None:
             text = json.dumps(_jsonable(report), ensure_ascii=False, allow_nan=False)
             print(text) if str(json_) == "-" else json_.write_text(text + "\n", encoding="utf-8")
@@ -149,12 +174,15 @@ def main() -> None:
     run_app(app, NAME)
 
 
-def _read_prompts(given: Sequence[str], file: Path | None, most: int) -> list[tuple[str, str]]:
-    """Names and texts of the prompts."""
+def _check_prompts(given: Sequence[str], file: Path | None) -> None:
     if given and file is not None:
         raise ConfigError("give prompts as arguments or by --prompts, not both")
     if not all(given):
         raise ConfigError("a prompt is empty: it has 0 characters and at least 1 is needed")
+
+
+def _read_prompts(given: Sequence[str], file: Path | None, most: int) -> list[tuple[str, str]]:
+    """Names and texts of the prompts."""
     if given:
         return [(str(index), text) for index, text in enumerate(given, 1)][:most]
     from jaxspec.bench.prompts import load_prompts
@@ -176,22 +204,19 @@ def _make_methods(
 ) -> tuple[list[Any], dict[str, str]]:
     """The methods to check with their settings, and those left out of `ALL`, with the reason.
 
-    `given` says that somebody named a draft, which one of the methods should use; `apart`, that it is to have devices
-    of its own, where those that draft on the target's cannot be checked.
+    `given` says that the user named a draft, which one of the methods has to use. `apart` says that it has devices of
+    its own, which rules out methods that draft on the target's.
     """
-    from jaxspec.methods.registry import METHODS, check_draft_given, make_method
-
     names = [name.strip() for name in text.split(",")]
     skipped: dict[str, str] = {}
     if names == [ALL]:
-        fits = {name: has_draft or not kind.needs_draft for name, kind in METHODS.items()}
-        skipped = {name: "needs a draft model (--draft-model)" for name, fit in fits.items() if not fit}
-        if apart:
-            together = [name for name, kind in METHODS.items() if fits[name] and kind.drafts and not kind.own_devices]
-            reason = "runs the draft on the target's devices (--draft-devices, --draft-platform)"
-            skipped |= dict.fromkeys(together, reason)
-            fits |= dict.fromkeys(together, False)
-        names = [name for name, fit in fits.items() if fit and name != PLAIN]
+        for name in METHODS:
+            kind = method_class(name)
+            if kind.needs_draft and not has_draft:
+                skipped[name] = "needs a draft model (--draft-model)"
+            elif apart and kind.drafts and not kind.own_devices:
+                skipped[name] = "runs the draft on the target's devices (--draft-devices, --draft-platform)"
+        names = [name for name in METHODS if name not in skipped and name != PLAIN]
         if not names:
             raise ConfigError(
                 f"no method but {PLAIN} fits these models; --method {PLAIN} checks that it repeats itself"
@@ -199,38 +224,31 @@ def _make_methods(
     elif ALL in names:
         raise ConfigError(f"--method {text!r}: {ALL} stands alone, or name the methods")
     defaults: list[Any] = [make_method(name) for name in names]
-    if has_draft and given and not any(method.drafts for method in defaults):
+    drafting = any(method.drafts for method in defaults)
+    if has_draft and given and not drafting:
         raise ConfigError(f"none of the methods {', '.join(names)} uses a draft model: leave --draft-model out")
-    settings = _parse_settings(defaults, assignments)
-    # Made anew, not changed: what a method derives from its settings has to follow them.
-    methods = [make_method(method.name, _own(method, settings)) for method in defaults]
-    for method in methods:
-        check_draft_given(method, has_draft and method.drafts)
-        if apart and method.drafts and not method.own_devices:
-            raise ConfigError(
-                f"method {method.name!r} runs the draft on the target's devices: "
-                "leave --draft-devices and --draft-platform out"
-            )
-    if apart and not any(method.drafts for method in methods):
+    if apart and not drafting:
         raise ConfigError(
             f"none of the methods {', '.join(names)} uses a draft: leave --draft-devices and --draft-platform out"
         )
-    return methods, skipped
-
-
-def _parse_settings(methods: list[Any], assignments: Sequence[str]) -> dict[str, Any]:
-    """Values by name; one that no method has is refused."""
     known: dict[str, OptionTypes] = {}
-    for method in methods:
+    for method in defaults:
         known |= setting_types(method)
     if assignments and not known:
-        raise ConfigError(f"--set {assignments[0]}: {methods[0].name!r} has no settings")
-    return merge_options({}, None, assignments, known)
-
-
-def _own(method: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting goes to the methods that have it."""
-    return {field.name: settings[field.name] for field in dataclasses.fields(method) if field.name in settings}
+        raise ConfigError(f"--set {assignments[0]}: {names[0]!r} has no settings")
+    settings = merge_options({}, None, assignments, known)
+    methods = []
+    for default in defaults:
+        check_draft_given(default, has_draft and default.drafts)
+        if apart and default.drafts and not default.own_devices:
+            raise ConfigError(
+                f"method {default.name!r} runs the draft on the target's devices: "
+                "leave --draft-devices and --draft-platform out"
+            )
+        # Every setting goes to the methods that have it. Made anew, so that settings derived from others follow them.
+        own = {name: settings[name] for name in setting_types(default) if name in settings}
+        methods.append(make_method(default.name, own))
+    return methods, skipped
 
 
 def _check_rows(plain: "LLM", prompt: list[int], max_tokens: int) -> dict[str, Any]:
@@ -254,52 +272,8 @@ def _words_on_rows(rows: Mapping[str, Any], kernels: str) -> str:
     )
 
 
-def _check_method(
-    plain: "LLM",
-    speculative: Any,
-    method: Any,
-    prompts: list[list[int]],
-    options: Mapping[str, int],
-    scorer: "Scorer",
-    advance: Callable[[str, int], None],
-) -> dict[str, Any]:
-    """Everything about one method, for tables and JSON."""
-    from jaxspec.check.distribution import DEPTH, check_law, draw_many, law_samplings
-    from jaxspec.check.run import PlainLaw, check_tokens, default_samplings, describe, summarise
-
-    exact = getattr(method, "exact", "tokens")
-    samplings = default_samplings(options["max_tokens"], options["seed"])
-    if exact == "law":
-        samplings = [sampling for sampling in samplings if sampling.temperature == 0]
-    entry: dict[str, Any] = {"method": method.name, "settings": dataclasses.asdict(method), "exact": exact}
-    entry |= {"tokens": [], "law": []}
-    for sampling in samplings:
-        step = functools.partial(advance, "prompts", len(prompts) * len(samplings))
-        compared = check_tokens(plain, speculative, prompts, [sampling], scorer, step)
-        summary = dataclasses.asdict(summarise(compared, scorer.dtype))
-        entry["tokens"].append({"sampling": describe(sampling), **summary, "comparisons": compared})
-    if exact == "law":
-        longest = getattr(method, "longest_path", DEPTH)
-        # The shortest prompt: every draw prefills it.
-        prompt = min(prompts, key=len)
-        # A fully accepted round and the token behind it.
-        for sampling in law_samplings(max(DEPTH, longest)):
-            law, draws = PlainLaw(scorer, prompt, sampling), []
-            for draw in draw_many(speculative, prompt, sampling, options["samples"], options["seed"]):
-                draws.append(draw)
-                advance("draws", 2 * options["samples"])
-            result = dataclasses.asdict(check_law(law, prompt, draws, edge_fn=law.edge))
-            # Too few rounds got there, or none told how far it got: no verdict on the token behind so many.
-            untested = [depth for depth in range(1, longest) if depth not in result["behind"]]
-            entry["law"].append(
-                {"sampling": describe(sampling), "prompt": prompts.index(prompt), "untested": untested, **result}
-            )
-    faults = [row["different"] for row in entry["tokens"]] + [row["verdict"] == "different" for row in entry["law"]]
-    return {**entry, "lossless": not any(faults)}
-
-
 def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[str], llm: "LLM") -> None:
-    """Tables of one method, and what they come to in words."""
+    """Tables of one method, and a sentence on them."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -316,16 +290,16 @@ def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[
         counts = [f"{row['equal']}/{row['prompts']}", str(row["tokens"]), str(row["ties"])]
         table.add_row(*map(escape, [row["sampling"], *counts, *shown, verdict]))
     console.print(table)
-    if entry["law"]:
+    if entry["distribution"]:
         table = Table(title=f"{title}: distribution", title_justify="left")
         table.add_column("sampling", max_width=40)
-        for column in ("draws", "first tokens", "behind accepted drafts", "impossible", "p", "verdict"):
+        for column in ("draws", "first tokens", "after accepted drafts", "impossible", "p", "verdict"):
             table.add_column(column)
-        for row in entry["law"]:
-            behind = " ".join(f"{depth}:{p:.2g}" for depth, p in row["behind"].items())
+        for row in entry["distribution"]:
+            after = " ".join(f"{depth}:{p:.2g}" for depth, p in row["after"].items())
             if row["untested"]:
-                behind += f" untested: {', '.join(map(str, row['untested']))}"
-            cells = [row["sampling"], str(row["samples"]), f"{row['joint']:.2g}", behind, str(row["impossible"])]
+                after += f" untested: {', '.join(map(str, row['untested']))}"
+            cells = [row["sampling"], str(row["samples"]), f"{row['joint']:.2g}", after, str(row["impossible"])]
             table.add_row(*map(escape, [*cells, f"{row['p_value']:.2g}", row["verdict"]]))
         console.print(table)
     for row in entry["tokens"]:
@@ -345,10 +319,10 @@ def _worst(compared: Sequence["Comparison"]) -> "Comparison | None":
 
 
 def _difference(comparison: "Comparison", names: Sequence[str], llm: "LLM") -> list[str]:
-    """Where two texts part: prompt, position, both tokens, the margin and what passes for rounding."""
+    """Where two texts differ: prompt, position, both tokens, the margin and the largest margin of a tie."""
 
     def show(token: int | None) -> str:
-        # Faulty methods emit what is no token.
+        # A faulty method may emit an id that is no token.
         text = llm.tokenizer.token_bytes(token).decode(errors="replace") if token is not None and token >= 0 else ""
         return "the end" if token is None else f"{text!r} ({token})"
 
@@ -363,18 +337,16 @@ def _words(entry: Mapping[str, Any]) -> str:
     rows = entry["tokens"]
     prompts, equal, tie, tokens, ties = (sum(r[k] for r in rows) for k in ("prompts", "equal", "tie", "tokens", "ties"))
     found = f"{equal} of {prompts} texts equal, {tie} equal up to ties ({ties} ties in {tokens} tokens)"
-    if entry["law"]:
-        found += (
-            f", {sum(row['verdict'] == 'equal' for row in entry['law'])} of {len(entry['law'])} distributions equal"
-        )
-        untested = sorted({depth for row in entry["law"] for depth in row["untested"]})
+    if entry["distribution"]:
+        found += f", {sum(row['verdict'] == 'equal' for row in entry['distribution'])} of {len(entry['distribution'])} distributions equal"
+        untested = sorted({depth for row in entry["distribution"] for depth in row["untested"]})
         if untested:
-            found += f"; untested for want of draws: the token behind {', '.join(map(str, untested))} accepted ones"
+            found += f"; too few draws to test the token after {', '.join(map(str, untested))} accepted ones"
     return f"{'lossless here' if entry['lossless'] else 'NOT LOSSLESS'}: {found}"
 
 
 def _jsonable(value: Any) -> Any:
-    """Dataclasses as objects, and null for what JSON cannot say (infinities)."""
+    """Dataclasses as objects, and null for infinities, which JSON does not have."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
@@ -394,27 +366,12 @@ def _console(json_: Path | None) -> "Console":
     return console if console.is_terminal else Console(stderr=not to_stdout, width=PIPE_WIDTH)
 
 
-class _Bar:
-    """Progress for people: nothing is shown where nobody looks."""
+def _counter(bar: Bar, name: str) -> Callable[[str, int], None]:
+    """Counts what was done of each kind, for the bar."""
+    done: dict[str, int] = {}
 
-    def __init__(self, name: str):
-        self._name = name
-        self._tasks: dict[str, Any] = {}
+    def advance(what: str, total: int) -> None:
+        done[what] = done.get(what, 0) + 1
+        bar.show(f"{name}: {what}", done[what], total)
 
-    def __enter__(self) -> "_Bar":
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, what: str, total: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(f"{self._name}: {what}", total=total)
-        self._progress.advance(self._tasks[what])
+    return advance

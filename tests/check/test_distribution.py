@@ -11,11 +11,11 @@ from jaxspec.check.distribution import (
     REST,
     Draw,
     _find_cell,
-    check_law,
+    check_distribution,
     chi_square,
+    distribution_samplings,
     draw_many,
-    joint_law,
-    law_samplings,
+    joint_distribution,
 )
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
@@ -134,7 +134,7 @@ def draw(walk, reports=True):
 
 
 def check(walk, reports=True):
-    return check_law(scores, PROMPT, draw(walk, reports))
+    return check_distribution(scores, PROMPT, draw(walk, reports))
 
 
 CORRECT = {
@@ -150,7 +150,7 @@ CORRECT = {
 def test_exact_rules_pass(rule):
     result = check(CORRECT[rule])
     assert result.verdict == "equal" and result.p_value > 0.01
-    assert list(result.behind) == [1, 2]  # the bonus token of a fully accepted round, and the one before it
+    assert list(result.after) == [1, 2]  # the bonus token of a fully accepted round, and the one before it
     assert (result.samples, result.impossible, result.edge) == (SAMPLES, 0, 0)
 
 
@@ -172,8 +172,8 @@ def test_planted_bugs_fail(walk):
 def test_wrong_bonus_shows_behind_accepted_drafts_only():
     """Where almost everything is accepted, no other token tells: this is what `behind` is for."""
     result = check(functools.partial(chain, bonus=UNWARMED))
-    assert result.joint > FALSE_ALARM and result.behind[1] > FALSE_ALARM
-    assert result.behind[2] < FALSE_ALARM
+    assert result.joint > FALSE_ALARM and result.after[1] > FALSE_ALARM
+    assert result.after[2] < FALSE_ALARM
 
 
 def test_impossible_tokens_fail_by_themselves_unless_a_cut_is_near():
@@ -182,24 +182,24 @@ def test_impossible_tokens_fail_by_themselves_unless_a_cut_is_near():
     draws = draw(match)
     for i in range(3):
         draws[i] = Draw((cut, *draws[i].tokens[1:]), accepted=0)
-    result = check_law(scores, PROMPT, draws)
+    result = check_distribution(scores, PROMPT, draws)
     assert (result.verdict, result.p_value, result.impossible) == ("different", 0.0, 3)
-    forgiven = check_law(scores, PROMPT, draws, edge_fn=lambda text, token: (text, token) == (PROMPT, cut))
+    forgiven = check_distribution(scores, PROMPT, draws, edge_fn=lambda text, token: (text, token) == (PROMPT, cut))
     assert (forgiven.verdict, forgiven.impossible, forgiven.edge) == ("equal", 0, 3)
 
 
-def test_without_counters_the_joint_law_is_left():
+def test_without_counters_the_joint_distribution_is_left():
     result = check(functools.partial(tree, children="top"), reports=False)
-    assert result.behind == {} and result.verdict == "different"
+    assert result.after == {} and result.verdict == "different"
 
 
-def test_joint_law_enumerates():
-    full = joint_law(scores, PROMPT, 2)
+def test_joint_distribution_enumerates():
+    full = joint_distribution(scores, PROMPT, 2)
     first = TARGET[PROMPT[-1]]
     assert sum(full.values()) == pytest.approx(1) and len(full) == 36
     assert full[1, 2] if first[1] * TARGET[1][2] else (1, 2) not in full
     assert all(mass == pytest.approx(first[a] * TARGET[a][b]) for (a, b), mass in full.items())
-    pooled = joint_law(scores, PROMPT, 2, width=3)
+    pooled = joint_distribution(scores, PROMPT, 2, width=3)
     assert sum(pooled.values()) == pytest.approx(1) and len(pooled) == 3 * 4 + 1
     top = [int(token) for token in np.argsort(-first)[:3]]
     assert {cell[0] for cell in pooled} == {*top, REST}
@@ -208,7 +208,7 @@ def test_joint_law_enumerates():
     for (a, b), mass in full.items():
         cell = _find_cell((a, b, 7), pooled, inner)
         assert cell in pooled and pooled[cell] >= mass * (1 - 1e-9)
-    with pytest.raises(ConfigError, match="fewer than the law describes"):
+    with pytest.raises(ConfigError, match="fewer than the distribution describes"):
         _find_cell((top[0],), pooled, inner)
 
 
@@ -248,8 +248,8 @@ def test_chi_square_refuses_what_is_no_law(counts, probs):
 def test_draws_must_be_long_enough():
     for draws in ([], [Draw((1, 2)), Draw((1,))]):
         with pytest.raises(ConfigError, match="at least 2 tokens each"):
-            check_law(scores, PROMPT, draws)
+            check_distribution(scores, PROMPT, draws)
 
 
 def test_settings_would_show_an_ignored_temperature():
-    assert all(s.temperature not in (0, 1) and s.max_tokens == 4 for s in law_samplings(4))
+    assert all(s.temperature not in (0, 1) and s.max_tokens == 4 for s in distribution_samplings(4))

@@ -5,7 +5,6 @@ import sys
 
 import jax.numpy as jnp
 import pytest
-from tiny_models import quick_compilation
 
 from jaxspec.cli import check as command
 from jaxspec.methods.core import sampled_tree as sampled
@@ -24,7 +23,7 @@ def check(monkeypatch, capsys, tiny_model):
             words += ["--draft-model", tiny_model]
         words += [word for setting in settings for word in ("--set", setting)]
         monkeypatch.setattr(sys, "argv", [command.NAME, *words, "w1 w2 w1 w2 w1", "w3"])
-        with pytest.raises(SystemExit) as left, quick_compilation():
+        with pytest.raises(SystemExit) as left:
             command.main()
         return left.value.code, capsys.readouterr().out
 
@@ -33,7 +32,7 @@ def check(monkeypatch, capsys, tiny_model):
 
 
 def raw_bonus(logits, batch, request, position, vocab):
-    """The token behind a fully accepted path is drawn at temperature 1, without cuts."""
+    """The token after a fully accepted path is drawn at temperature 1, without cuts."""
     right = match_rule(logits, batch, request, position, vocab)
     neutral = request.processors.replace(temperature=jnp.where(request.processors.temperature > 0, 1.0, 0.0))
     wrong = match_rule(logits, batch, request.replace(processors=neutral), position, vocab)
@@ -64,8 +63,8 @@ def picked_children(logprob, key, position, draws, replacement, processors, voca
 
 
 PLANTS = {
-    "bonus token at the wrong temperature": (verification, "match_rule", raw_bonus, "chain", "length=2"),
-    "pad accepted": (verification, "match_rule", accepted_pad, "lookup", "batch=8"),
+    "bonus token at the wrong temperature": (verification, "match_rule", raw_bonus, "chain", "num_draft_tokens=2"),
+    "pad accepted": (verification, "match_rule", accepted_pad, "lookup", "num_draft_tokens=7"),
     "p / q on top-k children": (sampled, "draw_children", picked_children, "specinfer", "expansion=[2, 1]"),
 }
 
@@ -86,5 +85,5 @@ def test_the_same_methods_pass_unbroken(check, method, setting):
 
 def test_what_follows_from_a_setting_follows_it(check):
     """The method that is checked is the one that the same words decode with."""
-    status, out = check("specexec", "budget=48")
-    assert status == 0 and "budget=48 width=6 branch=32 depth=32" in out
+    status, out = check("specexec", "num_draft_tokens=48")
+    assert status == 0 and "num_draft_tokens=48 width=6 branch=32 depth=32" in out

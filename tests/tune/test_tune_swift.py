@@ -1,22 +1,22 @@
-"""Layer sets found off line: what scoring counts, and what the search finds."""
+"""Layer sets found offline: what scoring counts, and what the search finds."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from tiny_models import FAMILIES, RandomSource, quick_compilation
+from tiny_models import FAMILIES, RandomSource
 
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.swift.search import SearchSettings
 from jaxspec.models.layer_set import all_layers, parse_layers, uniform_layers
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
-from jaxspec.tune.swift import Passage, Scorer, predict_gain, search_layers
+from jaxspec.tune.swift import LayerScorer, Passage, predict_gain, search_layers
 
 LAYERS, WINDOW, FLOAT32 = 6, 16, np.dtype("float32")
 
@@ -37,15 +37,15 @@ def damped():
     params = load_foreign(source, plan_mesh(1), FLOAT32)
     placement = Placement(cfg, plan_mesh(1), FLOAT32)
     engine = Engine(Models(placement), Autoregressive(), 150)
-    with quick_compilation():
-        engine.prepare()
-        scorer = Scorer(placement, params, 150, WINDOW)
+    engine.prepare()
+    scorer = LayerScorer(placement, params, 150, WINDOW)
     passages = []
     for prompt in ([0, 3, 5, 9] * 8, [*range(40)]):
         sampling = SamplingParams(max_tokens=70, temperature=1.0)
-        rounds = engine.rounds(ModelParams(params), prompt, sampling, 1)
-        answer = [token for emitted in rounds for token in emitted.tokens]
-        passages.append(Passage((*prompt, *answer), len(prompt)))
+        with engine.open(ModelParams(params), prompt, sampling, 1) as session:
+            while not session.done:
+                session.step()
+        passages.append(Passage(tuple(session.tokens), len(prompt)))
     return scorer, passages, placement
 
 
