@@ -1,4 +1,4 @@
-"""`jaxspec-check` through GPU kernels in their interpreters: it passes, and certifies no other kernels by their name."""
+"""`jaxspec-check` through GPU kernels in their interpreters: it passes, and certifies no others by their name."""
 
 import json
 import signal
