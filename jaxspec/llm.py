@@ -1,11 +1,8 @@
 """Text in, text out: `generate` and `LLM`."""
 
-import collections
 import copy
 import dataclasses
-import logging
 import numbers
-import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
@@ -14,31 +11,28 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxspec.checkpoint.layer_subset import PREFIX, open_layer_subset, place_layer_subset, take_layers
-from jaxspec.checkpoint.load import Weights, open_weights
-from jaxspec.checkpoint.shared_embedding import share_embedding
+from jaxspec.checkpoint.load import Weights
+from jaxspec.checkpoint.pair import NO_DRAFT, DamagedDraftError, load_pair, open_draft, open_model, place_pair
 from jaxspec.checkpoint.shipped import find_shipped_draft, warn_of_damage
-from jaxspec.checkpoint.vocabulary import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
+from jaxspec.checkpoint.vocabulary import vocabulary_digest
 from jaxspec.config import DType, EngineConfig, SamplingParams
 from jaxspec.engine import Engine, derive_seed, fresh_seed
-from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.metrics import count_speculation
 from jaxspec.models.params import Params
-from jaxspec.results import Completion, DecodeStats, StreamEvent, TopTokens
+from jaxspec.results import Completion, StreamEvent
 from jaxspec.runtime.compile_cache import enable_compile_cache
 from jaxspec.runtime.mesh import MeshPlan, plan_pair
-from jaxspec.runtime.placement import Placement, SharedEmbedding, resolve_dtype
-from jaxspec.text.stream import StreamPiece, TextStream
-from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.stream_events import EventMaker, RoundClock
+from jaxspec.text.stream import TextStream
+from jaxspec.text.tokenizer import load_tokenizer
 from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]
 
-# Instead of a draft's checkpoint: no draft model, not even the shipped one.
-NO_DRAFT = "none"
 Prompt = str | Sequence[int]
 
 
@@ -86,7 +80,7 @@ class LLM:
         resolved = resolve_method(method)
         if draft is not None:
             check_draft_given(resolved, draft != NO_DRAFT)
-        weights = _open_weights("model", model)
+        weights = open_model("model", model)
         if weights.config.shares_embedding:
             raise ConfigError(f"{weights.path}: is a draft without an embedding of its own; give it as the draft")
         plan, draft_plan = plan_pair(
@@ -99,13 +93,16 @@ class LLM:
         )
         self.model_path = weights.path
         self.tokenizer = load_tokenizer(weights.path)
-        draft_weights = _choose_draft(draft, resolved, weights, self.tokenizer)
+        tokens = self.tokenizer.token_strings()
+        draft_weights = open_draft(draft, weights, tokens, find_shipped=resolved.drafts)
+        if draft is None:
+            check_draft_given(resolved, draft_weights is not None)
         self._cache_folder = enable_compile_cache(config.compile_cache)
         self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
         try:
             self._assemble(weights, draft_weights, resolved, plan, draft_plan, config, draft is None)
             return
-        except _DamagedDraftError as error:
+        except DamagedDraftError as error:
             if draft is not None or draft_weights is None or resolved.needs_draft:
                 raise
             warn_of_damage(draft_weights.path, str(error))
@@ -126,13 +123,14 @@ class LLM:
         self.draft_path = None if draft_weights is None else draft_weights.path
         shipped_name = self.draft_path.name if self.draft_path is not None and shipped else None
         store = Store(weights.path, self._cache_folder, shipped_name)
-        models = _place_models(weights, draft_weights, self.tokenizer, plan, draft_plan, config.dtype)
+        tokens = self.tokenizer.token_strings()
+        models = Models(*place_pair(weights, draft_weights, tokens, token_strings, plan, draft_plan, config.dtype))
         self.engine = Engine(models, method, config.max_context, store)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(_load_params, weights, draft_weights, models)
+            loading = pool.submit(load_pair, weights, draft_weights, *models)
             self._unreported_compile_s = self.engine.prepare()
-            self.model_params = loading.result()
+            self.model_params = ModelParams(*loading.result())
 
     @property
     def params(self) -> Params:
@@ -264,8 +262,8 @@ class LLM:
         self._unreported_compile_s = 0.0
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         text = TextStream(self.tokenizer, sampling.stop or (), sampling.stop_token_ids or (), max_tokens)
-        clock = _Clock()
-        events = _EventMaker(text, sampling)
+        clock = RoundClock()
+        events = EventMaker(text, sampling)
         received: list[StepOutput] = []
         event: StreamEvent | None = None
         # A caller that stops listening keeps what the method found on the way.
@@ -329,185 +327,17 @@ def generate(
 _loaded: dict[tuple[Any, ...], LLM] = {}
 
 
-class _DamagedDraftError(CheckpointError):
-    """The draft's weights cannot be read; the target's can."""
-
-
-class _Clock:
-    """Times of the first and the latest round, in seconds from construction."""
-
-    def __init__(self):
-        self._start = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._start
-        self._first_tokens = 0
-
-    def tick(self, tokens: int) -> None:
-        self._last = time.perf_counter()
-        if self._first is None:
-            self._first = self._last
-            self._first_tokens = tokens
-
-    def stats(self, prompt_tokens: int, tokens: int, compile_s: float, seed: int | None) -> DecodeStats:
-        assert self._first is not None
-        decode_s = self._last - self._first
-        behind_first = max(0, tokens - self._first_tokens)  # what a stop cut off was not received
-        return DecodeStats(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=tokens,
-            ttft_s=self._first - self._start,
-            decode_s=decode_s,
-            tokens_per_s=behind_first / decode_s if behind_first else None,
-            compile_s=compile_s,
-            seed=seed,
-        )
-
-
-class _EventMaker:
-    """Turns rounds into events; tokens wait here until the text is certain to keep them."""
-
-    def __init__(self, text: TextStream, sampling: SamplingParams):
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[TopTokens] = []
-        self._text = text
-        self._num_logprobs = sampling.num_logprobs if sampling.wants_logprobs else None
-        self._waiting: collections.deque[tuple[int, bool, float, TopTokens]] = collections.deque()
-
-    def push(self, output: StepOutput) -> StreamEvent:
-        """Feed a round's tokens to the text until it ends; tokens after the end are dropped."""
-        spans, kept = [], []
-        top = output.top or ((),) * len(output.tokens)
-        for index, (token, logprob, ranked) in enumerate(zip(output.tokens, output.logprobs, top, strict=True)):
-            self._waiting.append((token, index < output.accepted, logprob, ranked))
-            piece = self._text.push(token)
-            self._take(piece, spans, kept)
-            if piece.finish_reason is not None:
-                break
-        return self._make(spans, kept)
-
-    def abort(self) -> StreamEvent:
-        """End the text with all tokens that it was fed."""
-        spans, kept = [], []
-        self._take(self._text.abort(), spans, kept)
-        return self._make(spans, kept)
-
-    def _take(self, piece: StreamPiece, spans: list[tuple[str, bool]], kept: list[tuple[Any, ...]]) -> None:
-        shown = [self._waiting.popleft() for _ in range(piece.num_tokens)]
-        kept.extend(shown)
-        if piece.text:
-            spans.append((piece.text, bool(shown) and all(drafted for _, drafted, *_ in shown)))
-
-    def _make(self, spans: list[tuple[str, bool]], kept: list[tuple[Any, ...]]) -> StreamEvent:
-        tokens, from_draft, logprobs, top = zip(*kept, strict=True) if kept else ((), (), (), ())
-        top = tuple(ranked[: self._num_logprobs] for ranked in top)
-        self.logprobs.extend(logprobs)
-        self.top_logprobs.extend(top)
-        return StreamEvent(
-            text="".join(text for text, _ in spans),
-            token_ids=tokens,
-            from_draft=from_draft,
-            logprobs=None if self._num_logprobs is None else logprobs,
-            finish_reason=self._text.finish_reason,
-            spans=tuple(spans),
-            top_logprobs=top if self._num_logprobs else None,
-        )
-
-
-def _open_weights(role: str, path: object) -> Weights:
-    if not isinstance(path, str | PathLike | None) or path == "":
-        raise ConfigError(f"{role} must be the path of a checkpoint, got {path!r}")
-    return open_weights(None if path is None else Path(path).expanduser())
+def token_strings(path: Path) -> Sequence[str]:
+    """Every token of a checkpoint's tokenizer as its vocabulary writes it, by id."""
+    return load_tokenizer(path).token_strings()
 
 
 def has_draft(model: str | PathLike[str] | None, draft: str | PathLike[str] | None) -> bool:
     """Whether a method that uses a draft model would get one from these arguments of `LLM`."""
     if draft is not None:
         return draft != NO_DRAFT
-    weights = _open_weights("model", model)
-    tokens = load_tokenizer(weights.path).token_strings()
-    return find_shipped_draft(weights.config, vocabulary_digest(tokens)) is not None
-
-
-def _choose_draft(draft: object, method: Method, weights: Weights, tokenizer: Tokenizer) -> Weights | None:
-    """The draft that was asked for, or the shipped one where the method takes one and nothing was said."""
-    if isinstance(draft, str) and draft.startswith(PREFIX):
-        return open_layer_subset(draft, weights, vocabulary_digest(tokenizer.token_strings()))
-    if draft is None and method.drafts:
-        draft = find_shipped_draft(weights.config, vocabulary_digest(tokenizer.token_strings()))
-        check_draft_given(method, draft is not None)
-    return None if draft is None or draft == NO_DRAFT else _open_weights("draft", draft)
-
-
-def _place_models(
-    weights: Weights,
-    draft_weights: Weights | None,
-    tokenizer: Tokenizer,
-    plan: MeshPlan,
-    draft_plan: MeshPlan,
-    dtype: DType,
-) -> Models:
-    """Placements of target and draft on their meshes; a pair that does not fit together is refused."""
-    # Only the native kernels read blocks and half precision faster than float32.
-    keeps = dtype == "auto" and plan.kernels.native
-    target = Placement(
-        weights.config, plan, resolve_dtype(dtype, plan), storage=weights.storage(plan) if keeps else None
-    )
-    if draft_weights is None:
-        return Models(target)
-    if draft_weights.layers is not None:
-        own_dtype = resolve_dtype(dtype, draft_plan)
-        return Models(target, place_layer_subset(target, draft_weights.layers, draft_plan, own_dtype))
-    limit, rows = _match_vocabularies(weights, draft_weights, tokenizer)
-    if draft_weights.config.max_context < weights.config.max_context:
-        logging.getLogger(__name__).warning(
-            "the draft was made for %d tokens of context, the target for %d: drafts behind that may be poor",
-            draft_weights.config.max_context, weights.config.max_context,
-        )  # fmt: skip
-    target = dataclasses.replace(target, vocab_rows=rows)
-    # A draft decides the speed alone, so it need not follow the target to float32.
-    keeps = dtype in ("auto", "float32") and draft_plan.kernels.native
-    draft = Placement(
-        draft_weights.config,
-        draft_plan,
-        resolve_dtype(dtype, draft_plan),
-        rows,
-        limit,
-        draft_weights.storage(draft_plan) if keeps else None,
-        SharedEmbedding(weights.config, target.weights) if draft_weights.config.shares_embedding else None,
-    )
-    return Models(target, draft)
-
-
-def _match_vocabularies(weights: Weights, draft_weights: Weights, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Ids that a draft may propose, from 0 up to a limit, and the vocabulary rows that both models need."""
-    tokens = tokenizer.token_strings()
-    if draft_weights.vocabulary is not None:
-        widths = (weights.config.embed_dim, draft_weights.config.embed_dim)
-        check_vocabulary(tokens, draft_weights.vocabulary, widths)
-        return weights.config.vocab_size, weights.config.vocab_size
-    draft_tokens = load_tokenizer(draft_weights.path).token_strings()
-    shared = count_shared_tokens(tokens, draft_tokens)
-    if unused := count_named(tokens[shared:], draft_tokens[shared:]):
-        logging.getLogger(__name__).warning(
-            "the draft proposes tokens 0 to %d only: its vocabulary and the target's part there, and %d tokens behind "
-            "that both have are left to the target", shared - 1, unused,
-        )  # fmt: skip
-    sizes = (weights.config.vocab_size, draft_weights.config.vocab_size)
-    return min(shared, *sizes), max(sizes)
-
-
-def _load_params(weights: Weights, draft_weights: Weights | None, models: Models) -> ModelParams:
-    target = weights.load(models.target)
-    if draft_weights is None or models.draft is None:
-        return ModelParams(target)
-    if draft_weights.layers is not None:
-        own = take_layers(models.target, models.draft, draft_weights.layers, target)
-    else:
-        try:
-            own = draft_weights.load(models.draft)
-        except CheckpointError as error:
-            raise _DamagedDraftError(str(error)) from error
-    return ModelParams(target, own | share_embedding(models.draft, target))
+    weights = open_model("model", model)
+    return find_shipped_draft(weights.config, vocabulary_digest(token_strings(weights.path))) is not None
 
 
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:
