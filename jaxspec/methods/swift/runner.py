@@ -32,13 +32,11 @@ class HostText(HostState):
       tokens: prompt and verified tokens, one round late.
       prompt: how many of them are the prompt's.
       scored: of each round that was not read yet, the next one included, whether a scoring pass runs before it.
-      unwatched: tokens since the set of a search that has ended was last scored.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     prompt: int = 1
     scored: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque([False]))
-    unwatched: int = 0
 
 
 class DraftTimer(RoundTimer):
@@ -56,7 +54,6 @@ class SwiftRunner(SpeculativeRunner):
 
     Attributes:
       search: finds the layers.
-      timer: of the rounds.
       score: program of a scoring pass.
     """
 
@@ -123,7 +120,7 @@ class SwiftRunner(SpeculativeRunner):
             self.timer.draft_cost = self.drafter.cost
             self.timer.forget_drafts()
         state, round_, least = super().round(params, state, request, room)
-        start = self._find_window(text) if self._searches and self._is_due(text) else None
+        start = self._find_window(text) if self._searches and self._is_due() else None
         text.scored.append(start is not None)
         if start is not None:
             asked = self.search.next_sets(self._sets)
@@ -132,7 +129,7 @@ class SwiftRunner(SpeculativeRunner):
             target, matches = self.score(params.target, state.target, tokens, np.int32(start), units)
             matches.copy_to_host_async()
             self._pending.append((text, asked, matches))
-            text.unwatched = 0
+            self.search.unwatched = 0
             state = dataclasses.replace(state, target=target)
         return state, round_, least
 
@@ -142,12 +139,12 @@ class SwiftRunner(SpeculativeRunner):
         allowed, scored = text.allowed.popleft(), text.scored.popleft()
         total_s, spent_s = timer.total_s, timer.spent_s
         timer.observe(output, allowed=allowed, delayed=scored)
-        timer.passes += scored
         text.tokens += output.tokens
-        text.unwatched += len(output.tokens)
         if search.stopped is None:
             search.decoded_s += timer.total_s - total_s
             search.spent_s += timer.spent_s - spent_s
+        else:
+            search.unwatched += len(output.tokens)
         if scored:
             self._read_scores(text)
 
@@ -170,25 +167,24 @@ class SwiftRunner(SpeculativeRunner):
         """See `Runner.close`; stores the search."""
         self._window = None
         try:
-            while self._pending:
-                self._read_scores(self._pending[0][0])
+            self._read_scores()
         finally:
             if self._searches and self._file is not None:
                 self._file.save(self._task, self.search)
 
-    def _read_scores(self, text: HostText) -> None:
-        """Take the scores of the oldest pass for a text, and of all passes before it; they have finished."""
-        while self._pending:
+    def _read_scores(self, text: HostText | None = None) -> None:
+        """Take the scores of the oldest pass for a text, and of those before it, which have finished; None: of all."""
+        owner = None
+        while self._pending and (owner is None or owner is not text):
             owner, asked, matches = self._pending.popleft()
             self.search.tell(asked, np.asarray(matches).tolist())
-            if owner is text:
-                return
+            self.timer.passes += 1
 
-    def _is_due(self, text: HostText) -> bool:
+    def _is_due(self) -> bool:
         """Whether a scoring pass may run now."""
         search, share, timer = self.search, self._share, self.timer
         if search.stopped is not None:
-            return text.unwatched >= WATCH_EVERY
+            return search.unwatched >= WATCH_EVERY
         if share is None or share == 1:
             return True
         # Before one was measured, by its rows. Where every round drafts, a draft round is the nearest to a plain one.

@@ -36,7 +36,7 @@ MEMORY = 256
 # of the mean candidate in the estimate of a set, in windows.
 WINDOW_STEPS, CONFIRMING_WINDOWS, RIVALS, PRIOR_WINDOWS = 8, 2, 3, 1.0
 # Numbers that outlive a process.
-COUNTERS = ("steps", "stale", "since", "proposed", "again", "decoded_s", "spent_s")
+COUNTERS = ("steps", "stale", "since", "proposed", "again", "unwatched", "decoded_s", "spent_s")
 # A search that has ended is resumed when the incumbent's matchness on so many windows is lower by this much.
 WATCHED_WINDOWS, FALL = 4, 0.15
 # Bayesian proposals. Weight of the deviation in the upper confidence bound, as in the paper's code.
@@ -113,6 +113,7 @@ class LayerSearch:
       since: `steps` when the search was last resumed.
       proposed: candidates asked for.
       again: sets asked for that had been scored before.
+      unwatched: tokens since the set was last scored, of a search that has ended.
       history: (step, matchness of the incumbent), each time that one of them changed.
       adopted: (step, layer set as text) of every incumbent.
       decoded_s: seconds of decoding during the search, those of earlier processes included.
@@ -127,7 +128,7 @@ class LayerSearch:
         start = uniform_layers(num_layers) if self._skipped else all_layers(num_layers)
         self.has_choice = 0 < self._skipped < self._units
         self.stopped = None if self.has_choice else "there is nothing to choose"
-        self.steps = self.stale = self.since = self.proposed = self.again = 0
+        self.steps = self.stale = self.since = self.proposed = self.again = self.unwatched = 0
         self.decoded_s = self.spent_s = 0.0
         self.history: list[tuple[int, float]] = []
         self.adopted = [(0, str(start))]
