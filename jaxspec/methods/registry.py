@@ -53,7 +53,8 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> "Method
     cls, known = method_class(name), setting_fields(name)
     for setting in settings or {}:
         if setting not in known:
-            raise ConfigError(f"method {name!r} has no setting {setting!r}; {suggest(setting, known)}")
+            present = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+            raise ConfigError(f"method {name!r} has no setting {setting!r}; {suggest(setting, present)}")
     return cls(**(settings or {}))
 
 

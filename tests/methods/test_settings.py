@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 from tiny_models import FAMILIES
 
-from jaxspec.cli.method_options import METHOD_OPTIONS, method_from
-from jaxspec.cli.options import setting_types
+from jaxspec.cli.options import method_from, method_options
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import Models
 from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.round import Models
 from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.registry import METHODS, check_draft_given, make_method, resolve_method
+from jaxspec.methods.registry import METHODS, check_draft_given, make_method, method_class, resolve_method
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.methods.swift.settings import Swift
+from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
@@ -27,10 +28,10 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
 @pytest.mark.parametrize(
     ("method", "settings", "word"),
     [
-        (SpecExec, {"budget": 0}, "budget"),
-        (SpecExec, {"budget": 4097}, "budget must be at most 4096"),
-        (SpecExec, {"budget": 8.0}, "budget"),
-        (SpecExec, {"budget": True}, "budget"),
+        (SpecExec, {"num_draft_tokens": 0}, "num_draft_tokens"),
+        (SpecExec, {"num_draft_tokens": 4097}, "num_draft_tokens must be at most 4096"),
+        (SpecExec, {"num_draft_tokens": 8.0}, "num_draft_tokens"),
+        (SpecExec, {"num_draft_tokens": True}, "num_draft_tokens"),
         (SpecExec, {"width": 0}, "width"),
         (SpecExec, {"branch": -1}, "branch"),
         (SpecExec, {"depth": 129}, "depth must be at most 128"),
@@ -40,8 +41,8 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
         (SpecExec, {"decay": 1.01}, "decay"),
         (SpecExec, {"min_probability": -0.1}, "min_probability"),
         (SpecExec, {"min_probability": float("nan")}, "min_probability"),
-        (Chain, {"length": 0}, "length"),
-        (Chain, {"length": 65}, "length must be at most 64"),
+        (Chain, {"num_draft_tokens": 0}, "num_draft_tokens"),
+        (Chain, {"num_draft_tokens": 65}, "num_draft_tokens must be at most 64"),
         (Chain, {"rule": "typical"}, "rule"),
         (Chain, {"min_probability": 1.5}, "min_probability"),
         (SpecInfer, {"expansion": ()}, "expansion"),
@@ -50,7 +51,7 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
         (SpecInfer, {"expansion": (2**62, 2)}, "at most 1024"),
         (SpecInfer, {"expansion": (32, 32)}, "1056 tokens, at most 1024"),
         (SpecInfer, {"replacement": 1}, "replacement"),
-        (PromptLookup, {"batch": 1}, "batch"),
+        (PromptLookup, {"num_draft_tokens": 0}, "num_draft_tokens"),
         (PromptLookup, {"ngram": 0}, "ngram"),
         (PromptLookup, {"candidates": 65}, "candidates must be at most 64"),
         (PromptLookup, {"length": "15"}, "length"),
@@ -67,8 +68,8 @@ def test_out_of_range(method, settings, word):
     [
         ("specxec", {}, "unknown method 'specxec'; did you mean 'specexec'"),
         ("swfit", {}, "did you mean 'swift'"),
-        ("ar", {"budget": 4}, "'ar' has no settings, got 'budget'"),
-        ("specexec", {"bugdet": 4}, "no setting 'bugdet'; did you mean 'budget'"),
+        ("ar", {"num_draft_tokens": 4}, "'ar' has no setting 'num_draft_tokens'; known: steps_per_dispatch"),
+        ("specexec", {"num_draft_token": 4}, "no setting 'num_draft_token'; did you mean 'num_draft_tokens'"),
         # Children picked by rank under a ratio of probabilities would be wrong in law: there is no such combination.
         ("specexec", {"rule": "rejection"}, "no setting 'rule'"),
         ("lookup", {"rule": "rejection"}, "no setting 'rule'"),
@@ -94,8 +95,27 @@ def test_a_file_of_layers_where_there_is_no_use_for_it(options, word):
 
 
 def test_numbers_of_numpy():
-    assert SpecExec(np.int64(4)).budget == 4
+    assert SpecExec(np.int64(4)).num_draft_tokens == 4
     assert Chain(min_probability=np.float32(0.5)).min_probability == 0.5
+
+
+@pytest.mark.parametrize(
+    ("method", "old", "new"),
+    [
+        (SpecExec, {"budget": 9}, {"num_draft_tokens": 9}),
+        (Chain, {"length": 3}, {"num_draft_tokens": 3}),
+        (PromptLookup, {"batch": 9}, {"num_draft_tokens": 8}),
+        (Auto, {"batch": 9}, {"num_draft_tokens": 8}),
+        (SwiftSpec, {"batch": 9}, {"num_draft_tokens": 8}),
+        (Swift, {"batch": 41}, {"num_draft_tokens": 40}),
+    ],
+)
+def test_former_names_work_with_one_warning(method, old, new):
+    with pytest.warns(FutureWarning) as caught:
+        assert method(**old) == method(**new)
+    assert len(caught) == 1 and "is now called num_draft_tokens" in str(caught[0].message)
+    with pytest.raises(ConfigError, match="are both given"):
+        method(**old, **new)
 
 
 def test_auto():
@@ -103,10 +123,10 @@ def test_auto():
 
 
 def test_settings_reach_the_method():
-    for name, method in METHODS.items():
-        for field in dataclasses.fields(method):
+    for name in METHODS:
+        for field in dataclasses.fields(method_class(name)):
             changed = {
-                "batch": 40,
+                "search": "paper", "num_draft_tokens": 40,
                 "rule": "rejection", "score_temperature": "sampling", "expansion": (1, 2), "decay": 0.5,
                 "min_probability": 0.25, "replacement": False, "pass_cost": (1.0, 2.0), "ratio": 0.3,
                 "threshold": 0.5, "siblings": (1, 2, 3, 4), "layers": "none", "context": "first", "max_score": 0.5,
@@ -116,11 +136,10 @@ def test_settings_reach_the_method():
 
 
 def test_the_command_line_knows_all_settings_with_their_types():
-    """They are written out there, so that --help answers without loading any method."""
-    types = {}
-    for method in METHODS.values():
-        types |= setting_types(method())
-    assert types == METHOD_OPTIONS
+    known = method_options()
+    assert {"num_draft_tokens", "expansion", "pass_cost", "batch", "budget"} <= set(known)
+    assert (known["num_draft_tokens"], known["batch"], known["expansion"]) == ((int,), (int,), (list,))
+    assert (known["decay"], known["rule"], known["adaptive"]) == ((int, float), (str,), (bool,))
 
 
 @pytest.mark.parametrize("method", [Chain, 5, None, object()])
@@ -130,7 +149,7 @@ def test_what_is_no_method(method):
 
 
 def test_drafts_given_and_missing():
-    for method in METHODS.values():
+    for method in map(method_class, METHODS):
         for given in (False, True):
             if method.needs_draft <= given <= method.drafts:
                 check_draft_given(method(), given)
@@ -164,7 +183,7 @@ def test_shapes():
         (SpecExec(1024), (1025, 33, 64)),
         (SpecExec(16, width=5, depth=3), (17, 4, 5)),
         (SpecInfer((3, 2, 1)), (16, 4, 6)),
-        (PromptLookup(batch=8), (8, 8, 0)),
-        (PromptLookup(batch=32, length=4), (32, 5, 0)),
+        (PromptLookup(7), (8, 8, 0)),
+        (PromptLookup(31, length=4), (32, 5, 0)),
     ):
-        assert (method.batch_rows, method.longest_path, method.draft_rows) == shape, method
+        assert (method.num_rows, method.max_path, method.draft_rows) == shape, method
