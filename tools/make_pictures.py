@@ -11,13 +11,9 @@ import argparse
 import collections
 import dataclasses
 import html
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-# Draft and target need a device each; JAX reads this when it starts.
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 import jax
 import numpy as np
@@ -209,8 +205,6 @@ def _parts(text: str) -> Iterator[str]:
 
 def trace_rounds() -> list[Event]:
     """Events of an answer of SwiftSpec, draft and target on a device each."""
-    if len(jax.devices()) < 2:
-        raise SystemExit("two devices are needed: run with JAX_NUM_CPU_DEVICES=2")
     method = jaxspec.SwiftSpec(depth=DEPTH)
     llm = jaxspec.LLM(method=method, draft_devices=1)
     messages = [{"role": "user", "content": QUESTION}]
@@ -332,6 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "docs" / "pictures")
     folder = parser.parse_args().folder
+    jax.config.update("jax_num_cpu_devices", 2)  # draft and target need a device each
     folder.mkdir(parents=True, exist_ok=True)
     pieces, out = draft_answer()
     counts = collections.Counter(piece.kind for piece in pieces)

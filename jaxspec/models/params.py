@@ -2,8 +2,8 @@
 
 Axis letters are those of `ModelConfig`. Weights are stored `[out..., in...]`, as checkpoints have them: a
 one-token step is then a row-major matrix-vector product, the fastest form on CPU (docs/decisions.md). Query, key and
-value share one tensor grouped by KV head, gate and up share another, so that sharding the first named axis gives
-each device whole heads with their keys.
+value share one tensor grouped by KV head; gate and up share another. Sharding the first named axis then gives each
+device whole heads with their keys.
 
 A weight is kept as numbers or in a file's blocks (`jaxspec.models.quantization`). Blocks replace the last dimension
 `I` by two, `I / values` and `nbytes`; those before them, and with them the shards, stay what they are.

@@ -3,9 +3,8 @@
 The order of the steps is in docs/algorithms.md, "One logits processor".
 
 Every knob is a traced value, so that one compiled program serves all sampling parameters. Nothing is sorted and the
-vocabulary is never gathered: the cuts of top-k and top-p are found by exact bisection over the bits of the scores,
-with counts and masses in integers, so a cut depends neither on the order of summation nor on how the vocabulary is
-split. `reference.py` holds the same rules written for reading.
+vocabulary is never gathered: the cuts of top-k and top-p are found by exact bisection over the bits of the scores.
+Counts and masses are integers, so a cut depends neither on the order of summation nor on how the vocabulary is split.
 
 Letters: T rows, V_local columns of this device.
 """
