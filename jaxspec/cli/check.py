@@ -338,7 +338,8 @@ def _words(entry: Mapping[str, Any]) -> str:
     prompts, equal, tie, tokens, ties = (sum(r[k] for r in rows) for k in ("prompts", "equal", "tie", "tokens", "ties"))
     found = f"{equal} of {prompts} texts equal, {tie} equal up to ties ({ties} ties in {tokens} tokens)"
     if entry["distribution"]:
-        found += f", {sum(row['verdict'] == 'equal' for row in entry['distribution'])} of {len(entry['distribution'])} distributions equal"
+        verdicts = [row["verdict"] for row in entry["distribution"]]
+        found += f", {verdicts.count('equal')} of {len(verdicts)} distributions equal"
         untested = sorted({depth for row in entry["distribution"] for depth in row["untested"]})
         if untested:
             found += f"; too few draws to test the token after {', '.join(map(str, untested))} accepted ones"

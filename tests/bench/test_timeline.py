@@ -12,20 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pause import pause
-from tiny_models import FAMILIES, RandomSource, place, quick_compilation, tiny_params
+from tiny_models import FAMILIES, RandomSource, place, tiny_params
 
 from jaxspec.bench.events import Event, summarise
 from jaxspec.bench.timeline import Timeline
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
-from jaxspec.engine import Engine, StepOutput
+from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.chain import Chain
+from jaxspec.methods.core import executor
+from jaxspec.methods.core.round import DraftCounts, ModelParams, Models, StepOutput
 from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.swiftspec import draft_tree as growing
-from jaxspec.methods.swiftspec import settings as swiftspec
-from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.swiftspec import draft_tree
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import plan_mesh
@@ -35,7 +34,7 @@ PROMPT = [5, 0, 17, 3, 0, 42]
 TOKENS = 24
 # Long enough that what a busy machine adds to a round is little beside it.
 VERIFY_S, GROW_S = 0.1, 0.07
-DEVICE_NAMES = {"grow", "grow once", "turn", "turn and grow", "verify", "draft", "round"}
+DEVICE_NAMES = {"expand", "expand once", "advance", "advance and expand", "verify", "draft", "decode"}
 NAMES = DEVICE_NAMES | {"target->draft", "draft->target", "dispatch", "wait", "read"}
 
 
@@ -54,8 +53,8 @@ def hand_made_round(number, at, generation=0):
 
     return [
         event("transfers", "target->draft", 0, 0.5),
-        event("draft", "turn", 0.5, 1),
-        event("draft", "grow", 1.5, 3),
+        event("draft", "advance", 0.5, 1),
+        event("draft", "expand", 1.5, 3),
         event("transfers", "draft->target", 1.5, 0.5),
         event("target", "verify", 2, 4),
         event("host", "dispatch", 0, 0.25),
@@ -73,7 +72,7 @@ def test_summary_by_hand():
     span = 2 * 6.5 + 6
     assert summary.idle == pytest.approx({"target": 1 - 12 / span, "draft": 1 - 12 / span})
     assert summary.round_s == pytest.approx(6.5)
-    expected = {"turn": 1, "grow": 3, "verify": 4, "target->draft": 0.5, "draft->target": 0.5}
+    expected = {"advance": 1, "expand": 3, "verify": 4, "target->draft": 0.5, "draft->target": 0.5}
     assert summary.program_s == pytest.approx(expected)
     assert summary.transfer_s == pytest.approx(1) and summary.pass_s == pytest.approx(4)
     assert summary.sync_s == pytest.approx(2)
@@ -83,7 +82,7 @@ def test_summary_by_hand():
     assert summary.draft_tree is None
 
 
-def test_what_lies_between_generations_is_nobodys_time():
+def test_time_between_generations_is_not_counted():
     one = summarise(hand_made_round(0, 0.0))
     two = summarise([*hand_made_round(0, 0.0), *hand_made_round(1, 1000.0, generation=1)])
     assert two.rounds == 2 and two.round_s is None and two.host_s is None
@@ -93,7 +92,7 @@ def test_what_lies_between_generations_is_nobodys_time():
 def test_growth_in_turn_overlaps_nothing():
     def in_turn(number, start):
         return [
-            Event("draft", "turn and grow", start, start + 4, number),
+            Event("draft", "advance and expand", start, start + 4, number),
             Event("target", "verify", start + 4, start + 9, number),
             Event("host", "read", start + 9, start + 9.5, number),
         ]
@@ -117,11 +116,11 @@ def test_rounds_of_several_passes():
     assert summary.sync_s is None
 
 
-def test_growth_behind_the_last_verification_is_not_counted():
+def test_growth_after_the_last_verification_is_not_counted():
     events = [
-        Event("draft", "turn", 0, 1, 0),
+        Event("draft", "advance", 0, 1, 0),
         Event("target", "verify", 1, 5, 0),
-        Event("draft", "grow", 1, 9, 0),
+        Event("draft", "expand", 1, 9, 0),
         Event("host", "read", 5, 6, 0),
     ]
     summary = summarise(events)
@@ -129,7 +128,7 @@ def test_growth_behind_the_last_verification_is_not_counted():
 
 
 def test_methods_without_a_growing_tree_have_no_overlap():
-    events = [Event("devices", "round", n, n + 0.5, n) for n in range(3)]
+    events = [Event("devices", "decode", n, n + 0.5, n) for n in range(3)]
     events += [Event("host", "read", n + 0.5, n + 0.75, n) for n in range(3)]
     summary = summarise(events)
     assert summary.overlap is None and summary.transfer_s is None
@@ -160,7 +159,7 @@ class Traced(NamedTuple):
 
 def slow_models(patch, grow_s):
     """Programs that are traced from now on verify in `VERIFY_S` and grow in `grow_s`."""
-    verify, grow = swiftspec.verify, growing.grow_tree
+    verify, grow = executor.verify, draft_tree.expand_tree
 
     def slow_verify(*args, **settings):
         state, outcome, round_ = verify(*args, **settings)
@@ -172,8 +171,8 @@ def slow_models(patch, grow_s):
         state = grow(*args)
         return dataclasses.replace(state, tree=dataclasses.replace(state.tree, size=pause(state.tree.size, grow_s)))
 
-    patch.setattr(swiftspec, "verify", slow_verify)
-    patch.setattr(growing, "grow_tree", slow_grow)
+    patch.setattr(executor, "verify", slow_verify)
+    patch.setattr(draft_tree, "expand_tree", slow_grow)
 
 
 def make_engine(method, draft_device):
@@ -181,14 +180,20 @@ def make_engine(method, draft_device):
     cfg, plan = FAMILIES["llama"], plan_mesh(1, draft_device)
     draft = Placement(cfg, plan, np.dtype("float32"))
     engine = Engine(Models(place(cfg), draft), method, 100)
-    with quick_compilation():
-        engine.prepare()
+    engine.prepare()
     return engine, ModelParams(tiny_params("llama"), load_foreign(RandomSource(cfg), plan, draft.dtype))
+
+
+def decode(engine, params, tokens=TOKENS):
+    """The rounds of a generation, one after another."""
+    with engine.open(params, PROMPT, SamplingParams(max_tokens=tokens), 0) as session:
+        while not session.done:
+            yield session.step()
 
 
 def trace(engine, params, tokens=TOKENS):
     with Timeline(engine.models) as timeline:
-        rounds = list(engine.rounds(params, PROMPT, SamplingParams(max_tokens=tokens), 0))
+        rounds = list(decode(engine, params, tokens))
     return Traced(timeline, rounds)
 
 
@@ -236,7 +241,9 @@ def check_trace(traced, tmp_path, per_round, rows):
         found = {e["name"] for e in events if e["args"]["round"] == number}
         assert found == per_round | {"dispatch", "wait", "read"}
     reads = [e["args"] for e in events if e["name"] == "read"]
-    assert [e["tokens"] for e in reads] == [len(r.tokens) for r in traced.rounds]
+    # The last round is cut to the asked-for length after it was read.
+    assert [e["tokens"] for e in reads][:-1] == [len(r.tokens) for r in traced.rounds][:-1]
+    assert reads[-1]["tokens"] >= len(traced.rounds[-1].tokens)
     assert told["otherData"]["rounds"] == len(traced.rounds)
     return told
 
@@ -246,9 +253,9 @@ def by_name(timeline, name):
 
 
 def test_growth_happens_during_verification(parallel, tmp_path):
-    names = {"turn", "grow", "verify", "target->draft", "draft->target"}
+    names = {"advance", "expand", "verify", "target->draft", "draft->target"}
     check_trace(parallel, tmp_path, names, ["target", "draft", "transfers", "host"])
-    turns, grows, verifies = (by_name(parallel.timeline, name) for name in ("turn", "grow", "verify"))
+    turns, grows, verifies = (by_name(parallel.timeline, name) for name in ("advance", "expand", "verify"))
     for number, verify in verifies.items():
         assert turns[number].end <= verify.start
         assert grows[number].start < verify.end and grows[number].end > verify.start
@@ -256,21 +263,21 @@ def test_growth_happens_during_verification(parallel, tmp_path):
             assert verify.end <= turns[number + 1].start
     summary = parallel.timeline.summary()
     assert summary.rounds == len(parallel.rounds) and summary.overlap >= 0.9
-    # A busy machine notes some completions late, which shortens what comes behind them.
-    assert summary.program_s["verify"] > 0.9 * VERIFY_S and summary.program_s["grow"] > 0.9 * GROW_S
+    # A busy machine notes some completions late, which shortens the programs after them.
+    assert summary.program_s["verify"] > 0.9 * VERIFY_S and summary.program_s["expand"] > 0.9 * GROW_S
     assert summary.draft_tree["tokens_computed"] == sum(r.draft.computed for r in parallel.rounds)
 
 
 def test_a_round_lasts_as_long_as_the_slower_side(parallel, serial):
     side, turn = parallel.timeline.summary(), serial.timeline.summary()
-    longest = max(side.program_s["verify"], side.program_s["grow"]) + side.program_s["turn"] + side.transfer_s
+    longest = max(side.program_s["verify"], side.program_s["expand"]) + side.program_s["advance"] + side.transfer_s
     assert side.round_s <= 1.1 * longest
     assert turn.round_s >= VERIFY_S + GROW_S
     assert side.round_s <= turn.round_s - GROW_S / 2
 
 
 def test_in_turn_nothing_overlaps(serial, tmp_path):
-    names = {"turn and grow", "verify", "target->draft", "draft->target"}
+    names = {"advance and expand", "verify", "target->draft", "draft->target"}
     check_trace(serial, tmp_path, names, ["target", "draft", "transfers", "host"])
     assert serial.timeline.summary().overlap == 0
     assert [r.tokens for r in serial.rounds] and serial.timeline.summary().idle["target"] > 0.3
@@ -278,7 +285,7 @@ def test_in_turn_nothing_overlaps(serial, tmp_path):
 
 def test_waiting_within_a_round_is_not_the_hosts_work(quick, tmp_path):
     _, _, traced = quick
-    names = {"turn", "grow once", "verify", "target->draft", "draft->target"}
+    names = {"advance", "expand once", "verify", "target->draft", "draft->target"}
     check_trace(traced, tmp_path, names, ["target", "draft", "transfers", "host"])
     assert traced.timeline.summary().host_s < traced.timeline.summary().round_s
 
@@ -289,7 +296,7 @@ def test_the_outcome_leaves_when_it_is_there_however_long_a_tree_grew():
     assert len(rounds) > 2
     for number in range(1, len(rounds)):
         assert moves[number].start >= verifies[number - 1].end
-    grown = [e.round for e in timeline.events if e.name == "grow once"]
+    grown = [e.round for e in timeline.events if e.name == "expand once"]
     assert max(map(grown.count, grown)) > 4
     assert timeline.summary().transfer_s < VERIFY_S / 2
 
@@ -302,7 +309,7 @@ def test_what_a_transfer_takes_is_known_whatever_ran_since():
     def round_():
         _, verified = timeline.program("verify", target.plan, lambda: (0, slow(one)), ())
         for _ in range(100):
-            timeline.program("grow once", draft.plan, lambda: (0, other + 1), ())
+            timeline.program("expand once", draft.plan, lambda: (0, other + 1), ())
         timeline.transfer(lambda: jax.device_put(verified, other.sharding), verified, draft.plan)
 
     with Timeline(Models(target, draft)) as timeline:
@@ -318,15 +325,17 @@ def test_what_a_transfer_takes_is_known_whatever_ran_since():
 
 def test_passes_of_plain_rounds_are_counted():
     engine = make_engine(PromptLookup(), draft_device=0)
-    timeline, steps = trace(*engine)
+    timeline, rounds = trace(*engine)
+    steps = [step for output in rounds for step in output.passes()]
     summary = timeline.summary()
     assert summary.rounds == timeline.rounds_read < summary.passes == len(steps)
     events = timeline.to_json()["traceEvents"]
-    for name in ("read", "verify"):
-        found = [e["args"] for e in events if e["name"] == name]
+    programs = {e["name"] for e in events if e["name"].split()[0] in ("verify", "decode")}
+    for names in ({"read"}, programs):
+        found = [e["args"] for e in events if e["name"] in names]
         passes = {args["round"]: args["passes"] for args in found if "passes" in args}
         assert sum(passes.values()) == len(steps) and len(passes) == summary.rounds
-    verifies = [e for e in events if e["name"] == "verify" and "passes" in e["args"]]
+    verifies = [e for e in events if e["name"] in programs and "passes" in e["args"]]
     each = [e["dur"] * 1e-6 / e["args"]["passes"] for e in verifies]
     assert max(e["args"]["passes"] for e in verifies) > 1
     assert summary.pass_s == pytest.approx(statistics.median(each), abs=1e-8)
@@ -336,21 +345,20 @@ def test_a_trace_changes_nothing_and_leaves_nothing(quick):
     engine, params, traced = quick
     assert recording.active is None
     assert not [t.name for t in threading.enumerate() if t.name.startswith("trace")]
-    again = list(engine.rounds(params, PROMPT, SamplingParams(max_tokens=TOKENS), 0))
+    again = list(decode(engine, params))
     flat = [[t for r in rounds for t in r.tokens] for rounds in (again, traced.rounds)]
     assert flat[0] == flat[1]
 
 
 def test_two_generations_in_one_trace(quick):
     engine, params, _ = quick
-    sampling = SamplingParams(max_tokens=TOKENS)
     with Timeline(engine.models) as timeline:
         with pytest.raises(RuntimeError, match="one at a time"), Timeline(engine.models):
             pass
-        first = list(engine.rounds(params, PROMPT, sampling, 0))
-        next(stopped := engine.rounds(params, PROMPT, sampling, 0))
+        first = list(decode(engine, params))
+        next(stopped := decode(engine, params))
         stopped.close()
-        last = list(engine.rounds(params, PROMPT, sampling, 0))
+        last = list(decode(engine, params))
     assert timeline.summary().rounds == timeline.rounds_read == len(first) + 1 + len(last)
     assert {e.generation for e in timeline.events} == {0, 1, 2}
 
@@ -358,14 +366,14 @@ def test_two_generations_in_one_trace(quick):
 def test_an_error_within_ends_the_threads(quick):
     engine, params, _ = quick
     with pytest.raises(KeyboardInterrupt), Timeline(engine.models) as timeline:
-        for index, _ in enumerate(engine.rounds(params, PROMPT, SamplingParams(max_tokens=TOKENS), 0)):
+        for index, _ in enumerate(decode(engine, params)):
             if index == 2:
                 raise KeyboardInterrupt
     assert recording.active is None and timeline.summary().rounds == 3
     assert not [t.name for t in threading.enumerate() if t.name.startswith("trace")]
 
 
-@pytest.mark.parametrize(("method", "names"), [(Autoregressive(), {"round"}), (Chain(2), {"draft", "verify"})])
+@pytest.mark.parametrize(("method", "names"), [(Autoregressive(), {"decode"}), (Chain(2), {"draft", "verify"})])
 def test_other_methods_have_one_row(method, names, tmp_path):
     traced = trace(*make_engine(method, draft_device=0), tokens=9)
     check_trace(traced, tmp_path, names, ["devices", "host"])
