@@ -48,7 +48,7 @@ class LLM:
       dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
         checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
       target_devices: devices that share the model (tensor parallelism).
-      draft_devices: devices of their own for the draft, behind the target's, for method "swiftspec"; None is one if
+      draft_devices: devices of their own for the draft, after the target's, for method "swiftspec"; None is one if
         there is one left, else the draft shares the target's.
       draft_platform: platform of the draft's devices, if it is not the target's: "cpu" beside an accelerator.
       max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
