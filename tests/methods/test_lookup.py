@@ -7,31 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_cases import Case, count_on, counting, engine_of, run
+from method_cases import Case, count_on, counting, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
 
-from jaxspec.config import SamplingParams
-from jaxspec.methods.base import ModelParams
 from jaxspec.methods.core.cost_model import pass_costs
-from jaxspec.methods.core.lookup import (
-    CALM_TOKENS,
+from jaxspec.methods.core.round import ModelParams, verified_shapes
+from jaxspec.methods.core.runner import first_verified
+from jaxspec.methods.lookup import (
     PRIOR_ACCEPTANCE,
+    LookupSettings,
+    NGramDrafter,
+    PromptLookup,
     TokenBuffer,
     acceptance,
     keep_worthwhile,
     learn,
-    look_up,
     merge_matches,
 )
-from jaxspec.methods.core.verify import Outcome
-from jaxspec.methods.lookup import PromptLookup
-from jaxspec.sampling.request import make_request
+from jaxspec.sampling.accept import Verified
 from jaxspec.tree.select import Candidates, pack_best
 
 CAPACITY = 96
 PLACEMENT = place(FAMILIES["llama"])
-REQUEST = make_request(SamplingParams(), 0, FAMILIES["llama"].vocab_size, FAMILIES["llama"].vocab_size)
-GREEDY_DRAFT = PromptLookup(batch=64, ngram=3, candidates=4, length=6, adaptive=False)
+GREEDY_DRAFT = LookupSettings(num_rows=64, ngram=3, candidates=4, length=6, adaptive=False)
+ADAPTIVE = LookupSettings(num_rows=16, ngram=8, candidates=8, length=15)
 
 
 def occurrences(text, method):
@@ -51,7 +50,7 @@ def continuations(text, method):
     copies = []
     for _, end in occurrences(text, method):
         period = text[end + 1 :]
-        copies.append(tuple(period[i % len(period)] for i in range(method.longest_path - 1)))
+        copies.append(tuple(period[i % len(period)] for i in range(method.length)))
     return copies
 
 
@@ -71,10 +70,9 @@ def state_of(text, method, tried=None, accepted=None):
     token[: len(text)] = text
     token[len(text) :] = text[-1]  # must not be taken for text
     zeros = np.zeros(method.ngram + 1, np.float32)
-    rows = np.arange(method.batch, dtype=np.int32)
+    rows = np.arange(method.num_rows, dtype=np.int32)
     tried, accepted = (zeros if x is None else np.asarray(x, np.float32) for x in (tried, accepted))
-    zero = np.int32(0)
-    return TokenBuffer(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted, zero, zero)
+    return TokenBuffer(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted)
 
 
 @functools.partial(jax.jit, static_argnames="method")
@@ -91,21 +89,21 @@ def texts():
             yield rng.integers(0, kinds, length).tolist()
 
 
-@pytest.mark.parametrize("method", [GREEDY_DRAFT, PromptLookup(batch=64, ngram=1, candidates=7, length=3)])
+@pytest.mark.parametrize("method", [GREEDY_DRAFT, LookupSettings(num_rows=64, ngram=1, candidates=7, length=3)])
 def test_finds_what_lists_find(method):
     for text in texts():
         batch, _, _ = merged(state_of(text, method), method)
         paths = paths_of(batch)
-        expected = {copy[:end] for copy in continuations(text, method) for end in range(method.longest_path)} | {()}
+        expected = {copy[:end] for copy in continuations(text, method) for end in range(method.length + 1)} | {()}
         assert len(paths) == len(set(paths))  # a token that several occurrences share is one row
         assert set(paths) == expected, text
 
 
 def test_the_longest_and_then_the_most_recent_match_comes_first():
-    chain = PromptLookup(batch=5, ngram=3, candidates=1, length=4, adaptive=False)
+    chain = LookupSettings(num_rows=5, ngram=3, candidates=1, length=4, adaptive=False)
     found = 0
     for text in texts():
-        _, drafted = draft(text, chain)
+        drafted = draft(text, chain)
         copies = continuations(text, chain)
         found += bool(copies)
         assert paths_of(drafted.batch)[-1] == (copies[0] if copies else ())
@@ -113,36 +111,35 @@ def test_the_longest_and_then_the_most_recent_match_comes_first():
     assert found > 20
 
 
-@functools.partial(jax.jit, static_argnames="method")
-def _look_up(state, outcome, method):
-    return look_up(state, outcome, REQUEST, method, pass_costs(PLACEMENT, method.batch), CALM_TOKENS)
+@functools.cache
+def drafter_of(method):
+    verified = verified_shapes(PLACEMENT, method.length + 1)
+    return NGramDrafter(PLACEMENT, 128, method, pass_costs(PLACEMENT, method.num_rows), verified), verified
 
 
-def draft(text, method, state=None):
-    """Draft behind a text whose last token the last round added."""
-    state = state or state_of(text, method)
-    state = state.replace(length=np.int32(len(text) - 1))
-    steps = method.longest_path
-    tokens = np.full(steps, text[-1], np.int32)
-    return _look_up(state, Outcome(tokens, np.int32(1), np.zeros(steps, np.int32)), method)
+def draft(text, method):
+    """Draft after a text whose last token the last round added."""
+    drafter, verified = drafter_of(method)
+    state = drafter.prefill(ModelParams({}), drafter.start(text[-1], None), np.array(text[:-1], np.int32))
+    return drafter.draft(ModelParams({}), None, state, first_verified(verified, text[-1]), None)[2]
 
 
 def test_a_full_batch_is_closed_and_holds_the_best():
     """More was found than fits: the best-matched continuation is complete before others are dropped to their start."""
-    method = PromptLookup(batch=8, ngram=4, candidates=6, length=7, adaptive=False)
+    method = LookupSettings(num_rows=8, ngram=4, candidates=6, length=7, adaptive=False)
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 9, 3, 4, 11, 12, 13, 9, 4, 14, 2, 3, 4]
-    _, drafted = draft(text, method)
+    drafted = draft(text, method)
     paths = paths_of(drafted.batch)
     assert len(paths) == 8
-    assert (5,) in paths and (5, 6, 7) in paths  # behind "2 3 4", the longest match
+    assert (5,) in paths and (5, 6, 7) in paths  # after "2 3 4", the longest match
     known = {copy[:end] for copy in continuations(text, method) for end in range(8)}
     assert set(paths) <= known
 
 
 def test_without_a_match_the_root_is_alone():
-    for method in (GREEDY_DRAFT, PromptLookup()):
+    for method in (GREEDY_DRAFT, ADAPTIVE):
         for text in ([7], [1, 2, 3, 4, 5]):
-            _, drafted = draft(text, method)
+            drafted = draft(text, method)
             assert int(drafted.batch.count) == 1 and int(drafted.passes) == 0
 
 
@@ -152,28 +149,33 @@ def test_candidates_know_how_long_their_match_is():
     rows = zip(candidates.token, matched, candidates.score, candidates.depth, strict=True)
     lengths = {(int(depth), int(token)): int(n) for token, n, score, depth in rows if score > -jnp.inf}
     assert {key: n for key, n in lengths.items() if key[0] == 1} == {(1, 9): 3, (1, 8): 1}
-    # One longer behind an accepted token, as far as matches are compared.
+    # One longer after an accepted token, as far as matches are compared.
     assert lengths[2, 3] == 3 and lengths[2, 1] == 2
 
 
+def verified_path(rows):
+    """A round that accepted a path of batch rows."""
+    path = np.zeros(6, np.int32)
+    path[: len(rows)] = rows
+    return Verified(np.zeros(6, np.int32), np.int32(len(rows)), path, np.zeros(6, np.float32))
+
+
 def test_learning_counts_the_path_and_the_first_refusal():
-    method = PromptLookup(batch=6, ngram=4, candidates=2, length=5)
+    method = LookupSettings(num_rows=6, ngram=4, candidates=2, length=5)
     # Rows 1 - 2 - 3 below the root, and 4 and 5 below row 1; the walk takes 1 and leaves there.
     parent = np.array([0, 0, 1, 2, 1, 1], np.int32)
     matched = np.array([0, 2, 3, 4, 1, 1], np.int32)
     state = state_of([1, 2], method).replace(parent=parent, matched=matched)
-    outcome = Outcome(np.zeros(6, np.int32), np.int32(2), np.array([0, 1, 0, 0, 0, 0], np.int32))
-    learned = jax.jit(learn)(state, outcome)
+    learned = jax.jit(learn)(state, verified_path([0, 1]))
     assert np.asarray(learned.accepted).tolist() == [0, 0, 1, 0, 0]
     assert np.asarray(learned.tried).tolist() == [0, 0, 1, 1, 0]  # the best child of row 1 had matched 3
     # A walk that ends at a leaf refuses nothing.
-    outcome = Outcome(np.zeros(6, np.int32), np.int32(4), np.array([0, 1, 2, 3, 0, 0], np.int32))
-    learned = jax.jit(learn)(state, outcome)
+    learned = jax.jit(learn)(state, verified_path([0, 1, 2, 3]))
     assert np.asarray(learned.accepted).tolist() == np.asarray(learned.tried).tolist() == [0, 0, 1, 1, 1]
 
 
 def test_acceptance_follows_what_was_seen():
-    method = PromptLookup(ngram=4)
+    method = LookupSettings(num_rows=16, ngram=4, candidates=8, length=15)
     fresh = np.asarray(acceptance(state_of([1], method)))
     np.testing.assert_allclose(fresh, PRIOR_ACCEPTANCE[:5], rtol=1e-6)
     tried = [0, 100, 100, 100, 100]
@@ -195,18 +197,18 @@ def test_what_does_not_pay_is_not_drafted():
 
 
 def test_drafting_stops_where_nothing_is_accepted_and_goes_on_where_text_repeats():
-    """Behind a stretch of text that lookup gets wrong, rounds verify the root alone; a copy is drafted."""
+    """After a stretch of text that lookup gets wrong, rounds verify the root alone; a copy is drafted."""
     case = Case("llama", 1, "none", PromptLookup())
     params = ModelParams(counting())
     # The model counts; the prompt repeats pairs that it never continues so.
     misleading = [t for start in range(0, 30, 3) for t in (start, start + 50)] * 2 + [0]
-    rounds = run(engine_of(case), params, misleading, 40)
+    rounds = passes_of(run(engine_of(case), params, misleading, 40))
     assert [t for r in rounds for t in r.tokens] == count_on(0, 40)
     drafted = [r.drafted for r in rounds]
     assert sum(drafted[len(drafted) // 2 :]) < sum(drafted[: len(drafted) // 2]) or sum(drafted) == 0
     assert Counter(drafted)[0] > len(rounds) / 2
     # It has counted through this range before: copied in few rounds.
-    rounds = run(engine_of(case), params, count_on(90, 60), 60)
+    rounds = passes_of(run(engine_of(case), params, count_on(90, 60), 60))
     assert len(rounds) > 20  # nothing to copy yet
     again = run(engine_of(case), params, [*count_on(90, 40), *count_on(90, 10)], 30)
     assert [t for r in again for t in r.tokens] == count_on(100, 30) and len(again) <= 5
