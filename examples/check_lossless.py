@@ -8,7 +8,7 @@
 import jaxspec
 
 PROMPTS = ["Once upon a time there was", "def fibonacci(n):", "1, 2, 3, 5, 8,"]
-METHODS = ["auto", "lookup", "chain", "specexec"]
+METHODS = ["auto", "lookup", "specexec"]
 SAMPLINGS = {
     "greedy": jaxspec.SamplingParams(max_tokens=32),
     "temperature 0.8, top-p 0.9": jaxspec.SamplingParams(max_tokens=32, temperature=0.8, top_p=0.9, seed=7),
