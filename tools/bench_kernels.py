@@ -1,13 +1,14 @@
 """Native kernels against XLA's products, and against llama.cpp where it is installed: interleaved in one run on CPU.
 
-    python tools/bench_kernels.py [--contexts 256,2000] [--repeats 9] [--json docs/results/kernels-cpu.json]
+    python tools/bench_kernels.py [--contexts 256,2000] [--repeats 9] [--json FILE]
 
 The default model, one sequence, two dtypes of weights: float32, and the blocks that its file holds. Each repeat runs
 every measurement once, in turn; ratios are taken within a repeat and their median is reported.
 
   pure pass W      the chain of products of a one-row pass, attention and everything else left out, with weights W
   KERNELS W T @ C  one target pass over T rows, head included, at C tokens of context: plain decoding is T = 1
-  KERNELS W decode a token of plain decoding as a user gets it, behind the first context: 64 greedy ones, first left out
+  KERNELS W decode a token of plain decoding as a user gets it, after the first context: the mean of 64 greedy tokens
+                   without those of the first dispatch
   llama.cpp W @ C  the same step of llama-cpp-python (`pip install llama-cpp-python`), two threads
 """
 
@@ -29,9 +30,8 @@ from gguf.quants import dequantize
 from rich.progress import track
 
 import jaxspec
-from jaxspec.bench.microbench import time_target_pass
-from jaxspec.bench.roofline import roofline_pass
-from jaxspec.checkpoint.default_model import default_model_path
+from jaxspec.bench.microbench import roofline_pass, time_target_pass
+from jaxspec.checkpoint.shipped import default_model_path
 
 STEPS = 8  # per sample
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -81,11 +81,11 @@ def make_passes(contexts: list[int]) -> dict[str, Callable[[], float]]:
 
 
 def decode(llm: jaxspec.LLM, context: int) -> float:
-    """Seconds per token of a generation behind random tokens."""
+    """Seconds per token of a generation after random tokens."""
     prompt = np.random.default_rng(0).integers(5, 40_000, context).tolist()
     out = llm.generate(prompt, jaxspec.SamplingParams(max_tokens=64, ignore_eos=True))
-    assert isinstance(out, jaxspec.Completion)
-    return out.stats.decode_s / (out.stats.completion_tokens - 1)
+    assert isinstance(out, jaxspec.Completion) and out.stats.tokens_per_s
+    return 1 / out.stats.tokens_per_s
 
 
 def make_peers(contexts: list[int], folder: Path) -> dict[str, Callable[[], float]]:

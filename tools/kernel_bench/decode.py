@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from jaxspec.bench.columns import default_methods, loading_method, make_columns
 from jaxspec.bench.prompts import load_prompts, select_prompts
 from jaxspec.bench.report import make_report
-from jaxspec.bench.run import BASELINE, default_methods, loading_method, make_columns, measure
+from jaxspec.bench.run import BASELINE, measure
 from jaxspec.config import SamplingParams
 from jaxspec.llm import LLM, has_draft
 from kernel_bench.device import name_device

@@ -96,9 +96,9 @@ def _decode_table(reports: Sequence[dict[str, Any]]) -> list[str]:
         rate, gain = column["tokens_per_s"], column["speedup"]
         cells.append((
             label, _number(rate and rate["mean"]), _number(gain and gain["mean"]),
-            _number(column["tokens_per_pass"]), f"{column['exact']['equal']}/{column['exact']['prompts']}",
+            _number(column["acceptance_length"]), f"{column['exact']['equal']}/{column['exact']['prompts']}",
         ))  # fmt: skip
-    return _table(("method", "tokens/s", "speed-up", "tokens/pass", "same tokens"), cells)
+    return _table(("method", "tokens/s", "speed-up", "acceptance length", "same tokens"), cells)
 
 
 def _part(part: dict[str, Any]) -> tuple[str, ...]:
