@@ -7,6 +7,8 @@ import pytest
 
 from jaxspec import SamplingParams
 
+pytestmark = pytest.mark.real_model
+
 GOLDEN = json.loads((Path(__file__).parent / "golden/smollm2_greedy.json").read_text(encoding="utf-8"))
 CASES = {case["name"]: case for case in GOLDEN["cases"]}
 

@@ -8,6 +8,8 @@ import jaxspec
 from jaxspec import Chain, PromptLookup, SamplingParams, SpecExec, SpecInfer, Swift
 from jaxspec.checkpoint.shipped import default_model_path
 
+pytestmark = [pytest.mark.slow, pytest.mark.real_model]
+
 TEXT = "The lighthouse stood on the cliff. The lighthouse keeper walked down the cliff. The lighthouse"
 CODE = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return"
 SAMPLINGS = [
@@ -52,7 +54,7 @@ def test_the_text_is_that_of_plain_decoding(llm, speculating):
 
 
 def test_an_end_token_may_fall_anywhere_on_an_accepted_path(llm, speculating):
-    """It is the last token, and what was accepted behind it is neither emitted nor counted."""
+    """It is the last token, and what was accepted after it is neither emitted nor counted."""
     tokens = llm.generate(TEXT, SAMPLINGS[0]).token_ids
     places = set()
     for place in range(9):
@@ -84,7 +86,7 @@ def test_streamed_tokens_say_where_they_come_from(speculating):
     assert sum(from_draft) == counts["num_accepted_draft_tokens"] > 0
     steps = counts["num_spec_steps"]  # of the last one, the bonus token may be cut
     assert len(from_draft) - sum(from_draft) in (steps - 1, steps)
-    assert counts["num_spec_tokens"] == speculating.engine.method.batch_rows - 1
+    assert counts["num_spec_tokens"] == speculating.engine.method.num_rows - 1
     assert completion.method == speculating.engine.method.name
 
 
