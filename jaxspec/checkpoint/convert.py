@@ -7,15 +7,14 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.keymaps import recipes, source_storage
-from jaxspec.checkpoint.load import detect_format, open_checkpoint
+from jaxspec.checkpoint.load import Weights, detect_format, open_weights
 from jaxspec.checkpoint.native.arrays import PendingLeaf
-from jaxspec.checkpoint.native.checkpoint import read_leaf_as, write_arrays
+from jaxspec.checkpoint.native.checkpoint import write_arrays
 from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
 from jaxspec.models.config import ModelConfig
@@ -38,7 +37,6 @@ QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0"}
 # Disk space for the tokenizer and the folder structure.
 _SPARE_BYTES = 64 << 20
 
-ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]  # leaf name and declaration to the array
 SaveTokenizer = Callable[[Path, Path], None]  # writes the tokenizer of a checkpoint into a folder
 
 
@@ -50,16 +48,6 @@ class ConvertProgress:
     num_arrays: int
     bytes: int
     num_bytes: int
-
-
-class _Source(NamedTuple):
-    """A checkpoint of any format; `storage` is how its weights are kept, `read` makes one array."""
-
-    config: ModelConfig
-    eos_ids: tuple[int, ...]
-    storage: Storage
-    read: ReadLeaf
-    vocabulary: str | None = None
 
 
 def convert(
@@ -90,9 +78,9 @@ def convert(
       save_tokenizer: `jaxspec.text.tokenizer.save_tokenizer`; None writes a checkpoint without a tokenizer.
 
     Raises:
-      CheckpointError: `src` is missing or damaged, `dst` exists or cannot be written, or the disk is too small. Only
-        damage and a failing disk are found after the first file is written.
-      ConfigError: an unknown dtype or format, more layers than there are, or a model that is not supported.
+      CheckpointError: `src` is missing, damaged or not supported, `dst` exists or cannot be written, or the disk is too
+        small. Only damage and a failing disk are found after the first file is written.
+      ConfigError: an unknown dtype or format, or more layers than there are.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not supported; use auto, {' or '.join(DTYPES)}")
@@ -101,7 +89,7 @@ def convert(
         raise ConfigError(f"quantize {quantize!r} and dtype {dtype!r} exclude each other; give one of them")
     src, dst = Path(src), Path(dst)
     _check_places(src, dst)
-    source = _open_source(src)
+    source = open_weights(src)
     cfg = source.config
     if layers is not None:
         if not 1 <= layers <= cfg.num_layers:
@@ -143,13 +131,21 @@ def save_draft(
         raise ConfigError(f"eos_ids must be token ids below {cfg.vocab_size}, got {bad[0]}")
     _check_quantize(quantize)
     leaves = {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree.flatten_with_path(params)[0]}
-    source = _Source(cfg, tuple(eos_ids), Storage("float32"), lambda name, info: leaves[name], vocabulary)
+    source = Weights(
+        dst,
+        cfg,
+        tuple(eos_ids),
+        Storage("float32"),
+        lambda placement: params,
+        lambda name, info: leaves[name],
+        vocabulary,
+    )
     return _write_checkpoint(dst, source, cfg, _choose_storage(source, cfg, "auto", quantize))
 
 
 def _write_checkpoint(
     dst: Path,
-    source: _Source,
+    source: Weights,
     cfg: ModelConfig,
     stored: Storage,
     progress: Callable[[ConvertProgress], None] | None = None,
@@ -220,26 +216,12 @@ def _check_destination(dst: Path) -> None:
         raise CheckpointError(f"{dst}: the folder {parent} is not writable")
 
 
-def _open_source(src: Path) -> _Source:
-    if detect_format(src) == "native":
-        native = open_native(src)
-        read = functools.partial(read_leaf_as, native)
-        return _Source(native.config, native.eos_ids, native.storage, read, native.vocabulary)
-    source = open_checkpoint(src)
-    own = source_storage(source)
-    # Query, key and value of different types have recipes of their own besides the joint one.
-    made = recipes(source.config) | recipes(source.config, own)
-    return _Source(
-        source.config, source.eos_ids, own, lambda name, info: dataclasses.replace(made[name], info=info).read(source)
-    )
-
-
-def _choose_storage(source: _Source, cfg: ModelConfig, dtype: str, quantize: str | None) -> Storage:
+def _choose_storage(source: Weights, cfg: ModelConfig, dtype: str, quantize: str | None) -> Storage:
     """How the weights of the result, whose geometry is `cfg`, are stored, by the options of `convert`."""
     if dtype != "auto":
         return Storage(dtype)
     if quantize is None:
-        return restrict_storage(source.storage, cfg)
+        return restrict_storage(source.own_storage, cfg)
 
     def choose_type(leaf: str) -> LeafType:
         kind = leaf.rsplit(".", 1)[-1]
@@ -251,11 +233,11 @@ def _choose_storage(source: _Source, cfg: ModelConfig, dtype: str, quantize: str
 
 
 def _plan_leaves(
-    source: _Source, cfg: ModelConfig, storage: Storage, progress: Callable[[ConvertProgress], None]
+    source: Weights, cfg: ModelConfig, storage: Storage, progress: Callable[[ConvertProgress], None]
 ) -> Any:
     """The parameters as a tree of `PendingLeaf`, each of which reports its progress when it is made."""
     sizes = {name: count_bytes(info) for name, info in declare_leaves(cfg, storage).items()}
-    held, numbers = declare_leaves(source.config, source.storage), declare_leaves(cfg, np.float32)
+    held, numbers = declare_leaves(source.config, source.own_storage), declare_leaves(cfg, np.float32)
     done: dict[str, int] = {}
 
     def report() -> None:

@@ -4,23 +4,25 @@ A checkpoint is opened and checked first; its weights stay on disk until they ar
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import open_hf
-from jaxspec.checkpoint.keymaps import TensorSource, recipes, source_storage
+from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_storage
 from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
 from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.params import Params, declare_params, leaf_name
+from jaxspec.models.params import ArrayInfo, Params, declare_params, leaf_name
 from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
@@ -46,6 +48,7 @@ class Weights:
       own_storage: the types of the weights as the checkpoint holds them.
       load: reads every parameter that the checkpoint holds for a placement: in blocks where its storage says so, else
         as numbers.
+      read: reads one whole unpadded parameter by leaf name, as its declaration says.
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
     """
@@ -55,6 +58,7 @@ class Weights:
     eos_ids: tuple[int, ...]
     own_storage: Storage
     load: Callable[[Placement], Params]
+    read: Callable[[str, ArrayInfo], np.ndarray]
     vocabulary: str | None = None
     layers: LayerSet | None = None
 
@@ -81,7 +85,12 @@ def open_weights(path: Path | None) -> Weights:
 
             return restore_native(native, placement.plan, placement.weights, placement.vocab_rows)
 
-        return Weights(path, native.config, native.eos_ids, native.storage, restore, native.vocabulary)
+        def read_native(name: str, info: ArrayInfo) -> np.ndarray:
+            from jaxspec.checkpoint.native.checkpoint import read_leaf_as
+
+            return read_leaf_as(native, name, info)
+
+        return Weights(path, native.config, native.eos_ids, native.storage, restore, read_native, native.vocabulary)
     try:
         source = open_checkpoint(path)
     except ConfigError as error:
@@ -93,7 +102,17 @@ def open_weights(path: Path | None) -> Weights:
             verify_default(source.path)
         return load_foreign(source, placement.plan, placement.weights, placement.vocab_rows)
 
-    return Weights(path, source.config, source.eos_ids, source_storage(source), load)
+    storage = source_storage(source)
+
+    @functools.cache
+    def all_recipes() -> dict[str, Recipe]:
+        # Query, key and value of different types have recipes of their own besides the joint one.
+        return recipes(source.config) | recipes(source.config, storage)
+
+    def read(name: str, info: ArrayInfo) -> np.ndarray:
+        return dataclasses.replace(all_recipes()[name], info=info).read(source)
+
+    return Weights(path, source.config, source.eos_ids, storage, load, read)
 
 
 def open_checkpoint(path: str | Path) -> TensorSource:

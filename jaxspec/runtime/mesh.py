@@ -19,14 +19,10 @@ class MeshPlan:
     """Tensor parallelism over `devices`, in order; one device means no parallelism.
 
     Hashable and comparable by device, so that it can key compiled functions.
-
-    Attributes:
-      devices: of one platform.
-      kernels: implementations that programs on them are traced with.
     """
 
-    devices: tuple[Any, ...]
-    kernels: Kernels
+    devices: tuple[Any, ...]  # of one platform
+    kernels: Kernels  # implementations that programs on them are traced with
 
     def __post_init__(self):
         """Refuse empty or repeated device lists."""

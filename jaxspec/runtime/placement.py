@@ -29,25 +29,17 @@ class SharedEmbedding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where and in which dtype a model of one geometry lives; everything but the weights.
+    """Where and in which dtype a model of one geometry lives; everything but the weights."""
 
-    Attributes:
-      cfg: geometry, unpadded.
-      plan: devices.
-      dtype: of the cache, and of the weights where `storage` is None.
-      vocab_rows: least number of vocabulary rows: a draft and its target need equally many, so that each device holds
-        the same tokens of both.
-      vocab_limit: ids from here on are never proposed; None is the vocabulary's size.
-      storage: how each weight is kept, fitted to the plan (see `fit_storage`).
-      shared_embedding: the target whose embedding this model shares; None for a model with its own.
-    """
-
-    cfg: ModelConfig
-    plan: MeshPlan
-    dtype: Any
+    cfg: ModelConfig  # geometry, unpadded
+    plan: MeshPlan  # devices
+    dtype: Any  # of the cache, and of the weights where `storage` is None
+    # least number of vocabulary rows: a draft and its target need equally many, so that each device holds the same
+    # tokens of both.
     vocab_rows: int = 0
-    vocab_limit: int | None = None
-    storage: Storage | None = None
+    vocab_limit: int | None = None  # ids from here on are never proposed; None is the vocabulary's size
+    storage: Storage | None = None  # how each weight is kept, fitted to the plan (see `fit_storage`)
+    # the target whose embedding this model shares; None for a model with its own.
     shared_embedding: SharedEmbedding | None = None
 
     @property
