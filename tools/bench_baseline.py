@@ -1,14 +1,14 @@
 """Plain decoding against the memory roofline and against Hugging Face, interleaved in one run on CPU.
 
     python -m pip install -e '.[parity]'        (torch)
-    python tools/bench_baseline.py [--repeats 9] [--json docs/results/baseline-cpu.json]
+    python tools/bench_baseline.py [--repeats 9] [--json FILE]
 
 Everything is the default model in float32, greedy, one sequence, as many threads as the machine has cores. Each repeat
 runs every measurement once, in turn, so that a machine whose speed drifts slows all of them; ratios are taken within a
 repeat and their median is reported. Nothing is compiled inside a measurement.
 
   roofline     one chain of matrix-vector products that reads every weight of the model once and does nothing else
-  step C       one decoding round with C tokens of context, until its token is on the host
+  step C       a token of plain decoding with C tokens of context, until it is on the host
   decode       64 tokens after a 32-token prompt, whole call: jaxspec's `generate`, and transformers'
   prefill      the first token of a 512-token prompt, whole call, likewise
 """
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxspec
-from jaxspec.bench.roofline import roofline_pass, weight_bytes
+from jaxspec.bench.microbench import roofline_pass, weight_bytes
 
 CONTEXTS = (256, 2000)
 DECODE_PROMPT, DECODE_TOKENS = 32, 64
@@ -79,17 +79,17 @@ def make_measurements(llm: jaxspec.LLM, reference: Any) -> dict[str, Callable[[]
 
 
 def decode_step(llm: jaxspec.LLM, prompt: list[int]) -> Callable[[], float]:
-    """Rounds at about `len(prompt)` tokens of context: half of them before it, half behind."""
+    """Time of a token in rounds at about `len(prompt)` tokens of context: half of them before it, half after it."""
     sampling = jaxspec.SamplingParams(max_tokens=STEPS_PER_SAMPLE + 1)
     prompt = prompt[: len(prompt) - STEPS_PER_SAMPLE // 2]
 
     def run() -> float:
-        rounds = llm.engine.rounds(llm.model_params, prompt, sampling, seed=0)
-        next(rounds)
-        start = time.perf_counter()
-        for _ in rounds:
-            pass
-        return (time.perf_counter() - start) / STEPS_PER_SAMPLE
+        with llm.engine.open(llm.model_params, prompt, sampling, seed=0) as session:
+            session.step()
+            start = time.perf_counter()
+            while not session.done:
+                session.step()
+            return (time.perf_counter() - start) / STEPS_PER_SAMPLE
 
     return run
 

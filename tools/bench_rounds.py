@@ -12,7 +12,6 @@ within a repeat and their median is reported. Nothing is compiled inside a measu
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -29,8 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxspec
-from jaxspec.bench.microbench import time_pass, time_target_pass
-from jaxspec.bench.microbench import roofline_pass
+from jaxspec.bench.microbench import roofline_pass, time_pass, time_target_pass
 
 CONTEXT = 256
 ROWS = (1, 8, 16)
@@ -47,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     budgets = [int(budget) for budget in arguments.budgets.split(",")]
-    llm = jaxspec.LLM(dtype="float32", draft=arguments.draft, method=jaxspec.SpecExec(budget=budgets[0]))
+    llm = jaxspec.LLM(dtype="float32", draft=arguments.draft, method=jaxspec.SpecExec(budgets[0]))
     report = measure(llm, budgets, arguments.repeats, arguments.seconds)
     print_report(report)
     if arguments.json:
@@ -94,13 +92,13 @@ class RoundTimer:
 
     def __init__(self, llm: jaxspec.LLM, budget: int, seconds: float):
         """Compile everything that a round needs."""
-        self.method = jaxspec.SpecExec(budget=budget)
+        self.method = jaxspec.SpecExec(budget)
         self.llm = llm.with_method(self.method)
         self.passes_per_round = 0.0
         models = self.llm.engine.models
         assert models.draft is not None and self.llm.draft_params is not None
-        self._target = time_target_pass(models.target, self.llm.params, self.method.batch_rows, CONTEXT)
-        rows, levels = self.method.draft_rows, self.method.longest_path
+        self._target = time_target_pass(models.target, self.llm.params, self.method.num_rows, CONTEXT)
+        rows, levels = self.method.draft_rows, self.method.max_path
         self._draft = time_pass(models.draft, self.llm.draft_params, rows, CONTEXT, levels=levels)
         self._root = time_pass(models.draft, self.llm.draft_params, 2, CONTEXT)
         self._prompt = np.random.default_rng(0).integers(5, 40_000, CONTEXT).tolist()
@@ -109,13 +107,12 @@ class RoundTimer:
 
     def run(self) -> float:
         """Seconds of a round: mean over those of a generation but the first."""
-        rounds = self.llm.engine.rounds(self.llm.model_params, self._prompt, self._sampling, seed=0)
         passes: list[int] = []
-        with contextlib.closing(rounds):
-            next(rounds)
+        with self.llm.engine.open(self.llm.model_params, self._prompt, self._sampling, seed=0) as session:
+            session.step()
             start = time.perf_counter()
             while (seconds := time.perf_counter() - start) < self._seconds or len(passes) < 3:
-                passes.append(next(rounds).draft_passes)
+                passes.append(session.step().draft_passes)
         self._target()  # waits for the round that the engine has dispatched ahead
         self.passes_per_round = statistics.mean(passes)
         return seconds / len(passes)
