@@ -70,8 +70,8 @@ def record(
 
     def run() -> None:
         covered = [
-            jaxspec.SwiftSpec(batch, width, depth=depth, overlap=overlap, reuse=reuse)
-            for batch, width in itertools.product(_numbers("--batches", batches), _numbers("--widths", widths))
+            jaxspec.SwiftSpec(rows - 1, width, depth=depth, overlap=overlap, reuse=reuse)
+            for rows, width in itertools.product(_numbers("--batches", batches), _numbers("--widths", widths))
             for overlap, reuse in ((True, True), (False, True), (False, False))
             for depth in _numbers("--depths", depths)
         ]
@@ -146,7 +146,7 @@ def simulate(
         for split, rows, w in itertools.product(wanted, _numbers("--batch", batch), _numbers("--width", width)):
             overlap = split.draft is not None and not serial
             base = jaxspec.SwiftSpec(
-                rows, w, branch, adaptive=adaptive and overlap, overlap=overlap, reuse=reuse, leaves=leaves
+                rows - 1, w, branch, adaptive=adaptive and overlap, overlap=overlap, reuse=reuse, leaves=leaves
             )
             for d in _depths(table, Setting(split, base)) if depth is None else _numbers("--depth", depth):
                 settings.append(Setting(split, dataclasses.replace(base, depth=d), branch_free))
@@ -187,7 +187,7 @@ class Simulator:
         self._times = times
         self._keep = traces[0].keep
         self._traces = traces
-        most = max((s.method.batch for s in settings), default=0)
+        most = max((s.method.num_rows for s in settings), default=0)
         tokens = -(-(max(len(t.text) for t in traces) + most) // TOKEN_STEP) * TOKEN_STEP
         nodes = max(len(t.parent) for t in traces)
         self._tables = [make_table(t, nodes, tokens) for t in traces]
@@ -228,7 +228,7 @@ def published_settings(times: Times) -> list[Setting]:
 
 
 def _settings_of(row: Published, times: Times) -> list[Setting]:
-    base = Setting(row.split, jaxspec.SwiftSpec(row.batch, row.width, overlap=row.split.draft is not None))
+    base = Setting(row.split, jaxspec.SwiftSpec(row.batch - 1, row.width, overlap=row.split.draft is not None))
     if base.overlap:
         return [_with(base, depth=d) for d in _depths(times, base)]
     # The catching-up pass and one of growth; and a tree that outlives its round, with one or two.
@@ -263,7 +263,7 @@ def print_grid(
         method = setting.method
         shown = ("-", "-") if rate is None else (f"{rate:.0f}{' *' * (rate == best)}", f"{rate / plain:.2f}")
         table.add_row(
-            str(setting.split), mode_of(setting), str(method.batch), str(method.width), str(method.depth),
+            str(setting.split), mode_of(setting), str(method.num_rows), str(method.width), str(method.depth),
             *shown, f"{s.length:.2f}", f"{s.round_ms:.2f}", f"{s.steady_ms:.2f}", f"{s.exposed:.2f}",
             *(f"{100 * share:.0f} %" for share in (s.target_idle, s.draft_idle, s.token_hit, s.evaluated_hit)),
             f"{s.computed:.1f}", f"{s.dropped:.1f}", f"{100 * s.stood_in:.1f} %",
@@ -285,7 +285,7 @@ def print_published(console: Console, beside: Sequence[tuple[Published, Setting,
             known = [f"{1000 * theirs / row.tokens_per_s:.2f}", f"{theirs:.2f}", f"{rate:.0f}",
                      f"{100 * (rate / row.tokens_per_s - 1):+.1f} %"]  # fmt: skip
         table.add_row(
-            str(setting.split), mode_of(setting), str(method.batch), str(method.width), str(method.depth),
+            str(setting.split), mode_of(setting), str(method.num_rows), str(method.width), str(method.depth),
             f"{s.exposed:.2f}", f"{s.round_ms:.2f}", known[0], f"{row.tokens_per_s:.0f}", known[1], known[2], known[3],
             f"{s.length:.2f}", f"{s.tokens_per_s:.0f}",
         )  # fmt: skip
@@ -313,7 +313,7 @@ def rate_of(times: Times, setting: Setting, summary: Summary, length_from: str) 
     method = setting.method
     for row in times.published:
         same = (row.split.draft is not None) == setting.overlap
-        if same and (row.batch, row.width) == (method.batch, method.width) and row.length is not None:
+        if same and (row.batch, row.width) == (method.num_rows, method.width) and row.length is not None:
             return 1000 * row.length / summary.round_ms
     return None
 
@@ -329,7 +329,7 @@ def mode_of(setting: Setting) -> str:
 def _describe(setting: Setting) -> dict[str, Any]:
     method = setting.method
     return {
-        "split": str(setting.split), "mode": mode_of(setting), "batch": method.batch, "width": method.width,
+        "split": str(setting.split), "mode": mode_of(setting), "batch": method.num_rows, "width": method.width,
         "depth": method.depth, "branch": method.branch,
     }  # fmt: skip
 

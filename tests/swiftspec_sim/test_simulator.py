@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from jaxspec import SwiftSpec
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
-from jaxspec.methods.base import ModelParams, Models
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
@@ -43,10 +43,10 @@ ROOM = 8
 
 # Overlapped and in turn, with and without every switch; the draft's devices are its own.
 METHODS = {
-    "overlap": (SwiftSpec(4, 2, depth=3, survivors=3), False),
-    "serial": (SwiftSpec(8, 4, depth=2, overlap=False, reuse=False), False),
-    "nodes only": (SwiftSpec(8, 4, branch=5, leaves=False), False),
-    "branch free": (SwiftSpec(8, 4, depth=2, branch_free=True), True),
+    "overlap": (SwiftSpec(3, 2, depth=3, survivors=3), False),
+    "serial": (SwiftSpec(7, 4, depth=2, overlap=False, reuse=False), False),
+    "nodes only": (SwiftSpec(7, 4, branch=5, leaves=False), False),
+    "branch free": (SwiftSpec(7, 4, depth=2, branch_free=True), True),
 }
 
 
@@ -129,10 +129,10 @@ def made_up(length, perfect, keep=4):
 def test_a_perfect_draft_is_ahead_by_what_it_grows(depth):
     # In turn: the root's proposal, one more with each pass, and the bonus token. Overlapped: as many as it grows.
     trace = made_up(60, True)
-    serial = SwiftSpec(8, 1, branch=4, depth=depth, overlap=False, reuse=False)
+    serial = SwiftSpec(7, 1, branch=4, depth=depth, overlap=False, reuse=False)
     result, summary = replayed(trace, Setting(SHARED, serial))
     assert {r.verified for r in result.rounds[:-1]} == {depth + 2} and summary.exposed == 1 + depth
-    result, summary = replayed(trace, Setting(SPLIT, SwiftSpec(8, 1, branch=4, depth=depth)))
+    result, summary = replayed(trace, Setting(SPLIT, SwiftSpec(7, 1, branch=4, depth=depth)))
     assert {r.verified for r in result.rounds[4:-1]} == {depth}
     assert {r.draft.exposed for r in result.rounds[4:]} == {0} and {r.draft.dropped for r in result.rounds[4:]} == {0}
     assert sum(r.verified for r in result.rounds) == 60
@@ -142,19 +142,19 @@ def test_a_perfect_draft_is_ahead_by_what_it_grows(depth):
 def test_a_useless_draft_misses_in_every_round(reuse):
     trace = made_up(30, False, keep=8)
     for split in (SPLIT, SHARED):
-        result, summary = replayed(trace, Setting(split, SwiftSpec(8, 4, depth=3, reuse=reuse)))
+        result, summary = replayed(trace, Setting(split, SwiftSpec(7, 4, depth=3, reuse=reuse)))
         assert [r.verified for r in result.rounds] == [1] * 30 and summary.length == 1
         assert summary.token_hit == summary.evaluated_hit == 0
         assert {r.draft.caught_up for r in result.rounds} == {1} and {r.drafted for r in result.rounds} == {7}
 
 
 def test_models_in_turn_follow_the_plain_formula():
-    for method in (SwiftSpec(8, 4, depth=3, reuse=False), SwiftSpec(16, 8, branch=12, depth=1, reuse=False)):
+    for method in (SwiftSpec(7, 4, depth=3, reuse=False), SwiftSpec(15, 8, branch=12, depth=1, reuse=False)):
         setting = Setting(SHARED, method)
         steps = steps_of(TIMES, setting)
         result, summary = replayed(recorded("copy", 1.0), setting)
         # D draft passes, the first of which runs the new root (or a token more), and the target's: no messages.
-        want = (1 + method.depth) * 2.0 + {8: 10.0, 16: 14.0}[method.batch] + 0.5 + 0.125
+        want = (1 + method.depth) * 2.0 + {8: 10.0, 16: 14.0}[method.num_rows] + 0.5 + 0.125
         np.testing.assert_allclose(result.clocks.rounds, want)
         assert summary.tokens_per_s == pytest.approx(1000 * summary.length / want)
         assert summary.steady_ms == pytest.approx(want) and summary.round_ms == pytest.approx(want)
@@ -165,7 +165,7 @@ def test_models_in_turn_follow_the_plain_formula():
 
 @pytest.mark.parametrize(("depth", "branch_free"), [(1, False), (3, False), (7, False), (7, True)])
 def test_overlapped_rounds_follow_the_formula(depth, branch_free):
-    setting = Setting(SPLIT, SwiftSpec(8, 4, depth=depth), branch_free)
+    setting = Setting(SPLIT, SwiftSpec(7, 4, depth=depth), branch_free)
     result, summary = replayed(recorded("copy", 1.0), setting)
     there_and_back = 10.0 + 0.125 + 2 * 0.25
     exposed = [r.draft.exposed for r in result.rounds]
@@ -189,7 +189,7 @@ def test_a_growing_draft_is_not_interrupted():
 
 
 def test_adaptive_growth_lasts_until_the_target_is_done():
-    fixed = SwiftSpec(8, 4, depth=5)
+    fixed = SwiftSpec(7, 4, depth=5)
     results = [
         replayed(recorded("copy", 1.0), Setting(SPLIT, method))[0]
         for method in (dataclasses.replace(fixed, depth=2, adaptive=True), fixed)
@@ -340,11 +340,11 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path):
 def test_lengths_that_were_published():
     row = Published(SPLIT, 8, 4, 100.0, 5.0)
     times = dataclasses.replace(TIMES, published=(row,))
-    summary = replayed(made_up(30, False, keep=8), Setting(SPLIT, SwiftSpec(8, 4, depth=2)))[1]
+    summary = replayed(made_up(30, False, keep=8), Setting(SPLIT, SwiftSpec(7, 4, depth=2)))[1]
 
     def rate(split, method):
         return simulate_swiftspec.rate_of(times, Setting(split, method), summary, "published")
 
-    assert rate(SPLIT, SwiftSpec(8, 4)) == pytest.approx(5000 / summary.round_ms)
+    assert rate(SPLIT, SwiftSpec(7, 4)) == pytest.approx(5000 / summary.round_ms)
     # Nothing is known of other batches, nor of models that take turns.
-    assert rate(SPLIT, SwiftSpec(4, 4)) is None and rate(SHARED, SwiftSpec(8, 4)) is None
+    assert rate(SPLIT, SwiftSpec(3, 4)) is None and rate(SHARED, SwiftSpec(7, 4)) is None

@@ -54,7 +54,7 @@ def steps_of(times: Times, setting: Setting) -> Steps:
     """Look a setting's steps up."""
     split, method = setting.split, setting.method
     return Steps(
-        target=times.target_pass(split, method.batch),
+        target=times.target_pass(split, method.num_rows),
         draft=times.draft_pass(split, method.width),
         first=times.draft_pass(split, max(2, method.width) if setting.branch_free else 2),
         message=0.0 if split.draft is None else times.message,

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.base import place_request
-from jaxspec.methods.core.chunks import cache_slots
-from jaxspec.methods.core.draft import DraftSide
-from jaxspec.methods.core.path_history import PathHistory
-from jaxspec.methods.core.proposals import most_probable
+from jaxspec.methods.core.executor import place_request
+from jaxspec.methods.core.proposals import PathHistory, most_probable
+from jaxspec.methods.core.sequence import ModelSequence, cache_slots
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
@@ -39,32 +37,35 @@ class Recorder:
           context: most tokens of a prompt.
         """
         self._params, self._nodes, self._keep = params, nodes, keep
-        self._side = DraftSide(placement, cache_slots(context + nodes, ROWS))
+        self._sequence = ModelSequence(placement, cache_slots(context + nodes, ROWS), "draft", keeps_text=False)
         self._request = place_request(placement, SamplingParams(), 0, placement.cfg.vocab_size)
-        self._cache = None
+        self._state = None
         propose = most_probable(placement.vocab, keep)
 
-        def evaluate(params, cache, token, depth, mask, node_depth, first, request):
+        def evaluate(params, state, token, depth, mask, node_depth, first, request):
+            cache = state.cache
             hidden, cache = forward(
                 params, placement.cfg, token, cache.length + depth, cache, mask,
                 window_position=cache.length + node_depth, offset=first,
             )  # fmt: skip
             nowhere = PathHistory(init_history(placement.text_vocab), jnp.zeros(nodes, jnp.int32), mask & False)
-            return cache, *propose(vocab_logits(params, hidden), nowhere, request, cache.length + 1 + depth)
+            return state.replace(cache=cache), *propose(
+                vocab_logits(params, hidden), nowhere, request, cache.length + 1 + depth
+            )
 
         rows, per_node = placement.array((ROWS,), jnp.int32), placement.array((nodes,), jnp.int32)
         mask = placement.array((ROWS, nodes), jnp.bool_)
         args = [
-            placement.params(), self._side.state, rows, rows, mask, per_node,
+            placement.params(), self._sequence.state, rows, rows, mask, per_node,
             placement.array((), jnp.int32), placement.request(),
         ]  # fmt: skip
         out = tuple(placement.array((ROWS, keep), dtype) for dtype in (jnp.int32, jnp.float32))
-        self._evaluate = Program("evaluate", evaluate, placement.plan, args, (self._side.state, *out), donate=[1])
+        self._evaluate = Program("evaluate", evaluate, placement.plan, args, (self._sequence.state, *out), donate=[1])
 
     def begin(self, question_id: str, category: str, prompt: Sequence[int], text: Sequence[int]) -> Trace:
         """A trace whose nodes are those along the text."""
-        cache = self._side.start(self._cache)
-        self._cache = self._side.prefill(self._params, cache, np.asarray(prompt[:-1], np.int32))
+        state = self._sequence.start(0, self._state)
+        self._state = self._sequence.prefill(self._params, state, np.asarray(prompt[:-1], np.int32))
         self._root = int(prompt[-1])
         self._depth = np.zeros(self._nodes, np.int32)
         self._ancestors = np.zeros((self._nodes, self._nodes), bool)
@@ -113,8 +114,8 @@ class Recorder:
         # Fillers repeat the last row; the next pass overwrites what they write.
         token = np.pad(np.where(token < 0, self._root, token), fill, mode="edge").astype(np.int32)
         rows = np.pad(nodes, fill, mode="edge")
-        self._cache, child_token, child_logprob = self._evaluate(
-            self._params, self._cache, token, self._depth[rows], self._ancestors[rows], self._depth,
+        self._state, child_token, child_logprob = self._evaluate(
+            self._params, self._state, token, self._depth[rows], self._ancestors[rows], self._depth,
             np.int32(nodes[0]), self._request,
         )  # fmt: skip
         return np.asarray(child_token)[:count], np.asarray(child_logprob)[:count]
@@ -129,7 +130,7 @@ def cover(
     """
     growth, depth = growth_of(method, max(room, method.depth), branch_free), jnp.int32(method.depth)
     within, beside = (jnp.int32(0), depth) if method.overlap else (depth, jnp.int32(0))
-    state, tokens = begin(growth), len(trace.text) + growth.batch
+    state, tokens = begin(growth), len(trace.text) + growth.num_rows
     table = make_table(trace, nodes, tokens)
     while int(state.root + state.count) < len(trace.text):
         while True:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxspec.methods.core.round import DraftCounts
 from jaxspec.methods.swiftspec.draft_tree import Growth
-from jaxspec.methods.swiftspec.messages import DraftCounts
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant
 from jaxspec.tree.reroot import reroot
@@ -103,7 +103,15 @@ def growth_of(method: SwiftSpec, room: int, branch_free: bool = False) -> Growth
     """How a method's tree grows, with room for `room` passes; its `depth` is 1, for `grow` is told the passes."""
     assert method.branch is not None and method.survivors is not None
     return Growth(
-        method.batch, method.width, method.branch, 1, method.survivors, room, method.reuse, method.leaves, branch_free
+        method.num_rows,
+        method.width,
+        method.branch,
+        1,
+        method.survivors,
+        room,
+        method.reuse,
+        method.leaves,
+        branch_free,
     )
 
 
@@ -115,7 +123,7 @@ def begin(growth: Growth) -> State:
 
 @functools.partial(jax.jit, static_argnames="growth")
 def grow(table: Table, state: State, passes: jax.Array, growth: Growth) -> State:
-    """EXPAND `passes` times; see `growing.grow_tree`."""
+    """EXPAND `passes` times; see `draft_tree.expand_tree`."""
     carry = (state.tree, state.stood_in)
     tree, stood_in = jax.lax.fori_loop(0, passes, lambda _, c: _expand(table, c[0], c[1], growth.width), carry)
     return dataclasses.replace(
@@ -128,9 +136,9 @@ def grow(table: Table, state: State, passes: jax.Array, growth: Growth) -> State
 def turn(table: Table, state: State, passes: jax.Array, growth: Growth) -> tuple[State, RoundCounts]:
     """REROOT, CATCH_UP, `passes` expansions (where drafting and verifying take turns), SELECT; then the target's walk.
 
-    See `growing.follow_verified` and `growing.choose_batch`.
+    See `draft_tree.follow_verified` and `draft_tree.choose_batch`.
     """
-    tokens = jax.lax.dynamic_slice_in_dim(table.truth, jnp.maximum(state.root, 0), growth.batch)
+    tokens = jax.lax.dynamic_slice_in_dim(table.truth, jnp.maximum(state.root, 0), growth.num_rows)
     moved = reroot(state.tree, tokens, state.count, limit=growth.survivors, reuse=growth.reuse)
     root, missed = state.root + state.count, moved.num_pending > 0
     keep = table.logprob.shape[1]
@@ -153,7 +161,7 @@ def turn(table: Table, state: State, passes: jax.Array, growth: Growth) -> tuple
     if not growth.leaves:
 
         def short(carry: Any) -> jax.Array:
-            return (carry[0].size < growth.batch) & (leaf_scores(carry[0]).max() > -jnp.inf)
+            return (carry[0].size < growth.num_rows) & (leaf_scores(carry[0]).max() > -jnp.inf)
 
         def refill(carry: Any) -> Any:
             return *_expand(table, carry[0], carry[1], growth.width), carry[2] + 1
@@ -163,7 +171,7 @@ def turn(table: Table, state: State, passes: jax.Array, growth: Growth) -> tuple
     if not growth.leaves:
         evaluated = tree.child_row.reshape(-1) >= 0
         candidates = dataclasses.replace(candidates, score=jnp.where(evaluated, candidates.score, -jnp.inf))
-    batch = pack_best(tree.token[0], candidates, growth.batch)
+    batch = pack_best(tree.token[0], candidates, growth.num_rows)
 
     # A row continues the text iff it is the proposal that the text's token is: its number names its whole path.
     truth = table.truth[jnp.clip(root + batch.depth - 1, 0, table.truth.shape[0] - 1)]

@@ -1,0 +1,148 @@
+"""Other libraries beside jaxspec: fakes of them, in one interleaved run, and the table."""
+
+import sys
+from types import SimpleNamespace
+
+import bench_fakes
+import bench_peers
+import numpy as np
+import pytest
+from bench_peers import INSTALL, Peer, load_llama, load_transformers, main, markdown, parse
+
+from jaxspec.bench.columns import make_columns
+from jaxspec.bench.prompts import BenchPrompt
+from jaxspec.bench.report import make_report
+from jaxspec.bench.run import Column, measure
+from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
+
+SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
+PROMPTS = [BenchPrompt(name, "chat", (name * 50,)) for name in "abc"]
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    bench_fakes.install(monkeypatch)
+    monkeypatch.setattr(bench_fakes.FakeTokenizer, "decode", lambda self, ids: "text", raising=False)
+
+
+def clock(monkeypatch, step):
+    """A clock that goes on by `step` with every look."""
+    now = [0.0]
+
+    def tick():
+        now[0] += step
+        return now[0]
+
+    monkeypatch.setattr(bench_peers.time, "perf_counter", tick)
+
+
+def test_a_peer_answers_like_an_llm(monkeypatch):
+    clock(monkeypatch, 0.5)
+    asked = []
+    peer = Peer("other", bench_fakes.FakeLLM(), lambda ids, count: asked.append((ids, count)) or iter(range(count)))
+    completion = peer.chat([{"role": "user", "content": "abcd"}], SAMPLING)
+    assert asked == [([1] * 4, 12)] and completion.token_ids == tuple(range(12)) and completion.text == "text"
+    stats = completion.stats
+    assert (stats.prompt_tokens, stats.completion_tokens, stats.ttft_s, stats.decode_s) == (4, 12, 0.5, 5.5)
+    assert stats.tokens_per_s == 2 and peer.engine.prepare(100) == 0 and peer.engine.settle() is None
+
+
+@pytest.mark.parametrize("given", [0, 11, 13])
+def test_another_number_of_tokens_is_refused(given):
+    peer = Peer("other", bench_fakes.FakeLLM(), lambda ids, count: iter(range(given)))
+    with pytest.raises(ConfigError, match=f"other gave {given} tokens, 12 were asked for"):
+        peer.generate("abcd", SAMPLING)
+
+
+def test_all_are_interleaved_and_the_table_has_one_row_each(monkeypatch):
+    clock(monkeypatch, 0.02)
+    llm, order = bench_fakes.FakeLLM(draft="d"), []
+    peers = [
+        Column(n, None, Peer(n, llm, lambda ids, k, n=n: order.append(n) or iter(range(k)))) for n in ("one", "two")
+    ]
+    measured = measure(llm, [*make_columns(["specexec"]), *peers], PROMPTS, SAMPLING, 2)
+    orders = [[a.label for a in measured.answers[i : i + 4]] for i in range(0, 24, 4)]
+    assert [first[0] for first in orders] == ["ar", "specexec", "one", "specexec", "one", "two"]
+    assert order == ["one", "two"] + [n for labels in orders for n in labels if n in ("one", "two")]
+    report = make_report(measured, "x", "folder/model.gguf", None)
+    rows = report["overall"]["columns"]
+    assert rows["one"]["exact"]["promise"] == "none" and rows["one"]["split"] is None
+    assert rows["one"]["speedup"]["mean"] == pytest.approx(0.5)  # 20 ms a token, plain decoding 10 ms
+    text = markdown(report, "python tools/bench_peers.py")
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in table[2:]] == ["ar", "specexec", "one", "two"]
+    assert all(line.count("|") == len(bench_peers.NAMES) + 1 for line in table)
+    assert "0.50 (0.50 to 0.50)" in table[4] and "model.gguf" in text and "interrupted" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--peers", "vllm"], "unknown peer 'vllm'; known: llama.cpp, transformers"),
+        (["--peers", "llama.cpp"], f"not installed: llama_cpp; run: {INSTALL}"),
+        (["--peers", "", "--out", "no/such/folder/x.md"], "must lie in a folder that exists"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(bench_peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as left:
+        parse(words)
+    assert left.value.code == 2 and message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_llama_generates_from_a_fresh_state(monkeypatch):
+    made = []
+
+    class Llama:
+        def __init__(self, path, **options):
+            made.append((path, options))
+
+        def reset(self):
+            made.append("reset")
+
+        def generate(self, ids, **options):
+            made.append((ids, options))
+            while True:
+                yield 7
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    generate = load_llama("model.gguf", 128, 2)
+    assert list(generate([1, 2], 3)) == [7, 7, 7]
+    assert made[0][1]["n_ctx"] == 128 and made[0][1]["n_threads"] == 2
+    assert made[1:] == ["reset", ([1, 2], {"top_k": 1, "temp": 0.0, "repeat_penalty": 1.0})]
+
+
+def test_transformers_steps_with_its_cache(monkeypatch):
+    """The next token is the sum of all tokens so far, which the cache carries."""
+
+    class Array(np.ndarray):
+        def argmax(self, dim, keepdim):
+            return np.argmax(np.asarray(self), axis=dim, keepdims=keepdim)
+
+    class Inference:
+        __enter__ = __exit__ = lambda *_: None
+
+    def model(input_ids, past_key_values, use_cache, logits_to_keep):
+        total = int(np.sum(input_ids)) + (past_key_values or 0)
+        logits = np.zeros((1, 1, 100)).view(Array)
+        logits[0, 0, total] = 1
+        return SimpleNamespace(past_key_values=total, logits=logits)
+
+    threads = []
+    torch = SimpleNamespace(tensor=np.array, inference_mode=Inference, set_num_threads=threads.append)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "make_golden", SimpleNamespace(load_reference=lambda path: model))
+    assert list(load_transformers("model.gguf", 2)([1, 2], 4)) == [3, 6, 12, 24] and threads == [2]
+
+
+def test_the_command_writes_one_table(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
+    monkeypatch.setattr("jaxspec.llm.has_draft", lambda model, draft: True)
+    monkeypatch.setattr(bench_peers, "missing_packages", lambda peers: [])
+    monkeypatch.setattr(bench_peers, "load_llama", lambda *_: lambda ids, count: iter(range(100, 100 + count)))
+    out = tmp_path / "peers.md"
+    main(["--methods", "ar,lookup", "--peers", "llama.cpp", "--max-prompts", "2", "-n", "12", "--out", str(out)])
+    text = out.read_text()
+    assert "| llama.cpp |" in text and "| lookup |" in text and "--max-prompts 2" in text
+    assert text in capsys.readouterr().out
