@@ -131,10 +131,10 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that have an attention block: those with keys and values."""
-        return tuple(index for index in range(self.num_layers) if self.blocks(index)[0])
+        return tuple(index for index in range(self.num_layers) if self.layer_units(index)[0])
 
-    def blocks(self, layer: int) -> tuple[bool, bool]:
-        """Whether a layer has an attention and an MLP block."""
+    def layer_units(self, layer: int) -> tuple[bool, bool]:
+        """Whether a layer has attention and whether it has an MLP."""
         return (True, True) if self.units is None else (self.units.attention[layer], self.units.mlp[layer])
 
     def window(self, layer: int) -> int | None:

@@ -34,14 +34,14 @@ class ArrayInfo:
       dtype: of the numbers; uint8 where they are in blocks.
       axes: one logical axis name per dimension, or None.
       format: name of the block format; None for numbers.
-      unit: a device's part of the split dimension is padded to a multiple of this number.
+      multiple: a device's part of the split dimension is padded to a multiple of this number.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
     format: str | None = None
-    unit: int = 1
+    multiple: int = 1
 
     def __post_init__(self):
         """Every dimension has a logical name or None."""
@@ -86,17 +86,17 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         }
 
     def declare_layer(index: int) -> Params:
-        name, blocks = f"layers.{index}", cfg.blocks(index)
+        name, units = f"layers.{index}", cfg.layer_units(index)
         down_type = storage.type_of(f"{name}.down")
         # Where the down projection is in blocks, each device's columns are whole ones.
-        unit = FORMATS[down_type].values if down_type in FORMATS else 1
+        multiple = FORMATS[down_type].values if down_type in FORMATS else 1
         layer = {
             "attn_norm": norm,
             "qkv": declare_qkv(f"{name}.qkv"),
             "out": declare_out(f"{name}.out"),
             "mlp_norm": norm,
             "gate_up": _declare_weight(
-                f"{name}.gate_up", storage.type_of(f"{name}.gate_up"), (2, F, D), (None, "mlp", "embed"), unit
+                f"{name}.gate_up", storage.type_of(f"{name}.gate_up"), (2, F, D), (None, "mlp", "embed"), multiple
             ),
             "down": _declare_weight(f"{name}.down", down_type, (D, F), ("embed", "mlp")),
         }
@@ -105,7 +105,7 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         if cfg.qk_norm:
             layer["q_norm"] = ArrayInfo((H,), jnp.float32, (None,))
             layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
-        return {leaf: info for leaf, info in layer.items() if blocks[leaf in MLP_PARAMS]}
+        return {leaf: info for leaf, info in layer.items() if units[leaf in MLP_PARAMS]}
 
     params: Params = {
         "final_norm": norm,
@@ -155,18 +155,18 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def _declare_weight(
-    leaf: str, leaf_type: LeafType, shape: tuple[int, ...], axes: tuple[str | None, ...], unit: int = 1
+    leaf: str, leaf_type: LeafType, shape: tuple[int, ...], axes: tuple[str | None, ...], multiple: int = 1
 ) -> Any:
     """A weight of one type: the array of `shape`, or the blocks that its last dimension is cut into."""
     assert isinstance(leaf_type, str)  # a `Storage` has three types for qkv only
     block_format = FORMATS.get(leaf_type)
     if block_format is None:
-        return ArrayInfo(shape, jnp.dtype(leaf_type), axes, unit=unit)
+        return ArrayInfo(shape, jnp.dtype(leaf_type), axes, multiple=multiple)
     *outer, inputs = shape
     if inputs % block_format.values:
         raise ValueError(
             f"{leaf}: rows of {inputs} values are not a whole number of {leaf_type} blocks of {block_format.values}"
         )
     shape = (*outer, inputs // block_format.values, block_format.nbytes)
-    info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), format=leaf_type, unit=unit)
+    info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), format=leaf_type, multiple=multiple)
     return Blocks(info, leaf_type)  # pyright: ignore[reportArgumentType]

@@ -94,9 +94,9 @@ def restrict_storage(storage: Storage, cfg: ModelConfig) -> Storage:
 def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the weight leaves of a model: what a storage gives types to."""
     top = () if cfg.shares_embedding else ("embed",) if cfg.tied else ("embed", "head")
-    blocks = (("qkv", "out"), ("gate_up", "down"))
-    layers = [itertools.compress(blocks, cfg.blocks(index)) for index in range(cfg.num_layers)]
-    return top + tuple(f"layers.{index}.{name}" for index, own in enumerate(layers) for block in own for name in block)
+    units = (("qkv", "out"), ("gate_up", "down"))
+    layers = [itertools.compress(units, cfg.layer_units(index)) for index in range(cfg.num_layers)]
+    return top + tuple(f"layers.{index}.{name}" for index, own in enumerate(layers) for unit in own for name in unit)
 
 
 def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:

@@ -137,7 +137,7 @@ def _run_layers(params, cfg, token, position, cache, window, units):
             layer, x, rope, key, value, cache.length, position,
             None if window is None else cut[sliding],
             units[index] if isinstance(units, jax.Array) else None,
-            runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.blocks(index),
+            runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.layer_units(index),
             cfg=cfg, sliding=sliding, cache_only=window is None and index == cfg.num_layers - 1,
             kernels=registry.current(),
         )  # fmt: skip

@@ -56,7 +56,7 @@ def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = 
 
     Args:
       infos: the declaration.
-      plan: the mesh; split dimensions are padded to a multiple of its degree (and of the declared unit).
+      plan: the mesh; split dimensions are padded to a multiple of its degree (and of the declared one).
       least: smallest sizes of logical axes; smaller ones are padded up to them first.
 
     Raises:
@@ -71,7 +71,7 @@ def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = 
                 f"heads of {info.format} blocks {info.shape} cannot be split over {plan.tensor} devices: "
                 "their blocks cross from head to head; `fit_storage` keeps such a weight in float32"
             )
-        spec, multiple = partition_spec(info), plan.tensor * info.unit
+        spec, multiple = partition_spec(info), plan.tensor * info.multiple
         shape = (n if a is None else max(n, sizes.get(a, 0)) for n, a in zip(info.shape, info.axes, strict=True))
         padded = tuple(n if name is None else round_up(n, multiple) for n, name in zip(shape, spec, strict=True))
         return jax.ShapeDtypeStruct(padded, info.dtype, sharding=NamedSharding(mesh, spec))
