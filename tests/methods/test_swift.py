@@ -382,7 +382,7 @@ def test_batches_hold_what_the_table_allows():
         ({"threshold": 2}, "threshold"),
         ({"siblings": (1, 3, 5)}, "siblings has 3 numbers"),
         ({"siblings": (1, 3, 5, 0)}, "siblings"),
-        ({"siblings": (1, 3, 5, 2.5)}, "siblings must be integers"),
+        ({"siblings": (1, 3, 5, 2.5)}, "siblings must be an integer"),
         ({"search": "random"}, "search must be one of budget, paper"),
         ({"search": "paper", "share": 0.1}, "leave out share"),
         ({"context": "last"}, "context must be one of recent, first"),

@@ -18,7 +18,7 @@ from jaxspec.sampling.processors import clean
 
 
 def matchness_program(target: Placement, state: SequenceState, sets: int, window: int, branching: bool) -> Program:
-    """`count_matches`, compiled: (params, state, tokens, start, units) -> state, matches.
+    """Count the tokens that each layer set predicts, given the verified tokens before each.
 
     Args:
       target: the model.
@@ -26,65 +26,43 @@ def matchness_program(target: Placement, state: SequenceState, sets: int, window
       sets: C, layer sets of one pass; 1 if `branching`.
       window: gamma, tokens on which they are scored.
       branching: skip blocks by branches on the device; else everything is computed, for all sets at once.
-    """
 
-    def run(params, state, tokens, start, units):
-        return count_matches(params, target, state, tokens, start, units, branching)
-
-    tokens, units = target.array((window + 1,), jnp.int32), target.array((sets, target.cfg.num_layers, 2), jnp.bool_)
-    args = [target.params(), state, tokens, target.array((), jnp.int32), units]
-    return Program("matchness", run, target.plan, args, (state, target.array((sets,), jnp.int32)), donate=[1])
-
-
-def count_matches(
-    params: Params,
-    target: Placement,
-    state: SequenceState,
-    tokens: jax.Array,
-    start: jax.Array,
-    units: jax.Array,
-    branching: bool,
-) -> tuple[SequenceState, jax.Array]:
-    """Count the tokens that each layer set predicts, given the verified tokens before each; for one shard.
-
-    Args:
-      params: the target's.
-      target: its placement.
-      state: its state, which is returned unchanged.
+    Returns:
+      A program (params, state, tokens, start, units) -> (state, matches), which returns the state unchanged.
       tokens: int32 [gamma + 1], verified ones in order; the first is given, the others are predicted.
       start: int32 [], position of the first one. The cache has C * gamma slots from there on.
       units: bool [C, L, 2], blocks that run.
-      branching: see `matchness_program`.
-
-    Returns:
-      The state, and int32 [C], tokens of gamma.
+      matches: int32 [C], at most gamma.
     """
-    sets, window, cache = units.shape[0], tokens.shape[0] - 1, state.cache
     rows = sets * window
-    place = jnp.arange(rows, dtype=jnp.int32)
-    own_set, step = place // window, place % window
-    mask = (own_set[:, None] == own_set[None, :]) & (step[None, :] <= step[:, None])
-    layers = (cache.key, cache.value)
 
-    def save(_: tuple) -> tuple:
-        saved = jax.tree.map(lambda layer: jax.lax.dynamic_slice_in_dim(layer, start, rows, axis=1), layers)
-        return jnp.bool_(False), start, saved
+    def count(params: Params, state: SequenceState, tokens: jax.Array, start: jax.Array, units: jax.Array) -> tuple:
+        place, cache = jnp.arange(rows, dtype=jnp.int32), state.cache
+        own_set, step = place // window, place % window
+        mask = (own_set[:, None] == own_set[None, :]) & (step[None, :] <= step[:, None])
+        layers = (cache.key, cache.value)
 
-    # A loop of one turn, which the compiler does not know, that says where to write. Fused with the restoring, or not
-    # ordered before the writing, the saving would copy the whole cache.
-    nothing = jax.tree.map(lambda layer: jnp.zeros((layer.shape[0], rows, layer.shape[2]), layer.dtype), layers)
-    _, begin, (key, value) = jax.lax.while_loop(lambda carry: carry[0], save, (start >= 0, jnp.int32(0), nothing))
-    scratch = dataclasses.replace(cache, length=begin)
-    runs = units[0] if branching else jnp.repeat(units, window, axis=0).transpose(1, 2, 0)  # [L, 2] or [L, 2, T]
-    with jax.named_scope("matchness"):
-        hidden, scratch = forward(params, target.cfg, tokens[:-1][step], start + step, scratch, mask, units=runs)
-        said = target.vocab.argmax(clean(vocab_logits(params, hidden), target.vocab))
-        matches = (said.reshape(sets, window) == tokens[1:]).sum(axis=1, dtype=jnp.int32)
+        def save(_: tuple) -> tuple:
+            saved = jax.tree.map(lambda layer: jax.lax.dynamic_slice_in_dim(layer, start, rows, axis=1), layers)
+            return jnp.bool_(False), start, saved
 
-    def restore(layer: jax.Array, held: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(layer, held, begin, axis=1)
+        # A loop of one turn, which the compiler does not know, that says where to write. Fused with the restoring, or
+        # not ordered before the writing, the saving would copy the whole cache.
+        nothing = jax.tree.map(lambda layer: jnp.zeros((layer.shape[0], rows, layer.shape[2]), layer.dtype), layers)
+        _, begin, (key, value) = jax.lax.while_loop(lambda carry: carry[0], save, (start >= 0, jnp.int32(0), nothing))
+        scratch = dataclasses.replace(cache, length=begin)
+        runs = units[0] if branching else jnp.repeat(units, window, axis=0).transpose(1, 2, 0)  # [L, 2] or [L, 2, T]
+        with jax.named_scope("matchness"):
+            hidden, scratch = forward(params, target.cfg, tokens[:-1][step], start + step, scratch, mask, units=runs)
+            said = target.vocab.argmax(clean(vocab_logits(params, hidden), target.vocab))
+            matches = (said.reshape(sets, window) == tokens[1:]).sum(axis=1, dtype=jnp.int32)
 
-    cache = dataclasses.replace(
-        cache, key=tuple(map(restore, scratch.key, key)), value=tuple(map(restore, scratch.value, value))
-    )
-    return dataclasses.replace(state, cache=cache), matches
+        def restore(layer: jax.Array, held: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(layer, held, begin, axis=1)
+
+        key, value = tuple(map(restore, scratch.key, key)), tuple(map(restore, scratch.value, value))
+        return dataclasses.replace(state, cache=dataclasses.replace(cache, key=key, value=value)), matches
+
+    tokens, units = target.array((window + 1,), jnp.int32), target.array((sets, target.cfg.num_layers, 2), jnp.bool_)
+    args = [target.params(), state, tokens, target.array((), jnp.int32), units]
+    return Program("matchness", count, target.plan, args, (state, target.array((sets,), jnp.int32)), donate=[1])

@@ -247,11 +247,8 @@ class LayerSearch:
         self._watched = Standing(layers)
         if (found.matchness or 0.0) < self._estimate(self.incumbent) - FALL:
             # Old scores are those of other texts.
-            self._ranked, self._candidates, self._seen = (
-                [Standing(layers, found.matches, found.tokens)],
-                Standing(layers),
-                {layers},
-            )
+            self._ranked, self._candidates = [Standing(layers, found.matches, found.tokens)], Standing(layers)
+            self._seen = {layers}
             self._due.clear()
             self._observed.clear()
             self.since, self.stale, self.stopped = self.steps, 0, None

@@ -142,7 +142,7 @@ class SelfDrafter(Drafter):
           spine: how drafts are grown.
           costs: of a round.
           layers: the set to begin with.
-          branching: one program for all sets, which skips blocks by branches on the device; else a program for each.
+          branching: one program skips the blocks of any set, by branches on the device; else each set has its own.
         """
         self._target, self._branching = target, branching
         scalar, rows, plan = target.array((), jnp.int32), target.array((spine.num_rows,), jnp.int32), target.plan
@@ -256,17 +256,9 @@ def learn(memory: SpineMemory, verified: Verified) -> SpineMemory:
 
 
 def draft_spine(
-    params: Params,
-    target: Placement,
-    state: SequenceState,
-    memory: SpineMemory,
-    verified: Verified,
-    request: Request,
-    units: LayerSet | jax.Array,
-    cost: jax.Array,
-    spine: SpineSettings,
-    costs: CostModel,
-) -> tuple[SequenceState, SpineMemory, Draft]:
+    params: Params, target: Placement, state: SequenceState, memory: SpineMemory, verified: Verified, request: Request,
+    units: LayerSet | jax.Array, cost: jax.Array, spine: SpineSettings, costs: CostModel,
+) -> tuple[SequenceState, SpineMemory, Draft]:  # fmt: skip
     """Learn from the last round, and draft; for one shard.
 
     Args:
@@ -307,18 +299,10 @@ def draft_spine(
 
 
 def grow_spine(
-    params: Params,
-    target: Placement,
-    state: SequenceState,
-    memory: SpineMemory,
-    request: Request,
-    units: LayerSet | jax.Array,
-    cost: jax.Array,
-    should_draft: jax.Array,
-    spine: SpineSettings,
-    round_cost: jax.Array,
-) -> Spine:
-    """Draft token by token while the draft is confident and, where it is adaptive, while a further pass pays."""
+    params: Params, target: Placement, state: SequenceState, memory: SpineMemory, request: Request,
+    units: LayerSet | jax.Array, cost: jax.Array, should_draft: jax.Array, spine: SpineSettings, round_cost: jax.Array,
+) -> Spine:  # fmt: skip
+    """Draft token by token while the draft is confident and, if it is adaptive, while a further pass pays."""
     assert state.root is not None and state.history is not None
     cfg, vocab, root, text = target.cfg, target.vocab, state.root, state.history
     n, k = spine.length, spine.branch
@@ -355,14 +339,9 @@ def grow_spine(
         chance = done.chance * jnp.concatenate([first[None], (1 - first) * ranks])
         children = jnp.array(spine.siblings)[(confidence[0] < jnp.array(LEVELS)).sum()]
         child = possible[0] & (jnp.arange(k) < children)
-        return Spine(
-            cache=cache,
-            token=done.token.at[at].set(choices[0]),
-            kind=done.kind.at[at].set(kind),
-            score=done.score.at[at].set(jnp.where(child, jnp.log(chance), -jnp.inf)),
-            confidence=confidence[0],
-            count=at + 1,
-        )
+        score = done.score.at[at].set(jnp.where(child, jnp.log(chance), -jnp.inf))
+        token, kind = done.token.at[at].set(choices[0]), done.kind.at[at].set(kind)
+        return Spine(cache, token, kind, score, confidence[0], at + 1)
 
     token, kind = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32)
     start = Spine(state.cache, token, kind, jnp.full((n, k), -jnp.inf), jnp.float32(1), jnp.int32(0))

@@ -1,8 +1,7 @@
-"""SWIFT: the target drafts for itself with some of its layers skipped, and finds out which (arXiv 2410.06916)."""
+"""SWIFT: the target drafts for itself, some of its layers skipped, which are searched (arXiv 2410.06916)."""
 
 import dataclasses
 import math
-import numbers
 from pathlib import Path
 from typing import ClassVar
 
@@ -112,8 +111,6 @@ class Swift(Method):
         if len(self.siblings) != len(LEVELS) + 1:
             raise ConfigError(f"siblings has {len(self.siblings)} numbers, one for each of {len(LEVELS) + 1} levels")
         for count in self.siblings:
-            if isinstance(count, bool) or not isinstance(count, numbers.Integral):
-                raise ConfigError(f"siblings must be integers, got {count!r}")
             check_range("siblings", count, 1, 32)
         for name, choices in (
             ("search", ("budget", "paper")), ("context", ("recent", "first")), ("programs", ("auto", "one", "each")),
@@ -191,9 +188,8 @@ class Swift(Method):
         return parse_layers(self.layers, target.cfg.num_layers) if self.layers else None
 
     def _begin_search(self, target: Placement) -> LayerSearch:
-        settings = SearchSettings(
-            self.ratio, self.window, self.interval, self.steps, self.tolerance, self.max_score, self.search
-        )
+        names = ("ratio", "window", "interval", "steps", "tolerance", "max_score")
+        settings = SearchSettings(**{name: getattr(self, name) for name in names}, rule=self.search)
         return LayerSearch(target.cfg.num_layers, settings)
 
     def _file(self, target: Placement, store: Store) -> LayerStore | None:
