@@ -14,16 +14,16 @@ from pallas_kernels import registry
 from pallas_kernels.registry import Kernels
 
 # Row counts that XLA's CPU backend compiles such a pass for. Each adds two seconds of compilation. On two CPU cores
-# passes of 2 and 4 rows cost nearly what one of 8 costs, so steps between 1 and 8 would save little.
+# a pass of 2 or 4 rows costs nearly as much as one of 8, so steps between would save little.
 ROW_STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def map_active_rows(function: Callable[..., Any], active_rows: jax.Array | None, *arrays: jax.Array) -> Any:
     """Apply a function of rows to at least the first `active_rows` rows of `arrays`.
 
-    Native kernels take the number of active rows as data. Under XLA on CPU, where each row costs time, a switch picks
-    the smallest of a few static row counts, and the rows after it come out as zeros. Elsewhere all rows are computed:
-    on an accelerator a few rows cost as much as one, and a data-dependent branch would stall the host.
+    Native kernels take the number of active rows as data. Under XLA on CPU each row costs time, so a switch picks the
+    smallest of a few static row counts; the rows after it come out as zeros. Elsewhere all rows are computed: on an
+    accelerator a few rows cost as much as one, and a data-dependent branch would stall the host.
 
     Args:
       function: takes `active_rows` (or None for all) and arrays [t, ...], returns a pytree of arrays [t, ...]. It is

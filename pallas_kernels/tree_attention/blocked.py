@@ -1,9 +1,9 @@
 """Tree attention for XLA's CPU backend: its cost follows the slots in use, not the capacity of the cache.
 
 A `switch` picks one of a few static prefix lengths (powers of two), so one compiled program serves every context
-length. A dynamic loop over blocks took 1.3 times as long at 2,000 tokens, and reading the whole cache 1.2 times as long
-at 256 tokens of 2,048 (docs/decisions.md). On GPUs a data-dependent branch stalls the host, so the reference runs
-there.
+length. A dynamic loop over blocks took 1.3 times as long at 2,000 tokens. Reading the whole cache took 1.2 times as
+long at 256 tokens of 2,048 (docs/decisions.md). On GPUs a data-dependent branch stalls the host, so the reference
+runs there.
 """
 
 import jax.numpy as jnp

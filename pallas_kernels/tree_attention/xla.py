@@ -17,8 +17,8 @@ def tree_attention(
     query, new_key, new_value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     slot = length if offset is None else length + offset
     key = _write_rows(key, rotate(new_key, cos, sin), slot)
-    # A masked slot is multiplied by zero, and 0 * NaN is NaN. One broken row, for instance a padding token of a damaged
-    # model or an abandoned sequence in reused buffers, must not reach the others through the cache.
+    # A masked slot is multiplied by zero, and 0 * NaN is NaN. One broken row must not reach the others through the
+    # cache. It may be a padding token of a damaged model, or an abandoned sequence in reused buffers.
     new_value = new_value.astype(value.dtype)
     value = _write_rows(value, jnp.where(jnp.isfinite(new_value), new_value, 0), slot)
     if write_only:
