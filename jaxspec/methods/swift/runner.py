@@ -55,6 +55,8 @@ class SwiftRunner(SpeculativeRunner):
     Attributes:
       search: finds the layers.
       score: program of a scoring pass.
+      context: text on which sets are scored, "recent" or "first".
+      share: most of the time that scoring may take; None scores after every round.
     """
 
     drafter: SelfDrafter
@@ -76,13 +78,13 @@ class SwiftRunner(SpeculativeRunner):
           fixed: the layers, if nothing is to be searched.
           file: where the search is stored under the name `task`, if anywhere.
           task: see `file`.
-          context: text on which sets are scored, "recent" or "first".
-          share: most of the time that scoring may take; None scores after every round.
+          context: see `SwiftRunner`.
+          share: see `SwiftRunner`.
           sets: sets of one scoring pass.
           branching: skip blocks by branches on the device.
         """
         self.search, self._fixed, self._file, self._task = search, fixed, file, task
-        self._context, self._share, self._sets = context, share, sets
+        self.context, self.share, self._sets = context, share, sets
         self._searches = fixed is None and share != 0 and search.has_choice
         timer.adaptive = spine.adaptive
         rows, costs = sets * search.settings.window, CostModel(pass_costs(target, spine.num_rows))
@@ -182,7 +184,7 @@ class SwiftRunner(SpeculativeRunner):
 
     def _is_due(self) -> bool:
         """Whether a scoring pass may run now."""
-        search, share, timer = self.search, self._share, self.timer
+        search, share, timer = self.search, self.share, self.timer
         if search.stopped is not None:
             return search.unwatched >= WATCH_EVERY
         if share is None or share == 1:
@@ -194,7 +196,7 @@ class SwiftRunner(SpeculativeRunner):
 
     def _find_window(self, text: HostText) -> int | None:
         """First position of the tokens to score on; None if there are none, or if those of another text are in use."""
-        search, first, known = self.search, self._context == "first", self._window
+        search, first, known = self.search, self.context == "first", self._window
         if known is not None and known[0] is not text:
             return None
         if known is not None and (first or not search.window_is_used_up):
