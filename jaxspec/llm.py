@@ -361,7 +361,9 @@ def _one_each(sampling: object, count: int) -> list[SamplingParams]:
     if not _is_list(sampling):
         return [_check_sampling(sampling)] * count
     if len(sampling) != count:
-        raise ConfigError(f"sampling_params are {len(sampling)} for {count} prompts: give one, or one for each prompt")
+        raise ConfigError(
+            f"sampling_params holds {len(sampling)} for {count} prompts: give one SamplingParams, or one for each prompt"
+        )
     return [_check_sampling(one) for one in sampling]
 
 

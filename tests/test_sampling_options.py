@@ -135,7 +135,7 @@ def test_a_list_of_prompts_takes_a_list_of_parameters(plain):
     outs = plain.generate([PROMPT, PROMPT], [short, long])
     assert [len(out.token_ids) for out in outs] == [2, 5]
     assert plain.generate([]) == [] and plain.generate([], []) == []
-    with pytest.raises(ConfigError, match="sampling_params are 1 for 2 prompts"):
+    with pytest.raises(ConfigError, match="sampling_params holds 1 for 2 prompts"):
         plain.generate([PROMPT, PROMPT], [short])
     with pytest.raises(ConfigError, match="sampling_params must be SamplingParams"):
         plain.generate([PROMPT], [3])
