@@ -41,30 +41,26 @@ __all__ = [
 
 # Imported when first used, so that `jaxspec-decode --help` and usage errors do not wait a second for JAX.
 _HOMES = {
-    "LLM": "llm",
-    "Auto": "methods.auto",
-    "Autoregressive": "methods.autoregressive",
-    "Chain": "methods.chain",
-    "CheckpointError": "errors",
-    "Completion": "results",
-    "ConfigError": "errors",
-    "DecodeStats": "results",
-    "JaxspecError": "errors",
-    "PromptLookup": "methods.lookup",
-    "SamplingParams": "config",
-    "SpecExec": "methods.specexec",
-    "SpecInfer": "methods.specinfer",
-    "Swift": "methods.swift.settings",
-    "SwiftSpec": "methods.swiftspec.settings",
-    "StreamEvent": "results",
-    "generate": "llm",
+    "config": ["SamplingParams"],
+    "errors": ["CheckpointError", "ConfigError", "JaxspecError"],
+    "llm": ["LLM", "generate"],
+    "methods.auto": ["Auto"],
+    "methods.autoregressive": ["Autoregressive"],
+    "methods.chain": ["Chain"],
+    "methods.lookup": ["PromptLookup"],
+    "methods.specexec": ["SpecExec"],
+    "methods.specinfer": ["SpecInfer"],
+    "methods.swift.settings": ["Swift"],
+    "methods.swiftspec.settings": ["SwiftSpec"],
+    "results": ["Completion", "DecodeStats", "StreamEvent"],
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"jaxspec.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"jaxspec.{home}"), name)
     globals()[name] = value
     return value
 

@@ -362,7 +362,7 @@ def _one_each(sampling: object, count: int) -> list[SamplingParams]:
         return [_check_sampling(sampling)] * count
     if len(sampling) != count:
         raise ConfigError(
-            f"sampling_params holds {len(sampling)} for {count} prompts: give one SamplingParams, or one for each prompt"
+            f"sampling_params holds {len(sampling)} for {count} prompts: give one SamplingParams, or one for each"
         )
     return [_check_sampling(one) for one in sampling]
 
