@@ -11,7 +11,7 @@ import pytest
 from native_models import write_native
 
 import jaxspec
-from jaxspec.check.reference_decoder import Scorer, margin, rounding
+from jaxspec.check.reference_decoder import ReferenceDecoder, margin, rounding
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.program import Program
 from pallas_kernels import selection
@@ -19,7 +19,7 @@ from pallas_kernels import selection
 # Heads as wide as kernels take them.
 SMALL = ModelConfig("llama", 2, 128, 192, 4, 2, 64, 64, 512)
 PROMPT = [3, 9, 14, 9, 14, 9]
-METHODS = {"ar": "ar", "tree": jaxspec.SpecExec(budget=15)}
+METHODS = {"ar": "ar", "tree": jaxspec.SpecExec(num_draft_tokens=15)}
 SAMPLING = jaxspec.SamplingParams(max_tokens=24, ignore_eos=True)
 # What a program calls by each implementation.
 CALLS = {"triton": "xla.gpu.triton", "mosaic": "mosaic_gpu", "jax_triton": "triton_kernel_call"}
@@ -52,7 +52,7 @@ def load(model, kernels, method, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "finish", record)
         draft = model if method == "tree" else None
-        llm = jaxspec.LLM(model, draft=draft, method=METHODS[method], dtype=dtype, kernels=kernels, compile_cache="")
+        llm = jaxspec.LLM(model, draft=draft, method=METHODS[method], dtype=dtype, kernels=kernels)
         tokens = tuple(llm.generate(PROMPT, SAMPLING).token_ids)
     assert len(tokens) == SAMPLING.max_tokens
     return llm, tokens, "\n".join(texts)
@@ -66,8 +66,8 @@ def assert_comes_to_kernels(llm, text):
 
 
 def score(llm, tokens):
-    """Rows of scores behind the prompt and each token of a given text."""
-    return list(Scorer(llm.engine.target, llm.params).rows(PROMPT, tokens, SAMPLING))
+    """Rows of scores after the prompt and each token of a given text."""
+    return list(ReferenceDecoder(llm.engine.target, llm.params).rows(PROMPT, tokens, SAMPLING))
 
 
 def test_xla_comes_to_no_kernels(gpu, model):

@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(gpu, model):
-    options = {"dtype": "float32", "kernels": "xla", "compile_cache": ""}
+    options = {"dtype": "float32", "kernels": "xla"}
     plain = jaxspec.LLM(model, method="ar", **options)
     for method in (jaxspec.SwiftSpec(depth=2), jaxspec.SwiftSpec(depth=2, adaptive=True)):
         pair = jaxspec.LLM(model, draft=model, method=method, draft_platform="cpu", **options)
