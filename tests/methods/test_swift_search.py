@@ -314,7 +314,7 @@ def saved_as(**entry):
     [
         "", "[]", "{}", '{"format": "other", "sets": []}', json.dumps({"format": FORMAT}), "\x00\xff", "[" * 100_000,
         json.dumps({"format": FORMAT, "sets": [3]}), saved_as(), saved_as(search=7), saved_as(search={"steps": "3"}),
-        saved_as(task=None, search={"steps": 3}), saved_as(search={"steps": 3, "sets": [["mlp=99", 3, 32]] * 3}),
+        saved_as(task=None, search={"steps": 3}), saved_as(search={"steps": 99, "sets": [["mlp=99", 3, 32]] * 3}),
     ],
 )  # fmt: skip
 def test_files_of_another_kind(tmp_path, content, caplog):

@@ -106,6 +106,8 @@ class LayerSearch:
     """One search, over any number of texts and processes.
 
     Attributes:
+      settings: how to search.
+      num_layers: L.
       has_choice: whether there is more than one set of the size.
       stopped: why the search has ended; None while it goes on.
       steps: candidates scored.
@@ -122,7 +124,7 @@ class LayerSearch:
 
     def __init__(self, num_layers: int, settings: SearchSettings, seed: int = 0):
         """Start with the uniform set of a model of `num_layers` layers; `seed` is that of random sets."""
-        self.settings, self._num_layers, self._seed = settings, num_layers, seed
+        self.settings, self.num_layers, self._seed = settings, num_layers, seed
         self._units, self._skipped = num_units(num_layers), count_skipped(num_layers, settings.ratio)
         self._rng = np.random.default_rng(seed)
         start = uniform_layers(num_layers) if self._skipped else all_layers(num_layers)
@@ -260,11 +262,11 @@ class LayerSearch:
         layers = self.incumbent.layers
         if self.proposed % self.settings.interval == 0 and len(self._observed) > 1:
             observed, noise = [*self._observed], NOISE[self.settings.rule]
-            layers = from_skipped(self._num_layers, propose_bayesian(observed, self._skipped, self._rng, noise))
+            layers = from_skipped(self.num_layers, propose_bayesian(observed, self._skipped, self._rng, noise))
         for _ in range(20):
             if layers not in self._seen:
                 break
-            layers = from_skipped(self._num_layers, _random_sets(1, self._units, self._skipped, self._rng)[0])
+            layers = from_skipped(self.num_layers, _random_sets(1, self._units, self._skipped, self._rng)[0])
         self._seen.add(layers)
         return layers
 
@@ -287,10 +289,11 @@ class LayerSearch:
         Raises:
           ValueError, KeyError, TypeError: it is not such a result, or of a model of another depth.
         """
-        sets = [Standing(parse_layers(text, self._num_layers), int(m), int(n)) for text, m, n in saved["sets"]]
+        sets = [Standing(parse_layers(text, self.num_layers), int(m), int(n)) for text, m, n in saved["sets"]]
         observed = [(np.array([bit == "1" for bit in bits], bool), float(score)) for bits, score in saved["observed"]]
         counters = {name: type(getattr(self, name))(saved[name]) for name in COUNTERS}
         history, stopped = [(int(step), float(score)) for step, score in saved["history"]], saved["stopped"]
+        same = saved["settings"] == dataclasses.asdict(self.settings)
         if any(len(skipped) != self._units for skipped, _ in observed):
             raise ValueError(f"observations are not of {self._units} blocks")
         if len(sets) < 3 or any(not 0 <= each.matches <= each.tokens for each in sets):
@@ -298,7 +301,7 @@ class LayerSearch:
         self._candidates, self._watched, *self._ranked = sets
         self._observed.extend(observed)
         self._seen |= {each.layers for each in sets}
-        if saved["settings"] == dataclasses.asdict(self.settings):
+        if same:
             vars(self).update(counters)
             self.history, self.stopped = history, self.stopped or stopped
             # Not the random sets of the earlier process again.

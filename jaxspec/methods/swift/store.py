@@ -82,15 +82,12 @@ class LayerStore:
         Raises:
           ConfigError: `strict`, and the file or the entry cannot be used.
         """
-        found = [entry for entry in self.read() if [entry[name] for name in KEY] == self._key(task, search)]
-        try:
-            for entry in found[:1]:
-                search.load(entry["search"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self._refuse(f"layer sets {self.path}, task {task!r}: {error!r}", error)
+        for entry in self.read():
+            if [entry[name] for name in KEY] == self._key(task, search) and (error := _load(search, entry)):
+                self._refuse(f"layer sets {self.path}, task {task!r}: {error!r}", error)
 
     def save(self, task: str, search: LayerSearch, *, replace: bool = False) -> None:
-        """Store a search, unless one that took more steps is there already and is not to be replaced.
+        """Store a search, unless a usable one that took more steps is there already and is not to be replaced.
 
         A file that cannot be written is a warning: the text is there already. Of several processes that write at once
         the last one's entry stays.
@@ -101,7 +98,8 @@ class LayerStore:
             key, found, entries = self._key(task, search), search.save(), self.read()
             known = [entry for entry in entries if [entry[name] for name in KEY] == key]
             if known and known[0]["search"]["steps"] > search.steps and not replace:
-                return
+                if _load(LayerSearch(search.num_layers, search.settings), known[0]) is None:
+                    return
             others = [entry for entry in entries if entry not in known]
             entry = dict(zip(KEY, key, strict=True)) | {"model": self.model, "search": found}
             _replace(self.path.resolve(), json.dumps({"format": FORMAT, "sets": [*others, entry]}))
@@ -115,6 +113,14 @@ class LayerStore:
         if self.strict:
             raise ConfigError(problem) from error
         logging.getLogger(__name__).warning("%s; what was found before is not used", problem)
+
+
+def _load(search: LayerSearch, entry: dict[str, Any]) -> Exception | None:
+    """Let a search go on from an entry; returns what is wrong with it."""
+    try:
+        search.load(entry["search"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return error
 
 
 def model_digest(path: Path, cfg: ModelConfig) -> str:
