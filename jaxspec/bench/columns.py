@@ -26,9 +26,7 @@ def default_methods(has_draft: bool, apart: bool = False) -> list[str]:
 
 
 def make_columns(
-    names: Iterable[str],
-    settings: Mapping[str, Mapping[str, Any]] | None = None,
-    budgets: Sequence[int] | None = None,
+    names: Iterable[str], settings: Mapping[str, Mapping[str, Any]] | None = None, budgets: Sequence[int] | None = None
 ) -> list[Column]:
     """Columns for methods by name; the baseline comes first, named or not.
 

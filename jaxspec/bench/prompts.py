@@ -1,8 +1,9 @@
 """Benchmark prompts: JSON lines in Spec-Bench's form, and the small suite that ships with jaxspec.
 
-A line is `{"question_id": ..., "category": ..., "turns": [...]}`; further keys (reference answers, say) are ignored.
+A line is `{"question_id": ..., "category": ..., "turns": [...]}`; other keys, such as reference answers, are ignored.
 """
 
+import collections
 import dataclasses
 import importlib.resources
 import json
@@ -23,7 +24,7 @@ class BenchPrompt:
     Attributes:
       question_id: unique in its file.
       category: kind of task; results are reported per category.
-      turns: what the user says, in order; between them stand the model's own answers.
+      turns: the user's messages, in order; the model answers after each.
     """
 
     question_id: str | int
@@ -49,7 +50,7 @@ def load_prompts(path: Path | None = None) -> list[BenchPrompt]:
         raise ConfigError(f"prompt file {source} is not UTF-8 text: {error}") from error
     prompts: list[BenchPrompt] = []
     first_line: dict[str | int, int] = {}
-    # Not `splitlines`: it also splits at characters that JSON strings may hold as they are.
+    # Not `splitlines`: it also splits at characters that JSON strings may hold.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if not line.strip():
             continue
@@ -71,10 +72,10 @@ def select_prompts(
     """The prompts of some categories, at most so many.
 
     Args:
-      prompts: what there is.
+      prompts: all of them.
       categories: names to keep; None keeps all.
-      max_prompts: most prompts to keep, taken from the categories in turn (the first of each, the second of each, ...),
-        so that a few prompts still are of every kind; None keeps all.
+      max_prompts: most prompts to keep, taken from the categories in turn: the first of each, the second of each, and
+        so on; None keeps all.
 
     Returns:
       The prompts that are kept, in their original order.
@@ -90,7 +91,7 @@ def select_prompts(
     kept = [prompt for prompt in prompts if prompt.category in wanted]
     if max_prompts is None or len(kept) <= max_prompts:
         return kept
-    rank: dict[str, int] = dict.fromkeys(wanted, 0)
+    rank = collections.Counter()
     order = []
     for index, prompt in enumerate(kept):
         order.append((rank[prompt.category], index))

@@ -185,14 +185,9 @@ def is_token_exact(method: Any, sampling: SamplingParams) -> bool:
 
 
 def measure(
-    llm: "LLM",
-    columns: Sequence[Column],
-    prompts: Sequence[BenchPrompt],
-    sampling: SamplingParams,
-    repeats: int = 3,
-    on_progress: Progress = lambda what, done, total: None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Measurement:
+    llm: "LLM", columns: Sequence[Column], prompts: Sequence[BenchPrompt], sampling: SamplingParams, repeats: int = 3,
+    on_progress: Progress = lambda what, done, total: None, stopped: Callable[[], bool] = lambda: False,
+) -> Measurement:  # fmt: skip
     """Run all columns on all prompts; see the module's rules.
 
     The turns of a conversation are answered in order, with the column's own earlier answers in between. A model

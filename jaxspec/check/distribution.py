@@ -182,13 +182,9 @@ def draw_many(
 
 
 def check_distribution(
-    score_fn: ScoreFn,
-    prompt: Sequence[int],
-    draws: Sequence[Draw],
-    depth: int = DEPTH,
-    width: int = WIDTH,
+    score_fn: ScoreFn, prompt: Sequence[int], draws: Sequence[Draw], depth: int = DEPTH, width: int = WIDTH,
     edge_fn: EdgeFn | None = None,
-) -> DistributionResult:
+) -> DistributionResult:  # fmt: skip
     """Compare draws with the exact distribution; see the module for tests, false alarms and power.
 
     Args:

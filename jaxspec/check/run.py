@@ -8,6 +8,8 @@ method's text is judged against plain decoding of that same text, so a tie hides
 """
 
 import dataclasses
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -174,7 +176,7 @@ def check_method(
 
     Returns:
       Everything for tables and JSON: `method`, `settings`, `exact`, `tokens` (a row per sampling), `distribution`
-      (likewise), `lossless`, and the measured `seconds_per_token` of comparisons.
+      (likewise), `lossless`, and `seconds_per_token`, the median over comparisons.
     """
     method = speculative.engine.method
     by_tokens = method.exact == "tokens"
@@ -182,17 +184,18 @@ def check_method(
     samplings = samplings if size.every_sampling else [samplings[0], samplings[-1]]
     samplings = [sampling for sampling in samplings if by_tokens or sampling.temperature == 0]
     tokens, distributions = [], []
-    start, decoded = time.perf_counter(), 0
+    per_token, marks = [], [time.perf_counter()]
     for sampling in samplings:
 
         def step(total: int = len(prompts) * len(samplings)) -> None:
+            marks.append(time.perf_counter())
             advance("prompts", total)
 
         compared = check_tokens(plain, speculative, prompts, [sampling], reference, step)
-        decoded += sum(len(comparison.got) for comparison in compared)
+        spans = itertools.pairwise(marks[-len(compared) - 1 :])
+        per_token += [(b - a) / max(1, len(c.got)) for (a, b), c in zip(spans, compared, strict=True)]
         counts = dataclasses.asdict(count_verdicts(compared, reference.dtype))
         tokens.append({"sampling": describe(sampling), **counts, "comparisons": compared})
-    seconds = (time.perf_counter() - start) / max(1, decoded)
     # The shortest prompt: every draw prefills it. A fully accepted round and the token after it.
     prompt, longest = min(prompts, key=len), method.max_path
     tests = [] if by_tokens else distribution_samplings(max(DEPTH, longest))[: 2 if size.every_sampling else 1]
@@ -209,18 +212,14 @@ def check_method(
     faulty = any(row["different"] for row in tokens) or any(r["verdict"] == "different" for r in distributions)
     return {
         "method": method.name, "settings": dataclasses.asdict(method), "exact": method.exact, "tokens": tokens,
-        "distribution": distributions, "lossless": not faulty, "seconds_per_token": seconds,
+        "distribution": distributions, "lossless": not faulty, "seconds_per_token": statistics.median(per_token),
     }  # fmt: skip
 
 
 def check_tokens(
-    plain: Any,
-    method: Decoder,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingParams] | None = None,
-    reference: ReferenceDecoder | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> list[Comparison]:
+    plain: Any, method: Decoder, prompts: Sequence[Sequence[int]], samplings: Sequence[SamplingParams] | None = None,
+    reference: ReferenceDecoder | None = None, progress: Callable[[], None] = lambda: None,
+) -> list[Comparison]:  # fmt: skip
     """Decode every prompt with both and compare token by token; for methods that are exact for each seed.
 
     Args:
@@ -290,13 +289,9 @@ def _decode(llm: Decoder, prompt: Sequence[int], sampling: SamplingParams) -> tu
 
 
 def _compare(
-    reference: ReferenceDecoder,
-    index: int,
-    prompt: list[int],
-    sampling: SamplingParams,
-    expected: tuple[int, ...],
-    got: tuple[int, ...],
-) -> Comparison:
+    reference: ReferenceDecoder, index: int, prompt: list[int], sampling: SamplingParams,
+    expected: tuple[int, ...], got: tuple[int, ...],
+) -> Comparison:  # fmt: skip
     pairs = zip(expected, got, strict=False)
     equal = next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(got)))
     base = Comparison(index, sampling, expected, got, equal, "equal")

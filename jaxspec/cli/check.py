@@ -14,7 +14,7 @@ from jaxspec.cli.options import KERNELS_HELP, OptionTypes, check_output, merge_o
 from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import VersionOption, run_app, run_command
 from jaxspec.errors import ConfigError, JaxspecError
-from jaxspec.methods.registry import METHODS, check_draft_given, make_method, method_class
+from jaxspec.methods.registry import METHODS, make_method, method_class
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,18 +78,19 @@ def check(
     ] = None,
     version: VersionOption = False,
 ) -> None:
-    """Check that methods say what plain decoding says; exit status 0 if they do, 1 if not.
+    """Check that methods give plain decoding's text; exit status 0 if they do, 1 if not.
 
-    Greedy decoding and seeded sampling are compared token by token. Where two texts part, plain decoding scores the
-    place once more: a margin within rounding is a tie, anything beyond is a fault. Methods that promise the
-    distribution only are compared greedily, and by a chi-square test of the first tokens of many draws.
+    Greedy decoding and seeded sampling are compared token by token. Where two texts differ, plain decoding scores the
+    place once more: a margin within rounding is a tie, a larger one a fault. Methods that promise the distribution
+    only are compared greedily, and by a chi-square test of the first tokens of many draws.
     """
 
     def run() -> None:
         check_output(json_)
         # Heavy imports only now: --help and usage errors answer at once.
-        texts_from = prompt or []
-        _check_prompts(texts_from, prompts)
+        _check_prompts(prompt or [], prompts)
+        from jaxspec.bench.columns import loading_method
+        from jaxspec.bench.run import Column
         from jaxspec.check.reference_decoder import ReferenceDecoder
         from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
         from jaxspec.llm import LLM, has_draft
@@ -97,14 +98,14 @@ def check(
         size = FULL if full else QUICK
         given = {"max_tokens": max_tokens, "max_prompts": max_prompts, "samples": samples}
         size = dataclasses.replace(size, **{name: value for name, value in given.items() if value is not None})
-        texts = _read_prompts(texts_from, prompts, size.max_prompts)
+        texts = _read_prompts(prompt or [], prompts, size.max_prompts)
         names = [name for name, _ in texts]
         drafting = has_draft(model, draft_model)
         apart = draft_devices is not None or draft_platform is not None
         wanted = method or (ALL if full or apart else QUICK_METHOD)
-        settings = set_ or []
-        methods, skipped = _make_methods(wanted, settings, drafting, draft_model is not None, apart)
-        first = next((m for m in methods if drafting and m.drafts and m.own_devices >= apart), PLAIN)
+        methods, skipped = _make_methods(wanted, set_ or [], drafting, apart)
+        columns = [Column(each.name, each) for each in methods]
+        first = loading_method(columns, drafting, draft_model is not None, apart)
         llm = LLM(
             model, draft=draft_model, method=first, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
             target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
@@ -152,7 +153,7 @@ def check(
         for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
             console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
         if not full and report["methods"]:
-            every = [method_class(m.name) for m in _make_methods(ALL, [], drafting, False, apart)[0]]
+            every = [type(each) for each in _make_methods(ALL, [], drafting, apart)[0]]
             minutes = max(1, round(estimate_full(report["methods"], setup_s, every) / 60))
             text = (
                 f"this was the quick check; --full checks {len(every)} methods with more texts, in about {minutes} min"
@@ -200,23 +201,21 @@ def _encode(llm: "LLM", text: str, chat: bool | None) -> list[int]:
 
 
 def _make_methods(
-    text: str, assignments: Sequence[str], has_draft: bool, given: bool, apart: bool
+    text: str, assignments: Sequence[str], has_draft: bool, apart: bool
 ) -> tuple[list[Any], dict[str, str]]:
-    """The methods to check with their settings, and those left out of `ALL`, with the reason.
+    """The methods to check with their settings, and those that `ALL` leaves out, with the reason."""
+    from jaxspec.bench.columns import default_methods
 
-    `given` says that the user named a draft, which one of the methods has to use. `apart` says that it has devices of
-    its own, which rules out methods that draft on the target's.
-    """
     names = [name.strip() for name in text.split(",")]
     skipped: dict[str, str] = {}
     if names == [ALL]:
+        names = default_methods(has_draft, apart)
         for name in METHODS:
-            kind = method_class(name)
-            if kind.needs_draft and not has_draft:
-                skipped[name] = "needs a draft model (--draft-model)"
-            elif apart and kind.drafts and not kind.own_devices:
-                skipped[name] = "runs the draft on the target's devices (--draft-devices, --draft-platform)"
-        names = [name for name in METHODS if name not in skipped and name != PLAIN]
+            if name not in names:
+                needs = method_class(name).needs_draft and not has_draft
+                own = "runs the draft on the target's devices (--draft-devices, --draft-platform)"
+                skipped[name] = "needs a draft model (--draft-model)" if needs else own
+        names.remove(PLAIN)
         if not names:
             raise ConfigError(
                 f"no method but {PLAIN} fits these models; --method {PLAIN} checks that it repeats itself"
@@ -224,31 +223,13 @@ def _make_methods(
     elif ALL in names:
         raise ConfigError(f"--method {text!r}: {ALL} stands alone, or name the methods")
     defaults: list[Any] = [make_method(name) for name in names]
-    drafting = any(method.drafts for method in defaults)
-    if has_draft and given and not drafting:
-        raise ConfigError(f"none of the methods {', '.join(names)} uses a draft model: leave --draft-model out")
-    if apart and not drafting:
-        raise ConfigError(
-            f"none of the methods {', '.join(names)} uses a draft: leave --draft-devices and --draft-platform out"
-        )
     known: dict[str, OptionTypes] = {}
     for method in defaults:
         known |= setting_types(method)
-    if assignments and not known:
-        raise ConfigError(f"--set {assignments[0]}: {names[0]!r} has no settings")
     settings = merge_options({}, None, assignments, known)
-    methods = []
-    for default in defaults:
-        check_draft_given(default, has_draft and default.drafts)
-        if apart and default.drafts and not default.own_devices:
-            raise ConfigError(
-                f"method {default.name!r} runs the draft on the target's devices: "
-                "leave --draft-devices and --draft-platform out"
-            )
-        # Every setting goes to the methods that have it. Made anew, so that settings derived from others follow them.
-        own = {name: settings[name] for name in setting_types(default) if name in settings}
-        methods.append(make_method(default.name, own))
-    return methods, skipped
+    # Every setting goes to the methods that have it. Made anew, so that settings derived from others follow them.
+    own = [{name: settings[name] for name in setting_types(method) if name in settings} for method in defaults]
+    return [make_method(*each) for each in zip(names, own, strict=True)], skipped
 
 
 def _check_rows(plain: "LLM", prompt: list[int], max_tokens: int) -> dict[str, Any]:
@@ -275,30 +256,32 @@ def _words_on_rows(rows: Mapping[str, Any], kernels: str) -> str:
 def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[str], llm: "LLM") -> None:
     """Tables of one method, and a sentence on them."""
     from rich.markup import escape
-    from rich.table import Table
+
+    from jaxspec.bench import tables
+
+    def make_table(title: str, columns: Sequence[str]) -> Any:
+        table = tables.make_table(title, columns)
+        table.columns[0].max_width, table.columns[0].no_wrap = 40, False
+        return table
 
     settings = " ".join(f"{name}={value}" for name, value in entry["settings"].items())
     title = escape(f"{entry['method']} {settings}".strip())
-    table = Table(title=f"{title}: token by token", title_justify="left")
-    table.add_column("sampling", max_width=40)
-    for column in ("equal", "tokens", "ties", "prompt", "position", "plain", "method", "margin", "rounding", "verdict"):
-        table.add_column(column, justify="left" if column in ("plain", "method", "verdict") else "right")
+    columns = ("sampling", "equal", "tokens", "ties", "prompt", "position", "plain", "method", "margin", "rounding")
+    table = make_table(f"{title}: token by token", (*columns, "verdict"))
     for row in entry["tokens"]:
-        worst = _worst(row["comparisons"])
-        shown = [""] * 6 if worst is None else _difference(worst, names, llm)
+        # The first fault, else the first tie.
+        worst = sorted((c for c in row["comparisons"] if c.verdict != "equal"), key=lambda c: c.verdict)
+        shown = _difference(worst[0], names, llm) if worst else [""] * 6
         verdict = "different" if row["different"] else "tie" if row["tie"] else "equal"
         counts = [f"{row['equal']}/{row['prompts']}", str(row["tokens"]), str(row["ties"])]
         table.add_row(*map(escape, [row["sampling"], *counts, *shown, verdict]))
     console.print(table)
     if entry["distribution"]:
-        table = Table(title=f"{title}: distribution", title_justify="left")
-        table.add_column("sampling", max_width=40)
-        for column in ("draws", "first tokens", "after accepted drafts", "impossible", "p", "verdict"):
-            table.add_column(column)
+        columns = ("sampling", "draws", "first tokens", "after accepted drafts", "impossible", "p", "verdict")
+        table = make_table(f"{title}: distribution", columns)
         for row in entry["distribution"]:
             after = " ".join(f"{depth}:{p:.2g}" for depth, p in row["after"].items())
-            if row["untested"]:
-                after += f" untested: {', '.join(map(str, row['untested']))}"
+            after += f" untested: {', '.join(map(str, row['untested']))}" if row["untested"] else ""
             cells = [row["sampling"], str(row["samples"]), f"{row['joint']:.2g}", after, str(row["impossible"])]
             table.add_row(*map(escape, [*cells, f"{row['p_value']:.2g}", row["verdict"]]))
         console.print(table)
@@ -309,15 +292,6 @@ def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[
     console.print(f"{entry['method']}: {_words(entry)}", markup=False, highlight=False)
 
 
-def _worst(compared: Sequence["Comparison"]) -> "Comparison | None":
-    """The first fault, else the first tie."""
-    for verdict in ("different", "tie"):
-        for comparison in compared:
-            if comparison.verdict == verdict:
-                return comparison
-    return None
-
-
 def _difference(comparison: "Comparison", names: Sequence[str], llm: "LLM") -> list[str]:
     """Where two texts differ: prompt, position, both tokens, the margin and the largest margin of a tie."""
 
@@ -326,11 +300,10 @@ def _difference(comparison: "Comparison", names: Sequence[str], llm: "LLM") -> l
         text = llm.tokenizer.token_bytes(token).decode(errors="replace") if token is not None and token >= 0 else ""
         return "the end" if token is None else f"{text!r} ({token})"
 
-    where = [names[comparison.prompt], str(comparison.position)]
+    numbers = ["none" if comparison.margin is None else f"{comparison.margin:.3g}"]
+    numbers.append("" if comparison.eps is None else f"{comparison.eps:.3g}")
     tokens = [show(comparison.expected_token), show(comparison.got_token)]
-    if comparison.margin is None or comparison.eps is None:
-        return [*where, *tokens, "none", ""]
-    return [*where, *tokens, f"{comparison.margin:.3g}", f"{comparison.eps:.3g}"]
+    return [names[comparison.prompt], str(comparison.position), *tokens, *numbers]
 
 
 def _words(entry: Mapping[str, Any]) -> str:

@@ -11,15 +11,13 @@ from typing import Any
 
 from jaxspec.bench.microbench import PassTimer, median_times, time_pass, time_target_pass
 from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.tune.costs import CONTEXT, PASSES
 from jaxspec.tune.run import Candidate, Progress, Trial
 
 ROWS = (8, 16)
 WIDTH = 8
 DEEPEST = 8
-CONTEXT = 256
 PASS_REPEATS = 9
-# Passes per sample, in one program.
-PASSES = 4
 
 # (target devices, draft devices or None for shared ones) -> a loaded pair
 Load = Callable[[int, int | None], Any]

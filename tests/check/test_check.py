@@ -191,7 +191,7 @@ def test_texts_that_end_elsewhere_are_found(plain, reference):
 
 
 def test_bonus_token_at_the_wrong_temperature_is_found(plain, reference):
-    """Gallery 1: only the last token of a round is wrong, and only sometimes."""
+    """Only the last token of a round is wrong, and only sometimes."""
     sampling = dataclasses.replace(SEEDED, top_k=20)
     right = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], reference)
     assert all(c.verdict == "equal" for c in right)
@@ -204,7 +204,7 @@ def test_bonus_token_at_the_wrong_temperature_is_found(plain, reference):
 
 
 def test_penalties_that_forget_the_output_are_found(plain, reference):
-    """Gallery 9: rounds that start anew take the output for prompt, which frequency penalties do not count."""
+    """Rounds that start anew take the output for prompt, which frequency penalties do not count."""
     sampling = dataclasses.replace(GREEDY, frequency_penalty=1.5)
     compared = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], reference)
     assert [c.verdict for c in compared[:3]] == ["equal"] * 3 and "different" in [c.verdict for c in compared[3:]]
@@ -220,7 +220,7 @@ def test_rounding_is_a_tie_and_more_is_not(plain, reference):
         assert (compared.margin <= compared.eps) == (verdict == "tie")
 
 
-def test_no_fault_hides_behind_a_tie(plain, reference):
+def test_a_tie_hides_no_later_fault(plain, reference):
     token = plain.generate(PROMPTS[1], GREEDY).token_ids[3]
     model, judge, twin = with_twin(plain, reference, token)
     tied = Replacing(model, token, twin)
@@ -270,14 +270,14 @@ def test_seeds_are_needed(plain, reference):
 def test_distribution_of_a_model(plain, reference):
     """The distribution test on a real forward pass: plain decoding passes, an ignored temperature does not."""
     prompt, sampling = PROMPTS[1], SamplingParams(2, temperature=2.0, top_k=20)
-    law = PlainDistribution(reference, prompt, sampling)
+    exact = PlainDistribution(reference, prompt, sampling)
     draws = list(draw_many(plain, prompt, sampling, 300))
-    result = check_distribution(law, prompt, draws, edge_fn=law.edge)
+    result = check_distribution(exact, prompt, draws, edge_fn=exact.edge)
     assert (result.verdict, result.impossible, result.after) == ("equal", 0, {})
     cold = list(draw_many(plain, prompt, dataclasses.replace(sampling, temperature=0.5), 200))
-    assert check_distribution(law, prompt, cold, edge_fn=law.edge).verdict == "different"
+    assert check_distribution(exact, prompt, cold, edge_fn=exact.edge).verdict == "different"
     loose = list(draw_many(plain, prompt, dataclasses.replace(sampling, top_k=0), 50))
-    assert check_distribution(law, prompt, loose, edge_fn=law.edge).impossible > 0
+    assert check_distribution(exact, prompt, loose, edge_fn=exact.edge).impossible > 0
 
 
 def row_of(z, noise=None, **sampling):

@@ -1,4 +1,4 @@
-"""The distribution test: correct walks pass it, and every classic mistake of the gallery fails it."""
+"""The distribution test: correct walks pass it, and every classic mistake fails it."""
 
 import functools
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ def softmax(z):
 
 
 def table(seed, temperature=1.0):
-    """Next-token law of an order-1 Markov model, [V, V]: processed by temperature and by top-6."""
+    """Next-token distribution of an order-1 Markov model, [V, V]: processed by temperature and by top-6."""
     z = np.random.default_rng(seed).normal(size=(V, V)) * 1.5
     z[z < np.sort(z)[:, [2]]] = -np.inf
     return softmax(z / temperature)
@@ -55,7 +55,7 @@ def residual(p, q):
     return rest / rest.sum() if rest.sum() > 0 else p
 
 
-# Walks of one round from a root: (accepted tokens, the token behind them). Each draws two levels.
+# Walks of one round from a root: (accepted tokens, the token after them). Each draws two levels.
 def chain(rng, root, draft=DRAFT, bonus=TARGET, shared=False):
     """R2: a chain of two, drawn from q."""
     path, uniform = [], rng.random()
@@ -169,8 +169,8 @@ def test_planted_bugs_fail(walk):
     assert result.verdict == "different" and result.p_value < FALSE_ALARM
 
 
-def test_wrong_bonus_shows_behind_accepted_drafts_only():
-    """Where almost everything is accepted, no other token tells: this is what `behind` is for."""
+def test_wrong_bonus_shows_after_accepted_drafts_only():
+    """Where almost everything is accepted, only the tests in `after` see it."""
     result = check(functools.partial(chain, bonus=UNWARMED))
     assert result.joint > FALSE_ALARM and result.after[1] > FALSE_ALARM
     assert result.after[2] < FALSE_ALARM

@@ -217,7 +217,7 @@ def test_prompts_of_a_file_are_spread(call, tmp_path):
         (["--method", "twin", "--target-devices", "64", "w1"], "64 devices asked for"),
         (
             ["--method", "twin", "--draft-platform", "cpu", "w1"],
-            "uses a draft: leave --draft-devices and --draft-platform",
+            "draft_platform are for swiftspec; plain decoding cannot use them",
         ),
         (["--method", "twin", "--json", "no/such/out.json", "w1"], "it must be a file in a folder that exists"),
     ],
@@ -233,7 +233,7 @@ def test_wrong_words_are_status_2_and_one_line(call, arguments, message):
     [
         ("swiftspec", "abacus", "no devices of platform 'abacus'"),
         ("swiftspec", "", "draft_platform must be a name such as 'cpu', got ''"),
-        ("chain", "cpu", "method 'chain' runs the draft on the target's devices: leave --draft-devices and"),
+        ("chain", "cpu", "draft_devices and draft_platform are for swiftspec; chain cannot use them"),
     ],
 )
 def test_platforms_of_the_draft_that_do_not_fit(call, tiny_model, method, platform, message):

@@ -192,6 +192,7 @@ def test_a_plot_of_matchness_against_steps(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_a_profile_of_two_devices(call, monkeypatch, tiny_model, prompts, tmp_path):
     monkeypatch.setattr(splits, "ROWS", (4,))
     monkeypatch.setattr(splits, "DEEPEST", 1)

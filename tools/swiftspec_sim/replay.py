@@ -48,7 +48,7 @@ class Table:
 def make_table(trace: Trace, nodes: int, tokens: int) -> Table:
     """A trace with room for `nodes` nodes and a text of `tokens` tokens."""
     more = nodes - len(trace.parent)
-    behind = UNPROPOSED + np.arange(len(trace.text), tokens, dtype=np.int32)
+    padding = UNPROPOSED + np.arange(len(trace.text), tokens, dtype=np.int32)
 
     def pad(array: np.ndarray, fill: float) -> jax.Array:
         return jnp.asarray(np.pad(array, ((0, more), (0, 0)), constant_values=fill))
@@ -57,7 +57,7 @@ def make_table(trace: Trace, nodes: int, tokens: int) -> Table:
         node=pad(trace.child_nodes(), -1).reshape(-1),
         stand_in=pad(trace.stand_ins(), 0).reshape(-1),
         logprob=pad(trace.child_logprob, -np.inf),
-        truth=jnp.asarray(np.concatenate([trace.truth(), behind])),
+        truth=jnp.asarray(np.concatenate([trace.truth(), padding])),
     )
 
 

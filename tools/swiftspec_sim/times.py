@@ -45,7 +45,7 @@ def parse_split(text: str) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What somebody measured with these step times; the length may be missing."""
+    """A published measurement with these step times; the length may be missing."""
 
     split: Split
     batch: int
