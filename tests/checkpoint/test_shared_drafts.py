@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from make import tiny_config
 from native_models import EOS_IDS, random_leaves, write_native, write_tokenizer
-from tiny_models import quick_compilation
 
 from jaxspec.checkpoint import shipped
 from jaxspec.checkpoint.convert import convert, save_draft
@@ -368,8 +367,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def load(model):
     def load(**options):
-        with quick_compilation():
-            return LLM(model, compile_cache="", **options)
+        return LLM(model, **options)
 
     return load
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import empty_cache, logits_after, on_one_device, quick_compilation, relative_error, step_logits
+from tiny_models import empty_cache, logits_after, on_one_device, relative_error, step_logits
 
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.config import SamplingParams
@@ -56,12 +56,6 @@ MODELS = {
         Qwen3, dict(head_dim=20, num_hidden_layers=3, use_sliding_window=True, sliding_window=9, max_window_layers=2)
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 def make_model(name):

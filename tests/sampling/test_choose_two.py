@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from sampling_cases import shard_call
-from tiny_models import quick_compilation
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
@@ -27,12 +26,6 @@ OPTIONS = (
     {"presence_penalty": 2.0, "logit_bias": {0: 3.0, 5: -np.inf}},
     {"temperature": 1.3, "frequency_penalty": 0.5, "repetition_penalty": 1.4},
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 @functools.cache

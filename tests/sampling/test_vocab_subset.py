@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from sampling_cases import noise_function, shard_call
-from tiny_models import quick_compilation
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
@@ -57,12 +56,6 @@ KINDS = [
     *(Kind(shards, limit=13) for shards in SHARDS),
     *(Kind(shards, LATE, columns=8) for shards in SHARDS),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 def subset_call(function, kind, in_specs, out_specs):

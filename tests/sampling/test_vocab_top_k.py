@@ -7,18 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from sampling_cases import shard_call
-from tiny_models import quick_compilation
 
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.sampling.vocab import VocabShard
 
 SHARDS = (0, 2, 4, 8)  # 0: no mesh at all
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly():
-    with quick_compilation():
-        yield
 
 
 def expected_top(values, k):
