@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, overload
 
 import numpy as np
 
@@ -165,6 +165,14 @@ class LLM:
         other._unreported_compile_s = other.engine.prepare()
         return other
 
+    @overload
+    def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]: ...
+
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -321,7 +329,7 @@ def generate(
         # Two models may not fit into memory: the old one goes before the new one comes.
         _loaded.clear()
         _loaded[key] = LLM(model, **options)
-    return _loaded[key].generate(prompt, sampling_params)
+    return _loaded[key].generate(prompt, sampling_params)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 _loaded: dict[tuple[Any, ...], LLM] = {}
