@@ -11,6 +11,8 @@ from jaxspec.methods.core import sampled_tree as sampled
 from jaxspec.methods.core import verify as verification
 from jaxspec.sampling.accept import children_mask, match_rule
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def check(monkeypatch, capsys, tiny_model):

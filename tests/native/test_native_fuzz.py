@@ -17,6 +17,7 @@ import fuzz_native  # noqa: E402
 CASES = 600
 
 
+@pytest.mark.slow
 def test_random_shapes_find_nothing(tmp_path):
     try:
         level = fuzz_native.find_level("address")
