@@ -61,7 +61,9 @@ def format_ratio(found: Mapping[str, Any] | None) -> str:
     """A mean ratio with its interval, where there is one."""
     if found is None:
         return "-"
-    bounds = "" if found["low"] is None else f" ({found['low']:.2f} to {found['high']:.2f})"
+    # Plain decoding over itself is 1 without an interval.
+    sure = found["low"] is None or found["low"] == found["high"]
+    bounds = "" if sure else f" ({found['low']:.2f} to {found['high']:.2f})"
     return f"{found['mean']:.2f}{bounds}"
 
 

@@ -73,7 +73,7 @@ def test_all_are_interleaved_and_the_table_has_one_row_each(monkeypatch):
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert [line.split("|")[1].strip() for line in table[2:]] == ["ar", "specexec", "one", "two"]
     assert all(line.count("|") == len(bench_peers.NAMES) + 1 for line in table)
-    assert "0.50 (0.50 to 0.50)" in table[4] and "model.gguf" in text and "interrupted" not in text
+    assert " 0.50" in table[4] and "model.gguf" in text and "interrupted" not in text
 
 
 @pytest.mark.parametrize(
