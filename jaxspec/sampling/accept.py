@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
+from jax import Array, lax
 
 from jaxspec.config import MAX_LOGPROBS
 from jaxspec.sampling.choose import choose, rank_tokens
@@ -40,30 +40,23 @@ ACCEPT_ROLE, DRAFT_ROLE = 1, 2
 
 @struct.dataclass
 class Verified:
-    """What a round decided.
+    """What a round decided."""
 
-    Attributes:
-      tokens: int32 [P], accepted tokens and then the bonus token; arbitrary after `count`.
-      count: int32 [], at least 1.
-      path: int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count.
-      logprob: float32 [P], of each token under the processed target distribution; see `choose`.
-      top: the most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32
-        [P, K]; see `rank_tokens`. None once the round is packed.
-    """
-
-    tokens: jax.Array
-    count: jax.Array
-    path: jax.Array
-    logprob: jax.Array
-    top: tuple[jax.Array, jax.Array] | None = None
+    tokens: Array  # int32 [P], accepted tokens and then the bonus token; arbitrary after `count`
+    count: Array  # int32 [], at least 1
+    path: Array  # int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count
+    logprob: Array  # float32 [P], of each token under the processed target distribution; see `choose`
+    # the most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32 [P, K]; see
+    # `rank_tokens`. None once the round is packed.
+    top: tuple[Array, Array] | None = None
 
 
 # (row, history) -> token, log-probability, batch row of the child that has the token or -1; scalars.
-Decide = Callable[[jax.Array, History], tuple[jax.Array, jax.Array, jax.Array]]
+Decide = Callable[[Array, History], tuple[Array, Array, Array]]
 # (row, history) -> the most probable tokens after that row, [1, K], and their log-probabilities.
-Rank = Callable[[jax.Array, History], tuple[jax.Array, jax.Array]]
+Rank = Callable[[Array, History], tuple[Array, Array]]
 # Logits of one batch row, [1, V_local].
-RowLogits = Callable[[jax.Array], jax.Array]
+RowLogits = Callable[[Array], Array]
 
 
 def num_ranked(vocab: VocabShard) -> int:
@@ -84,15 +77,11 @@ def walk(
 ) -> tuple[Verified, History]:
     """Follow decisions from the root until one leads out of the tree.
 
-    Args:
-      decide: a rule, below.
-      history: tokens of the text so far, the root included; grows with the path.
-      steps: P; no path through the batch may be longer.
-      vocab: the local columns.
-      rank: the most probable tokens after a row; None leaves them out.
+    `history` holds the text so far, the root included, and grows with the path. No path through the batch may be longer
+    than `steps` (P). `rank` gives the most probable tokens after a row; None leaves them out.
     """
 
-    def go_on(state: tuple) -> jax.Array:
+    def go_on(state: tuple) -> Array:
         verified, row, _ = state
         return (row >= 0) & (verified.count < steps)
 
@@ -115,90 +104,69 @@ def walk(
     return verified, history
 
 
-def set_top(top: Any, index: jax.Array, ranked: tuple[jax.Array, jax.Array]) -> Any:
+def set_top(top: Any, index: Array, ranked: tuple[Array, Array]) -> Any:
     """`Verified.top` with what `rank_tokens` gave for one row, [1, K], at `index`."""
     return tuple(all_.at[index].set(one[0]) for all_, one in zip(top, ranked, strict=True))
 
 
-def find_child(batch: Batch, row: jax.Array, token: jax.Array) -> jax.Array:
+def find_child(batch: Batch, row: Array, token: Array) -> Array:
     """Batch row of the child of `row` that carries `token`, the first one; -1 if there is none."""
     hit = children_mask(batch, row) & (batch.token == token)
     return jnp.where(hit.any(), jnp.argmax(hit), -1).astype(jnp.int32)
 
 
-def children_mask(batch: Batch, row: jax.Array) -> jax.Array:
+def children_mask(batch: Batch, row: Array) -> Array:
     """Which batch rows are children of `row`, bool [bs]; unused rows are their own parents and no children."""
     rows = jnp.arange(batch.rows)
     return (batch.parent == row) & (rows != batch.parent)
 
 
-def rank_rows(logits: RowLogits, batch: Batch, request: Request, position: jax.Array, vocab: VocabShard) -> Rank:
+def rank_rows(logits: RowLogits, batch: Batch, request: Request, position: Array, vocab: VocabShard) -> Rank:
     """The most probable tokens after each row; arguments as for `match_rule`."""
 
-    def rank(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array]:
+    def rank(row: Array, history: History) -> tuple[Array, Array]:
         seen, counts = history.seen[None], history.counts[None]
         produced = (position + batch.depth[row] + 1)[None]
-        return rank_tokens(logits(row), request.processors, seen, counts, produced, vocab, num_ranked(vocab))
+        return rank_tokens(lambda: logits(row), request.processors, seen, counts, produced, vocab, num_ranked(vocab))
 
     return rank
 
 
-def match_rule(logits: RowLogits, batch: Batch, request: Request, position: jax.Array, vocab: VocabShard) -> Decide:
+def match_rule(logits: RowLogits, batch: Batch, request: Request, position: Array, vocab: VocabShard) -> Decide:
     """R1 and R4: draw the token as plain decoding does, and follow the child that has it.
 
-    Args:
-      logits: of the target.
-      batch: any tree.
-      request: processors and seed.
-      position: int32 [], absolute position of the root.
-      vocab: the local columns.
+    The batch may be any tree; `position`, int32 [], is the absolute position of its root.
     """
 
-    def decide(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
-        produced = position + batch.depth[row] + 1
-        token, logprob = choose(
-            logits(row),
-            request.processors,
-            history.seen[None],
-            history.counts[None],
-            request.key,
-            produced[None],
-            vocab,
-        )
+    def decide(row: Array, history: History) -> tuple[Array, Array, Array]:
+        produced, row_logits = position + batch.depth[row] + 1, logits(row)
+        seen, counts = history.seen[None], history.counts[None]
+        token, logprob = choose(row_logits, request.processors, seen, counts, request.key, produced[None], vocab)
         return token[0], logprob[0], find_child(batch, row, token[0])
 
     return decide
 
 
 def rejection_rule(
-    logits: RowLogits,
-    batch: Batch,
-    draft_logprob: jax.Array,
-    request: Request,
-    position: jax.Array,
-    vocab: VocabShard,
-    *,
-    draws: int,
-    replacement: bool,
-) -> Decide:
+    logits: RowLogits, batch: Batch, draft_logprob: Array, request: Request, position: Array, vocab: VocabShard, *,
+    draws: int, replacement: bool,
+) -> Decide:  # fmt: skip
     """R2, R3 and R3': accept a drawn child x with probability min(1, p(x) / q(x)), else draw from the residual.
 
     At temperature 0, where nothing is drawn, `match_rule` decides.
 
     Args:
-      logits: of the target.
+      logits: rows of the target's.
       batch: children of a row in ascending order are its draws, in the order in which they were drawn.
       draft_logprob: float32 [rows, V_local], log q that the children of each inner row were drawn from; rows are those
         of the batch, leaves may come after the last one.
-      request: processors and seed.
       position: int32 [], absolute position of the root.
-      vocab: the local columns.
       draws: most children of a row.
       replacement: whether siblings were drawn independently (R3) or without replacement (R3').
     """
     match = match_rule(logits, batch, request, position, vocab)
 
-    def reject(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def reject(row: Array, history: History) -> tuple[Array, Array, Array]:
         produced = position + batch.depth[row] + 1
         seen, counts = history.seen[None], history.counts[None]
         logprob = process(logits(row), request.processors, seen, counts, vocab, produced[None])
@@ -228,53 +196,43 @@ def rejection_rule(
         token = jnp.where(accepted >= 0, batch.token[jnp.maximum(accepted, 0)], drawn[0])
         return token, vocab.take(logprob, token[None])[0], accepted.astype(jnp.int32)
 
-    def decide(row: jax.Array, history: History) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def decide(row: Array, history: History) -> tuple[Array, Array, Array]:
         return lax.cond(jnp.asarray(request.processors.temperature) > 0, reject, match, row, history)
 
     return decide
 
 
 def draw_children(
-    logprob: jax.Array, key: jax.Array | np.ndarray, position: jax.Array, draws: int, replacement: bool,
+    logprob: Array, key: Array | np.ndarray, position: Array, draws: int, replacement: bool,
     processors: Processors, vocab: VocabShard,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Draw children for `rejection_rule` from q; at temperature 0, the most probable tokens.
+) -> tuple[Array, Array]:  # fmt: skip
+    """Draw children for `rejection_rule` from log q, [T, V_local]; at temperature 0, take the most probable tokens.
 
-    Args:
-      logprob: float32 [T, V_local], log q.
-      key: uint32 [2], the request's.
-      position: int32 [T], absolute position of the drawn tokens.
-      draws: children per row.
-      replacement: see `rejection_rule`. Without it, the order of perturbed log-probabilities is a sequential draw
-        (Gumbel-top-k).
-      processors: for the temperature.
-      vocab: the local columns.
+    `position`, int32 [T], are the absolute positions of the drawn tokens. Without replacement, the order of perturbed
+    log-probabilities is a sequential draw (Gumbel-top-k).
 
     Returns:
-      token: int32 [T, draws], in the order in which they were drawn.
-      valid: bool [T, draws]; False where q has no further token.
+      Tokens int32 [T, draws], in the order in which they were drawn, and bool [T, draws]: False where q has no further
+      token.
     """
     stream = role_key(key, DRAFT_ROLE)
 
-    def top(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def top(scores: Array) -> tuple[Array, Array]:
         value, token = vocab.top_k(scores, draws)
         return token, value > -jnp.inf
 
-    def independent() -> tuple[jax.Array, jax.Array]:
+    def independent() -> tuple[Array, Array]:
         tokens = [
             vocab.argmax(lax.optimization_barrier(logprob + gumbel_rows(stream, position, vocab, draw)))
             for draw in range(draws)
         ]
         return jnp.stack(tokens, axis=-1), jnp.broadcast_to(vocab.row_max(logprob) > -jnp.inf, (len(logprob), draws))
 
-    def without_replacement() -> tuple[jax.Array, jax.Array]:
-        return top(logprob + gumbel_rows(stream, position, vocab))
-
-    sampled = independent if replacement else without_replacement
+    sampled = independent if replacement else lambda: top(logprob + gumbel_rows(stream, position, vocab))
     return lax.cond(jnp.asarray(processors.temperature) > 0, sampled, lambda: top(logprob))
 
 
-def _normalise(weights: jax.Array, fallback: jax.Array, vocab: VocabShard) -> jax.Array:
+def _normalise(weights: Array, fallback: Array, vocab: VocabShard) -> Array:
     """Scale [1, V_local] to sum 1; a sum of 0 only comes from rounding and gives `fallback`."""
     total = vocab.sum(weights.sum(axis=-1, keepdims=True))
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1.0), fallback)

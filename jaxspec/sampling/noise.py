@@ -7,6 +7,7 @@ rows and any method; drawing from it twice is the same draw.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxspec.sampling.vocab import VocabShard
 
@@ -18,28 +19,17 @@ def seed_key(seed: int) -> np.ndarray:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
-def role_key(key: jax.Array | np.ndarray, role: int) -> jax.Array:
-    """A key of the same seed for another use than choosing tokens: one random number decides one thing.
-
-    Args:
-      key: uint32 [2], from `seed_key`.
-      role: at least 1.
-    """
-    # The counter's high word is 0 for positions, so no role gets the key of a position.
+def role_key(key: Array | np.ndarray, role: int) -> Array:
+    """A key of the same seed for another use than choosing tokens, so that one random number decides one thing."""
+    # The counter's high word is 0 for positions: no role, 1 or more, gets the key of a position.
     seed = jnp.asarray(key, jnp.uint32)
     return jnp.stack(threefry((seed[0], seed[1]), jnp.uint32(role), jnp.uint32(0)))
 
 
-def uniform_at(key: jax.Array | np.ndarray, position: jax.Array, draw: jax.Array) -> jax.Array:
-    """Uniform numbers in [0, 1).
+def uniform_at(key: Array | np.ndarray, position: Array, draw: Array) -> Array:
+    """Uniform numbers in [0, 1), float32 [N], that decide the token at an absolute position, int32 [].
 
-    Args:
-      key: uint32 [2], from `role_key`.
-      position: int32 [], absolute position of the token that they decide.
-      draw: int32 [N], which numbers of that position.
-
-    Returns:
-      float32 [N]
+    `key` is from `role_key`; `draw`, int32 [N], says which numbers of that position.
     """
     seed = jnp.asarray(key, jnp.uint32)
     at_position = threefry((seed[0], seed[1]), jnp.uint32(0), position.astype(jnp.uint32))
@@ -48,37 +38,16 @@ def uniform_at(key: jax.Array | np.ndarray, position: jax.Array, draw: jax.Array
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
-def gumbel_rows(
-    key: jax.Array | np.ndarray, positions: jax.Array, vocab: VocabShard, draw: jax.Array | int = 0
-) -> jax.Array:
-    """Gumbel noise of every local column at each position.
+def gumbel_rows(key: Array | np.ndarray, positions: Array, vocab: VocabShard, draw: Array | int = 0) -> Array:
+    """Standard Gumbel noise of every local column at absolute positions, int32 [T]: float32 [T, V_local], finite.
 
-    Args:
-      key: uint32 [2], from `seed_key`.
-      positions: int32 [T], absolute positions of the tokens to be chosen.
-      vocab: the local columns.
-      draw: int32 [] or [T], for several independent draws at one position.
-
-    Returns:
-      float32 [T, V_local], standard Gumbel, finite.
+    `key` is from `seed_key`; `draw`, int32 [] or [T], makes several independent draws at one position.
     """
     return gumbel_at(key, positions, vocab.ids()[None], draw)
 
 
-def gumbel_at(
-    key: jax.Array | np.ndarray, positions: jax.Array, ids: jax.Array, draw: jax.Array | int = 0
-) -> jax.Array:
-    """The same noise at chosen token ids.
-
-    Args:
-      key: uint32 [2]
-      positions: int32 [T]
-      ids: int32 [T or 1, C], global token ids.
-      draw: as for `gumbel_rows`.
-
-    Returns:
-      float32 [T, C]
-    """
+def gumbel_at(key: Array | np.ndarray, positions: Array, ids: Array, draw: Array | int = 0) -> Array:
+    """The noise of `gumbel_rows` at chosen token ids, int32 [T or 1, C]: float32 [T, C]."""
     with jax.named_scope("sampling/noise"):
         zero = jnp.uint32(0)
         seed = jnp.asarray(key, jnp.uint32)
@@ -87,36 +56,22 @@ def gumbel_at(
         return gumbel_from_bits(threefry(at_position, which, ids.astype(jnp.uint32))[0])
 
 
-def gumbel_from_bits(bits: jax.Array) -> jax.Array:
-    """Map uniform 32-bit words to standard Gumbel values by inversion.
+def gumbel_from_bits(bits: Array) -> Array:
+    """Map uniform 32-bit words, uint32, to standard Gumbel values by inversion: float32 between -2.82 and 22.88.
 
-    Large values come from small w = (bits + 1/2) / 2**32, which float32 represents to full relative precision: the
+    Large values come from small w = (bits + 1/2) / 2**32, which float32 represents to full relative precision. So the
     upper tail, which decides draws, is resolved to 2**-32. w is kept below 1, which cuts the lower tail at -2.81.
-
-    Args:
-      bits: uint32, any shape.
-
-    Returns:
-      float32, between -2.82 and -log(2**-33) = 22.88
     """
     w = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-w))
 
 
-def threefry(key: tuple[jax.Array, jax.Array], high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+def threefry(key: tuple[Array, Array], high: Array, low: Array) -> tuple[Array, Array]:
     """One block of threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
     `threefry(key, 0, n)` is `jax.random.fold_in(key, n)`, bit for bit, under JAX's threefry generator. It is written
     out because neither JAX's settings nor its versions may change what a seed means. One fused expression is also twice
-    as fast on CPU as a vmapped `fold_in`.
-
-    Args:
-      key: two uint32 words.
-      high: uint32, first counter word.
-      low: uint32, second counter word; all four broadcast.
-
-    Returns:
-      Two uint32 words.
+    as fast on CPU as a vmapped `fold_in`. All words are uint32 and broadcast.
     """
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = high + words[0], low + words[1]

@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -33,63 +33,38 @@ _MOST_TOKENS = 2**19
 
 @flax.struct.dataclass
 class Processors:
-    """Sampling parameters as traced values.
+    """Sampling parameters as traced values."""
 
-    Attributes:
-      temperature: float32; 0 is greedy.
-      top_k: int32; 0 keeps all.
-      top_p: float32 in (0, 1]; 1 keeps all.
-      min_p: float32 in [0, 1]; 0 keeps all.
-      repetition: float32 above 0; 1 is off.
-      frequency: float32; 0 is off.
-      presence: float32; 0 is off.
-      bias: float32 [V_local], added to logits; -inf bans.
-      ends: bool [V_local], tokens that are impossible before `first_end`.
-      first_end: int32, lowest absolute position that one of `ends` may have.
-      penalised: bool; False promises that penalties, bias and `first_end` are all off, so that they are skipped.
-      want_logprob: bool; False lets `choose` skip the log-probability of a greedy token.
-      num_logprobs: int32, most probable tokens to report at each place; 0 lets `rank_tokens` skip them.
-    """
-
-    temperature: ArrayLike
-    top_k: ArrayLike
-    top_p: ArrayLike
-    min_p: ArrayLike
-    repetition: ArrayLike
-    frequency: ArrayLike
-    presence: ArrayLike
-    bias: ArrayLike
-    ends: ArrayLike
-    first_end: ArrayLike
+    temperature: ArrayLike  # float32; 0 is greedy
+    top_k: ArrayLike  # int32; 0 keeps all
+    top_p: ArrayLike  # float32 in (0, 1]; 1 keeps all
+    min_p: ArrayLike  # float32 in [0, 1]; 0 keeps all
+    repetition: ArrayLike  # float32 above 0; 1 is off
+    frequency: ArrayLike  # float32; 0 is off
+    presence: ArrayLike  # float32; 0 is off
+    bias: ArrayLike  # float32 [V_local], added to logits; -inf bans
+    ends: ArrayLike  # bool [V_local], tokens that are impossible before `first_end`
+    first_end: ArrayLike  # int32, lowest absolute position that one of `ends` may have
+    # bool; False promises that penalties, bias and `first_end` are all off, so that they are skipped.
     penalised: ArrayLike
-    want_logprob: ArrayLike
-    num_logprobs: ArrayLike
+    want_logprob: ArrayLike  # bool; False lets `choose` skip the log-probability of a greedy token
+    num_logprobs: ArrayLike  # int32, most probable tokens to report at each place; 0 lets `rank_tokens` skip them
 
 
 @flax.struct.dataclass
 class History:
-    """Which tokens a text contains, for penalties; columns are split like the logits'.
+    """Which tokens a text contains, for penalties; columns are split like the logits'."""
 
-    Attributes:
-      seen: bool [V_local], tokens in prompt or output.
-      counts: int32 [V_local], occurrences in the output.
-    """
-
-    seen: jax.Array
-    counts: jax.Array
+    seen: Array  # bool [V_local], tokens in prompt or output
+    counts: Array  # int32 [V_local], occurrences in the output
 
 
 def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, prompt_tokens: int = 0) -> Processors:
     """Turn checked sampling parameters into the processor's arrays.
 
-    Args:
-      params: what the caller asked for.
-      vocab_size: ids of the real vocabulary.
-      padded_size: columns over all devices, padding included.
-      prompt_tokens: length of the prompt, from whose end `min_tokens` counts.
-
-    Returns:
-      Processors with numpy leaves; `bias` and `ends` are [padded_size], to be placed by `processor_specs`.
+    `padded_size` counts the columns of all devices, padding included. `min_tokens` counts from the prompt's end, at
+    `prompt_tokens`. The leaves are numpy arrays; `bias` and `ends` are [padded_size], to be placed by
+    `processor_specs`.
 
     Raises:
       ConfigError: a bias or a stop token is outside the vocabulary, or no token is possible.
@@ -152,17 +127,10 @@ def init_history(vocab: VocabShard) -> History:
     return History(seen=jnp.zeros(vocab.local_size, bool), counts=jnp.zeros(vocab.local_size, jnp.int32))
 
 
-def update_history(
-    history: History, tokens: jax.Array, valid: jax.Array, vocab: VocabShard, *, generated: bool
-) -> History:
-    """Add tokens to a history.
+def update_history(history: History, tokens: Array, valid: Array, vocab: VocabShard, *, generated: bool) -> History:
+    """Add tokens, int32 [N] global ids, to a history; those that are not valid are ignored, whatever their id.
 
-    Args:
-      history: the text so far.
-      tokens: int32 [N], global ids; a token may repeat.
-      valid: bool [N]; tokens that are not valid are ignored, whatever their id.
-      vocab: the local columns.
-      generated: False for tokens of the prompt, which frequency and presence penalties do not count.
+    `generated` is False for tokens of the prompt, which frequency and presence penalties do not count.
     """
     column = jnp.where(valid, vocab.local(tokens), vocab.local_size)
     seen = history.seen.at[column].set(True, mode="drop")
@@ -170,13 +138,10 @@ def update_history(
     return History(seen=seen, counts=counts)
 
 
-def clean(logits: jax.Array, vocab: VocabShard) -> jax.Array:
-    """Make logits safe to compare and subtract: NaN and padded ids become -inf, +inf the largest float32.
+def clean(logits: Array, vocab: VocabShard) -> Array:
+    """Make logits [T, V_local] safe to subtract: NaN and padded ids become -inf, +inf the largest float32.
 
     A NaN is never chosen while another token is possible. If no token is, every choice in this package is id 0.
-
-    Args:
-      logits: float32 [T, V_local]
     """
     keep = ~jnp.isnan(logits)
     if vocab.is_padded:
@@ -185,25 +150,15 @@ def clean(logits: jax.Array, vocab: VocabShard) -> jax.Array:
 
 
 def penalise(
-    logits: jax.Array,
-    processors: Processors,
-    seen: jax.Array,
-    counts: jax.Array,
-    vocab: VocabShard,
-    positions: jax.Array | None = None,
-) -> jax.Array:
-    """Apply penalties, then bias (step 1), and `clean` the result.
+    logits: Array, processors: Processors, seen: Array, counts: Array, vocab: VocabShard, positions: Array | None = None
+) -> Array:
+    """Apply penalties, then bias (step 1), and `clean` the result: float32 [T, V_local], -inf or finite.
 
     Args:
       logits: float32 [T, V_local]
-      processors: the knobs.
       seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
       counts: int32 [T or 1, V_local], occurrences in output and path.
-      vocab: the local columns.
       positions: int32 [T], absolute position of the token that each row chooses; None where `first_end` is off.
-
-    Returns:
-      float32 [T, V_local], -inf or finite.
     """
     z = jnp.where(logits > 0, logits / processors.repetition, logits * processors.repetition)
     z = jnp.where(seen, z, logits)
@@ -216,41 +171,20 @@ def penalise(
 
 
 def process(
-    logits: jax.Array,
-    processors: Processors,
-    seen: jax.Array,
-    counts: jax.Array,
-    vocab: VocabShard,
-    positions: jax.Array | None = None,
-) -> jax.Array:
-    """Log-probabilities of the next token: the one place where distributions are warped.
+    logits: Array, processors: Processors, seen: Array, counts: Array, vocab: VocabShard, positions: Array | None = None
+) -> Array:
+    """Log-probabilities of the next token, float32 [T, V_local]: the one place where distributions are warped.
 
-    Temperature 0 is read as 1 here; greedy choice is `choose`'s. A row in which no token is possible is -inf
-    everywhere.
-
-    Args:
-      logits: float32 [T, V_local]
-      processors: the knobs.
-      seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
-      counts: int32 [T or 1, V_local], occurrences in output and path.
-      vocab: the local columns.
-      positions: see `penalise`.
-
-    Returns:
-      float32 [T, V_local]; -inf where a token is removed.
+    Removed tokens are -inf; a row in which no token is possible is -inf everywhere. Temperature 0 is read as 1 here:
+    greedy choice is `choose`'s. Arguments are those of `penalise`.
     """
     scores = score(logits, processors, seen, counts, vocab, positions)
     return scores - log_mass(scores, vocab)
 
 
 def score(
-    logits: jax.Array,
-    processors: Processors,
-    seen: jax.Array,
-    counts: jax.Array,
-    vocab: VocabShard,
-    positions: jax.Array | None = None,
-) -> jax.Array:
+    logits: Array, processors: Processors, seen: Array, counts: Array, vocab: VocabShard, positions: Array | None = None
+) -> Array:
     """`process` up to a constant per row: the most probable token scores 0, removed tokens -inf.
 
     A draw from the scores does not depend on the rounding of the normalising sum.
@@ -275,53 +209,41 @@ def score(
         return jnp.where(keep, scores, -jnp.inf)
 
 
-def shift(z: jax.Array, processors: Processors, vocab: VocabShard) -> jax.Array:
+def shift(z: Array, processors: Processors, vocab: VocabShard) -> Array:
     """Scores z / T with the row's maximum moved to 0, so that exp never overflows, however small T is.
 
-    Args:
-      z: float32 [T, V_local], -inf or finite.
-
-    Returns:
-      float32 [T, V_local], all <= 0; a row of -inf stays one.
+    `z` is [T, V_local], -inf or finite; the scores are <= 0. A row of -inf stays one.
     """
     top = vocab.row_max(z)
     temperature = jnp.where(processors.temperature == 0, 1.0, processors.temperature)
     return (z - jnp.maximum(top, -_LARGEST)) / temperature
 
 
-def log_mass(scores: jax.Array, vocab: VocabShard) -> jax.Array:
+def log_mass(scores: Array, vocab: VocabShard) -> Array:
     """Log of the sum of exp(score), [T, 1]; 0 for a row of -inf, where any other row has at least 0."""
     return jnp.log(jnp.maximum(vocab.sum(jnp.exp(scores).sum(axis=-1, keepdims=True)), 1.0))
 
 
-def cut_top_k(scores: jax.Array, k: ArrayLike, vocab: VocabShard) -> jax.Array:
-    """The k-th largest score, float32 [T, 1]; the lowest finite value where fewer than k tokens are possible.
+def cut_top_k(scores: Array, k: ArrayLike, vocab: VocabShard) -> Array:
+    """The k-th largest of scores [T, V_local], all <= 0; `k` is at least 1.
 
-    Args:
-      scores: float32 [T, V_local], all <= 0.
-      k: int32, at least 1.
-      vocab: the local columns.
+    The result is float32 [T, 1]: the lowest finite value where fewer than k tokens are possible.
     """
     one = jnp.ones(scores.shape, jnp.int32)
     return _cut(scores, (one,), lambda count: count[..., 0] < k, vocab)
 
 
-def cut_top_p(scores: jax.Array, top_p: ArrayLike, vocab: VocabShard) -> jax.Array:
-    """The smallest score kept by top-p, float32 [T, 1].
+def cut_top_p(scores: Array, top_p: ArrayLike, vocab: VocabShard) -> Array:
+    """The smallest score kept by top-p, float32 [T, 1], of scores [T, V_local], all <= 0; `top_p` is below 1.
 
     A token is kept iff the tokens above it hold less than top_p of the mass; the most probable one always is.
-
-    Args:
-      scores: float32 [T, V_local], all <= 0.
-      top_p: float32 in (0, 1).
-      vocab: the local columns.
     """
     words = fixed_point(jnp.exp(scores))
     enough = top_p * from_fixed_point(vocab.sum(sum_rows(words)))
     return _cut(scores, words, lambda mass: from_fixed_point(mass) < enough, vocab)
 
 
-def fixed_point(mass: jax.Array) -> tuple[jax.Array, ...]:
+def fixed_point(mass: Array) -> tuple[Array, ...]:
     """Split masses in [0, 1] into three words of 12, 13 and 13 bits, uint32, most significant first."""
     high, middle, low = _MASS_BITS
     x = mass * 2.0**high
@@ -332,7 +254,7 @@ def fixed_point(mass: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(word.astype(jnp.uint32) for word in (a, b, c))
 
 
-def from_fixed_point(words: jax.Array) -> jax.Array:
+def from_fixed_point(words: Array) -> Array:
     """Value of summed words, uint32 [..., 3], float32 [...]: a function of the exact sum alone."""
     _, middle, low = _MASS_BITS
     a, b, c = words[..., 0], words[..., 1], words[..., 2]
@@ -342,21 +264,12 @@ def from_fixed_point(words: jax.Array) -> jax.Array:
     return a.astype(jnp.float32) + (b.astype(jnp.float32) + c.astype(jnp.float32) * 2.0**-low) * 2.0**-middle
 
 
-def _cut(
-    scores: jax.Array, weights: Sequence[jax.Array], admits: Callable[[jax.Array], jax.Array], vocab: VocabShard
-) -> jax.Array:
+def _cut(scores: Array, weights: Sequence[Array], admits: Callable[[Array], Array], vocab: VocabShard) -> Array:
     """The lowest score such that the weight of the tokens strictly above it is admitted, by search over float bits.
 
-    Scores are <= 0, so the bits of their absolute value order them: fewer is more probable, and 0 and -0 are equal.
-
-    Args:
-      scores: float32 [T, V_local]
-      weights: integers [T, V_local] each.
-      admits: summed weights [T, len(weights)] -> bool [T]; true for nothing, false from some amount on.
-      vocab: the local columns.
-
-    Returns:
-      float32 [T, 1], finite.
+    Scores [T, V_local] are <= 0, so the bits of their absolute value order them: fewer is more probable, and 0 and -0
+    are equal. `weights` are integers [T, V_local] each. `admits` maps summed weights [T, len(weights)] to bool [T]:
+    true for nothing, false from some amount on. The result is float32 [T, 1], finite.
     """
     num_rows, num_weights = scores.shape[0], len(weights)
     size = lax.bitcast_convert_type(jnp.abs(scores), jnp.uint32)
@@ -364,7 +277,7 @@ def _cut(
     # pay for each pass with a collective.
     bits = 2 if vocab.num_shards == 1 else 4
 
-    def refine(i: jax.Array, limit: jax.Array) -> jax.Array:
+    def refine(i: Array, limit: Array) -> Array:
         step = jnp.uint32(1) << (32 - bits * (i + 1)).astype(jnp.uint32)
         below = [size < (limit + digit * step)[:, None] for digit in range(1, 2**bits)]
         sums = vocab.sum(sum_rows([jnp.where(trial, weight, 0) for trial in below for weight in weights]))

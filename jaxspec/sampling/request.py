@@ -15,17 +15,11 @@ UNLIMITED = 2**30
 
 @struct.dataclass
 class Request:
-    """Traced values, never a compile key.
+    """Traced values, never a compile key."""
 
-    Attributes:
-      processors: logits processors.
-      key: uint32 [2], key of the seed.
-      max_tokens: int32 [], where the text ends if nothing else ends it.
-    """
-
-    processors: Processors
-    key: jax.Array | np.ndarray
-    max_tokens: jax.Array | np.int32 = np.int32(UNLIMITED)
+    processors: Processors  # logits processors
+    key: jax.Array | np.ndarray  # uint32 [2], key of the seed
+    max_tokens: jax.Array | np.int32 = np.int32(UNLIMITED)  # int32 [], where the text ends if nothing else ends it
 
     def left(self, generated: jax.Array) -> jax.Array:
         """Tokens to come after so many, int32 []; at least 1, for a round that was launched ahead and is not read."""

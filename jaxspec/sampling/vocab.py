@@ -11,10 +11,9 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 # Slices that a row is reduced in side by side. XLA's CPU loop keeps one running value per operand and waits for it at
 # every column; eight independent ones make an argmax over 49152 columns 3.5 times faster (32 against 117 us).
@@ -27,18 +26,13 @@ class VocabShard:
 
     With `axis_name`, methods must be called inside `jax.shard_map` over that axis. Over an axis of size 1 no
     collective is emitted, so results are not marked as replicated: use `check_vma=False`.
-
-    Attributes:
-      vocab_size: ids of the real vocabulary.
-      local_size: columns per device, padding included.
-      axis_name: mesh axis over which the columns are split; None for a vocabulary in one piece.
-      subset: the ids that the columns stand for, ascending; empty where they are all ids in order. Columns after the
-        last one are padding.
     """
 
-    vocab_size: int
-    local_size: int
-    axis_name: str | None = None
+    vocab_size: int  # ids of the real vocabulary
+    local_size: int  # columns per device, padding included
+    axis_name: str | None = None  # mesh axis over which the columns are split; None for a vocabulary in one piece
+    # the ids that the columns stand for, ascending; empty where they are all ids in order. Columns after the last one
+    # are padding.
     subset: tuple[int, ...] = ()
 
     @property
@@ -52,7 +46,7 @@ class VocabShard:
         real = bisect.bisect_left(self.subset, self.vocab_size) if self.subset else self.vocab_size
         return self.num_shards * self.local_size > real
 
-    def ids(self) -> jax.Array:
+    def ids(self) -> Array:
         """Global ids of the local columns, int32 [V_local], ascending."""
         if not self.subset:
             return self._first_column() + jnp.arange(self.local_size, dtype=jnp.int32)
@@ -60,7 +54,7 @@ class VocabShard:
         ids[: len(self.subset)] = self.subset
         return lax.dynamic_slice_in_dim(jnp.asarray(ids), self._first_column(), self.local_size)
 
-    def local(self, token: jax.Array) -> jax.Array:
+    def local(self, token: Array) -> Array:
         """Local columns of global ids, int32; `local_size` (for `mode="drop"`) where no column here has the id."""
         if self.subset:
             ids = self.ids()
@@ -69,59 +63,43 @@ class VocabShard:
         column = token - self._first_column()
         return jnp.where((column >= 0) & (column < self.local_size), column, self.local_size).astype(jnp.int32)
 
-    def sum(self, x: jax.Array) -> jax.Array:
+    def sum(self, x: Array) -> Array:
         """Sum over devices of a per-device result."""
         return x if self.num_shards == 1 else lax.psum(x, self._axis)
 
-    def max(self, x: jax.Array) -> jax.Array:
+    def max(self, x: Array) -> Array:
         """Maximum over devices of a per-device result."""
         return x if self.num_shards == 1 else lax.pmax(x, self._axis)
 
-    def min(self, x: jax.Array) -> jax.Array:
+    def min(self, x: Array) -> Array:
         """Minimum over devices of a per-device result."""
         return x if self.num_shards == 1 else lax.pmin(x, self._axis)
 
-    def row_max(self, values: jax.Array) -> jax.Array:
+    def row_max(self, values: Array) -> Array:
         """Each row's largest value over all devices, [T, 1], of [T, V_local]."""
         return self.max(_reduce_row(values, jnp.maximum, -jnp.inf))[:, None]
 
-    def argmax(self, values: jax.Array) -> jax.Array:
-        """Global id of each row's largest value, the lowest id on a tie.
+    def argmax(self, values: Array) -> Array:
+        """Global id of each row's largest value, int32 [T]: the lowest id on a tie, or in a row of -inf everywhere.
 
-        Args:
-          values: float32 [T, V_local], without NaN. A row of -inf everywhere gives the lowest id.
-
-        Returns:
-          int32 [T]
+        `values` are float32 [T, V_local], without NaN.
         """
         largest_id = jnp.iinfo(jnp.int32).max
         # Maximum, then lowest id that has it: XLA's two-operand argmax reduction is twice as slow on CPU.
         ids = jnp.where(values == self.row_max(values), self.ids(), largest_id)
         return self.min(_reduce_row(ids, jnp.minimum, largest_id))
 
-    def take(self, values: jax.Array, token: jax.Array) -> jax.Array:
-        """Each row's value at a global id.
-
-        Args:
-          values: float [T, V_local]
-          token: int32 [T], global ids.
-
-        Returns:
-          float [T]
-        """
+    def take(self, values: Array, token: Array) -> Array:
+        """Each row's value, of [T, V_local], at a global id, int32 [T]."""
         column = self.local(token)[:, None]
         here = jnp.take_along_axis(values, column, axis=-1, mode="fill", fill_value=-jnp.inf)[:, 0]
         return self.max(here)
 
-    def top_k(self, values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    def top_k(self, values: Array, k: int) -> tuple[Array, Array]:
         """The k largest values of each row over all devices, largest first, the lowest id first on a tie.
 
-        Args:
-          values: float32 [T, V_local], without NaN.
-          k: at most the padded vocabulary.
-
-        Returns:
-          Values float32 [T, k] and global ids int32 [T, k].
+        `values` are float32 [T, V_local], without NaN; k is at most the padded vocabulary. Returns values float32 [T,
+        k] and global ids int32 [T, k].
         """
         values = jnp.where(values == 0, 0.0, values)  # `lax.top_k` puts 0 above -0; `argmax` has them tied
         best, column = _top_k(values, min(k, self.local_size))
@@ -134,32 +112,16 @@ class VocabShard:
             ids = jnp.take_along_axis(ids, place, axis=1)
         return best, ids.astype(jnp.int32)
 
-    def narrow(self, columns: jax.Array) -> jax.Array:
-        """The local columns out of those of the whole vocabulary.
-
-        Args:
-          columns: [..., n], split over the devices as all ids in order.
-
-        Returns:
-          [..., V_local]; padded columns hold anything.
-        """
+    def narrow(self, columns: Array) -> Array:
+        """The local columns [..., V_local] out of those of all ids, [..., n]; padded columns hold anything."""
         if not self.subset:
             return columns
         if self.num_shards > 1:
             columns = lax.all_gather(columns, self._axis, axis=columns.ndim - 1, tiled=True)
         return jnp.take(columns, self.ids(), axis=-1, mode="clip")
 
-    def widen(self, columns: jax.Array, local_size: int, fill: float) -> jax.Array:
-        """The reverse of `narrow`.
-
-        Args:
-          columns: [..., V_local]
-          local_size: n, columns of the whole vocabulary per device.
-          fill: value of the ids that have no column.
-
-        Returns:
-          [..., n]
-        """
+    def widen(self, columns: Array, local_size: int, fill: float) -> Array:
+        """The reverse of `narrow`; n is `local_size`, and ids without a column get the value `fill`."""
         if not self.subset:
             return columns
         if self.num_shards > 1:
@@ -170,7 +132,7 @@ class VocabShard:
         place = lax.dynamic_slice_in_dim(jnp.asarray(place), first, local_size)
         return jnp.take(columns, place, axis=-1, mode="fill", fill_value=fill)
 
-    def _first_column(self) -> jax.Array | int:
+    def _first_column(self) -> Array | int:
         return 0 if self.num_shards == 1 else lax.axis_index(self._axis) * self.local_size
 
     @property
@@ -179,7 +141,7 @@ class VocabShard:
         return self.axis_name
 
 
-def _top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _top_k(values: Array, k: int) -> tuple[Array, Array]:
     """`lax.top_k` over the last axis of [T, V_local], three times faster for many rows on CPU.
 
     The k largest values lie within the k groups of largest maximum: any other group's values are beaten, or tied at a
@@ -197,18 +159,18 @@ def _top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return best, jnp.take_along_axis(chosen, place // width, axis=1) * width + place % width
 
 
-def sum_rows(arrays: Sequence[jax.Array]) -> jax.Array:
+def sum_rows(arrays: Sequence[Array]) -> Array:
     """Sum several arrays over their last axis in one pass: [T, V_local] each to [T, len(arrays)]."""
     return jnp.stack(_reduce(arrays, jnp.add, 0), axis=-1)
 
 
-def _reduce_row(values: jax.Array, op: Callable, init: float) -> jax.Array:
+def _reduce_row(values: Array, op: Callable, init: float) -> Array:
     """Reduce the last axis of [T, V_local] by an exactly associative `op` (maximum or minimum): [T]."""
     slices = _SLICES if values.shape[-1] % _SLICES == 0 else 1
     return functools.reduce(op, _reduce(jnp.split(values, slices, axis=-1), op, init))
 
 
-def _reduce(arrays: Sequence[jax.Array], op: Callable, init: float) -> list[jax.Array]:
+def _reduce(arrays: Sequence[Array], op: Callable, init: float) -> list[Array]:
     """Reduce arrays [T, n] of one type over their last axis in one loop: [T] each."""
     start = jnp.asarray(init, arrays[0].dtype)
     combine = lambda a, b: tuple(op(x, y) for x, y in zip(a, b, strict=True))  # noqa: E731
