@@ -51,16 +51,13 @@ def plan_mesh(
 ) -> MeshPlan:
     """Take `count` devices after the first `offset`, so that two models can have disjoint ones.
 
-    Args:
-      count: devices.
-      offset: devices to leave out.
-      kernels: one of `KERNEL_NAMES`; see `pallas_kernels.selection.choose`.
-      platform: of the devices, "cpu" for instance; None for the default one.
-      beside: devices of another mesh that compute at the same time and share a CPU's cores.
+    `platform` is "cpu" for instance, None the default one. `kernels` is one of `KERNEL_NAMES` (see
+    `pallas_kernels.selection.choose`). `beside` counts devices of another mesh that compute at the same time and share
+    a CPU's cores.
 
     Raises:
-      ConfigError: fewer devices exist than asked for (both numbers are named), there are none of this platform, or
-        the kernels cannot run on them.
+      ConfigError: fewer devices exist than asked for, there are none of this platform, or the kernels cannot run on
+        them.
     """
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
@@ -97,7 +94,6 @@ def plan_pair(
       draft_devices: that of the draft. None: one device if the method can use it and one is left, else the draft runs
         on the target's devices.
       draft_platform: platform of the draft's devices; None is the target's.
-      kernels: see `plan_mesh`.
       method: the method's name, for messages.
       own_devices: whether the method's draft may have devices of its own.
 

@@ -54,10 +54,8 @@ def partition_spec(info: ArrayInfo) -> PartitionSpec:
 def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = None) -> Any:
     """Padded, sharded `jax.ShapeDtypeStruct`s of a pytree of `ArrayInfo` on a mesh: what every restore must produce.
 
-    Args:
-      infos: the declaration.
-      plan: the mesh; split dimensions are padded to a multiple of its degree (and of the declared one).
-      least: smallest sizes of logical axes; smaller ones are padded up to them first.
+    Split dimensions are padded to a multiple of the mesh's degree and of the declared unit. `least` gives smallest
+    sizes of logical axes; smaller ones are padded up to them first.
 
     Raises:
       ValueError: blocks cross from head to head, and the mesh has several devices.

@@ -5,40 +5,33 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 from jaxspec.tree.tree import Tree
 
 
 @struct.dataclass
 class Picked:
-    """Leaves to be evaluated next; those that are not valid are fillers.
+    """Leaves to be evaluated next; those that are not valid are fillers."""
 
-    Attributes:
-      token: int32 [w].
-      parent: int32 [w], rows.
-      depth: int32 [w].
-      score: float32 [w], -inf where not valid; valid ones come first, best first.
-      proposal: int32 [w], row * k + place of each.
-    """
-
-    token: jax.Array
-    parent: jax.Array
-    depth: jax.Array
-    score: jax.Array
-    proposal: jax.Array
+    token: Array  # int32 [w]
+    parent: Array  # int32 [w], rows
+    depth: Array  # int32 [w]
+    score: Array  # float32 [w], -inf where not valid; valid ones come first, best first
+    proposal: Array  # int32 [w], row * k + place of each
 
     @property
-    def valid(self) -> jax.Array:
+    def valid(self) -> Array:
         """Which of them are leaves, bool [w]."""
         return self.score > -jnp.inf
 
 
-def leaf_scores(tree: Tree) -> jax.Array:
+def leaf_scores(tree: Tree) -> Array:
     """Scores of the leaves, -inf for everything else, float32 [M * k]."""
     return jnp.where(tree.child_row < 0, tree.child_score, -jnp.inf).reshape(-1)
 
 
-def pick_leaves(tree: Tree, width: int, least: jax.Array | float = -jnp.inf) -> Picked:
+def pick_leaves(tree: Tree, width: int, least: Array | float = -jnp.inf) -> Picked:
     """The `width` leaves of highest score, if it is at least `least`; the earlier proposal on a tie."""
     score, proposal = jax.lax.top_k(leaf_scores(tree), width)
     score = jnp.where(score >= least, score, -jnp.inf)
@@ -52,29 +45,24 @@ def pick_leaves(tree: Tree, width: int, least: jax.Array | float = -jnp.inf) -> 
     )
 
 
-def picked_mask(tree: Tree, picked: Picked) -> jax.Array:
+def picked_mask(tree: Tree, picked: Picked) -> Array:
     """Window slots that each picked leaf sees once it is row `tree.size + i`, bool [w, M]: its ancestors and itself."""
     slot = jnp.arange(tree.rows, dtype=jnp.int32)
     own = tree.size + jnp.arange(picked.token.shape[0], dtype=jnp.int32)
     return tree.ancestors[picked.parent] | (own[:, None] == slot[None, :])
 
 
-def add_rows(tree: Tree, picked: Picked, mask: jax.Array, child_token: jax.Array, child_logprob: jax.Array) -> Tree:
-    """Append evaluated leaves and their proposals; `tree.size + w` must not exceed M.
+def add_rows(tree: Tree, picked: Picked, mask: Array, child_token: Array, child_logprob: Array) -> Tree:
+    """Append evaluated leaves, from `pick_leaves`, and their proposals; `tree.size + w` must not exceed M.
 
-    Fillers are written after the valid rows, where the next call overwrites them.
-
-    Args:
-      tree: grows by the valid ones of `picked`.
-      picked: from `pick_leaves`.
-      mask: from `picked_mask`.
-      child_token: int32 [w, k], distinct within a row.
-      child_logprob: float32 [w, k], at most 0; -inf where there is no proposal.
+    Fillers are written after the valid rows, where the next call overwrites them. `mask` is from `picked_mask`.
+    `child_token`, int32 [w, k], are distinct within a row; `child_logprob`, float32 [w, k], are at most 0, and -inf
+    where there is no proposal.
     """
     width = picked.token.shape[0]
     row = tree.size + jnp.arange(width, dtype=jnp.int32)
 
-    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
+    def put(array: Array, rows: Array) -> Array:
         start = (tree.size, *[jnp.int32(0)] * (array.ndim - 1))
         return jax.lax.dynamic_update_slice(array, rows.astype(array.dtype), start)
 
@@ -97,22 +85,14 @@ def add_rows(tree: Tree, picked: Picked, mask: jax.Array, child_token: jax.Array
     )
 
 
-def plant(tree: Tree, token: jax.Array, child_token: jax.Array, child_logprob: jax.Array) -> Tree:
-    """Start over with an evaluated root.
+def plant(tree: Tree, token: Array, child_token: Array, child_logprob: Array) -> Tree:
+    """Start over in the arrays of `tree` with an evaluated root, int32 [], and its proposals.
 
-    Args:
-      tree: gives its arrays.
-      token: int32 [], the root.
-      child_token: int32 [k], the root's proposals, distinct.
-      child_logprob: float32 [k].
+    `child_token`, int32 [k], are distinct; `child_logprob` is float32 [k].
     """
-    empty = dataclasses.replace(
-        tree,
-        score=jnp.full_like(tree.score, -jnp.inf),
-        child_score=jnp.full_like(tree.child_score, -jnp.inf),
-        child_row=jnp.full_like(tree.child_row, -1),
-        size=jnp.int32(0),
-    )
+    score, child_score = jnp.full_like(tree.score, -jnp.inf), jnp.full_like(tree.child_score, -jnp.inf)
+    child_row = jnp.full_like(tree.child_row, -1)
+    empty = dataclasses.replace(tree, score=score, child_score=child_score, child_row=child_row, size=jnp.int32(0))
     zero = jnp.zeros(1, jnp.int32)
     nowhere = jnp.full(1, tree.rows * tree.branch, jnp.int32)
     root = Picked(token=token[None], parent=zero, depth=zero, score=jnp.zeros(1), proposal=nowhere)
@@ -120,7 +100,7 @@ def plant(tree: Tree, token: jax.Array, child_token: jax.Array, child_logprob: j
     return add_rows(empty, root, mask, child_token[None], child_logprob[None])
 
 
-def is_complete(tree: Tree, budget: int, least: jax.Array | float = -jnp.inf) -> jax.Array:
+def is_complete(tree: Tree, budget: int, least: Array | float = -jnp.inf) -> Array:
     """Whether no further growth can change the `budget` best proposals: the exact stop test of SpecExec.
 
     Children never score above their parents, so what the frontier may still bring scores at most its best leaf.

@@ -3,15 +3,16 @@
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 from jaxspec.tree.tree import Tree, init_tree
 
 
-def follow(tree: Tree, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+def follow(tree: Tree, tokens: Array, count: Array) -> tuple[Array, Array]:
     """Walk from the root along verified tokens as far as nodes go.
 
     Args:
-      tree: a tree whose root is the token before `tokens[0]`; an empty tree only with the root itself as `tokens`.
+      tree: its root is the token before `tokens[0]`; an empty tree only with the root itself as `tokens`.
       tokens: int32 [P], tokens verified since the root: accepted ones, then the bonus token.
       count: int32 [], how many there are, at least 1.
 
@@ -35,7 +36,7 @@ def follow(tree: Tree, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, 
     return jnp.concatenate([jnp.zeros(1, jnp.int32), rows]), reached
 
 
-def pending_tokens(tokens: jax.Array, count: jax.Array, reached: jax.Array) -> tuple[jax.Array, jax.Array]:
+def pending_tokens(tokens: Array, count: Array, reached: Array) -> tuple[Array, Array]:
     """Verified tokens that the draft has no keys and values for: int32 [2], and how many, 0 to 2.
 
     Only evaluated nodes have children, so all but the last accepted token and the bonus token were evaluated.
@@ -48,37 +49,23 @@ def pending_tokens(tokens: jax.Array, count: jax.Array, reached: jax.Array) -> t
 
 @struct.dataclass
 class Rerooted:
-    """A tree under its new root, and what the draft's cache must do.
+    """A tree under its new root, and what the draft's cache must do."""
 
-    Attributes:
-      tree: the new root's subtree; empty if the new root has no row.
-      order: int32 [M + P + 1], window slots in their new order: first those that join the prefix, then the tree's.
-      committed: int32 [], how many join the prefix.
-      pending: int32 [2], verified tokens without a row.
-      num_pending: int32 [], 0 if the new root is evaluated; else 1 or 2, the last one being the new root.
-      token_hit: bool [], whether the new root's token was in the tree, evaluated or not.
-    """
-
-    tree: Tree
-    order: jax.Array
-    committed: jax.Array
-    pending: jax.Array
-    num_pending: jax.Array
-    token_hit: jax.Array
+    tree: Tree  # the new root's subtree; empty if the new root has no row
+    # int32 [M + P + 1], window slots in their new order: first those that join the prefix, then the tree's.
+    order: Array
+    committed: Array  # int32 [], how many join the prefix
+    pending: Array  # int32 [2], verified tokens without a row
+    num_pending: Array  # int32 [], 0 if the new root is evaluated; else 1 or 2, the last one being the new root
+    token_hit: Array  # bool [], whether the new root's token was in the tree, evaluated or not
 
 
-def reroot(
-    tree: Tree, tokens: jax.Array, count: jax.Array, *, limit: int | None = None, reuse: bool = True
-) -> Rerooted:
+def reroot(tree: Tree, tokens: Array, count: Array, *, limit: int | None = None, reuse: bool = True) -> Rerooted:
     """Make the last of `tokens` the root; its subtree survives, the rest is dropped, nothing is computed anew.
 
-    Args:
-      tree: see `follow`.
-      tokens: see `follow`.
-      count: see `follow`.
-      limit: most rows that survive, at least 1: those of highest score. Proposals of the survivors are kept, so a row
-        that is dropped here becomes a leaf again. None for all.
-      reuse: False drops the tree: the new root is evaluated anew, even where it was a node.
+    `tree`, `tokens` and `count` are those of `follow`. At most `limit` rows survive, 1 or more: those of highest score.
+    Proposals of the survivors are kept, so a row that is dropped here becomes a leaf again. `reuse=False` drops the
+    tree: the new root is evaluated anew, even where it was a node.
     """
     M = tree.rows
     rows, reached = follow(tree, tokens, count)
@@ -99,7 +86,7 @@ def reroot(
     size = keep.sum(dtype=jnp.int32)
     empty = init_tree(M, tree.branch)
 
-    def move(name: str, transform=lambda x: x) -> jax.Array:
+    def move(name: str, transform=lambda x: x) -> Array:
         blank = getattr(empty, name)
         live = (jnp.arange(M) < size).reshape(M, *[1] * (blank.ndim - 1))
         return jnp.where(live, transform(getattr(tree, name)[old]), blank)
@@ -126,7 +113,7 @@ def reroot(
     return Rerooted(survivors, order, committed, *pending_tokens(tokens, count, reached), token_hit)
 
 
-def _is_in_tree(tree: Tree, rows: jax.Array, reached: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
+def _is_in_tree(tree: Tree, rows: Array, reached: Array, tokens: Array, count: Array) -> Array:
     """Whether the last verified token is a node, or a leaf of the node before it."""
     last = tokens[jnp.maximum(count - 1, 0)]
     above = rows[jnp.clip(count - 1, 0, tokens.shape[0])]

@@ -3,34 +3,23 @@
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 from jaxspec.tree.tree import Batch, Tree
 
 
 @struct.dataclass
 class Candidates:
-    """Tokens of a tree below its root, N of them, parents before children.
+    """Tokens of a tree below its root, N of them, parents before children."""
 
-    Attributes:
-      token: int32 [N].
-      parent: int32 [N], index of the parent; -1 for children of the root.
-      depth: int32 [N], at least 1.
-      score: float32 [N], never above the parent's; -inf where there is no token.
-    """
-
-    token: jax.Array
-    parent: jax.Array
-    depth: jax.Array
-    score: jax.Array
+    token: Array  # int32 [N]
+    parent: Array  # int32 [N], index of the parent; -1 for children of the root
+    depth: Array  # int32 [N], at least 1
+    score: Array  # float32 [N], never above the parent's; -inf where there is no token
 
 
 def select_batch(tree: Tree, rows: int) -> Batch:
-    """The root and the `rows - 1` proposals of highest score, ties to ancestors (SwiftSpec, section 3: SELECT).
-
-    Args:
-      tree: at least its root is evaluated.
-      rows: bs.
-    """
+    """The root and the `rows - 1` proposals of highest score, ties to ancestors (SwiftSpec, section 3: SELECT)."""
     return pack_best(tree.token[0], proposals(tree), rows)
 
 
@@ -44,21 +33,16 @@ def proposals(tree: Tree) -> Candidates:
     return Candidates(tree.child_token.reshape(-1), origin[maker], tree.depth[maker] + 1, tree.child_score.reshape(-1))
 
 
-def root_alone(root: jax.Array, rows: int) -> Batch:
+def root_alone(root: Array, rows: int) -> Batch:
     """A batch of `rows` rows without a draft."""
     own = jnp.arange(rows, dtype=jnp.int32)
     return Batch(jnp.where(own == 0, root, 0), own, jnp.zeros_like(own), jnp.int32(1))
 
 
-def pack_best(root: jax.Array, candidates: Candidates, rows: int) -> Batch:
-    """The root and the `rows - 1` candidates of highest score, the earlier one on a tie, as a batch.
+def pack_best(root: Array, candidates: Candidates, rows: int) -> Batch:
+    """The root token, int32 [], and the `rows - 1` candidates of highest score, the earlier one on a tie, as a batch.
 
     Scores never increase along a path and parents come first, so every selected token's parent is selected too.
-
-    Args:
-      root: int32 [], the root's token.
-      candidates: what there is to choose from.
-      rows: bs.
     """
     total = candidates.score.shape[0]
     wanted = min(rows - 1, total)
@@ -70,7 +54,7 @@ def pack_best(root: jax.Array, candidates: Candidates, rows: int) -> Batch:
     chosen = jnp.where(kept, chosen, 0)
     above = candidates.parent[chosen]
 
-    def below_root(first: jax.Array | int, others: jax.Array) -> jax.Array:
+    def below_root(first: Array | int, others: Array) -> Array:
         column = jnp.concatenate([jnp.asarray(first, jnp.int32)[None], jnp.where(kept, others, 0)])
         return jnp.pad(column, (0, rows - 1 - wanted))
 

@@ -10,36 +10,24 @@ Rows are in order of evaluation: parents precede children, and so do their propo
 Breaking ties by that number therefore prefers ancestors, which keeps selections closed under parents.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 
 @struct.dataclass
 class Tree:
-    """A draft tree below the root, the last verified token; rows from `size` on are unused.
+    """A draft tree below the root, the last verified token; rows from `size` on are unused."""
 
-    Attributes:
-      token: int32 [M].
-      parent: int32 [M], row of the parent; 0 for the root.
-      depth: int32 [M], 0 for the root.
-      score: float32 [M], sum of log-probabilities from the root; never increases along a path.
-      ancestors: bool [M, M], row i sees row j: its ancestors and itself.
-      child_token: int32 [M, k].
-      child_score: float32 [M, k], score of the proposal; -inf where there is none.
-      child_row: int32 [M, k], the proposal's own row, or -1 for a leaf.
-      size: int32 [], rows in use; 0 only before the first root is evaluated.
-    """
-
-    token: jax.Array
-    parent: jax.Array
-    depth: jax.Array
-    score: jax.Array
-    ancestors: jax.Array
-    child_token: jax.Array
-    child_score: jax.Array
-    child_row: jax.Array
-    size: jax.Array
+    token: Array  # int32 [M]
+    parent: Array  # int32 [M], row of the parent; 0 for the root
+    depth: Array  # int32 [M], 0 for the root
+    score: Array  # float32 [M], sum of log-probabilities from the root; never increases along a path
+    ancestors: Array  # bool [M, M], row i sees row j: its ancestors and itself
+    child_token: Array  # int32 [M, k]
+    child_score: Array  # float32 [M, k], score of the proposal; -inf where there is none
+    child_row: Array  # int32 [M, k], the proposal's own row, or -1 for a leaf
+    size: Array  # int32 [], rows in use; 0 only before the first root is evaluated
 
     @property
     def rows(self) -> int:
@@ -54,19 +42,13 @@ class Tree:
 
 @struct.dataclass
 class Batch:
-    """Verification batch: row 0 is the root, the others are tree tokens closed under parents.
+    """Verification batch: row 0 is the root, the others are tree tokens closed under parents."""
 
-    Attributes:
-      token: int32 [bs].
-      parent: int32 [bs], row of the parent, which precedes the row; 0 for the root. Unused rows are their own parents.
-      depth: int32 [bs], 0 for the root.
-      count: int32 [], rows in use, at least 1.
-    """
-
-    token: jax.Array
-    parent: jax.Array
-    depth: jax.Array
-    count: jax.Array
+    token: Array  # int32 [bs]
+    # int32 [bs], row of the parent, which precedes the row; 0 for the root. Unused rows are their own parents.
+    parent: Array
+    depth: Array  # int32 [bs], 0 for the root
+    count: Array  # int32 [], rows in use, at least 1
 
     @property
     def rows(self) -> int:
@@ -91,14 +73,11 @@ def init_tree(rows: int, branch: int) -> Tree:
     )
 
 
-def ancestor_matrix(parent: jax.Array, depth: int) -> jax.Array:  # int32 [T] -> bool [T, T]
+def ancestor_matrix(parent: Array, depth: int) -> Array:  # int32 [T] -> bool [T, T]
     """Which rows are ancestors of which, themselves included: the window mask of a verification batch.
 
-    Pointer doubling: log2(depth) gathers of rows, whatever the shape of the tree.
-
-    Args:
-      parent: row of each row's parent; a root is its own parent.
-      depth: largest depth that occurs.
+    `parent` holds the row of each row's parent; a root is its own. `depth` is the largest depth that occurs. Pointer
+    doubling takes log2(depth) gathers of rows, whatever the shape of the tree.
     """
     rows = jnp.arange(parent.shape[0], dtype=jnp.int32)
     # After step i, `seen` holds the nearest 2**i ancestors of a row and `jump` is its 2**i-th.
