@@ -19,14 +19,12 @@ from method_cases import (
     tokens_of,
     vocab_rows_of,
 )
-from tiny_models import quick_compilation
 
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.checkpoint.shared_embedding import share_embedding
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.methods.base import ROUND_HEADER, ModelParams, Models
-from jaxspec.methods.swiftspec.messages import DraftCounts
+from jaxspec.methods.core.round import DraftCounts, ModelParams, Models, read_round
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh, plan_pair
@@ -45,24 +43,24 @@ class Case(NamedTuple):
     method: SwiftSpec
 
 
-BASIC = Case("llama", 1, 1, "same", SwiftSpec(8, 4, depth=2, branch_free=False))
-SERIAL = Case("llama", 1, 1, "same", SwiftSpec(8, 4, depth=2, branch_free=False, overlap=False))
-FREE = Case("llama", 1, 1, "same", SwiftSpec(4, 8, branch=5, depth=2, branch_free=True, survivors=2))
-NODES = Case("qwen3", 2, 2, "same", SwiftSpec(4, 2, depth=3, branch_free=True, leaves=False))
-TIGHT = Case("llama", 3, 1, "small", SwiftSpec(2, 4, branch=2, depth=4, branch_free=False, leaves=False, survivors=3))
-FORGETFUL = Case("mistral", 4, 4, "same", SwiftSpec(8, 8, depth=1, branch_free=False, reuse=False))
-LARGE_BATCH = Case("qwen3", 6, 2, "large", SwiftSpec(16, 2, depth=2, branch_free=True))
-ADAPTIVE = Case("llama", 7, 1, "shared", SwiftSpec(8, 16, depth=1, branch_free=False, adaptive=True, survivors=24))
-CHAIN = Case("llama", 1, 1, "same", SwiftSpec(8, 1, branch=1, depth=4, branch_free=False))
-TOGETHER = Case("mistral", 1, 0, "layer", SwiftSpec(4, 8, depth=3, branch_free=True, leaves=False, survivors=9))
-TOGETHER_TP2 = Case("qwen3", 2, 0, "same", SwiftSpec(16, 16, depth=2, branch_free=True, reuse=False, survivors=16))
+BASIC = Case("llama", 1, 1, "same", SwiftSpec(7, 4, depth=2, branch_free=False))
+SERIAL = Case("llama", 1, 1, "same", SwiftSpec(7, 4, depth=2, branch_free=False, overlap=False))
+FREE = Case("llama", 1, 1, "same", SwiftSpec(3, 8, branch=5, depth=2, branch_free=True, survivors=2))
+NODES = Case("qwen3", 2, 2, "same", SwiftSpec(3, 2, depth=3, branch_free=True, leaves=False))
+TIGHT = Case("llama", 3, 1, "small", SwiftSpec(1, 4, branch=2, depth=4, branch_free=False, leaves=False, survivors=3))
+FORGETFUL = Case("mistral", 4, 4, "same", SwiftSpec(7, 8, depth=1, branch_free=False, reuse=False))
+LARGE_BATCH = Case("qwen3", 6, 2, "large", SwiftSpec(15, 2, depth=2, branch_free=True))
+ADAPTIVE = Case("llama", 7, 1, "shared", SwiftSpec(7, 16, depth=1, branch_free=False, adaptive=True, survivors=24))
+CHAIN = Case("llama", 1, 1, "same", SwiftSpec(7, 1, branch=1, depth=4, branch_free=False))
+TOGETHER = Case("mistral", 1, 0, "layer", SwiftSpec(3, 8, depth=3, branch_free=True, leaves=False, survivors=9))
+TOGETHER_TP2 = Case("qwen3", 2, 0, "same", SwiftSpec(15, 16, depth=2, branch_free=True, reuse=False, survivors=16))
 FOREIGN = Case(
     "mistral", 1, 2, "foreign",
-    SwiftSpec(2, 4, depth=2, branch_free=True, reuse=False, leaves=False, adaptive=True, survivors=2),
+    SwiftSpec(1, 4, depth=2, branch_free=True, reuse=False, leaves=False, adaptive=True, survivors=2),
 )  # fmt: skip
-FREE_CHAIN = Case("llama", 1, 1, "same", SwiftSpec(4, 1, branch=1, depth=4, branch_free=True, survivors=2))
+FREE_CHAIN = Case("llama", 1, 1, "same", SwiftSpec(3, 1, branch=1, depth=4, branch_free=True, survivors=2))
 # Deeper than the sliding window of its models.
-DEEP = Case("mistral", 2, 2, "same", SwiftSpec(4, 2, branch=2, depth=8, branch_free=True, leaves=False))
+DEEP = Case("mistral", 2, 2, "same", SwiftSpec(3, 2, branch=2, depth=8, branch_free=True, leaves=False))
 CASES = [
     BASIC,
     SERIAL,
@@ -93,7 +91,7 @@ def overlaps(case):
 
 def grown_rows(case):
     """M: rows of the draft's tree."""
-    return case.method._growth(case.method.branch_free).rows
+    return case.method.growth(models_of(case)).rows
 
 
 def plans_of(case):
@@ -148,8 +146,7 @@ def draft_params(family, degree, offset, geometry, kind):
 def engine_of(case):
     """A compiled engine."""
     engine = Engine(models_of(case), case.method, CONTEXT)
-    with quick_compilation():
-        engine.prepare()
+    engine.prepare()
     return engine
 
 
@@ -169,10 +166,10 @@ def check_rounds(case, rounds):
     for emitted in rounds[:-1]:
         assert len(emitted.tokens) == len(emitted.logprobs) == emitted.accepted + 1
         if not method.leaves:
-            assert emitted.drafted == min(method.batch, emitted.draft.nodes) - 1
+            assert emitted.drafted == min(method.num_rows, emitted.draft.nodes) - 1
     for emitted in rounds:
         counts = emitted.draft
-        assert 0 <= emitted.accepted <= emitted.depth <= emitted.drafted <= method.batch - 1
+        assert 0 <= emitted.accepted <= emitted.depth <= emitted.drafted <= method.num_draft_tokens
         assert emitted.draft_passes == counts.passes
         check_counts(case, counts, None if before is None else before.draft)
         if before is None:
@@ -228,7 +225,7 @@ class Rounds:
 
     def __init__(self, case, draft="copy", prompt=(), seed=0, **sampling):
         self.case, self.params = case, params_of(case, draft)
-        self.runner = engine_of(case)._runner
+        self.runner = engine_of(case).runner
         self.prompt, self.text, self.known = list(prompt), list(prompt), []
         self.verified, self.sent = [], [prompt[-1]]
         self.batches = []
@@ -242,26 +239,26 @@ class Rounds:
 
     def dispatch(self):
         """Run a round and read nothing."""
-        self.state, round_ = self.runner.round(self.params, self.state, self.request)
+        self.state, round_, _ = self.runner.round(self.params, self.state, self.request, 1)
         return round_
 
     def step(self):
         """Run a round; returns what the draft counted."""
-        verify = self.runner._verify
+        verify = self.runner.executor.verify
 
         def spy(params, state, batch, request):
             count, *rest = np.array(batch).tolist()
             self.batches.append((rest[: len(rest) // 2][:count], rest[len(rest) // 2 :][:count]))
             return verify(params, state, batch, request)
 
-        self.runner._verify = spy
+        self.runner.executor.verify = spy
         try:
             round_ = self.dispatch()
         finally:
-            self.runner._verify = verify
-        packed = np.array(round_.packed).tolist()
+            self.runner.executor.verify = verify
+        output = read_round(round_)
         self.verified, self.known = self.sent, list(self.text)
-        self.sent = packed[ROUND_HEADER : ROUND_HEADER + packed[0]]
+        self.sent = list(output.tokens)
         self.text += self.sent
         return DraftCounts(*np.array(round_.draft).tolist())
 

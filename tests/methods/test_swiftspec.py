@@ -5,7 +5,6 @@ switches meet in every combination that exists (a test counts them). Each engine
 sampling, taken in turn, so that over all engines every draft meets every way of sampling.
 """
 
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -26,6 +25,7 @@ from method_cases import (
     flat_params,
     logprobs_of,
     plain,
+    rounds_of,
     run,
     tokens_of,
 )
@@ -52,7 +52,7 @@ from swiftspec_cases import (
     overlaps,
     params_of,
 )
-from tiny_models import FAMILIES, quick_compilation
+from tiny_models import FAMILIES
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
@@ -60,8 +60,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
 from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
@@ -159,7 +159,8 @@ def test_generations_may_be_closed_after_any_round(case):
     expected = expected_tokens(case, LONG_PROMPT, 8)
     for count in range(5):
         draft = ("copy", "random")[count % 2]
-        with contextlib.closing(engine.rounds(params[draft], PROMPT, options, count)) as rounds:
+        with engine.open(params[draft], PROMPT, options, count) as session:
+            rounds = rounds_of(session)
             assert len(list(itertools.islice(rounds, count))) == count
         assert tokens_of(decode(case, LONG_PROMPT, 8, draft)) == expected
 
@@ -170,33 +171,30 @@ def pair_and_plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swiftspec") / "model"
     write_native(folder, LLAMA)
     write_tokenizer(folder, LLAMA.vocab_size)
-    with quick_compilation():
-        pair = LLM(folder, draft=folder, method=SwiftSpec(8, 4, depth=3), compile_cache="")
-        return pair, LLM(folder, method="ar", compile_cache="")
+    return LLM(folder, draft=folder, method=SwiftSpec(7, 4, depth=3)), LLM(folder, method="ar")
 
 
 def test_an_end_token_may_fall_anywhere_on_an_accepted_path(pair_and_plain):
-    """It is the last token, and what was accepted behind it is neither emitted nor counted."""
+    """It is the last token, and what was accepted after it is neither emitted nor counted."""
     (pair, plain_model), places, inside = pair_and_plain, set(), set()
-    with quick_compilation():
-        for seed in range(6):
-            sampling = SamplingParams(max_tokens=16, temperature=0.5, seed=seed, ignore_eos=True)
-            tokens = plain_model.generate("w1 w2 w3", sampling).token_ids
-            sampling = dataclasses.replace(sampling, ignore_eos=False)
-            for place in range(16):
-                if tokens[place] in tokens[:place]:
-                    continue
-                other = copy.copy(pair)
-                other.eos_ids = (tokens[place],)
-                out = other.generate("w1 w2 w3", sampling)
-                assert out.token_ids == tokens[: place + 1] and out.finish_reason == "stop"
-                accepted = out.stats.speculative_decoding["per_step_accepted"]
-                last = place + 1 - sum(n + 1 for n in accepted[:-1])
-                assert last >= 1 and accepted[-1] in (last, last - 1)
-                places.add(place)
-                inside.add((last, accepted[-1]))
+    for seed in range(6):
+        sampling = SamplingParams(max_tokens=16, temperature=0.5, seed=seed, ignore_eos=True)
+        tokens = plain_model.generate("w1 w2 w3", sampling).token_ids
+        sampling = dataclasses.replace(sampling, ignore_eos=False)
+        for place in range(16):
+            if tokens[place] in tokens[:place]:
+                continue
+            other = copy.copy(pair)
+            other.eos_ids = (tokens[place],)
+            out = other.generate("w1 w2 w3", sampling)
+            assert out.token_ids == tokens[: place + 1] and out.finish_reason == "stop"
+            accepted = out.stats.speculative_decoding["per_step_accepted"]
+            last = place + 1 - sum(n + 1 for n in accepted[:-1])
+            assert last >= 1 and accepted[-1] in (last, last - 1)
+            places.add(place)
+            inside.add((last, accepted[-1]))
     assert places == set(range(16))
-    # A drafted token of either place of a path, and the bonus token behind none, one, and two.
+    # A drafted token of either place of a path, and the bonus token after none, one, and two.
     assert inside >= {(1, 1), (2, 2), (1, 0), (2, 1), (3, 2)}
 
 
@@ -205,23 +203,23 @@ def test_exceptions_of_the_consumer(case):
     engine, options = engine_of(case), SamplingParams(max_tokens=60)
     expected = expected_tokens(case, LONG_PROMPT, 8)
     for count in range(1, 4):
-        rounds = engine.rounds(params_of(case), PROMPT, options, count)
-        for _ in range(count):
-            next(rounds)
-        with pytest.raises(KeyboardInterrupt):
-            rounds.throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt), engine.open(params_of(case), PROMPT, options, count) as session:
+            for _ in range(count):
+                session.step()
+            raise KeyboardInterrupt
         assert tokens_of(decode(case, LONG_PROMPT, 8)) == expected
         with pytest.raises(ZeroDivisionError):
-            for place, _ in enumerate(engine.rounds(params_of(case), PROMPT, options, count)):
-                1 / (count - place)
+            with engine.open(params_of(case), PROMPT, options, count) as session:
+                for place, _ in enumerate(rounds_of(session)):
+                    1 / (count - place)
         assert tokens_of(decode(case, LONG_PROMPT, 8)) == expected
 
 
-@pytest.mark.parametrize("owner", ["_verify", "turn", "grow"])
+@pytest.mark.parametrize("owner", ["verify", "advance", "expand"])
 def test_exceptions_on_either_side(owner, monkeypatch):
     """A device that fails in the third round: the error comes out, and the next generation is sound."""
     engine = engine_of(BASIC)
-    holder = engine._runner if owner == "_verify" else engine._runner._growing
+    holder = engine.runner.executor if owner == "verify" else engine.runner.drafter
     program, calls = getattr(holder, owner), []
 
     def fail(*args):
@@ -241,8 +239,11 @@ def test_exceptions_on_either_side(owner, monkeypatch):
 def test_interleaved_generations_do_not_disturb_each_other(case):
     options, params = SamplingParams(max_tokens=20), params_of(case, "first layer")
     alone = [decode(case, prompt, 20, "first layer") for prompt in (PROMPT, LONG_PROMPT)]
-    one, other = (engine_of(case).rounds(params, prompt, options, 0) for prompt in (PROMPT, LONG_PROMPT))
-    mixed = list(itertools.zip_longest(one, other))
+    with (
+        engine_of(case).open(params, PROMPT, options, 0) as one,
+        engine_of(case).open(params, LONG_PROMPT, options, 0) as other,
+    ):
+        mixed = list(itertools.zip_longest(rounds_of(one), rounds_of(other)))
     assert [[emitted for emitted in column if emitted] for column in zip(*mixed, strict=True)] == alone
 
 
@@ -252,12 +253,12 @@ def test_many_generations_leave_nothing_behind():
     first, sizes = {}, []
     for turn in range(1000):
         options = SamplingParams(max_tokens=1 + turn % 5)
-        with contextlib.closing(engine.rounds(params, PROMPT, options, turn % 2)) as rounds:
-            emitted = tuple(itertools.islice(rounds, 1 + turn % 3))
+        with engine.open(params, PROMPT, options, turn % 2) as session:
+            emitted = tuple(itertools.islice(rounds_of(session), 1 + turn % 3))
         assert emitted == first.setdefault((turn % 5, turn % 2, turn % 3), emitted)
         if turn % 100 == 99:
             engine.settle()
-            del rounds
+            del session
             gc.collect()
             sizes.append((len(arrays := jax.live_arrays()), sum(array.nbytes for array in arrays)))
             del arrays
@@ -337,9 +338,9 @@ BESIDE = Placement(FAMILIES["llama"], plan_mesh(1, 1), FLOAT32)
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"batch": 1}, "batch must be at least 2"),
-        ({"batch": 1025}, "batch must be at most 1024"),
-        ({"batch": 8.0}, "batch must be an integer"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must be at least 1"),
+        ({"num_draft_tokens": 1024}, "num_draft_tokens must be at most 1023"),
+        ({"num_draft_tokens": 8.0}, "num_draft_tokens must be an integer"),
         ({"width": 0}, "width must be at least 1"),
         ({"width": True}, "width must be an integer"),
         ({"width": 1025}, "width must be at most 1024"),
@@ -366,9 +367,9 @@ def test_settings_out_of_range(settings, word):
 
 def test_defaults():
     method = SwiftSpec()
-    assert (method.batch, method.width, method.branch, method.survivors) == (8, 8, 8, 64)
-    assert (SwiftSpec(16, 4).branch, SwiftSpec(64, 1).survivors, SwiftSpec(branch=1, width=1).branch) == (15, 64, 1)
-    assert (method.batch_rows, method.longest_path, method.draft_rows) == (8, 8, 8)
+    assert (method.num_rows, method.width, method.branch, method.survivors) == (8, 8, 8, 64)
+    assert (SwiftSpec(15, 4).branch, SwiftSpec(63, 1).survivors, SwiftSpec(branch=1, width=1).branch) == (15, 64, 1)
+    assert (method.num_rows, method.max_path, method.draft_rows) == (8, 8, 8)
     assert dataclasses.replace(method, overlap=False).overlap is False
 
 

@@ -49,9 +49,9 @@ from swiftspec_cases import (
 from tiny_models import logits_after, on_one_device
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.base import ModelParams
-from jaxspec.methods.core.verify import Outcome
-from jaxspec.methods.swiftspec.messages import DraftCounts, pack_batch, pack_verified, unpack_batch, unpack_verified
+from jaxspec.methods.core.round import DraftCounts, ModelParams
+from jaxspec.methods.swiftspec.messages import pack_batch, pack_verified, unpack_batch, unpack_verified
+from jaxspec.sampling.accept import Verified
 from jaxspec.tree.tree import Batch
 
 ROUNDS = 6
@@ -145,7 +145,7 @@ class Replay:
         if not overlaps(self.case):
             self.grow(method.depth)
             exposed += method.depth
-        while not method.leaves and len(self.rows) < method.batch and any(p[2][2] is None for p in self.proposals()):
+        while not method.leaves and len(self.rows) < method.num_rows and any(p[2][2] is None for p in self.proposals()):
             self.grow(1)
             exposed += 1
         counts = DraftCounts(
@@ -175,7 +175,7 @@ class Replay:
         """The root and the best proposals, in the order in which they were made."""
         method = self.case.method
         offered = [p for p in self.proposals() if method.leaves or p[2][2] is not None]
-        chosen = {id(child) for _, _, child in offered[: method.batch - 1]}
+        chosen = {id(child) for _, _, child in offered[: method.num_rows - 1]}
         tokens, parents, place = [self.text[-1]], [0], {(): 0}
         for node in self.rows:
             for child in node.children:
@@ -260,7 +260,7 @@ def assert_cache(steps, replay):
     ends = [path for path in paths if not any(other[:-1] == path for other in paths if other)]
     places = {node.path: row for row, node in enumerate(replay.rows)}
     got = arrays(cache)
-    side, state = steps.runner._growing, None
+    side, state = steps.runner.drafter, None
     for end in ends:
         text = [*known, *end]
         state = side.prefill(steps.params.draft, side.start(text[-1], state), np.array(text, np.int32))
@@ -377,15 +377,15 @@ def test_growth_in_turn_makes_the_same_trees():
     for draft, sampling in (("copy", "T=1"), ("random", "greedy"), ("first layer", "penalties")):
         steps = Rounds(SERIAL, draft, PROMPT, 4, **SAMPLINGS[sampling])
         beside = Rounds(BASIC, draft, PROMPT, 4, **SAMPLINGS[sampling])
-        side, state = beside.runner._growing, beside.state.draft
-        longest = SERIAL.method.longest_path
+        side, state = beside.runner.drafter, beside.state.draft
+        longest = SERIAL.method.max_path
         for _ in range(ROUNDS):
             steps.step()
             message = np.zeros(1 + longest, np.int32)
             message[0], message[1 : 1 + len(steps.verified)] = len(steps.verified), steps.verified
             params, request = beside.params.draft, beside.request.draft
-            state, _, _ = side.turn(params, state, jax.device_put(message, jax.devices()[1]), request)
-            state, _ = side.grow(params, state, request)
+            state, _, _ = side.advance(params, state, jax.device_put(message, jax.devices()[1]), request)
+            state, _ = side.expand(params, state, request)
             one, other = host(steps.state.draft), host(state)
             size = int(one.tree.size)
             assert size == int(other.tree.size)
@@ -422,7 +422,7 @@ def test_rounds_write_into_their_window_only(case):
             for name, cache in steps.caches().items():
                 start, old = before[name]
                 # The draft commits first and then grows its tree; the target commits within what it wrote.
-                stop = start + case.method.batch if name == "target" else int(cache.length) + grown_rows(case)
+                stop = start + case.method.num_rows if name == "target" else int(cache.length) + grown_rows(case)
                 for one, other in zip(old, arrays(cache), strict=True):
                     np.testing.assert_array_equal(one[:, :start], other[:, :start])
                     np.testing.assert_array_equal(one[:, stop:], other[:, stop:])
@@ -476,6 +476,6 @@ def test_messages_hold_any_token():
     assert packed.dtype == jnp.int32
     for one, other in zip(jax.tree.leaves(unpack_batch(packed)), jax.tree.leaves(batch), strict=True):
         np.testing.assert_array_equal(one, other)
-    message = pack_verified(Outcome(tokens, jnp.int32(2), jnp.zeros(4, jnp.int32)))
+    message = pack_verified(Verified(tokens, jnp.int32(2), jnp.zeros(4, jnp.int32), jnp.zeros(4)))
     assert message.dtype == jnp.int32
     assert [x.tolist() for x in unpack_verified(message)] == [tokens.tolist(), 2]
