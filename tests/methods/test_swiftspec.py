@@ -94,7 +94,7 @@ def switches(case):
 
 def test_sample_holds_every_pair():
     assert {(case.target, case.draft) for case in CASES} >= {(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (7, 1), (1, 0)}
-    for name, values in {"num_draft_tokens": {2, 4, 8, 16}, "width": {1, 2, 4, 8, 16}, "depth": {1, 2, 3, 4, 8}}.items():
+    for name, values in {"num_rows": {2, 4, 8, 16}, "width": {1, 2, 4, 8, 16}, "depth": {1, 2, 3, 4, 8}}.items():
         assert {getattr(case.method, name) for case in CASES} == values
     for one, other in itertools.combinations(switches(BASIC), 2):
         found = {(switches(case)[one], switches(case)[other]) for case in CASES}
