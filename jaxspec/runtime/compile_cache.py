@@ -18,17 +18,11 @@ _callers_folder: str | None = jax.config.jax_compilation_cache_dir  # pyright: i
 
 
 def enable_compile_cache(folder: str | None) -> Path | None:
-    """Point JAX at a folder of compiled programs.
+    """Point JAX at a folder of compiled programs; returns the folder in use, or None.
 
-    Args:
-      folder: the folder; "" switches the cache off; None takes `JAXSPEC_COMPILE_CACHE`, else what JAX itself was
-        told (`JAX_COMPILATION_CACHE_DIR`), else the user's cache folder, else none if that cannot be written.
-
-    Returns:
-      The folder in use, or None. Cached programs are code: the folder must be the user's own.
-
-    Raises:
-      ConfigError: a folder was named and cannot be written.
+    "" switches the cache off. None takes `JAXSPEC_COMPILE_CACHE`, else what JAX itself was told
+    (`JAX_COMPILATION_CACHE_DIR`), else the user's cache folder, else none if that cannot be written. A folder that was
+    named and cannot be written raises `ConfigError`. Cached programs are code: the folder must be the user's own.
     """
     named = os.environ.get(ENVIRONMENT) if folder is None else folder
     if named == "":

@@ -53,11 +53,7 @@ def plan_mesh(
 
     `platform` is "cpu" for instance, None the default one. `kernels` is one of `KERNEL_NAMES` (see
     `pallas_kernels.selection.choose`). `beside` counts devices of another mesh that compute at the same time and share
-    a CPU's cores.
-
-    Raises:
-      ConfigError: fewer devices exist than asked for, there are none of this platform, or the kernels cannot run on
-        them.
+    a CPU's cores. Raises `ConfigError` where fewer devices exist than asked for, or the kernels cannot run on them.
     """
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
@@ -79,26 +75,15 @@ def plan_mesh(
 
 
 def plan_pair(
-    target_devices: int,
-    draft_devices: int | None,
-    *,
-    draft_platform: str | None = None,
-    kernels: str = "auto",
-    method: str,
-    own_devices: bool,
-) -> tuple[MeshPlan, MeshPlan]:
+    target_devices: int, draft_devices: int | None, *, draft_platform: str | None = None, kernels: str = "auto",
+    method: str, own_devices: bool,
+) -> tuple[MeshPlan, MeshPlan]:  # fmt: skip
     """Meshes of target and draft: the draft's devices come after the target's, or both have the same.
 
-    Args:
-      target_devices: tensor-parallel degree of the target.
-      draft_devices: that of the draft. None: one device if the method can use it and one is left, else the draft runs
-        on the target's devices.
-      draft_platform: platform of the draft's devices; None is the target's.
-      method: the method's name, for messages.
-      own_devices: whether the method's draft may have devices of its own.
-
-    Raises:
-      ConfigError: the devices do not exist, or the method cannot use them.
+    `target_devices` and `draft_devices` are tensor-parallel degrees. Without the latter the draft has one device of its
+    own if the method can use it (`own_devices`) and one is left, else the target's. `draft_platform` is None for that
+    of the target; `method` is a name for messages. Raises `ConfigError` where the devices do not exist, or the method
+    cannot use them.
     """
     if not own_devices:
         for name, value in (("draft_devices", draft_devices), ("draft_platform", draft_platform)):
@@ -118,7 +103,5 @@ def plan_pair(
     beside = (0, 0) if other else (draft_devices, target_devices)
     target = plan_mesh(target_devices, kernels=kernels, beside=beside[0])
     offset = 0 if other else target_devices
-    draft = plan_mesh(
-        draft_devices, offset, "auto" if other else kernels, draft_platform if other else None, beside=beside[1]
-    )
-    return target, draft
+    kernels, platform = ("auto", draft_platform) if other else (kernels, None)
+    return target, plan_mesh(draft_devices, offset, kernels, platform, beside=beside[1])

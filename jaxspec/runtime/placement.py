@@ -34,12 +34,12 @@ class Placement:
     cfg: ModelConfig  # geometry, unpadded
     plan: MeshPlan  # devices
     dtype: Any  # of the cache, and of the weights where `storage` is None
-    # least number of vocabulary rows: a draft and its target need equally many, so that each device holds the same
+    # Least number of vocabulary rows: a draft and its target need equally many, so that each device holds the same
     # tokens of both.
     vocab_rows: int = 0
     vocab_limit: int | None = None  # ids from here on are never proposed; None is the vocabulary's size
     storage: Storage | None = None  # how each weight is kept, fitted to the plan (see `fit_storage`)
-    # the target whose embedding this model shares; None for a model with its own.
+    # The target whose embedding this model shares; None for a model with its own.
     shared_embedding: SharedEmbedding | None = None
 
     @property
@@ -100,7 +100,8 @@ class Placement:
 
     def history(self) -> History:
         """Shapes of a token history, split like the vocabulary."""
-        return self._place(jax.eval_shape(lambda: init_history(self._whole_vocab)), history_specs(TENSOR_AXIS))
+        vocab = VocabShard(self.cfg.vocab_size, self.padded_vocab)
+        return self._place(jax.eval_shape(lambda: init_history(vocab)), history_specs(TENSOR_AXIS))
 
     def request(self) -> Request:
         """Shapes of a request."""
@@ -117,17 +118,8 @@ class Placement:
     def _limit(self) -> int:
         return self.vocab_limit or self.cfg.vocab_size
 
-    @property
-    def _whole_vocab(self) -> VocabShard:
-        return VocabShard(self.cfg.vocab_size, self.padded_vocab)
-
     def _place(self, tree: Any, specs: Any) -> Any:
-        mesh = self.plan.mesh
-
-        def place(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-        return jax.tree.map(place, tree, specs)
+        return jax.tree.map(lambda leaf, spec: self.array(leaf.shape, leaf.dtype, *spec), tree, specs)
 
 
 def resolve_dtype(name: str, plan: MeshPlan) -> Any:

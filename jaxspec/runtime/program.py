@@ -23,14 +23,9 @@ class Program:
     """
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        plan: MeshPlan,
-        args: Sequence[Any],
-        out: Any,
+        self, name: str, function: Callable[..., Any], plan: MeshPlan, args: Sequence[Any], out: Any,
         donate: Sequence[int] = (),
-    ):
+    ):  # fmt: skip
         """`out` describes the result as `args` do the arguments; `donate` lists argument numbers."""
         self.name = name
         self._args = tuple(args)

@@ -37,11 +37,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def partition_spec(info: ArrayInfo) -> PartitionSpec:
-    """Partition spec of one declared array.
-
-    Raises:
-      ValueError: a logical axis has no rule, or two axes of one array claim the same mesh axis.
-    """
+    """Partition spec of one declared array; `ValueError` where an axis has no rule, or claims a mesh axis twice."""
     for axis in info.axes:
         if axis is not None and axis not in TENSOR_PARALLEL:
             raise ValueError(f"logical axis {axis!r} has no rule; known: {', '.join(TENSOR_PARALLEL)}")
@@ -55,10 +51,8 @@ def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = 
     """Padded, sharded `jax.ShapeDtypeStruct`s of a pytree of `ArrayInfo` on a mesh: what every restore must produce.
 
     Split dimensions are padded to a multiple of the mesh's degree and of the declared unit. `least` gives smallest
-    sizes of logical axes; smaller ones are padded up to them first.
-
-    Raises:
-      ValueError: blocks cross from head to head, and the mesh has several devices.
+    sizes of logical axes; smaller ones are padded up to them first. Blocks that cross from head to head cannot be split
+    over several devices: `ValueError`.
     """
     sizes = least or {}
     mesh = plan.mesh

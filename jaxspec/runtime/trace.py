@@ -15,21 +15,17 @@ Read = Callable[..., Any]
 class Recorder(Protocol):
     """Watches generations run; `bench.timeline.Timeline` is one."""
 
-    def generation(self, state: Any, launch: Launch, read: Read) -> tuple[Launch, Read]:
-        """Begin a generation with `state`; returns watched forms of its launching and reading functions."""
-        ...
+    # Begin a generation with `state`; returns watched forms of its launching and reading functions.
+    def generation(self, state: Any, launch: Launch, read: Read) -> tuple[Launch, Read]: ...
 
-    def program(self, name: str, plan: MeshPlan, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Dispatch a program and return its results. The first is state; the others are never donated."""
-        ...
+    # Dispatch a program and return its results. The first is state; the others are never donated.
+    def program(self, name: str, plan: MeshPlan, run: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
 
-    def transfer(self, move: Callable[[], jax.Array], array: jax.Array, plan: MeshPlan) -> jax.Array:
-        """Dispatch `move`, which copies `array` to another mesh."""
-        ...
+    # Dispatch `move`, which copies `array` to another mesh.
+    def transfer(self, move: Callable[[], jax.Array], array: jax.Array, plan: MeshPlan) -> jax.Array: ...
 
-    def wait(self, array: jax.Array) -> None:
-        """Wait for an array within a round."""
-        ...
+    # Wait for an array within a round.
+    def wait(self, array: jax.Array) -> None: ...
 
 
 active: Recorder | None = None
@@ -37,11 +33,7 @@ active: Recorder | None = None
 
 @contextlib.contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Let a recorder watch all generations within.
-
-    Raises:
-      RuntimeError: another recorder is active.
-    """
+    """Let a recorder watch all generations within; raises `RuntimeError` where another recorder is active."""
     global active
     if active is not None:
         raise RuntimeError("another trace is being taken; a process takes one at a time")

@@ -14,10 +14,8 @@ def transfer(array: jax.Array, plan: MeshPlan) -> jax.Array:
     """Copy a replicated array to every device of another mesh; returns before it has arrived.
 
     `jax.device_put` is asynchronous only while the layout stays the same; otherwise it gathers on the host and waits,
-    silently (JAX's `_array_shard_arg`). So whatever crosses meshes leaves its program replicated.
-
-    Raises:
-      ValueError: the array is split over its devices.
+    silently (JAX's `_array_shard_arg`). So whatever crosses meshes leaves its program replicated:
+    an array that is split over its devices raises `ValueError`.
     """
     if not array.sharding.is_fully_replicated:
         raise ValueError(f"only replicated arrays cross meshes, got {array.sharding}")

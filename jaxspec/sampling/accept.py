@@ -46,7 +46,7 @@ class Verified:
     count: Array  # int32 [], at least 1
     path: Array  # int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count
     logprob: Array  # float32 [P], of each token under the processed target distribution; see `choose`
-    # the most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32 [P, K]; see
+    # The most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32 [P, K]; see
     # `rank_tokens`. None once the round is packed.
     top: tuple[Array, Array] | None = None
 
@@ -153,16 +153,10 @@ def rejection_rule(
 ) -> Decide:  # fmt: skip
     """R2, R3 and R3': accept a drawn child x with probability min(1, p(x) / q(x)), else draw from the residual.
 
-    At temperature 0, where nothing is drawn, `match_rule` decides.
-
-    Args:
-      logits: rows of the target's.
-      batch: children of a row in ascending order are its draws, in the order in which they were drawn.
-      draft_logprob: float32 [rows, V_local], log q that the children of each inner row were drawn from; rows are those
-        of the batch, leaves may come after the last one.
-      position: int32 [], absolute position of the root.
-      draws: most children of a row.
-      replacement: whether siblings were drawn independently (R3) or without replacement (R3').
+    At temperature 0, where nothing is drawn, `match_rule` decides. Children of a row in ascending order are its draws,
+    at most `draws`, in the order in which they were drawn: independently (R3), or without `replacement` (R3').
+    `draft_logprob`, float32 [rows, V_local], are the log q that the children of each inner row of the batch were drawn
+    from; rows of leaves may be missing at the end. `position`, int32 [], is the absolute position of the root.
     """
     match = match_rule(logits, batch, request, position, vocab)
 
@@ -209,11 +203,8 @@ def draw_children(
     """Draw children for `rejection_rule` from log q, [T, V_local]; at temperature 0, take the most probable tokens.
 
     `position`, int32 [T], are the absolute positions of the drawn tokens. Without replacement, the order of perturbed
-    log-probabilities is a sequential draw (Gumbel-top-k).
-
-    Returns:
-      Tokens int32 [T, draws], in the order in which they were drawn, and bool [T, draws]: False where q has no further
-      token.
+    log-probabilities is a sequential draw (Gumbel-top-k). Returns tokens int32 [T, draws], in the order in which they
+    were drawn, and bool [T, draws], False where q has no further token.
     """
     stream = role_key(key, DRAFT_ROLE)
 

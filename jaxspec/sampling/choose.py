@@ -21,12 +21,10 @@ Key = Array | np.ndarray
 def choose(
     logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard
 ) -> tuple[Array, Array]:
-    """Choose one token per row: the lowest-id argmax at temperature 0, else argmax(log p + Gumbel noise).
+    """Choose one token per row, int32 [T]: the lowest-id argmax at temperature 0, else argmax(log p + Gumbel noise).
 
-    Returns:
-      token: int32 [T], global ids.
-      logprob: float32 [T], under the processed distribution; at temperature 0, which has none, under the softmax of the
-        penalised logits. 0 where `processors.want_logprob` is False.
+    The second result is its log-probability, float32 [T], under the processed distribution. At temperature 0, which has
+    none, it is under the softmax of the penalised logits. It is 0 where `processors.want_logprob` is False.
     """
 
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
@@ -41,12 +39,10 @@ def choose(
 def choose_two(
     logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard
 ) -> tuple[Array, Array]:
-    """The token that `choose` takes, and the one that it would take if the first were ruled out.
+    """The token that `choose` takes, and the one that it would take if the first were ruled out: ids int32 [T, 2].
 
-    Returns:
-      token: int32 [T, 2], global ids; the second is of no use where its log-probability is -inf.
-      logprob: float32 [T, 2], under the processed distribution; at temperature 0 under the softmax of the penalised
-        logits.
+    The second result is their log-probabilities, float32 [T, 2], whether wanted or not, under the distribution that
+    `choose` reports. Where the second one is -inf, there is no second token.
     """
 
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
@@ -68,12 +64,9 @@ def choose_ranked(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """The token that `choose` takes, and those that it would take in turn if the ones before were ruled out.
 
-    `count` is k, at most the real vocabulary.
-
-    Returns:
-      token: int32 [T, k], global ids, distinct.
-      possible: bool [T, k]; False where the processed distribution has no further token.
-      confidence: float32 [T], probability of the first one under the logits as they are: no penalty, no temperature.
+    Returns `count` (k, at most the real vocabulary) distinct ids int32 [T, k], and bool [T, k], False where the
+    processed distribution has no further token. The last result is the probability of the first one, float32 [T], under
+    the logits as they are: no penalty, no temperature.
     """
 
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
@@ -90,13 +83,10 @@ def rank_tokens(
     logits: Callable[[], Array], processors: Processors, seen: Array, counts: Array, positions: Array,
     vocab: VocabShard, count: int,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The `count` most probable tokens under the distribution that `choose` draws from; zeros where nothing asks.
+    """The `count` (k) most probable tokens under the distribution that `choose` draws from; zeros where nothing asks.
 
-    `logits` is called only where it is needed: it may cost a pass through the head.
-
-    Returns:
-      token: int32 [T, k], global ids, most probable first.
-      logprob: float32 [T, k], as in `choose`; -inf where no further token is possible.
+    Returns ids int32 [T, k], most probable first, and log-probabilities float32 [T, k], as in `choose`; -inf where no
+    further token is possible.
     """
 
     def compute() -> tuple[Array, Array]:

@@ -64,10 +64,8 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, pro
 
     `padded_size` counts the columns of all devices, padding included. `min_tokens` counts from the prompt's end, at
     `prompt_tokens`. The leaves are numpy arrays; `bias` and `ends` are [padded_size], to be placed by
-    `processor_specs`.
-
-    Raises:
-      ConfigError: a bias or a stop token is outside the vocabulary, or no token is possible.
+    `processor_specs`. Raises `ConfigError` where a bias or a stop token is outside the vocabulary, or no token is
+    possible.
     """
     if padded_size > _MOST_TOKENS:
         raise ConfigError(f"a vocabulary of {padded_size} exceeds the {_MOST_TOKENS} tokens that sampling supports")
@@ -85,13 +83,7 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, pro
         raise ConfigError("logit_bias and stop_token_ids leave no token possible before min_tokens")
     if np.isneginf(bias[:vocab_size]).all():
         raise ConfigError(f"logit_bias bans all {vocab_size} tokens of the vocabulary; nothing could be generated")
-    penalties = (
-        params.repetition_penalty != 1,
-        params.frequency_penalty,
-        params.presence_penalty,
-        bias.any(),
-        ends.any(),
-    )
+    penalties = params.repetition_penalty != 1, params.frequency_penalty, params.presence_penalty
     return Processors(
         temperature=np.float32(params.temperature),
         top_k=np.int32(min(max(params.top_k, 0), _MOST_TOKENS)),
@@ -104,7 +96,7 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, pro
         bias=bias,
         ends=ends,
         first_end=np.int32(prompt_tokens + params.min_tokens),
-        penalised=np.bool_(any(penalties)),
+        penalised=np.bool_(any(penalties) or bias.any() or ends.any()),
         want_logprob=np.bool_(params.wants_logprobs),
         num_logprobs=np.int32(params.num_logprobs),
     )
@@ -154,11 +146,9 @@ def penalise(
 ) -> Array:
     """Apply penalties, then bias (step 1), and `clean` the result: float32 [T, V_local], -inf or finite.
 
-    Args:
-      logits: float32 [T, V_local]
-      seen: bool [T or 1, V_local], tokens in prompt, output or the row's own path.
-      counts: int32 [T or 1, V_local], occurrences in output and path.
-      positions: int32 [T], absolute position of the token that each row chooses; None where `first_end` is off.
+    `seen`, bool [T or 1, V_local], marks tokens in prompt, output or the row's own path. `counts`, int32 of the same
+    shape, are their occurrences in output and path. `positions`, int32 [T], are the absolute positions of the tokens
+    that the rows choose; None where `first_end` is off.
     """
     z = jnp.where(logits > 0, logits / processors.repetition, logits * processors.repetition)
     z = jnp.where(seen, z, logits)

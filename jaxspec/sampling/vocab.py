@@ -31,7 +31,7 @@ class VocabShard:
     vocab_size: int  # ids of the real vocabulary
     local_size: int  # columns per device, padding included
     axis_name: str | None = None  # mesh axis over which the columns are split; None for a vocabulary in one piece
-    # the ids that the columns stand for, ascending; empty where they are all ids in order. Columns after the last one
+    # The ids that the columns stand for, ascending; empty where they are all ids in order. Columns after the last one
     # are padding.
     subset: tuple[int, ...] = ()
 

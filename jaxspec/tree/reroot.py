@@ -11,10 +11,8 @@ from jaxspec.tree.tree import Tree, init_tree
 def follow(tree: Tree, tokens: Array, count: Array) -> tuple[Array, Array]:
     """Walk from the root along verified tokens as far as nodes go.
 
-    Args:
-      tree: its root is the token before `tokens[0]`; an empty tree only with the root itself as `tokens`.
-      tokens: int32 [P], tokens verified since the root: accepted ones, then the bonus token.
-      count: int32 [], how many there are, at least 1.
+    `tokens`, int32 [P], are the `count` tokens verified since the root: accepted ones, then the bonus token. `count` is
+    at least 1. The tree's root is the token before `tokens[0]`; an empty tree needs the root itself as `tokens`.
 
     Returns:
       rows: int32 [P + 1], the old root and the nodes reached, in order of depth; after `reached` arbitrary.
