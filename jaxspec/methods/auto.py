@@ -8,13 +8,13 @@ catches up in chunks when it is asked again.
 
 import dataclasses
 import numbers
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
@@ -22,9 +22,9 @@ from jaxspec.methods.core.acceptance import AcceptanceStats, chain_outcome, init
 from jaxspec.methods.core.cost_model import ROUND_COST, CostModel, pass_costs, relative_draft_cost, shipped_costs
 from jaxspec.methods.core.draft_chain import SYNC_ROWS, grow_chain
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models
-from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots
-from jaxspec.methods.core.settings import check_range, check_same_devices, renamed_settings
+from jaxspec.methods.core.runner import Drafter, ModelDrafter, Runner, SpeculativeRunner
+from jaxspec.methods.core.sequence import SequenceState, cache_slots
+from jaxspec.methods.core.settings import check_range, renamed_settings
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, match
 from jaxspec.methods.lookup import (
@@ -89,7 +89,6 @@ class Auto(Method):
     drafts: ClassVar[bool] = True
 
     def __post_init__(self):
-        """Check ranges."""
         check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
         if self.length is None:
             object.__setattr__(self, "length", min(LONGEST_CHAIN, self.num_draft_tokens))
@@ -110,17 +109,13 @@ class Auto(Method):
 
     @property
     def draft_rows(self) -> int:
-        """One token at a time."""
         return 1
 
-    def check(self, models: Models) -> None:
-        check_same_devices(self.name, models)
-
     def costs(self, models: Models, store: Store = NO_STORE) -> CostModel:
-        """What rounds are taken to cost.
+        """What rounds are taken to cost; each figure as given, else as shipped, else built in.
 
-        Each figure is as given, else as shipped, else built in. All are ratios to one target pass of one row. One that
-        was given does not replace the others: a shipped figure is a better guess than a built-in one beside it.
+        All are ratios to one target pass of one row. One that was given does not replace the others: a shipped figure
+        is a better guess than a built-in one beside it.
         """
         target, draft = models
         given = {"pass_cost": self.pass_cost, "round_cost": self.round_cost}
@@ -134,9 +129,7 @@ class Auto(Method):
         passes = pass_costs(target, self.num_rows, figures.get("pass_cost", ()))
         return CostModel(passes, cost, figures.get("round_cost", ROUND_COST), source)
 
-    def bind(
-        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
-    ) -> SpeculativeRunner:
+    def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         length, (target, draft) = self.length, models
         assert length is not None
         lookup = LookupSettings(self.num_rows, self.ngram, self.candidates, self.num_draft_tokens)
@@ -153,63 +146,37 @@ class Auto(Method):
             timer=timer or RoundTimer(), report=costs.report,
         )  # fmt: skip
 
-    def variants(self, models: Models) -> Sequence[Method]:
-        return [self]
-
 
 @struct.dataclass
 class AutoState:
-    """State of the drafting half.
+    """State of the drafting half."""
 
-    Attributes:
-      text: the verified tokens, and what became of copies.
-      sequence: the draft's; its cache may lack the last verified tokens.
-      acceptance: what became of the draft's tokens.
-      token: int32 [n, 2], first and second choices of the last chain.
-      kind: int32 [n, 2], class of each.
-      count: int32 [], how long it was; all its first choices but the last lie in the cache's window.
-      idle: int32 [], tokens since the draft ran.
-      patience: int32 [], after how many it is tried again.
-    """
-
-    text: TokenBuffer
-    sequence: SequenceState
-    acceptance: AcceptanceStats
-    token: jax.Array
-    kind: jax.Array
-    count: jax.Array
-    idle: jax.Array
-    patience: jax.Array
+    text: TokenBuffer  # the verified tokens, and what became of copies
+    sequence: SequenceState  # the draft's; its cache may lack the last verified tokens
+    acceptance: AcceptanceStats  # what became of the draft's tokens
+    token: Array  # int32 [n, 2], first and second choices of the last chain
+    kind: Array  # int32 [n, 2], class of each
+    count: Array  # int32 [], how long it was; all its first choices but the last lie in the cache's window
+    idle: Array  # int32 [], tokens since the draft ran
+    patience: Array  # int32 [], after how many it is tried again
 
 
-class AutoDrafter(Drafter):
+class AutoDrafter(ModelDrafter):
     """Each round a chain of the draft model, a copy of earlier text, or nothing at all."""
 
     idle_steps = STEPS_PER_DISPATCH
 
     def __init__(
-        self,
-        placement: Placement,
-        slots: int,
-        lookup: LookupSettings,
-        length: int,
-        costs: CostModel,
+        self, placement: Placement, slots: int, lookup: LookupSettings, length: int, costs: CostModel,
         verified: Verified,
-    ):
+    ):  # fmt: skip
         """Declare the programs.
 
-        Args:
-          placement: the draft.
-          slots: capacity of its cache, at least `SYNC_ROWS` and `length` more than the longest text.
-          lookup: what is copied.
-          length: longest chain, below bs.
-          costs: of a round.
-          verified: shapes of what a round verifies.
+        `slots` is the capacity of the draft's cache, at least `SYNC_ROWS` and `length` more than the longest text.
+        `length` is that of the longest chain, below bs.
         """
-        self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
+        super().__init__(placement, slots, lookup.num_rows)
         self._text = TokenText(placement, slots, lookup, verified.tokens.shape[0])
-        scalar, row = placement.array((), jnp.int32), placement.array((lookup.num_rows,), jnp.int32)
-        self.shapes = Draft(Batch(row, row, row, scalar), scalar)
 
         def begin(text, sequence, acceptance):
             pairs, zero = jnp.zeros((length, 2), jnp.int32), jnp.int32(0)
@@ -235,17 +202,16 @@ class AutoDrafter(Drafter):
             )
             return state, text.length
 
-        plan, parts = placement.plan, [self._text.state, self._sequence.state]
+        scalar, plan = placement.array((), jnp.int32), placement.plan
+        parts = [self._text.state, self._sequence.state]
         stats = placement.replicated(jax.eval_shape(init_acceptance))
         pairs = placement.array((length, 2), jnp.int32)
         state = AutoState(self._text.state, self._sequence.state, stats, pairs, pairs, scalar, scalar, scalar)
         self._create = Program("draft begin", create, plan, parts, state, donate=[0, 1])
         self._restart = Program("draft begin again", restart, plan, [*parts, stats], state, donate=[0, 1, 2])
-        args = [placement.params(), state, verified, placement.history(), placement.request()]
-        self._draft = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
+        self.declare(verified, state, draft)
         self._skip = Program("draft skip", skip, plan, [state, verified], (state, scalar), donate=[0])
-        own = (self._create, self._restart, self._draft, self._skip)
-        self.programs = (*self._text.programs, *self._sequence.programs, *own)
+        self.programs = (*self.programs, *self._text.programs, self._create, self._restart, self._skip)
 
     def start(self, root: int, state: AutoState | None) -> AutoState:
         """See `Drafter.start`; what was learned of the draft counts in the next text, too, with less weight."""
@@ -255,30 +221,17 @@ class AutoDrafter(Drafter):
         return self._restart(text, self._sequence.start(root, state.sequence), state.acceptance)
 
     def prefill(self, params: ModelParams, state: AutoState, tokens: np.ndarray) -> AutoState:
-        assert params.draft is not None
-        sequence = self._sequence.prefill(params.draft, state.sequence, tokens)
-        return dataclasses.replace(state, text=self._text.prefill(state.text, tokens), sequence=sequence)
-
-    def draft(
-        self, params: ModelParams, target: SequenceState, state: AutoState, verified: Verified, request: Request
-    ) -> tuple[SequenceState, AutoState, Draft]:
-        return target, *self._draft(params.draft, state, verified, target.history, request)
+        state = super().prefill(params, state, tokens)
+        return dataclasses.replace(state, text=self._text.prefill(state.text, tokens))
 
     def skip(self, state: AutoState, verified: Verified) -> AutoState:
         return self._skip(state, verified)[0]
 
 
 def draft_round(
-    params: Params,
-    placement: Placement,
-    state: AutoState,
-    verified: Verified,
-    history: History,
-    request: Request,
-    lookup: LookupSettings,
-    length: int,
-    costs: CostModel,
-) -> tuple[AutoState, Draft]:
+    params: Params, placement: Placement, state: AutoState, verified: Verified, history: History, request: Request,
+    lookup: LookupSettings, length: int, costs: CostModel,
+) -> tuple[AutoState, Draft]:  # fmt: skip
     """Learn from the last round, decide what is worth drafting, and draft it; for one shard."""
     acceptance, known = learn(state, verified)
     # The keys of what the draft guessed right lie after the prefix already, in order.
@@ -301,7 +254,7 @@ def draft_round(
     )
     rows = jnp.arange(lookup.num_rows, dtype=jnp.int32)
 
-    def choose() -> tuple[Batch, jax.Array, jax.Array]:
+    def choose() -> tuple[Batch, Array, Array]:
         spent = round_cost + costs.draft * chain.passes
         kept, own_rate = keep_worthwhile(chain.candidates(), spent)
         _, copy_rate = keep_worthwhile(candidates, spent)
@@ -316,7 +269,7 @@ def draft_round(
             jnp.where(use_chain, rows, batch.parent),
         )
 
-    def nothing() -> tuple[Batch, jax.Array, jax.Array]:
+    def nothing() -> tuple[Batch, Array, Array]:
         return root_alone(text.token[text.length - 1], lookup.num_rows), jnp.full_like(rows, lookup.ngram + 1), rows
 
     # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
@@ -335,12 +288,11 @@ def draft_round(
     return state, Draft(batch, chain.passes)
 
 
-def learn(state: AutoState, verified: Verified) -> tuple[AcceptanceStats, jax.Array]:
+def learn(state: AutoState, verified: Verified) -> tuple[AcceptanceStats, Array]:
     """Compare the last chain with the verified text, whether the batch held it or not.
 
-    Returns:
-      The statistics, and how many evaluated tokens of the chain are verified now: all but the last one, at most, since
-      the draft needs a token to run to say what follows.
+    Returns the statistics, and how many evaluated tokens of the chain are verified now. The last one never counts: the
+    draft needs a token to run to say what follows.
     """
     seen = chain_outcome(state.token[:, 0], state.count, verified.tokens, verified.count)
     text = jnp.pad(verified.tokens, (0, max(0, state.token.shape[0] - verified.tokens.shape[0])))

@@ -29,17 +29,13 @@ class Autoregressive(Method):
     name: ClassVar[str] = "ar"
 
     def __post_init__(self):
-        """Check ranges."""
         check_range("steps_per_dispatch", self.steps_per_dispatch, 1, 256)
 
     @property
     def num_rows(self) -> int:
-        """The root."""
         return 1
 
-    def bind(
-        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
-    ) -> "AutoregressiveRunner":
+    def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         return AutoregressiveRunner(models, tokens, self.steps_per_dispatch)
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
+from jaxspec.methods.core.settings import check_draft, check_same_devices
 
 # What a method promises: the very tokens of plain decoding (same seed), or their distribution.
 Exactness = Literal["tokens", "distribution"]
@@ -18,36 +19,23 @@ Exactness = Literal["tokens", "distribution"]
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """What a method may know of files, and where it may keep what it finds.
+    """What a method may know of files, and where it may keep what it finds."""
 
-    Attributes:
-      model_path: the target's checkpoint; None where there is none.
-      cache_folder: folder of compiled programs; None where nothing is kept.
-      shipped_draft: name of the draft that ships with jaxspec, if that is the one in use.
-    """
-
-    model_path: Path | None = None
-    cache_folder: Path | None = None
-    shipped_draft: str | None = None
+    model_path: Path | None = None  # the target's checkpoint; None where there is none
+    cache_folder: Path | None = None  # folder of compiled programs; None where nothing is kept
+    shipped_draft: str | None = None  # name of the draft that ships with jaxspec, if that is the one in use
 
 
 NO_STORE = Store()
 
 
 class Method:
-    """Settings of a decoding method.
+    """Settings of a decoding method."""
 
-    Attributes:
-      name: what users type.
-      drafts: whether it may use a draft model.
-      needs_draft: whether it cannot do without one.
-      own_devices: whether the draft may live on devices of its own.
-    """
-
-    name: ClassVar[str]
-    drafts: ClassVar[bool] = False
-    needs_draft: ClassVar[bool] = False
-    own_devices: ClassVar[bool] = False
+    name: ClassVar[str]  # what users type
+    drafts: ClassVar[bool] = False  # whether it may use a draft model
+    needs_draft: ClassVar[bool] = False  # whether it cannot do without one
+    own_devices: ClassVar[bool] = False  # whether the draft may live on devices of its own
 
     @property
     def exact(self) -> Exactness:
@@ -70,24 +58,20 @@ class Method:
         return 0
 
     def check(self, models: Models) -> None:
-        """Raise `ConfigError` where the settings do not fit the models."""
+        """Raise `ConfigError` where the settings do not fit the models; the default looks at draft and devices."""
+        if self.needs_draft:
+            check_draft(self.name, models.draft is not None)
+        if self.drafts and not self.own_devices:
+            check_same_devices(self.name, models)
 
     def configure(self, models: Models, store: Store) -> "Method":
-        """The settings for these models and files, before anything is loaded or compiled.
-
-        Raises:
-          ConfigError: a file that a setting names does not fit.
-        """
+        """The settings for these models and files, before anything is loaded or compiled; may raise `ConfigError`."""
         return self
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
-        """Join the method to its models; compiles nothing yet.
+        """Join the method to its models, for sequences of `tokens` tokens; compiles nothing yet.
 
-        Args:
-          models: the target and the draft, if there is one.
-          tokens: longest sequence that the caches have to hold.
-          store: see `Store`.
-          previous: the runner of a smaller capacity that this one replaces; what it learned is taken over.
+        `previous` is the runner of a smaller capacity that this one replaces; what it learned is taken over.
         """
         raise NotImplementedError
 

@@ -13,13 +13,7 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import (
-    check_draft,
-    check_range,
-    check_same_devices,
-    log_threshold,
-    renamed_settings,
-)
+from jaxspec.methods.core.settings import check_range, log_threshold, renamed_settings
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
@@ -50,7 +44,6 @@ class Chain(Method):
     needs_draft: ClassVar[bool] = True
 
     def __post_init__(self):
-        """Check ranges."""
         check_range("num_draft_tokens", self.num_draft_tokens, 1, LONGEST)
         if self.rule not in ("match", "rejection"):
             raise ConfigError(f"rule must be 'match' or 'rejection', got {self.rule!r}")
@@ -62,21 +55,13 @@ class Chain(Method):
 
     @property
     def num_rows(self) -> int:
-        """bs: the root and the chain."""
         return self.num_draft_tokens + 1
 
     @property
     def draft_rows(self) -> int:
-        """One token at a time."""
         return 1
 
-    def check(self, models: Models) -> None:
-        check_draft(self.name, models.draft is not None)
-        check_same_devices(self.name, models)
-
-    def bind(
-        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
-    ) -> SpeculativeRunner:
+    def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft = models.draft
         assert draft is not None
         least = log_threshold("min_probability", self.min_probability)

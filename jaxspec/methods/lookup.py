@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.cost_model import CostModel, pass_costs
@@ -14,7 +15,7 @@ from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import CHUNKS, SequenceState, cache_slots, split_chunks, usable_chunks
 from jaxspec.methods.core.settings import check_flag, check_range, renamed_settings
-from jaxspec.methods.core.verify import Draft, match
+from jaxspec.methods.core.verify import Draft, draft_shapes, match
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
@@ -56,7 +57,6 @@ class PromptLookup(Method):
     name: ClassVar[str] = "lookup"
 
     def __post_init__(self):
-        """Check ranges."""
         check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
         check_range("ngram", self.ngram, 1, 64)
         check_range("candidates", self.candidates, 1, 64)
@@ -72,9 +72,7 @@ class PromptLookup(Method):
         """P: a copied passage, as far as a pass holds it, and the bonus token."""
         return min(self.length, self.num_draft_tokens) + 1
 
-    def bind(
-        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
-    ) -> SpeculativeRunner:
+    def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         target, costs = models.target, CostModel(pass_costs(models.target, self.num_rows))
         settings = LookupSettings(self.num_rows, self.ngram, self.candidates, self.max_path - 1, self.adaptive)
 
@@ -88,42 +86,25 @@ class PromptLookup(Method):
 
 @dataclasses.dataclass(frozen=True)
 class LookupSettings:
-    """What is compared and copied.
+    """What is compared and copied."""
 
-    Attributes:
-      num_rows: bs.
-      ngram: longest suffix that is compared.
-      candidates: earlier occurrences that are merged.
-      length: most tokens copied from each, below `num_rows`.
-      adaptive: whether only what pays is drafted.
-    """
-
-    num_rows: int
-    ngram: int
-    candidates: int
-    length: int
-    adaptive: bool = True
+    num_rows: int  # bs
+    ngram: int  # longest suffix that is compared
+    candidates: int  # earlier occurrences that are merged
+    length: int  # most tokens copied from each, below `num_rows`
+    adaptive: bool = True  # whether only what pays is drafted
 
 
 @struct.dataclass
 class TokenBuffer:
-    """The text so far, and what became of earlier copies.
+    """The text so far, and what became of earlier copies."""
 
-    Attributes:
-      token: int32 [S], verified tokens in order.
-      length: int32 [], how many.
-      matched: int32 [bs], for each row of the last batch, the length of the match that proposed it.
-      parent: int32 [bs], of the last batch.
-      tried: float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting.
-      accepted: float32 [ngram + 1], those that the target confirmed.
-    """
-
-    token: jax.Array
-    length: jax.Array
-    matched: jax.Array
-    parent: jax.Array
-    tried: jax.Array
-    accepted: jax.Array
+    token: Array  # int32 [S], verified tokens in order
+    length: Array  # int32 [], how many
+    matched: Array  # int32 [bs], for each row of the last batch, the length of the match that proposed it
+    parent: Array  # int32 [bs], of the last batch
+    tried: Array  # float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting
+    accepted: Array  # float32 [ngram + 1], those that the target confirmed
 
     def forget_batch(self) -> "TokenBuffer":
         """The next round verifies nothing that was copied."""
@@ -174,8 +155,7 @@ class NGramDrafter(Drafter):
     ):
         """Declare the programs; for `costs` see `keep_worthwhile`, `verified` are shapes."""
         self._text = TokenText(placement, slots, settings, verified.tokens.shape[0])
-        scalar, row = placement.array((), jnp.int32), placement.array((settings.num_rows,), jnp.int32)
-        self.shapes = Draft(Batch(row, row, row, scalar), scalar)
+        self.shapes, scalar = draft_shapes(placement, settings.num_rows), placement.array((), jnp.int32)
 
         def draft(state, verified):
             state, candidates, matched = find_candidates(state, verified, settings)
@@ -208,7 +188,7 @@ class NGramDrafter(Drafter):
         return self._skip(state, verified)[0]
 
 
-def append(state: TokenBuffer, token: jax.Array, count: jax.Array) -> TokenBuffer:
+def append(state: TokenBuffer, token: Array, count: Array) -> TokenBuffer:
     """Add the first `count` of `token` to the text."""
     text = jax.lax.dynamic_update_slice(state.token, token, (state.length,))
     return dataclasses.replace(state, token=text, length=state.length + count)
@@ -221,14 +201,14 @@ def take_in(state: TokenBuffer, verified: Verified) -> TokenBuffer:
 
 def find_candidates(
     state: TokenBuffer, verified: Verified, settings: LookupSettings
-) -> tuple[TokenBuffer, Candidates, jax.Array]:
+) -> tuple[TokenBuffer, Candidates, Array]:
     """Take in the last round, and merge what followed earlier occurrences of the text's end."""
     state = take_in(state, verified)
     return state, *merge_matches(state, acceptance(state), settings)
 
 
 def draft_candidates(
-    state: TokenBuffer, candidates: Candidates, matched: jax.Array, settings: LookupSettings
+    state: TokenBuffer, candidates: Candidates, matched: Array, settings: LookupSettings
 ) -> tuple[TokenBuffer, Batch]:
     """The best candidates as a batch, and a note of which match proposed which row; none proposed the root."""
     batch = pack_best(state.token[state.length - 1], candidates, settings.num_rows)
@@ -254,7 +234,7 @@ def learn(state: TokenBuffer, verified: Verified) -> TokenBuffer:
     return dataclasses.replace(state, tried=tried, accepted=success)
 
 
-def acceptance(state: TokenBuffer) -> jax.Array:
+def acceptance(state: TokenBuffer) -> Array:
     """Estimated chance that a token after a match of n tokens is right, float32 [ngram + 1]; never decreasing in n."""
     longest = len(PRIOR_ACCEPTANCE) - 1
     prior = jnp.array(PRIOR_ACCEPTANCE)[jnp.minimum(jnp.arange(state.tried.shape[0]), longest)]
@@ -262,7 +242,7 @@ def acceptance(state: TokenBuffer) -> jax.Array:
     return jax.lax.cummax(chance)
 
 
-def merge_matches(state: TokenBuffer, chance: jax.Array, settings: LookupSettings) -> tuple[Candidates, jax.Array]:
+def merge_matches(state: TokenBuffer, chance: Array, settings: LookupSettings) -> tuple[Candidates, Array]:
     """Continuations of earlier occurrences of the text's suffix, merged into one tree.
 
     Returns:
@@ -310,17 +290,12 @@ def merge_matches(state: TokenBuffer, chance: jax.Array, settings: LookupSetting
     return candidates, depth_matched.reshape(-1).astype(jnp.int32)
 
 
-def keep_worthwhile(candidates: Candidates, costs: np.ndarray | jax.Array) -> tuple[Candidates, jax.Array]:
+def keep_worthwhile(candidates: Candidates, costs: np.ndarray | Array) -> tuple[Candidates, Array]:
     """Drop what does not pay: keep the number of tokens with the most expected output per time.
 
-    The expected output of a batch is 1 + the sum of its tokens' probabilities (docs/algorithms.md).
-
-    Args:
-      candidates: what there is to choose from.
-      costs: [bs], of a batch of 1, 2, ... rows, each with its share of what a round costs besides.
-
-    Returns:
-      The candidates that stay, and the expected output per time, float32 [].
+    The expected output of a batch is 1 + the sum of its tokens' probabilities (docs/algorithms.md). `costs`, [bs], are
+    those of a batch of 1, 2, ... rows, each with its share of what a round costs besides. Returns the candidates that
+    stay, and the expected output per time, float32 [].
     """
     wanted = min(costs.shape[0] - 1, candidates.score.shape[0])
     best, _ = jax.lax.top_k(candidates.score, wanted)

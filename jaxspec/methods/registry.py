@@ -24,11 +24,7 @@ METHODS: dict[str, tuple[str, str]] = {
 
 
 def method_class(name: str) -> "type[Method]":
-    """The class of a method's settings.
-
-    Raises:
-      ConfigError: an unknown name; the nearest known one is given.
-    """
+    """The class of a method's settings; raises `ConfigError` for an unknown name, with the nearest known one."""
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}; {suggest(name, METHODS)}")
     module, cls = METHODS[name]
@@ -45,11 +41,7 @@ def setting_fields(name: str) -> dict[str, Any]:
 
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> "Method":
-    """A method from its name and settings.
-
-    Raises:
-      ConfigError: an unknown name, or a setting that the method does not have.
-    """
+    """A method from its name and settings; raises `ConfigError` for a name or a setting that does not exist."""
     cls, known = method_class(name), setting_fields(name)
     for setting in settings or {}:
         if setting not in known:
@@ -59,11 +51,7 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> "Method
 
 
 def resolve_method(method: "str | Method") -> "Method":
-    """A method object from a name or an object.
-
-    Raises:
-      ConfigError: as `make_method`; or neither a name nor an object.
-    """
+    """A method object from a name or an object; raises `ConfigError` as `make_method`, or where it is neither."""
     from jaxspec.methods.base import Method
 
     if isinstance(method, str):
@@ -74,11 +62,7 @@ def resolve_method(method: "str | Method") -> "Method":
 
 
 def check_draft_given(method: "Method", has_draft: bool) -> None:
-    """A method that needs a draft model has one, and one that uses none gets none.
-
-    Raises:
-      ConfigError: otherwise.
-    """
+    """Raise `ConfigError` where a method lacks the draft model that it needs, or is given one that it does not use."""
     from jaxspec.methods.core.settings import check_draft
 
     if method.needs_draft:

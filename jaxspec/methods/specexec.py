@@ -14,14 +14,7 @@ from jaxspec.methods.core.proposals import most_probable
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import (
-    check_branch,
-    check_draft,
-    check_range,
-    check_same_devices,
-    log_threshold,
-    renamed_settings,
-)
+from jaxspec.methods.core.settings import check_branch, check_range, log_threshold, renamed_settings
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
@@ -64,7 +57,6 @@ class SpecExec(Method):
     needs_draft: ClassVar[bool] = True
 
     def __post_init__(self):
-        """Check ranges, and fill in what follows from other settings."""
         check_range("num_draft_tokens", self.num_draft_tokens, 1, MOST_DRAFT_TOKENS)
         for name, default in (
             ("width", min(64, max(1, self.num_draft_tokens // 8))),
@@ -88,7 +80,6 @@ class SpecExec(Method):
 
     @property
     def num_rows(self) -> int:
-        """bs: the root and the tree."""
         return self.num_draft_tokens + 1
 
     @property
@@ -99,25 +90,19 @@ class SpecExec(Method):
 
     @property
     def draft_rows(self) -> int:
-        """w."""
         assert self.width is not None
         return self.width
 
     def check(self, models: Models) -> None:
-        check_draft(self.name, models.draft is not None)
-        check_same_devices(self.name, models)
+        super().check(models)
         assert self.branch is not None
         check_branch("branch", self.branch, models)
 
-    def bind(
-        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
-    ) -> SpeculativeRunner:
+    def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft, width, branch, depth = models.draft, self.width, self.branch, self.depth
         assert draft is not None and width is not None and branch is not None and depth is not None
         at_temperature = self.score_temperature == "sampling"
-        propose = most_probable(
-            draft.vocab, branch, loss=math.log(self.decay), sampling_temperature=at_temperature
-        )  # fmt: skip
+        propose = most_probable(draft.vocab, branch, loss=math.log(self.decay), sampling_temperature=at_temperature)
 
         def make_drafter(verified: Verified) -> Drafter:
             return BestFirstDrafter(

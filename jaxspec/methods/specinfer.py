@@ -11,7 +11,7 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_branch, check_draft, check_same_devices
+from jaxspec.methods.core.settings import check_branch
 from jaxspec.sampling.accept import Verified
 
 LARGEST_TREE = 1024
@@ -36,7 +36,6 @@ class SpecInfer(Method):
     needs_draft: ClassVar[bool] = True
 
     def __post_init__(self):
-        """Check the shape."""
         if isinstance(self.expansion, str) or not isinstance(self.expansion, Sequence) or not self.expansion:
             raise ConfigError(f"expansion must list the children per level, such as (2, 2, 1), got {self.expansion!r}")
         object.__setattr__(
@@ -57,7 +56,6 @@ class SpecInfer(Method):
 
     @property
     def num_rows(self) -> int:
-        """bs: the root and the tree."""
         return self._shape.rows
 
     @property
@@ -67,25 +65,19 @@ class SpecInfer(Method):
 
     @property
     def draft_rows(self) -> int:
-        """The widest level of inner rows."""
         return self._shape.width
 
     def check(self, models: Models) -> None:
-        check_draft(self.name, models.draft is not None)
-        check_same_devices(self.name, models)
+        super().check(models)
         check_branch("expansion", self._shape.draws, models)
 
-    def bind(
-        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
-    ) -> SpeculativeRunner:
+    def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft, shape = models.draft, self._shape
         assert draft is not None
         slots = cache_slots(tokens, shape.inner_rows + shape.width + self.max_path)
 
         def make_drafter(verified: Verified) -> Drafter:
-            return SampledDrafter(
-                draft, slots, shape, verified, replacement=self.replacement, least=-float("inf")
-            )  # fmt: skip
+            return SampledDrafter(draft, slots, shape, verified, replacement=self.replacement, least=-float("inf"))
 
         return SpeculativeRunner(
             models.target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows,

@@ -1,8 +1,8 @@
 """How often a draft's tokens are accepted, by how sure the draft was: learned while decoding."""
 
-import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 # Bounds between classes of draft probability, and what is believed of each class before anything is known, worth so
 # many observations. Drafts are a little too sure of themselves.
@@ -20,23 +20,16 @@ FORGETTING = 0.98
 
 @struct.dataclass
 class AcceptanceStats:
-    """Observations; first choices are of the first `CLASSES` classes, second ones of those after them.
+    """Observations; first choices are of the first `CLASSES` classes, second ones of those after them."""
 
-    Attributes:
-      tried: float32 [2 * CLASSES], drafted tokens that the verified text confirmed or refuted, with forgetting.
-      accepted: float32 [2 * CLASSES], those that it confirmed.
-    """
+    # float32 [2 * CLASSES], drafted tokens that the verified text confirmed or refuted, with forgetting.
+    tried: Array
+    accepted: Array  # float32 [2 * CLASSES], those that it confirmed
 
-    tried: jax.Array
-    accepted: jax.Array
+    def update(self, kind: Array, tried: Array, accepted: Array) -> "AcceptanceStats":
+        """Count what became of drafted tokens: their classes, int32 [n], and which were confirmed, bool [n].
 
-    def update(self, kind: jax.Array, tried: jax.Array, accepted: jax.Array) -> "AcceptanceStats":
-        """Count what became of drafted tokens.
-
-        Args:
-          kind: int32 [n], class of each.
-          tried: bool [n], those that the verified text could confirm or refute.
-          accepted: bool [n], those that it confirmed.
+        `tried`, bool [n], marks those that the verified text could confirm or refute.
         """
         kept = FORGETTING ** (tried & (kind < CLASSES)).sum()
         return AcceptanceStats(
@@ -44,12 +37,12 @@ class AcceptanceStats:
             accepted=(self.accepted * kept).at[jnp.where(accepted, kind, 2 * CLASSES)].add(1.0, mode="drop"),
         )
 
-    def rate(self, kind: jax.Array) -> jax.Array:
+    def rate(self, kind: Array) -> Array:
         """Estimated chance that a token of a class is accepted, once the walk comes to it."""
         prior = jnp.array(PRIOR_RATE + PRIOR_SECOND)
         return ((self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT))[kind]
 
-    def mean_rate(self) -> jax.Array:
+    def mean_rate(self) -> Array:
         """Estimated chance of a first choice whose probability is not known yet, float32 []."""
         tried, accepted = self.tried[:CLASSES].sum(), self.accepted[:CLASSES].sum()
         return (accepted + PRIOR_WEIGHT * PRIOR_MEAN) / (tried + PRIOR_WEIGHT)
@@ -60,20 +53,16 @@ def init_acceptance() -> AcceptanceStats:
     return AcceptanceStats(jnp.zeros(2 * CLASSES), jnp.zeros(2 * CLASSES))
 
 
-def class_of(logprob: jax.Array, second: bool = False) -> jax.Array:
+def class_of(logprob: Array, second: bool = False) -> Array:
     """Class of a draft's log-probability, int32, of any shape."""
     place = jnp.searchsorted(jnp.array(EDGES), jnp.exp(logprob), side="right")
     return (place + CLASSES * second).astype(jnp.int32)
 
 
-def chain_outcome(first: jax.Array, count: jax.Array, tokens: jax.Array, num_tokens: jax.Array) -> jax.Array:
+def chain_outcome(first: Array, count: Array, tokens: Array, num_tokens: Array) -> Array:
     """Which tokens of a drafted chain the verified text says something about, bool [n].
 
-    Args:
-      first: int32 [n], the chain.
-      count: int32 [], how long it is.
-      tokens: int32 [P], verified tokens.
-      num_tokens: int32 [], how many they are.
+    `first`, int32 [n], is the chain, of length `count`; `tokens`, int32 [P], are `num_tokens` verified ones.
     """
     n = first.shape[0]
     verified = jnp.pad(tokens, (0, max(0, n - tokens.shape[0])))[:n]

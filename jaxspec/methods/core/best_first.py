@@ -1,29 +1,24 @@
 """Drafting by best-first search: one pass over the best leaves, and a fresh tree in every round."""
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
-from jaxspec.methods.core.round import ModelParams
-from jaxspec.methods.core.runner import Drafter
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
+from jaxspec.methods.core.runner import ModelDrafter
+from jaxspec.methods.core.sequence import SequenceState, catch_up
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import KVCache, commit_path
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
-from jaxspec.sampling.request import Request
 from jaxspec.tree.grow import add_rows, is_complete, pick_leaves, picked_mask, plant
 from jaxspec.tree.reroot import follow, pending_tokens
 from jaxspec.tree.select import select_batch
-from jaxspec.tree.tree import Batch, Tree, init_tree
+from jaxspec.tree.tree import Tree, init_tree
 
 
 @struct.dataclass
@@ -34,41 +29,22 @@ class BestFirstState:
     tree: Tree
 
 
-class BestFirstDrafter(Drafter):
+class BestFirstDrafter(ModelDrafter):
     """Grows a fresh tree in every round; deterministic, so that `match` keeps the output equal to plain decoding."""
 
     def __init__(
-        self,
-        placement: Placement,
-        slots: int,
-        propose: Propose,
-        verified: Verified,
-        *,
-        num_rows: int,
-        width: int,
-        branch: int,
-        depth: int,
-        least: float,
-    ):
-        """Declare the programs.
+        self, placement: Placement, slots: int, propose: Propose, verified: Verified, *, num_rows: int, width: int,
+        branch: int, depth: int, least: float,
+    ):  # fmt: skip
+        """Declare the programs; `propose` turns logits into `branch` (k) children of a node.
 
-        Args:
-          placement: the draft.
-          slots: capacity of its cache.
-          propose: turns logits into children.
-          verified: shapes of what a round verifies.
-          num_rows: bs of the batch, root included.
-          width: leaves evaluated in one draft pass.
-          branch: k, proposals per node.
-          depth: most draft passes, and so the deepest token.
-          least: score below which a leaf is not evaluated; -inf for no bound.
+        One draft pass evaluates `width` leaves, but none that scores below `least`, -inf for no bound. At most `depth`
+        passes run, so no token lies deeper. The batch has `num_rows` (bs) rows, the root included.
         """
-        self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
+        super().__init__(placement, slots, num_rows)
         capacity = tree_rows(width, depth)
         tree = placement.replicated(jax.eval_shape(lambda: init_tree(capacity, branch)))
         state = BestFirstState(self._sequence.state, tree)
-        row, scalar = placement.array((num_rows,), jnp.int32), placement.array((), jnp.int32)
-        self.shapes = Draft(Batch(row, row, row, scalar), scalar)
 
         def begin(sequence: SequenceState) -> BestFirstState:
             return BestFirstState(sequence, init_tree(capacity, branch))
@@ -80,24 +56,8 @@ class BestFirstDrafter(Drafter):
             )
             return BestFirstState(SequenceState(cache), tree), Draft(select_batch(tree, num_rows), passes)
 
-        plan = placement.plan
-        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
-        args = [placement.params(), state, verified, placement.history(), placement.request()]
-        self._draft = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
-        self.programs = (*self._sequence.programs, self._begin, self._draft)
-
-    def start(self, root: int, state: BestFirstState | None) -> BestFirstState:
-        return self._begin(self._sequence.start(root, None if state is None else state.sequence))
-
-    def prefill(self, params: ModelParams, state: BestFirstState, tokens: np.ndarray) -> BestFirstState:
-        assert params.draft is not None
-        return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
-
-    def draft(
-        self, params: ModelParams, target: SequenceState, state: BestFirstState, verified: Verified, request: Request
-    ) -> tuple[SequenceState, BestFirstState, Draft]:
-        state, draft = self._draft(params.draft, state, verified, target.history, request)
-        return target, state, draft
+        self.declare(verified, state, draft)
+        self.declare_begin(state, begin)
 
 
 def tree_rows(width: int, depth: int) -> int:
@@ -110,13 +70,8 @@ def expand(
 ) -> tuple[KVCache, Tree]:
     """Evaluate the `width` best leaves that score at least `least`; `tree.size + width` must not exceed M.
 
-    Args:
-      model: the draft.
-      cache: its prefix holds the verified text without the root, its window the tree.
-      tree: its root is evaluated.
-      history: tokens of the verified text, the root included.
-      width: w.
-      least: -inf for no bound.
+    The tree's root is evaluated. The cache's prefix holds the verified text without the root, its window the tree;
+    `history` holds the root, too.
     """
     picked = pick_leaves(tree, width, least)
     mask = picked_mask(tree, picked)
@@ -134,20 +89,12 @@ def expand(
 
 
 def search(
-    model: DraftModel,
-    state: BestFirstState,
-    verified: Verified,
-    history: History,
-    *,
-    num_rows: int,
-    width: int,
-    depth: int,
-    least: float,
-) -> tuple[KVCache, Tree, jax.Array]:
+    model: DraftModel, state: BestFirstState, verified: Verified, history: History, *, num_rows: int, width: int,
+    depth: int, least: float,
+) -> tuple[KVCache, Tree, jax.Array]:  # fmt: skip
     """Keep what the last tree knows of the verified path, plant the new root, grow until the batch is certain.
 
-    Returns:
-      The draft's cache with the tree in its window, the tree, and the number of draft passes.
+    Returns the draft's cache with the tree in its window, the tree, and the number of draft passes.
     """
     path, reached = follow(state.tree, verified.tokens, verified.count)
     # The bonus token is evaluated anew as root, in the rare case that the old tree had it.

@@ -32,19 +32,12 @@ FIXED_DRAFT_COST, ROUND_COST = 0.01, 0.05
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Times of passes, in target passes of one row.
+    """Times of passes, in target passes of one row."""
 
-    Attributes:
-      passes: float64 [bs], of target passes of 1, 2, ... rows.
-      draft: of a draft pass of one row; 0 without a draft.
-      round: what a round costs besides its passes.
-      source: where the figures come from: "built in", "shipped", "given", or two of them.
-    """
-
-    passes: np.ndarray
-    draft: float = 0.0
-    round: float = ROUND_COST
-    source: str = "built in"
+    passes: np.ndarray  # float64 [bs], of target passes of 1, 2, ... rows
+    draft: float = 0.0  # of a draft pass of one row; 0 without a draft
+    round: float = ROUND_COST  # what a round costs besides its passes
+    source: str = "built in"  # where the figures come from: "built in", "shipped", "given", or two of them
 
     @property
     def rounds(self) -> np.ndarray:
@@ -65,10 +58,8 @@ class CostModel:
 def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> np.ndarray:
     """Times of target passes of 1, 2, ... `rows` rows over that of one row, float64 [rows].
 
-    Args:
-      target: its kernels, and whether most of its weights are in blocks, say which built-in figures hold.
-      rows: of the pass.
-      measured: the first of these times, if they were measured; the rest grows as the built-in figures do.
+    The target's kernels, and whether most of its weights are in blocks, say which built-in figures hold. `measured`
+    gives the first of these times; the rest grows as the built-in figures do.
     """
     blocks = target.weights.default in FORMATS
     costs = np.array([_built_in_cost(1 + n, rows, target.plan.kernels, blocks) for n in range(rows)])
@@ -82,9 +73,7 @@ def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> 
 def shipped_costs(draft: str, target: Placement) -> dict[str, Any]:
     """Figures that `jaxspec-tune` measured for a shipped draft: `draft_cost`, `pass_cost`, `round_cost`; or none.
 
-    Args:
-      draft: name of the shipped draft.
-      target: its kernels, and whether most of its weights are in blocks, say which figures hold.
+    The target's kernels, and whether most of its weights are in blocks, say which figures hold.
     """
     file = importlib.resources.files("jaxspec_configs").joinpath("costs", f"{draft}.toml")
     if not file.is_file():

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 from jaxspec.methods.core.acceptance import AcceptanceStats, class_of
 from jaxspec.methods.core.cost_model import CostModel
@@ -23,29 +24,20 @@ SYNC_ROWS = 16
 
 @struct.dataclass
 class DraftChain:
-    """A chain in the making: first choices, each after the one before, and beside each the second choice.
+    """A chain in the making: first choices, each after the one before, and beside each the second choice."""
 
-    Attributes:
-      cache: the draft's; every verified token is part of its prefix, all first choices but the last are rows of its
-        window.
-      token: int32 [n, 2].
-      kind: int32 [n, 2], class of each.
-      score: float32 [n, 2], log of the chance that the target accepts each and all before it; -inf where there is none.
-      gain: float32 [], expected output of a batch that holds the first choices.
-      count: int32 [], first choices so far.
-      passes: int32 [], of the draft.
-    """
-
+    # The draft's; every verified token is part of its prefix, all first choices but the last are rows of its window.
     cache: KVCache
-    token: jax.Array
-    kind: jax.Array
-    score: jax.Array
-    gain: jax.Array
-    count: jax.Array
-    passes: jax.Array
+    token: Array  # int32 [n, 2]
+    kind: Array  # int32 [n, 2], class of each
+    # float32 [n, 2], log of the chance that the target accepts each and all before it; -inf where there is none.
+    score: Array
+    gain: Array  # float32 [], expected output of a batch that holds the first choices
+    count: Array  # int32 [], first choices so far
+    passes: Array  # int32 [], of the draft
 
     @property
-    def chance(self) -> jax.Array:
+    def chance(self) -> Array:
         """That the target accepts all first choices, float32 []."""
         return jnp.where(self.count > 0, jnp.exp(self.score[jnp.maximum(self.count - 1, 0), 0]), 1.0)
 
@@ -61,38 +53,20 @@ class DraftChain:
 
 
 def grow_chain(
-    params: Params,
-    placement: Placement,
-    cache: KVCache,
-    text: jax.Array,
-    text_length: jax.Array,
-    acceptance: AcceptanceStats,
-    history: History,
-    request: Request,
-    should_draft: jax.Array,
-    length: int,
+    params: Params, placement: Placement, cache: KVCache, text: Array, text_length: Array,
+    acceptance: AcceptanceStats, history: History, request: Request, should_draft: Array, length: int,
     costs: CostModel,
-) -> DraftChain:
+) -> DraftChain:  # fmt: skip
     """Catch up with the text and draft token by token while a further pass pays; for one shard.
 
-    Args:
-      params: the draft's.
-      placement: the draft.
-      cache: the draft's; may lack the last verified tokens.
-      text: int32 [S], verified tokens.
-      text_length: int32 [], how many.
-      acceptance: how often drafted tokens were accepted so far.
-      history: of the text, for penalties.
-      request: processors and seed.
-      should_draft: bool []; nothing runs otherwise.
-      length: longest chain.
-      costs: of a round.
+    `text`, int32 [S], holds `text_length` verified tokens; the draft's cache may lack the last of them. The chain has
+    at most `length` tokens. Where `should_draft`, bool [], is False, nothing runs.
     """
     cfg = placement.cfg
     propose = same_two_draws(placement.vocab)
     mean, round_cost = acceptance.mean_rate(), jnp.asarray(costs.rounds)
 
-    def add(chain: DraftChain, cache: KVCache, hidden: jax.Array) -> DraftChain:
+    def add(chain: DraftChain, cache: KVCache, hidden: Array) -> DraftChain:
         """Add the two tokens after a hidden state `[1, D]`."""
         at = chain.count
         paths = PathHistory(history, chain.token[:, 0], (jnp.arange(length) < at)[None])
@@ -115,7 +89,7 @@ def grow_chain(
     pairs = jnp.zeros((length, 2), jnp.int32)
     start = DraftChain(cache, pairs, pairs, jnp.full((length, 2), -jnp.inf), jnp.float32(1), zero, zero)
 
-    def is_behind(chain: DraftChain) -> jax.Array:
+    def is_behind(chain: DraftChain) -> Array:
         return should_draft & (chain.cache.length < text_length)
 
     def catch_up(chain: DraftChain) -> DraftChain:
@@ -129,8 +103,8 @@ def grow_chain(
         # Discard proposals of earlier chunks.
         return add(dataclasses.replace(start, passes=chain.passes), commit_rows(cache, count), last)
 
-    def go_on(chain: DraftChain) -> jax.Array:
-        def rate(gain: jax.Array, tokens: jax.Array) -> jax.Array:
+    def go_on(chain: DraftChain) -> Array:
+        def rate(gain: Array, tokens: Array) -> Array:
             return gain / (round_cost[tokens] + costs.draft * tokens)
 
         count = chain.count

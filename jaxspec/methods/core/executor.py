@@ -1,6 +1,7 @@
 """How the target's passes run: declared once, used by every runner."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -18,77 +19,46 @@ from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, make_request
 
+# What `verify` and `decode` return.
+Checked = tuple[SequenceState, Any, Round]
+Decoded = tuple[SequenceState, Verified, Round, int]
+
 
 class TargetExecutor(Protocol):
-    """The target's passes over one sequence; each call dispatches and returns.
+    """The target's passes over one sequence; each call dispatches and returns, and donates the state that it takes.
 
-    Attributes:
-      placement: the target.
-      slots: capacity of its cache.
-      state: shapes of its `SequenceState`.
-      verified: shapes of what a round verifies, a `Verified` or what is sent of it.
-      programs: everything that it may call.
+    `start` makes an empty sequence whose last verified token is `root`. `prefill` commits int32 `tokens` `[n]`. The
+    second result of `verify` has the form of `verified`. `decode` needs no draft; its last result says how many tokens
+    it decodes, about `steps`.
     """
 
     placement: Placement
-    slots: int
-    state: SequenceState
-    verified: Any
-    programs: Sequence[Program]
+    slots: int  # capacity of the target's cache
+    state: SequenceState  # shapes
+    verified: Any  # shapes of what a round verifies, a `Verified` or what is sent of it
+    programs: Sequence[Program]  # everything that it may call
 
-    def start(self, root: int, state: SequenceState | None) -> SequenceState:
-        """An empty sequence whose last verified token is `root`; `state`, of a finished one, is donated."""
-        ...
-
-    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
-        """Commit int32 `tokens` `[n]`."""
-        ...
-
-    def verify(
-        self, params: Params, state: SequenceState, draft: Any, request: Request
-    ) -> tuple[SequenceState, Any, Round]:
-        """Verify a batch; `state` is donated. The second result has the form of `verified`."""
-        ...
-
-    def decode(
-        self, params: Params, state: SequenceState, request: Request, steps: int
-    ) -> tuple[SequenceState, Verified, Round, int]:
-        """Decode about `steps` tokens without a draft; the last result says how many."""
-        ...
-
-    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int) -> Request:
-        """A request on the target's devices."""
-        ...
+    def start(self, root: int, state: SequenceState | None) -> SequenceState: ...
+    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState: ...
+    def verify(self, params: Params, state: SequenceState, draft: Any, request: Request) -> Checked: ...
+    def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded: ...
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int) -> Request: ...
 
 
 class ResidentExecutor:
     """A `TargetExecutor` whose weights stay on the devices: a pass is one compiled program."""
 
     def __init__(
-        self,
-        target: Placement,
-        slots: int,
-        *,
-        steps: int,
-        max_path: int = 1,
-        draft: Any = None,
-        rule: Rule = match,
-        dynamic_rows: bool = False,
-        idle_steps: int = 0,
-        receive: Any = None,
-        reply: Any = None,
-    ):
+        self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,
+        dynamic_rows: bool = False, idle_steps: int = 0, receive: Any = None, reply: Any = None,
+    ):  # fmt: skip
         """Declare the programs; nothing is compiled yet.
 
         Args:
-          target: the target.
-          slots: capacity of its cache.
           steps: most tokens of `decode`; 0 declares no program for it.
-          max_path: longest path of a batch and the bonus token.
+          max_path: P, the longest path of a batch and the bonus token.
           draft: shapes of what `verify` is given; None declares no program for it.
-          rule: which tokens are accepted.
-          dynamic_rows: see `verify`.
-          idle_steps: see `verify`; 0 on accelerators, whatever is given.
+          rule, dynamic_rows, idle_steps: see `verify`; on accelerators `idle_steps` is 0, whatever is given.
           receive: from what `verify` is given to a `Draft`; None takes a `Draft` as it is.
           reply: from a `Verified` to what a draft on other devices is sent; None hands out the `Verified`.
         """
@@ -120,14 +90,10 @@ class ResidentExecutor:
             args = [params, self.state, request, target.array((), jnp.int32)]
             self._decode[0] = Program("decode", decode, target.plan, args, out, donate=[1])
         elif steps:
+            args = [params, self.state, request]
             for count in {1, steps}:
-
-                def decode_count(params, state, request, count=count):
-                    return decode(params, state, request, count)
-
-                self._decode[count] = Program(
-                    f"decode {count}", decode_count, target.plan, [params, self.state, request], out, donate=[1]
-                )
+                fixed = functools.partial(decode, steps=count)
+                self._decode[count] = Program(f"decode {count}", fixed, target.plan, args, out, donate=[1])
         self.programs = (*self.programs, *self._decode.values())
         if draft is not None:
             if reply is not None:
@@ -142,14 +108,10 @@ class ResidentExecutor:
     def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
         return self._sequence.prefill(params, state, tokens)
 
-    def verify(
-        self, params: Params, state: SequenceState, draft: Any, request: Request
-    ) -> tuple[SequenceState, Any, Round]:
+    def verify(self, params: Params, state: SequenceState, draft: Any, request: Request) -> Checked:
         return self._verify(params, state, draft, request)
 
-    def decode(
-        self, params: Params, state: SequenceState, request: Request, steps: int
-    ) -> tuple[SequenceState, Verified, Round, int]:
+    def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
         steps = max(1, min(steps, self._steps))
         if self._counts_on_device:
             return *self._decode[0](params, state, request, np.int32(steps)), steps

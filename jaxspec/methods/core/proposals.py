@@ -7,36 +7,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.choose import choose, choose_two
-from jaxspec.sampling.processors import (
-    History,
-    Processors,
-    clean,
-    log_mass,
-    penalise,
-    shift,
-    update_history,
-)
+from jaxspec.sampling.processors import History, Processors, clean, log_mass, penalise, shift, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
 
 
 @struct.dataclass
 class PathHistory:
-    """Histories of w rows, in the form from which they can be made.
+    """Histories of w rows, in the form from which they can be made."""
 
-    Attributes:
-      text: tokens of the verified text, the root included; over the whole vocabulary.
-      token: int32 [M], tokens of the tree.
-      on_path: bool [w, M], which of them lie below the root on each row's path, the row included.
-    """
-
-    text: History
-    token: jax.Array
-    on_path: jax.Array
+    text: History  # tokens of the verified text, the root included; over the whole vocabulary
+    token: Array  # int32 [M], tokens of the tree
+    on_path: Array  # bool [w, M], which of them lie below the root on each row's path, the row included
 
     def build(self, processors: Processors, vocab: VocabShard) -> History:
         """Histories with a leading axis w; over the columns of `vocab`; zeros where no penalty looks."""
@@ -54,7 +41,7 @@ class PathHistory:
 
 # (logits [w, V_local], path histories, request, position int32 [w] of the proposed tokens) -> tokens int32 [w, k],
 # log-probabilities float32 [w, k], at most 0.
-Propose = Callable[[jax.Array, PathHistory, Request, jax.Array], tuple[jax.Array, jax.Array]]
+Propose = Callable[[Array, PathHistory, Request, Array], tuple[Array, Array]]
 
 
 class DraftModel(NamedTuple):
@@ -72,9 +59,7 @@ def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
     Under rule R4 a tree may depend on anything, the noise of its own positions included (docs/algorithms.md).
     """
 
-    def propose(
-        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
         processors = request.processors
         if scored:
             processors = dataclasses.replace(processors, want_logprob=jnp.bool_(True))
@@ -88,9 +73,7 @@ def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
 def same_two_draws(vocab: VocabShard) -> Propose:
     """The child of `same_draw`, and the one that plain decoding would draw if the first were ruled out."""
 
-    def propose(
-        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
         history = paths.build(request.processors, vocab)
         return choose_two(logits, request.processors, history.seen, history.counts, request.key, position, vocab)
 
@@ -98,18 +81,13 @@ def same_two_draws(vocab: VocabShard) -> Propose:
 
 
 def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling_temperature: bool = False) -> Propose:
-    """Children are the draft's most probable tokens, after the request's penalties and bias.
+    """Children are the draft's `branch` most probable tokens, after the request's penalties and bias.
 
-    Args:
-      vocab: the draft's columns.
-      branch: k.
-      loss: added to every log-probability, at most 0: the logarithm of a decay per level.
-      sampling_temperature: probabilities at the request's temperature, not at 1.
+    `loss` is added to every log-probability, at most 0: the logarithm of a decay per level. Probabilities are at
+    temperature 1, or at the request's with `sampling_temperature`.
     """
 
-    def propose(
-        logits: jax.Array, paths: PathHistory, request: Request, position: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
         processors = request.processors
         histories = paths.build(processors, vocab)
         z = jax.lax.cond(

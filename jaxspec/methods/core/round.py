@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from jaxspec.models.params import Params
 from jaxspec.results import TopTokens
@@ -38,49 +38,32 @@ class ModelParams(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """What a draft whose tree outlives the rounds did for one batch, since the batch before; all int32.
+    """What a draft whose tree outlives the rounds did for one batch, since the batch before; all int32."""
 
-    Attributes:
-      passes: of the draft model.
-      exposed: passes of these that the target had to wait for: catching up, and growth on demand.
-      computed: tokens that went through the draft.
-      caught_up: tokens of these that were verified before the draft had seen them, 0 to 2.
-      kept: evaluated nodes that survived the re-rooting, the new root included.
-      committed: evaluated nodes that joined the prefix.
-      dropped: evaluated nodes that were lost.
-      token_hit: 1 if the new root's token was in the tree, evaluated or not.
-      evaluated_hit: 1 if it was evaluated, so that nothing had to be computed before the batch was chosen.
-      nodes: evaluated nodes of the tree that the batch was chosen from.
-    """
-
-    passes: jax.Array | int
-    exposed: jax.Array | int
-    computed: jax.Array | int
-    caught_up: jax.Array | int
-    kept: jax.Array | int
-    committed: jax.Array | int
-    dropped: jax.Array | int
-    token_hit: jax.Array | int
-    evaluated_hit: jax.Array | int
-    nodes: jax.Array | int
+    passes: Array | int  # of the draft model
+    exposed: Array | int  # passes of these that the target had to wait for: catching up, and growth on demand
+    computed: Array | int  # tokens that went through the draft
+    caught_up: Array | int  # tokens of these that were verified before the draft had seen them, 0 to 2
+    kept: Array | int  # evaluated nodes that survived the re-rooting, the new root included
+    committed: Array | int  # evaluated nodes that joined the prefix
+    dropped: Array | int  # evaluated nodes that were lost
+    token_hit: Array | int  # 1 if the new root's token was in the tree, evaluated or not
+    # 1 if it was evaluated, so that nothing had to be computed before the batch was chosen.
+    evaluated_hit: Array | int
+    nodes: Array | int  # evaluated nodes of the tree that the batch was chosen from
 
 
 @struct.dataclass
 class Round:
-    """What the host reads of a round, one round late.
+    """What the host reads of a round, one round late."""
 
-    Attributes:
-      packed: int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of
-        their tree, draft passes; then the new tokens. Several tokens without a drafted one took one pass each.
-      logprob: float32 `[P]`, log-probability of each new token under the processed distribution.
-      top: the most probable tokens in the place of each, see `Verified.top`; None once the host does not want them.
-      draft: what a draft on devices of its own counted, int32 `[n]`; see `DraftCounts`.
-    """
-
-    packed: jax.Array
-    logprob: jax.Array
-    top: tuple[jax.Array, jax.Array] | None = None
-    draft: jax.Array | None = None
+    # int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of their
+    # tree, draft passes; then the new tokens. Several tokens without a drafted one took one pass each.
+    packed: Array
+    logprob: Array  # float32 `[P]`, log-probability of each new token under the processed distribution
+    # The most probable tokens in the place of each, see `Verified.top`; None once the host does not want them.
+    top: tuple[Array, Array] | None = None
+    draft: Array | None = None  # what a draft on devices of its own counted, int32 `[n]`; see `DraftCounts`
 
 
 def pack_round(verified: Verified, drafted: Any, depth: Any, passes: Any) -> Round:
@@ -105,26 +88,16 @@ def verified_shapes(target: Placement, max_path: int) -> Verified:
 
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
-    """Tokens of one round, on the host.
+    """Tokens of one round, on the host."""
 
-    Attributes:
-      tokens: new tokens; those beyond the asked-for length are cut off.
-      logprobs: of each of them.
-      accepted: how many of them, the first ones, a draft proposed.
-      drafted: tokens that the target verified; those that a cut hides are not counted.
-      depth: of their tree.
-      draft_passes: passes of the draft model.
-      draft: counts of a draft whose tree outlives the rounds; None elsewhere.
-      top: for each of `tokens`, the most probable ones in its place; None where they were not asked for.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    accepted: int = 0
-    drafted: int = 0
-    depth: int = 0
-    draft_passes: int = 0
-    draft: DraftCounts | None = None
+    tokens: tuple[int, ...]  # new tokens; those beyond the asked-for length are cut off
+    logprobs: tuple[float, ...]  # of each of them
+    accepted: int = 0  # how many of them, the first ones, a draft proposed
+    drafted: int = 0  # tokens that the target verified; those that a cut hides are not counted
+    depth: int = 0  # of their tree
+    draft_passes: int = 0  # passes of the draft model
+    draft: DraftCounts | None = None  # counts of a draft whose tree outlives the rounds; None elsewhere
+    # For each of `tokens`, the most probable ones in its place; None where they were not asked for.
     top: tuple[TopTokens, ...] | None = None
 
     def cut(self, count: int) -> "StepOutput":

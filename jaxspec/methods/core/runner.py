@@ -12,9 +12,9 @@ from flax import struct
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.executor import ResidentExecutor, TargetExecutor
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Round, StepOutput, verified_shapes
-from jaxspec.methods.core.sequence import SequenceState, cache_slots
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.verify import Draft, Rule
+from jaxspec.methods.core.verify import Draft, Rule, draft_shapes
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
@@ -33,14 +33,10 @@ class Runner:
         runner.close()                                     # the generation has ended
 
     Round r is read while round r + 1 runs. State goes in and comes out and is donated; parameters never are.
-
-    Attributes:
-      slots: slots of the target's cache.
-      programs: everything that a generation may call, to be compiled before it starts.
     """
 
-    slots: int
-    programs: Sequence[Program]
+    slots: int  # of the target's cache
+    programs: Sequence[Program]  # everything that a generation may call, to be compiled before it starts
 
     def start(self, root: int, state: Any | None) -> Any:
         """State of an empty sequence whose last verified token is `root`; `state` is donated."""
@@ -57,14 +53,8 @@ class Runner:
     def round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
         """Dispatch one round; returns before it has run.
 
-        Args:
-          params: of the models.
-          state: of the sequence; donated.
-          request: from `place_request`.
-          room: most tokens that are wanted of a round without a draft, at least 1.
-
-        Returns:
-          The state, the round, and the least number of tokens that it brings.
+        `room` is the most tokens that are wanted of a round without a draft, at least 1. Returns the state, the round,
+        and the least number of tokens that it brings.
         """
         raise NotImplementedError
 
@@ -80,17 +70,11 @@ class Runner:
 
 
 class Drafter:
-    """The draft's half of a method.
+    """The draft's half of a method."""
 
-    Attributes:
-      shapes: of the `Draft` that `draft` gives.
-      programs: everything that it may call.
-      idle_steps: tokens that a round may decode where it proposed none; 0 verifies the root as a batch.
-    """
-
-    shapes: Draft
-    programs: Sequence[Program]
-    idle_steps: int = 0
+    shapes: Draft  # of what `draft` gives
+    programs: Sequence[Program]  # everything that it may call
+    idle_steps: int = 0  # tokens that a round may decode where it proposed none; 0 verifies the root as a batch
 
     def start(self, root: int, state: Any | None) -> Any:
         """State of an empty sequence; `state` is donated."""
@@ -105,12 +89,7 @@ class Drafter:
     ) -> tuple[SequenceState, Any, Draft]:
         """Take in what the last round verified, and propose a batch for the next; dispatches only.
 
-        Args:
-          params: of both models.
-          target: the target's state. A draft made of the target's own layers runs in its cache: it is donated then.
-          state: the draft's; donated.
-          verified: of the last round.
-          request: processors and seed.
+        `state` is donated. A draft made of the target's own layers runs in the target's cache: so is `target` then.
         """
         raise NotImplementedError
 
@@ -119,14 +98,46 @@ class Drafter:
         raise NotImplementedError
 
 
+class ModelDrafter(Drafter):
+    """A `Drafter` with a model of its own; the state of its cache is `sequence` in its state."""
+
+    def __init__(self, placement: Placement, slots: int, num_rows: int, extra: Any = None):
+        """Declare the programs of a cache of `slots` slots; `extra` are shapes of `Draft.extra`."""
+        self._placement = placement
+        self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
+        self.shapes = draft_shapes(placement, num_rows, extra)
+
+    def declare(self, verified: Verified, state: Any, draft: Callable[..., Any]) -> None:
+        """Declare how a batch is proposed: a function of parameters, state, `verified`, history and request."""
+        placement = self._placement
+        args = [placement.params(), state, verified, placement.history(), placement.request()]
+        self._draft = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
+        self.programs = (*self._sequence.programs, self._draft)
+
+    def declare_begin(self, state: Any, begin: Callable[[SequenceState], Any]) -> None:
+        """Declare how the state of an empty sequence is made."""
+        plan = self._placement.plan
+        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
+        self.programs = (*self.programs, self._begin)
+
+    def start(self, root: int, state: Any | None) -> Any:
+        return self._begin(self._sequence.start(root, None if state is None else state.sequence))
+
+    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
+        assert params.draft is not None
+        return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
+
+    def draft(
+        self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
+    ) -> tuple[SequenceState, Any, Draft]:
+        return target, *self._draft(params.draft, state, verified, target.history, request)
+
+
 @dataclasses.dataclass
 class HostState:
-    """What the host knows of one generation.
+    """What the host knows of one generation."""
 
-    Attributes:
-      allowed: of each round that was launched and not read yet, whether it could draft.
-    """
-
+    # Of each round that was launched and not read yet, whether it could draft.
     allowed: collections.deque[bool] = dataclasses.field(default_factory=collections.deque)
 
 
@@ -141,39 +152,18 @@ class SpeculativeState:
 
 
 class SpeculativeRunner(Runner):
-    """Drafts and verifies in turn on one set of devices: two programs a round.
-
-    Attributes:
-      executor: the target's passes.
-      drafter: the draft's half.
-      timer: says when drafting does not pay; None drafts in every round.
-    """
+    """Drafts and verifies in turn on one set of devices: two programs a round."""
 
     def __init__(
-        self,
-        target: Placement,
-        tokens: int,
-        make_drafter: Callable[[Verified], Drafter],
-        *,
-        max_path: int,
-        num_rows: int,
-        rule: Rule,
-        dynamic_rows: bool,
-        timer: RoundTimer | None = None,
+        self, target: Placement, tokens: int, make_drafter: Callable[[Verified], Drafter], *, max_path: int,
+        num_rows: int, rule: Rule, dynamic_rows: bool, timer: RoundTimer | None = None,
         report: Callable[[], dict[str, Any]] | None = None,
-    ):
-        """Join a drafter to a target.
+    ):  # fmt: skip
+        """Join a drafter to a target for sequences of `tokens` tokens; `make_drafter` takes shapes of a `Verified`.
 
-        Args:
-          target: the target.
-          tokens: longest sequence.
-          make_drafter: from the shapes of what a round verifies to what proposes batches.
-          max_path: P, the longest path of a batch and the bonus token.
-          num_rows: bs, rows of a batch, the root included.
-          rule: which tokens are accepted.
-          dynamic_rows: see `verify`.
-          timer: of rounds; where measured drafts do not pay, rounds are those of plain decoding.
-          report: see `Runner.report`.
+        A batch has `num_rows` (bs) rows, the root included. `max_path` (P) is its longest path and the bonus token.
+        `rule` and `dynamic_rows` are those of `verify`, `report` is that of `Runner`. Where `timer` finds that drafts
+        do not pay, rounds are those of plain decoding; None drafts always.
         """
         verified = verified_shapes(target, max_path)
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))

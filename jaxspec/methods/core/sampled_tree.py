@@ -8,18 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from jaxspec.methods.core.proposals import PathHistory
-from jaxspec.methods.core.round import ModelParams
-from jaxspec.methods.core.runner import Drafter
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
+from jaxspec.methods.core.runner import ModelDrafter
+from jaxspec.methods.core.sequence import SequenceState, catch_up
 from jaxspec.methods.core.verify import Draft, Rule
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Decide, RowLogits, Verified, draw_children, rejection_rule
 from jaxspec.sampling.processors import History, process
 from jaxspec.sampling.request import Request
@@ -92,42 +91,34 @@ class SampledState:
     """The draft's sequence, and how many rows of the last batch lie in its cache's window (the first ones)."""
 
     sequence: SequenceState
-    evaluated: jax.Array
+    evaluated: Array
 
 
 @struct.dataclass
 class _Growth:
     """A tree half drawn: tokens, which rows exist, their cumulative log q, log q of the inner rows' children."""
 
-    token: jax.Array
-    valid: jax.Array
-    score: jax.Array
-    draft_logprob: jax.Array
+    token: Array
+    valid: Array
+    score: Array
+    draft_logprob: Array
 
 
-class SampledDrafter(Drafter):
+class SampledDrafter(ModelDrafter):
     """Draws a tree level by level."""
 
     def __init__(
         self, placement: Placement, slots: int, shape: SampledShape, verified: Verified, *, replacement: bool,
         least: float,
     ):  # fmt: skip
-        """Declare the programs.
+        """Declare the programs; `replacement` says whether siblings are drawn independently.
 
-        Args:
-          placement: the draft.
-          slots: capacity of its cache.
-          shape: of the tree.
-          verified: shapes of what a round verifies.
-          replacement: whether siblings are drawn independently.
-          least: rows whose cumulative log q is below get no children. That depends on the row, not on what would be
-            drawn next, as the rejection rules demand.
+        Rows whose cumulative log q is below `least` get no children. That depends on the row, not on what would be
+        drawn next, as the rejection rules demand.
         """
-        self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
-        scalar, row = placement.array((), jnp.int32), placement.array((shape.rows,), jnp.int32)
-        state = SampledState(self._sequence.state, scalar)
         q = placement.array((shape.inner_rows + shape.width, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
-        self.shapes = Draft(Batch(row, row, row, scalar), scalar, q)
+        super().__init__(placement, slots, shape.rows, q)
+        state = SampledState(self._sequence.state, placement.array((), jnp.int32))
 
         def begin(sequence: SequenceState) -> SampledState:
             return SampledState(sequence, jnp.int32(0))
@@ -137,38 +128,14 @@ class SampledDrafter(Drafter):
                 params, placement, state, verified, history, request, shape, replacement=replacement, least=least
             )
 
-        plan = placement.plan
-        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
-        args = [placement.params(), state, verified, placement.history(), placement.request()]
-        self._draft = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
-        self.programs = (*self._sequence.programs, self._begin, self._draft)
-
-    def start(self, root: int, state: SampledState | None) -> SampledState:
-        return self._begin(self._sequence.start(root, None if state is None else state.sequence))
-
-    def prefill(self, params: ModelParams, state: SampledState, tokens: np.ndarray) -> SampledState:
-        assert params.draft is not None
-        return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
-
-    def draft(
-        self, params: ModelParams, target: SequenceState, state: SampledState, verified: Verified, request: Request
-    ) -> tuple[SequenceState, SampledState, Draft]:
-        state, draft = self._draft(params.draft, state, verified, target.history, request)
-        return target, state, draft
+        self.declare(verified, state, draft)
+        self.declare_begin(state, begin)
 
 
 def draw_tree(
-    params: Params,
-    placement: Placement,
-    state: SampledState,
-    verified: Verified,
-    history: History,
-    request: Request,
-    shape: SampledShape,
-    *,
-    replacement: bool,
-    least: float,
-) -> tuple[SampledState, Draft]:
+    params: Params, placement: Placement, state: SampledState, verified: Verified, history: History, request: Request,
+    shape: SampledShape, *, replacement: bool, least: float,
+) -> tuple[SampledState, Draft]:  # fmt: skip
     """Commit what the last batch shares with the verified path, catch up, and draw a new tree; for one shard."""
     cfg, vocab, width = placement.cfg, placement.vocab, shape.width
     levels, columns = len(shape.expansion), placement.padded_vocab // placement.plan.tensor
@@ -188,7 +155,7 @@ def draw_tree(
     with jax.named_scope("draft/root"):
         root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
 
-    def sample(growth: _Growth, level: jax.Array, logits: jax.Array, on_path: jax.Array) -> _Growth:
+    def sample(growth: _Growth, level: Array, logits: Array, on_path: Array) -> _Growth:
         """Draw the children of a level from its rows' logits `[w, V_local]`."""
         rows = starts[level] + jnp.arange(logits.shape[0])
         real = jnp.arange(logits.shape[0]) < sizes[level]
@@ -213,7 +180,7 @@ def draw_tree(
             ),
         )
 
-    def go_on(carry: tuple) -> jax.Array:
+    def go_on(carry: tuple) -> Array:
         _, growth, level = carry
         here = (depth == level) & growth.valid & (growth.score >= least)
         return (level < levels) & here.any()
@@ -253,7 +220,7 @@ def draw_tree(
 def rejection(shape: SampledShape, *, replacement: bool) -> Rule:
     """The `Rule` of sampled trees: `rejection_rule`."""
 
-    def rule(logits: RowLogits, drafted: Draft, request: Request, position: jax.Array, vocab: VocabShard) -> Decide:
+    def rule(logits: RowLogits, drafted: Draft, request: Request, position: Array, vocab: VocabShard) -> Decide:
         return rejection_rule(
             logits, drafted.batch, drafted.extra, request, position, vocab, draws=shape.draws, replacement=replacement
         )

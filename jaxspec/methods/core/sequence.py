@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.kv_cache import KVCache, commit_rows, init_cache
@@ -21,47 +22,32 @@ from jaxspec.sampling.processors import History, init_history, update_history
 # Rows of a prefill pass: few fixed sizes, so that no prompt length compiles anything new. On CPU 64 rows run at 60 % of
 # the arithmetic peak and 512 near it; a third size would cost another compilation for little.
 CHUNKS = (64, 512)
+# What a state holds of a text that it does not keep.
+ABSENT: Any = None
 
 
 @struct.dataclass
 class SequenceState:
     """State of one model's side of a sequence with n verified tokens.
 
-    Attributes:
-      cache: its length is n - 1 (of a draft that has to catch up, less).
-      history: tokens seen, for penalties.
-      root: int32 [], the last verified token.
-      generated: int32 [], verified tokens after the prompt.
-      idle: int32 [], rounds in a row whose batch was the root alone.
-
     A side that does not keep the text has a cache alone; the rest is None.
     """
 
-    cache: KVCache
-    history: History = None  # pyright: ignore[reportAssignmentType]
-    root: jax.Array = None  # pyright: ignore[reportAssignmentType]
-    generated: jax.Array = None  # pyright: ignore[reportAssignmentType]
-    idle: jax.Array = None  # pyright: ignore[reportAssignmentType]
+    cache: KVCache  # its length is n - 1 (of a draft that has to catch up, less)
+    history: History = ABSENT  # tokens seen, for penalties
+    root: Array = ABSENT  # int32 [], the last verified token
+    generated: Array = ABSENT  # int32 [], verified tokens after the prompt
+    idle: Array = ABSENT  # int32 [], rounds in a row whose batch was the root alone
 
 
 class ModelSequence:
-    """Compiled functions that start a sequence of one model, rewind it and commit a prompt.
-
-    Attributes:
-      placement: the model.
-      slots: capacity of its cache.
-      state: shapes of a `SequenceState`.
-      programs: everything that it may call.
-    """
+    """Compiled functions that start a sequence of one model, rewind it and commit a prompt; `state` holds shapes."""
 
     def __init__(self, placement: Placement, slots: int, role: str, *, keeps_text: bool = True):
         """Declare the programs; nothing is compiled yet.
 
-        Args:
-          placement: the model.
-          slots: capacity of its cache.
-          role: part of the programs' names, "target" or "draft".
-          keeps_text: whether the state has a history and a root; else it is a cache alone.
+        `slots` is the capacity of the cache; `role`, "target" or "draft", is part of the programs' names. With
+        `keeps_text` the state has a history and a root; else it is a cache alone.
         """
         self.placement, self.slots = placement, slots
         cfg, vocab, plan = placement.cfg, placement.text_vocab, placement.plan
@@ -69,7 +55,7 @@ class ModelSequence:
         text: Any = (placement.history(), scalar, scalar, scalar) if keeps_text else ()
         self.state = SequenceState(placement.cache(slots), *text)
 
-        def begin(cache: KVCache, history: History, root: jax.Array) -> SequenceState:
+        def begin(cache: KVCache, history: History, root: Array) -> SequenceState:
             if not keeps_text:
                 return SequenceState(cache)
             history = update_history(history, root[None], jnp.ones(1, bool), vocab, generated=False)
@@ -112,13 +98,8 @@ class ModelSequence:
     def rewind(self, state: SequenceState, kept: Sequence[int] | np.ndarray, root: int) -> SequenceState:
         """Go back to the first tokens of a sequence; their keys and values are not computed again.
 
-        Args:
-          state: its cache holds `kept`, and maybe more tokens after them; donated.
-          kept: the tokens that stay, without the root; all of them count as prompt from now on.
-          root: the token after them.
-
-        Raises:
-          ValueError: more tokens than the cache has slots.
+        The cache of `state`, which is donated, holds `kept`, the tokens before `root`, and maybe more. All of them
+        count as prompt from now on. More tokens than the cache has slots raise `ValueError`.
         """
         if len(kept) > self.slots:
             raise ValueError(f"{len(kept)} tokens cannot be kept in a cache of {self.slots} slots")
@@ -134,19 +115,12 @@ class ModelSequence:
 
 
 def catch_up(
-    params: Params, cfg: ModelConfig, cache: KVCache, pending: jax.Array, num_pending: jax.Array
-) -> tuple[jax.Array, jax.Array, KVCache]:
+    params: Params, cfg: ModelConfig, cache: KVCache, pending: Array, num_pending: Array
+) -> tuple[Array, Array, KVCache]:
     """Run the verified tokens that a draft has not seen, one or two, the last of which is the new root.
 
-    Args:
-      params: the draft's.
-      cfg: its geometry.
-      cache: holds every verified token but these.
-      pending: int32 [2]
-      num_pending: int32 [], 1 or 2.
-
-    Returns:
-      The root, int32 []; the logits after it, [1, V_local]; and the cache, whose window slot 0 is the root.
+    The cache holds every verified token but `pending`, int32 [2], of which `num_pending` count. Returns the root, int32
+    []; the logits after it, [1, V_local]; and the cache, whose window slot 0 is the root.
     """
     position = cache.length + jnp.arange(2, dtype=jnp.int32)
     hidden, cache = forward(params, cfg, pending, position, cache, jnp.tril(jnp.ones((2, 2), bool)))

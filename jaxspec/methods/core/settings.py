@@ -17,8 +17,7 @@ Settings = TypeVar("Settings", bound=type)
 def renamed_settings(**renamed: tuple[str, int]) -> Callable[[Settings], Settings]:
     """Class decorator: keep the former names of settings, with a warning.
 
-    Args:
-      **renamed: former name to the present one, and what has to be added to a value given under the former.
+    Each former name maps to the present one, and what has to be added to a value given under the former.
     """
 
     def decorate(cls: Settings) -> Settings:
@@ -51,52 +50,32 @@ def renamed_of(cls: type) -> Mapping[str, tuple[str, int]]:
 
 
 def check_range(name: str, value: object, low: int, high: int) -> None:
-    """An integer between two limits, both allowed.
-
-    Raises:
-      ConfigError: it is not one.
-    """
+    """Raise `ConfigError` unless the value is an integer between two limits, both allowed."""
     if check_int(name, value, low) > high:
         raise ConfigError(f"{name} must be at most {high}, got {value}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """True or false.
-
-    Raises:
-      ConfigError: neither.
-    """
+    """Raise `ConfigError` unless the value is true or false."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def log_threshold(name: str, probability: object) -> float:
-    """Logarithm of a probability in [0, 1]; -inf for 0.
-
-    Raises:
-      ConfigError: it is not one.
-    """
+    """Logarithm of a probability, -inf for 0; raises `ConfigError` outside [0, 1]."""
     if isinstance(probability, bool) or not isinstance(probability, numbers.Real) or not 0 <= float(probability) <= 1:
         raise ConfigError(f"{name} must be a probability between 0 and 1, got {probability!r}")
     return math.log(float(probability)) if float(probability) > 0 else -math.inf
 
 
 def check_draft(name: str, given: bool) -> None:
-    """A method that drafts with a model has one.
-
-    Raises:
-      ConfigError: there is none.
-    """
+    """Raise `ConfigError` unless a method that drafts with a model has one."""
     if not given:
         raise ConfigError(f"method {name!r} needs a draft model: give one (draft=..., --draft-model)")
 
 
 def check_branch(name: str, value: int, models: Models) -> None:
-    """A node has no more children than the draft has tokens.
-
-    Raises:
-      ConfigError: it would have.
-    """
+    """Raise `ConfigError` where a node would have more children than the draft has tokens."""
     assert models.draft is not None
     tokens = models.draft.num_tokens
     if value > tokens:
@@ -104,10 +83,6 @@ def check_branch(name: str, value: int, models: Models) -> None:
 
 
 def check_same_devices(name: str, models: Models) -> None:
-    """Draft and target take turns on the same devices.
-
-    Raises:
-      ConfigError: the draft has its own.
-    """
+    """Raise `ConfigError` unless draft and target take turns on the same devices."""
     if models.draft is not None and models.draft.plan.devices != models.target.plan.devices:
         raise ConfigError(f"method {name!r} runs the draft on the target's devices; here it has its own, for swiftspec")

@@ -28,24 +28,15 @@ class RoundTimer:
 
     A round's time is the time from the read of the round before it to its own read: one round runs while the one before
     is read. The first round of a text has none before it and is not timed.
-
-    Attributes:
-      now: tells the time in seconds; tests give their own.
-      total_s: seconds of timed rounds.
-      pass_s: seconds of one pass that ran beside a round, such as a step of a search; None before one was seen.
-      spent_s: seconds that such passes took, all together.
     """
 
     def __init__(self, now: Any = time.perf_counter, *, ask_every: int = 1):
-        """Nothing measured.
-
-        Args:
-          now: the clock.
-          ask_every: where rounds decline to draft, only every so many are asked.
-        """
-        self.now = now
-        self.total_s = self.spent_s = 0.0
+        """Nothing measured. Where rounds decline to draft, only every `ask_every`th is asked; `now` is the clock."""
+        self.now = now  # tells the time in seconds; tests give their own
+        self.total_s = 0.0  # seconds of timed rounds
+        # Seconds of one pass that ran beside a round, such as a step of a search; and of all such passes.
         self.pass_s: float | None = None
+        self.spent_s = 0.0
         self._ask_every = ask_every
         self._last: float | None = None
         self._plain: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
@@ -96,12 +87,9 @@ class RoundTimer:
         return self._rounds > self._paused_until
 
     def observe(self, output: StepOutput, *, allowed: bool, delayed: bool = False) -> None:
-        """A round was read.
+        """A round was read; `allowed` says whether it could draft.
 
-        Args:
-          output: of the round.
-          allowed: whether it could draft.
-          delayed: whether a pass that is none of the round's ran before it, on the same devices.
+        `delayed` says whether a pass that is none of the round's ran before it, on the same devices.
         """
         now = self.now()
         last, self._last = self._last, now

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from jaxspec.methods.core.best_first import expand
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
@@ -33,29 +34,18 @@ from jaxspec.tree.tree import Tree, init_tree
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """How the tree grows.
+    """How the tree grows; the settings of `SwiftSpec` explain the terms."""
 
-    Attributes:
-      num_rows: bs, rows of a verification batch, the root included.
-      width: w, leaves evaluated in one pass.
-      branch: k, proposals per node.
-      depth: d, passes while the target verifies one batch.
-      survivors: most nodes that are kept when the root moves.
-      room: passes that the tree has room for between two advances, at least `depth`.
-      reuse: whether anything is kept.
-      leaves: whether a batch may hold proposals that were not evaluated.
-      branch_free: one pass in every advance, whatever happened, in place of a branch on whether there is something to
-        catch up with. Growth on demand, without `leaves`, is a loop on device data all the same.
-    """
-
-    num_rows: int
-    width: int
-    branch: int
-    depth: int
-    survivors: int
-    room: int
-    reuse: bool
-    leaves: bool
+    num_rows: int  # bs, rows of a verification batch, the root included
+    width: int  # w, leaves evaluated in one pass
+    branch: int  # k, proposals per node
+    depth: int  # d, passes while the target verifies one batch
+    survivors: int  # most nodes that are kept when the root moves
+    room: int  # passes that the tree has room for between two advances, at least `depth`
+    reuse: bool  # whether anything is kept
+    leaves: bool  # whether a batch may hold proposals that were not evaluated
+    # One pass in every advance, whatever happened, in place of a branch on whether there is something to catch up with.
+    # Growth on demand, without `leaves`, is a loop on device data all the same.
     branch_free: bool
 
     @property
@@ -67,19 +57,13 @@ class Growth:
 
 @struct.dataclass
 class DraftTreeState:
-    """State of the draft's side.
+    """State of the draft's side."""
 
-    Attributes:
-      text: the draft's cache, whose window holds the tree, the history of the verified text, and the root.
-      tree: evaluated nodes are rows of the cache's window.
-      passes: int32 [], since the last advance.
-      computed: int32 [], tokens that these ran.
-    """
-
+    # The draft's cache, whose window holds the tree, the history of the verified text, and the root.
     text: SequenceState
-    tree: Tree
-    passes: jax.Array
-    computed: jax.Array
+    tree: Tree  # evaluated nodes are rows of the cache's window
+    passes: Array  # int32 [], since the last advance
+    computed: Array  # int32 [], tokens that these ran
 
 
 class TreeDrafter:
@@ -88,12 +72,7 @@ class TreeDrafter:
     def __init__(self, placement: Placement, slots: int, propose: Propose, growth: Growth, *, path: int):
         """Declare the programs; nothing is compiled yet.
 
-        Args:
-          placement: the draft.
-          slots: capacity of its cache, at least M and P more than the longest text.
-          propose: turns logits into children.
-          growth: settings.
-          path: P.
+        `slots` is the capacity of the draft's cache, at least M and P (`path`) more than the longest text.
         """
         self._sequence = ModelSequence(placement, slots, "draft")
         scalar = placement.array((), jnp.int32)
@@ -112,11 +91,10 @@ class TreeDrafter:
 
         def advance_by(passes, params, state, packed, request):
             model = DraftModel(params, placement, propose, request)
-            advanced, moved = follow_verified(model, state, packed, growth)
+            advanced, moved, exposed = follow_verified(model, state, packed, growth)
             if passes:
-                grown = expand_tree(model, advanced.state, growth, passes)
-                advanced = Advanced(grown, advanced.exposed + passes)
-            return choose_batch(model, advanced, moved, state.tree.size, growth)
+                advanced, exposed = expand_tree(model, advanced, growth, passes), exposed + passes
+            return choose_batch(model, advanced, exposed, moved, state.tree.size, growth)
 
         plan, params, request = placement.plan, placement.params(), placement.request()
         self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
@@ -144,7 +122,7 @@ class TreeDrafter:
 def expand_tree(model: DraftModel, state: DraftTreeState, growth: Growth, passes: int) -> DraftTreeState:
     """EXPAND a number of times; there must be room for them. Written for one shard, as all that follows."""
 
-    def once(_: jax.Array, carry: tuple) -> tuple:
+    def once(_: Array, carry: tuple) -> tuple:
         cache, tree = carry
         return expand(model, cache, tree, state.text.history, width=growth.width)
 
@@ -154,18 +132,10 @@ def expand_tree(model: DraftModel, state: DraftTreeState, growth: Growth, passes
     return DraftTreeState(dataclasses.replace(state.text, cache=cache), tree, state.passes + passes, computed)
 
 
-@struct.dataclass
-class Advanced:
-    """The draft's side under its new root, and the passes that the target waits for."""
-
-    state: DraftTreeState
-    exposed: jax.Array
-
-
 def follow_verified(
-    model: DraftModel, state: DraftTreeState, packed: jax.Array, growth: Growth
-) -> tuple[Advanced, Rerooted]:
-    """REROOT, COMPACT and CATCH_UP."""
+    model: DraftModel, state: DraftTreeState, packed: Array, growth: Growth
+) -> tuple[DraftTreeState, Rerooted, Array]:
+    """REROOT, COMPACT and CATCH_UP; the last result is the number of passes that the target waits for, int32 []."""
     tokens, count = unpack_verified(packed)
     moved = reroot(state.tree, tokens, count, limit=growth.survivors, reuse=growth.reuse)
     with jax.named_scope("draft/compact"):
@@ -182,13 +152,13 @@ def follow_verified(
         advance = advance_branch_free if growth.branch_free else advance_on_miss
         grown = advance(model, grown, moved, growth)
     exposed = jnp.int32(1) if growth.branch_free else missed.astype(jnp.int32)
-    return Advanced(dataclasses.replace(grown, passes=grown.passes + exposed), exposed), moved
+    return dataclasses.replace(grown, passes=grown.passes + exposed), moved, exposed
 
 
 def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
     """Run the tokens that the draft has not seen, if there are any, and plant the root."""
 
-    def unplanted(carry: tuple) -> jax.Array:
+    def unplanted(carry: tuple) -> Array:
         return carry[1].size == 0
 
     def plant_root(carry: tuple) -> tuple:
@@ -244,18 +214,16 @@ def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Reroote
 
 
 def choose_batch(
-    model: DraftModel, advanced: Advanced, moved: Rerooted, old_size: jax.Array, growth: Growth
-) -> tuple[DraftTreeState, jax.Array, jax.Array]:
+    model: DraftModel, state: DraftTreeState, exposed: Array, moved: Rerooted, old_size: Array, growth: Growth
+) -> tuple[DraftTreeState, Array, Array]:
     """SELECT, after growing on demand where a batch holds evaluated nodes only; the counts start anew.
 
-    Returns:
-      The state, the packed batch, and `DraftCounts` as int32 [n].
+    Returns the state, the packed batch, and `DraftCounts` as int32 [n].
     """
-    state, exposed = advanced.state, advanced.exposed
     cache, tree, passes = state.text.cache, state.tree, jnp.int32(0)
     if not growth.leaves:
 
-        def short(carry: tuple) -> jax.Array:
+        def short(carry: tuple) -> Array:
             return (carry[1].size < growth.num_rows) & (leaf_scores(carry[1]).max() > -jnp.inf)
 
         def refill(carry: tuple) -> tuple:

@@ -1,34 +1,34 @@
 """What crosses between the devices of draft and target: two packed int32 arrays, nothing else (SwiftSpec 3.2)."""
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
 
-def pack_verified(verified: Verified) -> jax.Array:  # int32 [1 + P]
+def pack_verified(verified: Verified) -> Array:  # int32 [1 + P]
     """Target to draft: how many tokens were verified, then the tokens."""
     return jnp.concatenate([verified.count[None], verified.tokens]).astype(jnp.int32)
 
 
-def unpack_verified(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unpack_verified(packed: Array) -> tuple[Array, Array]:
     """Tokens int32 [P] and their number int32 []."""
     return packed[1:], packed[0]
 
 
-def pack_batch(batch: Batch) -> jax.Array:  # int32 [1 + 2 bs]
+def pack_batch(batch: Batch) -> Array:  # int32 [1 + 2 bs]
     """Draft to target: how many rows count, the tokens, their parents."""
     return jnp.concatenate([batch.count[None], batch.token, batch.parent]).astype(jnp.int32)
 
 
-def batch_shapes(placement: Placement, num_rows: int) -> jax.Array:
+def batch_shapes(placement: Placement, num_rows: int) -> Array:
     """Shapes of a packed batch on a model's devices."""
     return placement.array((1 + 2 * num_rows,), jnp.int32)
 
 
-def unpack_batch(packed: jax.Array) -> Batch:
+def unpack_batch(packed: Array) -> Batch:
     """The batch; depths follow from parents."""
     rows = (packed.shape[0] - 1) // 2
     token, parent = packed[1 : 1 + rows], packed[1 + rows :]

@@ -44,14 +44,10 @@ class SwiftSpecRunner(Runner):
     """Compiled functions of both sides; one thread dispatches them."""
 
     def __init__(self, models: Models, growth: Growth, tokens: int, *, overlap: bool, adaptive: bool):
-        """Declare the programs; nothing is compiled yet.
+        """Declare the programs for sequences of `tokens` tokens; nothing is compiled yet.
 
-        Args:
-          models: target and draft.
-          growth: of the tree.
-          tokens: longest sequence.
-          overlap: whether the tree grows while the target verifies, where the devices differ.
-          adaptive: whether it grows until the target's result is there.
+        With `overlap` the tree grows while the target verifies, where the devices differ; with `adaptive` until the
+        target's result is there.
         """
         target, draft = models
         assert draft is not None

@@ -7,7 +7,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_branch, check_draft, check_range, renamed_settings
+from jaxspec.methods.core.settings import check_branch, check_range, renamed_settings
 from jaxspec.methods.swiftspec.draft_tree import Growth
 from jaxspec.methods.swiftspec.runner import SwiftSpecRunner
 
@@ -59,7 +59,6 @@ class SwiftSpec(Method):
     own_devices: ClassVar[bool] = True
 
     def __post_init__(self):
-        """Check ranges, and fill in what follows from other settings."""
         check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
         check_range("width", self.width, 1, 1024)
         check_range("depth", self.depth, 1, 128)
@@ -81,16 +80,14 @@ class SwiftSpec(Method):
 
     @property
     def num_rows(self) -> int:
-        """bs: rows of a verification batch."""
         return self.num_draft_tokens + 1
 
     @property
     def draft_rows(self) -> int:
-        """w."""
         return self.width
 
     def check(self, models: Models) -> None:
-        check_draft(self.name, models.draft is not None)
+        super().check(models)
         assert models.draft is not None and self.branch is not None
         check_branch("branch", self.branch, models)
         target, draft = models.target.plan.devices, models.draft.plan.devices
@@ -99,28 +96,17 @@ class SwiftSpec(Method):
         if target == draft and self.adaptive:
             raise ConfigError("adaptive growth needs a draft on devices of its own (draft_devices)")
 
-    def bind(
-        self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None
-    ) -> SwiftSpecRunner:
+    def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         assert self.branch is not None
-        return SwiftSpecRunner(
-            models, self.growth(models), tokens, overlap=self.overlap, adaptive=self.adaptive
-        )  # fmt: skip
+        return SwiftSpecRunner(models, self.growth(models), tokens, overlap=self.overlap, adaptive=self.adaptive)
 
     def _growth(self, branch_free: bool) -> Growth:
         assert self.branch is not None and self.survivors is not None
         room = 4 * self.depth if self.adaptive else self.depth
         return Growth(
-            self.num_rows,
-            self.width,
-            self.branch,
-            self.depth,
-            self.survivors,
-            room,
-            self.reuse,
-            self.leaves,
+            self.num_rows, self.width, self.branch, self.depth, self.survivors, room, self.reuse, self.leaves,
             branch_free,
-        )
+        )  # fmt: skip
 
     def growth(self, models: Models) -> Growth:
         """How the tree grows on these devices."""
