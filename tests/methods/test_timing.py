@@ -1,0 +1,100 @@
+"""When drafting pauses, on a clock that the test moves."""
+
+import pytest
+
+from jaxspec.methods.core import timing
+from jaxspec.methods.core.round import StepOutput
+from jaxspec.methods.core.timing import RoundTimer
+
+PLAIN, DRAFTED = StepOutput((1,) * 4, (0.0,) * 4), StepOutput((1,) * 2, (0.0,) * 2, 1, 1, 1, 1)
+
+
+class Clock:
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def run(timer, clock, rounds, drafted_s, plain_s=1.0, output=DRAFTED):
+    """So many rounds; returns whether each one could draft. A plain token takes `plain_s`."""
+    allowed = []
+    for _ in range(rounds):
+        allowed.append(timer.may_draft())
+        clock.seconds += drafted_s if allowed[-1] else plain_s * len(PLAIN.tokens)
+        timer.observe(output if allowed[-1] else PLAIN, allowed=allowed[-1])
+    return allowed
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def timer(clock):
+    timer = RoundTimer(clock)
+    timer.begin_text()
+    return timer
+
+
+def test_plain_rounds_come_first_and_again(timer, clock):
+    allowed = run(timer, clock, timing.PLAIN_EVERY + timing.PLAIN_ROUNDS, drafted_s=1.0)
+    plain = [place for place, drafts in enumerate(allowed) if not drafts]
+    first = list(range(timing.PLAIN_ROUNDS))
+    assert plain == first + [timing.PLAIN_EVERY + place for place in first]
+
+
+def test_gain_is_tokens_per_time(timer, clock):
+    run(timer, clock, 40, drafted_s=1.25)
+    assert timer.plain_s == 1.0
+    assert timer.gain == pytest.approx(2 / 1.25)
+    assert timer.report() == {"gain": pytest.approx(2 / 1.25)}
+
+
+def test_drafts_that_lose_pause_and_are_tried_again(timer, clock):
+    allowed = run(timer, clock, 200, drafted_s=2.5)
+    tried = timing.PLAIN_ROUNDS + timing.ENOUGH_ROUNDS
+    assert all(allowed[timing.PLAIN_ROUNDS : tried])
+    paused = allowed[tried : tried + timing.FIRST_PAUSE]
+    assert not any(paused)
+    assert any(allowed[tried + timing.FIRST_PAUSE :])
+    # The next pause is twice as long: few rounds draft in all.
+    assert sum(allowed[tried:]) <= 2 * timing.ENOUGH_ROUNDS
+
+
+def test_another_text_ends_a_pause(timer, clock):
+    run(timer, clock, timing.PLAIN_ROUNDS + timing.ENOUGH_ROUNDS + 5, drafted_s=2.5)
+    assert not timer.may_draft()
+    timer.begin_text()
+    assert timer.may_draft()
+
+
+def test_the_first_round_of_a_text_and_pauses_of_the_caller_are_not_counted(timer, clock):
+    run(timer, clock, 20, drafted_s=1.0)
+    clock.seconds += 500
+    timer.begin_text()
+    run(timer, clock, 1, drafted_s=300.0)
+    assert timer.gain == pytest.approx(2.0)
+    # Within a text a pause counts as an outlier at most.
+    run(timer, clock, 1, drafted_s=10_000.0)
+    assert timer.total_s < 100
+
+
+def test_rounds_that_decline_are_asked_less_often(clock):
+    timer = RoundTimer(clock, ask_every=4)
+    timer.begin_text()
+    allowed = run(timer, clock, 60, drafted_s=1.0, output=StepOutput((1,), (0.0,)))
+    later = allowed[timing.PLAIN_ROUNDS + timing.DECLINED + 1 :]
+    assert sum(later) == pytest.approx(len(later) / 4, abs=1)
+
+
+def test_a_pass_beside_a_round_is_not_the_rounds(timer, clock):
+    run(timer, clock, 20, drafted_s=1.0)
+    gain = timer.gain
+    timer.may_draft()
+    clock.seconds += 1.0 + 3.0
+    timer.observe(DRAFTED, allowed=True, delayed=True)
+    assert timer.gain == gain
+    assert timer.pass_s == timer.spent_s == pytest.approx(3.0)
