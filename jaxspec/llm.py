@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxspec.checkpoint.load import Weights
 from jaxspec.checkpoint.pair import NO_DRAFT, DamagedDraftError, load_pair, open_draft, open_model, place_pair
-from jaxspec.checkpoint.shipped import find_shipped_draft, warn_of_damage
-from jaxspec.checkpoint.vocabulary import vocabulary_digest
+from jaxspec.checkpoint.shipped import find_shipped_draft, vocabulary_digest, warn_of_damage
 from jaxspec.config import DType, EngineConfig, SamplingParams
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from distil.batches import Packer, choose_head, split_held_out
+from distil.export import save_draft
 from distil.sample import Sampler, SampleSettings, answers_of, sample_shards, target_digest
 from distil.shards import Conversation, read_meta, read_shard, replace_text, write_meta
 from distil.student import init_student, student_config
@@ -39,8 +40,7 @@ from distil.train import (
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxspec import LLM
-from jaxspec.checkpoint.convert import save_draft
-from jaxspec.checkpoint.vocabulary import vocabulary_digest
+from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.errors import JaxspecError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params

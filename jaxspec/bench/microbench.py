@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import Params
-from jaxspec.models.projections import multiply_heads, project_out
-from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.models.transformer import forward, multiply_heads, project_out, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from pallas_kernels import registry

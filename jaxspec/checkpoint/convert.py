@@ -5,7 +5,7 @@ import functools
 import glob
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxspec.checkpoint.native.checkpoint import write_arrays
 from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, is_info, leaf_name
+from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import (
     LeafType,
     Storage,
@@ -36,8 +36,6 @@ QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0"}
 
 # Disk space for the tokenizer and the folder structure.
 _SPARE_BYTES = 64 << 20
-
-SaveTokenizer = Callable[[Path, Path], None]  # writes the tokenizer of a checkpoint into a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,7 @@ def convert(
     progress: Callable[[ConvertProgress], None] | None = None,
     layers: int | None = None,
     quantize: str | None = None,
-    save_tokenizer: SaveTokenizer | None = None,
+    save_tokenizer: Callable[[Path, Path], None] | None = None,
 ) -> NativeCheckpoint:
     """Write the model at `src` as a native checkpoint `dst`.
 
@@ -67,15 +65,13 @@ def convert(
     Args:
       src: a Hugging Face folder, a GGUF file, or another native checkpoint.
       dst: a folder that does not exist yet, in one that does.
-      dtype: of the stored weights: "float32", "bfloat16", or "auto": each as the source has it, blocks too, without
-        loss. Norms and biases are always float32.
+      dtype: of the weights: "float32", "bfloat16", or "auto", which keeps each as the source has it. Norms and biases
+        are always float32.
       progress: called before the first array and after each.
-      layers: number of layers to keep, from the first; embedding, norm and head stay. The result is a rough draft
-        model that needs no training. None keeps all layers.
-      quantize: "q8_0" or "q4_0", to which weights are rounded; needs dtype "auto". Weights that the source holds in
-        that format are copied. Rows that are not whole blocks become float32. With "q4_0", embedding and head become
-        q8_0. None rounds nothing.
-      save_tokenizer: `jaxspec.text.tokenizer.save_tokenizer`; None writes a checkpoint without a tokenizer.
+      layers: number of layers to keep, from the first: a rough draft model without training. None keeps all.
+      quantize: "q8_0" or "q4_0", to which weights are rounded (embedding and head always to q8_0); needs dtype "auto".
+        Weights that the source holds in that format are copied. Rows that are not whole blocks become float32.
+      save_tokenizer: writes the tokenizer of `src` into a folder; None writes a checkpoint without a tokenizer.
 
     Raises:
       CheckpointError: `src` is missing, damaged or not supported, `dst` exists or cannot be written, or the disk is too
@@ -84,66 +80,27 @@ def convert(
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is not supported; use auto, {' or '.join(DTYPES)}")
-    _check_quantize(quantize)
+    check_quantize(quantize)
     if quantize is not None and dtype != "auto":
         raise ConfigError(f"quantize {quantize!r} and dtype {dtype!r} exclude each other; give one of them")
     src, dst = Path(src), Path(dst)
-    _check_places(src, dst)
+    detect_format(src)
+    if src.resolve() == dst.resolve():
+        raise CheckpointError(f"{src} and {dst} are the same place; give another destination")
+    if src.resolve() in dst.resolve().parents:
+        raise CheckpointError(f"{dst} lies inside {src}; give a destination outside of it")
+    check_destination(dst)
     source = open_weights(src)
     cfg = source.config
     if layers is not None:
         if not 1 <= layers <= cfg.num_layers:
             raise ConfigError(f"layers must lie between 1 and the model's {cfg.num_layers}, got {layers}")
         cfg = dataclasses.replace(cfg, num_layers=layers, sliding_layers=cfg.sliding_layers[:layers])
-    stored = _choose_storage(source, cfg, dtype, quantize)
-    write_tokenizer = None if save_tokenizer is None else functools.partial(save_tokenizer, src)
-    return _write_checkpoint(dst, source, cfg, stored, progress, write_tokenizer)
+    stored = choose_storage(source, cfg, dtype, quantize)
+    return write_checkpoint(dst, source, cfg, stored, progress, save_tokenizer and (lambda to: save_tokenizer(src, to)))
 
 
-def save_draft(
-    dst: str | Path,
-    params: Params,
-    cfg: ModelConfig,
-    vocabulary: str,
-    eos_ids: Sequence[int] = (),
-    quantize: str | None = None,
-) -> NativeCheckpoint:
-    """Write a draft that shares its target's embedding, all or nothing, as `convert` does.
-
-    Args:
-      dst: a folder that does not exist yet, in one that does.
-      params: its own parameters (`declare_params`), float32.
-      cfg: its geometry, with `shares_embedding`.
-      vocabulary: see `jaxspec.checkpoint.vocabulary.vocabulary_digest`.
-      eos_ids: token ids that end a text; the target's decide.
-      quantize: see `convert`.
-
-    Raises:
-      CheckpointError, ConfigError: as `convert`.
-    """
-    dst = Path(dst)
-    _check_destination(dst)
-    if not cfg.shares_embedding:
-        raise ConfigError("this model has an embedding of its own (shares_embedding is False): it is no draft to save")
-    if not isinstance(vocabulary, str):
-        raise ConfigError(f"vocabulary must be the digest of the target's, got {vocabulary!r}")
-    if bad := [token for token in eos_ids if not 0 <= token < cfg.vocab_size]:
-        raise ConfigError(f"eos_ids must be token ids below {cfg.vocab_size}, got {bad[0]}")
-    _check_quantize(quantize)
-    leaves = {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree.flatten_with_path(params)[0]}
-    source = Weights(
-        dst,
-        cfg,
-        tuple(eos_ids),
-        Storage("float32"),
-        lambda placement: params,
-        lambda name, info: leaves[name],
-        vocabulary,
-    )
-    return _write_checkpoint(dst, source, cfg, _choose_storage(source, cfg, "auto", quantize))
-
-
-def _write_checkpoint(
+def write_checkpoint(
     dst: Path,
     source: Weights,
     cfg: ModelConfig,
@@ -167,7 +124,9 @@ def _write_checkpoint(
             write_tokenizer(partial)
         write_arrays(partial, _plan_leaves(source, cfg, stored, progress or (lambda _: None)))
         write_manifest(partial, cfg, stored, source.eos_ids, source.vocabulary)
-        _sync_tree(partial)
+        # No crash may keep the folder's name and lose its content.
+        for path in (*partial.rglob("*"), partial):
+            _sync(path)
         # If the destination has appeared meanwhile, this fails unless it is empty.
         partial.rename(dst)
         _sync(dst.absolute().parent)
@@ -189,22 +148,14 @@ def find_leftovers(dst: str | Path) -> list[Path]:
     return sorted(dst.parent.glob(f".{glob.escape(dst.name)}.partial-*"))
 
 
-def _check_places(src: Path, dst: Path) -> None:
-    """Refuse pairs of paths that cannot work, before anything is written."""
-    detect_format(src)
-    if src.resolve() == dst.resolve():
-        raise CheckpointError(f"{src} and {dst} are the same place; give another destination")
-    if src.resolve() in dst.resolve().parents:
-        raise CheckpointError(f"{dst} lies inside {src}; give a destination outside of it")
-    _check_destination(dst)
-
-
-def _check_quantize(quantize: str | None) -> None:
+def check_quantize(quantize: str | None) -> None:
+    """Refuse a format that weights cannot be quantised to; None is none."""
     if quantize is not None and quantize not in QUANTISED:
         raise ConfigError(f"weights cannot be quantised to {quantize!r}; {suggest(quantize, QUANTISED)}")
 
 
-def _check_destination(dst: Path) -> None:
+def check_destination(dst: Path) -> None:
+    """Refuse a destination that exists or cannot be written."""
     if os.path.lexists(dst):
         raise CheckpointError(f"{dst} exists already; it is not overwritten. Remove it or give another name")
     if PARTIAL.fullmatch(dst.absolute().name):
@@ -216,7 +167,7 @@ def _check_destination(dst: Path) -> None:
         raise CheckpointError(f"{dst}: the folder {parent} is not writable")
 
 
-def _choose_storage(source: Weights, cfg: ModelConfig, dtype: str, quantize: str | None) -> Storage:
+def choose_storage(source: Weights, cfg: ModelConfig, dtype: str, quantize: str | None) -> Storage:
     """How the weights of the result, whose geometry is `cfg`, are stored, by the options of `convert`."""
     if dtype != "auto":
         return Storage(dtype)
@@ -243,32 +194,21 @@ def _plan_leaves(
     def report() -> None:
         progress(ConvertProgress(len(done), len(sizes), sum(done.values()), sum(sizes.values())))
 
-    def make_value(name: str, info: ArrayInfo) -> np.ndarray:
+    def make(name: str, info: ArrayInfo) -> np.ndarray:
+        if not done:
+            report()
         if info.format is None or (name in held and held[name].format == info.format):
-            return source.read(name, info)
-        return encode_blocks(source.read(name, numbers[name]), info.format).reshape(info.shape)
+            value = source.read(name, info)
+        else:
+            value = encode_blocks(source.read(name, numbers[name]), info.format).reshape(info.shape)
+        done[name] = sizes[name]
+        report()
+        return value
 
     def plan_leaf(path: tuple[Any, ...], info: ArrayInfo) -> PendingLeaf:
-        name = leaf_name(path)
-
-        def make() -> np.ndarray:
-            if not done:
-                report()
-            value = make_value(name, info)
-            done[name] = sizes[name]
-            report()
-            return value
-
-        return PendingLeaf(info, make)
+        return PendingLeaf(info, functools.partial(make, leaf_name(path), info))
 
     return jax.tree.map_with_path(plan_leaf, declare_params(cfg, storage), is_leaf=is_info)
-
-
-def _sync_tree(folder: Path) -> None:
-    """Bring everything under `folder` to the disk, so that no crash can keep the name and lose the content."""
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -17,11 +17,10 @@ from gguf.quants import dequantize
 from jaxspec.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_header
 from jaxspec.checkpoint.keymaps import check_accounted
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.config import ModelConfig, RopeConfig, rope_frequencies
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.base import ConfigValues, Family
 from jaxspec.models.quantization import decode_blocks
-from jaxspec.models.rope import rope_frequencies
 from pallas_kernels.linear.blocks import FORMATS
 
 _TOP_NAMES = {
@@ -118,16 +117,13 @@ def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
             f"{path}: is one of {metadata['split.count']} parts of a split GGUF, which are not supported; "
             "join them first with `llama-gguf-split --merge`"
         )
-    kind = metadata.get("general.type", "model")
-    if kind != "model":
+    if (kind := metadata.get("general.type", "model")) != "model":
         raise CheckpointError(f"{path}: holds a GGUF {kind!r} (general.type), not a model")
     known = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in known:
-        raise CheckpointError(
-            f"{path}: GGUF architecture {architecture!r} is not supported; supported: {', '.join(known)}"
-        )
-    return known[architecture]
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in known:
+        raise CheckpointError(f"{path}: GGUF architecture {name!r} is not supported; supported: {', '.join(known)}")
+    return known[name]
 
 
 def _rename(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
@@ -136,20 +132,13 @@ def _rename(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]
     for name, tensor in tensors.items():
         if name == _ROPE_FREQS:
             continue
-        hf_name = _hugging_face_name(name)
+        hf_name, parts = _TOP_NAMES.get(name, name), name.split(".")
+        if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
+            hf_name = f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
         if hf_name in renamed:
             raise CheckpointError(f"{path}: holds the tensor {hf_name!r} twice, the second time as {name!r}")
         renamed[hf_name] = tensor
     return renamed
-
-
-def _hugging_face_name(name: str) -> str:
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
-    return name
 
 
 def _refuse_block_types(path: Path, tensors: dict[str, GGUFTensor]) -> None:
@@ -275,9 +264,5 @@ def _read_eos_ids(path: Path, metadata: dict[str, Any], vocab_size: int) -> tupl
 
 
 def _deinterleave_rows(raw: np.ndarray, num_rows: int, head_dim: int) -> np.ndarray:
-    """Hugging Face's order of rows: row j*H/2+i of each head is row 2i+j of the file.
-
-    Whole rows move, so quantised bytes can: fewer of them than of float32.
-    """
-    rows = raw.reshape(num_rows // head_dim, head_dim // 2, 2, -1)  # [heads, H/2, 2, bytes]
-    return rows.swapaxes(1, 2).reshape(-1)
+    """Hugging Face's order of rows: row j*H/2+i of each head is row 2i+j of the file. Quantised rows can move too."""
+    return raw.reshape(num_rows // head_dim, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(-1)

@@ -10,7 +10,7 @@ import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -19,9 +19,7 @@ from jaxspec.errors import CheckpointError
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
-_MAX_DIMS = 4
-_MAX_ARRAY_DEPTH = 4
+_MAX_DIMS, _MAX_ARRAY_DEPTH = 4, 4
 
 # Value types of the format, in its own numbering.
 _NUMBERS = {
@@ -34,10 +32,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 # The fewest bytes that one entry takes. They bound a hostile count before anything is allocated.
 _LEAST_PAIR = 8 + 4 + 1  # empty key, type, one byte
 _LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # empty name, rank, one dimension, type, offset
-_LEAST_STRING = 8
-_LEAST_ARRAY = 4 + 8
-
-_U64 = struct.Struct("<Q")
+_LEAST_STRING, _LEAST_ARRAY = 8, 4 + 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +44,8 @@ class GGUFTensor:
     offset: int
     nbytes: int
 
-    @property
-    def end(self) -> int:
-        """Offset of the first byte after it."""
-        return self.offset + self.nbytes
 
-
-@dataclasses.dataclass(frozen=True)
-class GGUFHeader:
+class GGUFHeader(NamedTuple):
     """Everything of a GGUF file but the weights; metadata holds plain Python values and lists."""
 
     metadata: dict[str, Any]
@@ -85,10 +74,7 @@ class _Parser:
     """One pass over the mapped file; `at` is the position of the next unread byte."""
 
     def __init__(self, path: Path, data: mmap.mmap):
-        self.path = path
-        self.data = data
-        self.size = len(data)
-        self.at = 0
+        self.path, self.data, self.size, self.at = path, data, len(data), 0
 
     def parse(self) -> GGUFHeader:
         if self.data[:4] != MAGIC:
@@ -107,7 +93,7 @@ class _Parser:
             if key in metadata:
                 self.fail(f"holds the metadata key {key!r} twice")
             metadata[key] = self.take_value(self.take_integer(4, f"type of {key!r}"), key, depth=0)
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        alignment = metadata.get("general.alignment", 32)  # the default of the format
         if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment & alignment - 1:
             self.fail(f"general.alignment must be a power of two, got {alignment!r}")
         return GGUFHeader(metadata, self.take_tensors(num_tensors, alignment))
@@ -115,16 +101,15 @@ class _Parser:
     def fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.path}: {problem}")
 
-    def need(self, count: int, what: str) -> None:
-        left = self.size - self.at
-        if count > left:
+    def take_bytes(self, count: int, what: str) -> bytes:
+        if count > (left := self.size - self.at):
             self.fail(f"ends too early: {what} at byte {self.at} needs {count} bytes, the file has {left} left")
+        self.at += count
+        # A copy: an array over the map itself would keep the file mapped.
+        return self.data[self.at - count : self.at]
 
     def take_integer(self, size: int, what: str) -> int:
-        """An unsigned integer of `size` bytes."""
-        self.need(size, what)
-        self.at += size
-        return int.from_bytes(self.data[self.at - size : self.at], "little")
+        return int.from_bytes(self.take_bytes(size, what), "little")
 
     def take_count(self, what: str, least: int) -> int:
         """A count of entries of at least `least` bytes each, refused where the rest of the file cannot hold them."""
@@ -135,13 +120,11 @@ class _Parser:
         return count
 
     def take_string(self, what: str) -> str:
-        length = self.take_integer(8, f"length of {what}")
-        self.need(length, what)
-        self.at += length
+        raw = self.take_bytes(self.take_integer(8, f"length of {what}"), what)
         try:
-            return self.data[self.at - length : self.at].decode()
+            return raw.decode()
         except UnicodeDecodeError as error:
-            self.fail(f"{what} at byte {self.at - length} is not valid UTF-8: {error.reason} at {error.start}")
+            self.fail(f"{what} at byte {self.at - len(raw)} is not valid UTF-8: {error.reason} at {error.start}")
 
     def take_value(self, kind: int, key: str, depth: int) -> Any:
         if kind == _STRING:
@@ -154,11 +137,7 @@ class _Parser:
 
     def take_numbers(self, kind: int, count: int, key: str) -> list[Any]:
         dtype = _NUMBERS[kind]
-        self.need(count * dtype.itemsize, f"value of {key!r}")
-        # A copy: an array over the map itself would keep the file mapped.
-        raw = self.data[self.at : self.at + count * dtype.itemsize]
-        self.at += len(raw)
-        values = np.frombuffer(raw, dtype)
+        values = np.frombuffer(self.take_bytes(count * dtype.itemsize, f"value of {key!r}"), dtype)
         if kind == _BOOL:
             if values.size and values.max() > 1:
                 self.fail(f"metadata {key!r} holds {values.max()} as a boolean")
@@ -180,7 +159,7 @@ class _Parser:
 
     def take_strings(self, count: int, key: str) -> list[str]:
         # Vocabularies hold 10^5 strings: this loop is `take_string` inlined, and takes a third of its time.
-        data, size, at, unpack, strings = self.data, self.size, self.at, _U64.unpack_from, []
+        data, size, at, unpack, strings = self.data, self.size, self.at, struct.Struct("<Q").unpack_from, []
         try:
             for _ in range(count):
                 start = at + 8
@@ -196,22 +175,22 @@ class _Parser:
         return strings
 
     def take_tensors(self, count: int, alignment: int) -> dict[str, GGUFTensor]:
-        relative: dict[str, GGUFTensor] = {}
+        found: dict[str, GGUFTensor] = {}
         for _ in range(count):
             name = self.take_string("tensor name")
-            if name in relative:
+            if name in found:
                 self.fail(f"holds the tensor {name!r} twice")
-            relative[name] = self.take_tensor(name, alignment)
+            found[name] = self.take_tensor(name, alignment)
         start = -(-self.at // alignment) * alignment
-        tensors = {name: dataclasses.replace(tensor, offset=start + tensor.offset) for name, tensor in relative.items()}
-        for name, tensor in tensors.items():
-            if tensor.end > self.size:
-                self.fail(f"tensor {name!r} ends at byte {tensor.end}, the file has {self.size}: truncated?")
-        for before, after in itertools.pairwise(sorted(tensors, key=lambda name: tensors[name].offset)):
-            end, start = tensors[before].end, tensors[after].offset
-            if end > start:
-                self.fail(f"tensors {before!r} (to byte {end}) and {after!r} (from {start}) overlap")
-        return tensors
+        found = {name: dataclasses.replace(tensor, offset=start + tensor.offset) for name, tensor in found.items()}
+        ends = {name: tensor.offset + tensor.nbytes for name, tensor in found.items()}
+        for name, end in ends.items():
+            if end > self.size:
+                self.fail(f"tensor {name!r} ends at byte {end}, the file has {self.size}: truncated?")
+        for before, after in itertools.pairwise(sorted(found, key=lambda name: found[name].offset)):
+            if ends[before] > (start := found[after].offset):
+                self.fail(f"tensors {before!r} (to byte {ends[before]}) and {after!r} (from {start}) overlap")
+        return found
 
     def take_tensor(self, name: str, alignment: int) -> GGUFTensor:
         """One directory entry, its offset still relative to the start of the data."""

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +37,6 @@ _GREEDY_SETTINGS = (
 )  # fmt: skip
 _NEUTRAL = (None, False, 0, 1, 1.0, [], {})
 
-
 # Keys that change no logit: provenance, training, how transformers runs the model, and defaults for its generate().
 _HARMLESS_KEYS = frozenset({
     "architectures", "_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype",
@@ -60,25 +59,20 @@ _HARMLESS_KEYS = frozenset({
 
 # An unknown key of such a name with the value 1.0 multiplies by one.
 _FACTOR_WORDS = ("multiplier", "scale", "scaling", "factor")
-
 _ROPE_KEYS = frozenset({
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "partial_rotary_factor",
 })  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """Where one tensor lies: file, shape, dtype, and absolute offset in bytes."""
+class _Tensor(NamedTuple):
+    """Where one tensor lies; `offset` is in bytes from the start of the file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: np.dtype
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    nbytes: int
 
 
 class HFSource:
@@ -105,11 +99,9 @@ class HFSource:
         self._data = {tensor.file: np.memmap(tensor.file, np.uint8, mode="r") for tensor in self._tensors.values()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def weight_type(self, name: str) -> str:
-        """Dtype of one tensor."""
         return self._tensors[name].dtype.name
 
     def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
@@ -140,11 +132,7 @@ def open_hf(path: str | Path) -> HFSource:
 
 
 def _read_header(path: Path) -> dict[str, _Tensor]:
-    """Directory of a safetensors file by tensor name; the package checks the header against the size of the file.
-
-    Raises:
-      CheckpointError: the file is damaged or hostile, or holds a type other than F32, F16 and BF16.
-    """
+    """Directory of a safetensors file by tensor name; the package checks the header against the size of the file."""
     tensors: dict[str, _Tensor] = {}
     try:
         with open(path, "rb") as file:
@@ -155,7 +143,8 @@ def _read_header(path: Path) -> dict[str, _Tensor]:
                 part = header.get_slice(name)
                 if (kind := part.get_dtype()) not in _DTYPES:
                     raise CheckpointError(f"{path}: tensor {name!r} has type {kind}; supported: {', '.join(_DTYPES)}")
-                tensors[name] = _Tensor(path, tuple(part.get_shape()), _DTYPES[kind], offset)
+                shape, dtype = tuple(part.get_shape()), _DTYPES[kind]
+                tensors[name] = _Tensor(path, shape, dtype, offset, math.prod(shape) * dtype.itemsize)
                 offset += tensors[name].nbytes
     except SafetensorError as error:
         raise CheckpointError(f"{path}: is damaged or no safetensors file: {error}") from error
@@ -180,8 +169,7 @@ def _list_weights(path: Path) -> list[Path]:
             raise CheckpointError(f"{path}: {_INDEX_FILE} names {file.name}, which is not there")
     if files:
         return files
-    pickles = sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-    if pickles:
+    if pickles := sorted(f.name for f in path.iterdir() if f.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")):
         raise CheckpointError(
             f"{path}: holds weights only as pickles ({', '.join(pickles[:3])}), which can run code "
             "and were not opened; convert them to safetensors first"
@@ -207,38 +195,27 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 def _warn_unapplied(path: Path, generation: dict[str, Any]) -> None:
     """Name the settings with which transformers would generate other greedy text than jaxspec does."""
-    asked = [f"{key}={generation[key]}" for key in _GREEDY_SETTINGS if generation.get(key) not in _NEUTRAL]
-    if asked:
-        logging.getLogger(__name__).warning(
-            "%s asks for %s, which jaxspec does not apply by itself; set what you want in SamplingParams",
-            path, ", ".join(asked),
-        )  # fmt: skip
+    if asked := [f"{key}={generation[key]}" for key in _GREEDY_SETTINGS if generation.get(key) not in _NEUTRAL]:
+        message = "%s asks for %s, which jaxspec does not apply by itself; set what you want in SamplingParams"
+        logging.getLogger(__name__).warning(message, path, ", ".join(asked))
 
 
 def _read_eos_ids(path: Path, generation: dict[str, Any], config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """The tokens that end a text, from `generation_config.json` or else from `config.json`."""
-    for file, values in ((GENERATION_FILE, generation), (CONFIG_FILE, config)):
-        ids = values.get("eos_token_id")
-        if ids is None:
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise CheckpointError(
-                    f"{path / file}: eos_token_id must be token ids below {vocab_size}, got {str(token)[:60]}"
-                )
-        return tuple(dict.fromkeys(ids))
-    return ()
+    file, ids = GENERATION_FILE, generation.get("eos_token_id")
+    if ids is None:
+        file, ids = CONFIG_FILE, config.get("eos_token_id", [])
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"{path / file}: eos_token_id must be token ids below {vocab_size}, got {str(token)[:60]}"
+            )
+    return tuple(dict.fromkeys(ids))
 
 
 def _read_config(path: Path, raw: dict[str, Any], max_layers: int) -> ModelConfig:
-    """The geometry that a parsed `config.json` asks for.
-
-    Args:
-      path: named in errors.
-      raw: the JSON object.
-      max_layers: number of tensors in the checkpoint; a larger number of layers is refused before anything is built.
-    """
+    """The geometry of a parsed `config.json`; more than `max_layers` layers are refused before anything is built."""
     values = ConfigValues(path, raw)
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -298,14 +275,9 @@ def _read_rope(path: Path, values: ConfigValues, raw: dict[str, Any], max_contex
         case "llama3":
             # A number beside the rotary settings wins over the one inside, as in transformers.
             inside = numbers.integer("original_max_position_embeddings", default=max_context)
-            return RopeConfig(
-                theta,
-                "llama3",
-                numbers.number("factor"),
-                low_freq_factor=numbers.number("low_freq_factor"),
-                high_freq_factor=numbers.number("high_freq_factor"),
-                original_context=values.integer("original_max_position_embeddings", default=inside),
-            )
+            context = values.integer("original_max_position_embeddings", default=inside)
+            low, high = numbers.number("low_freq_factor"), numbers.number("high_freq_factor")
+            return RopeConfig(theta, "llama3", numbers.number("factor"), low, high, context)
     values.refuse(name, f"rotary scaling {kind!r} is not supported (default, linear, llama3 are)")
 
 

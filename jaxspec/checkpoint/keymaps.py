@@ -21,9 +21,7 @@ from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storag
 Shape = tuple[int, ...]
 Assemble = Callable[[Sequence[np.ndarray]], np.ndarray]
 
-EMBED = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_LISTED = 8
 
 
@@ -37,29 +35,23 @@ class TensorSource(Protocol):
     config: ModelConfig
     eos_ids: tuple[int, ...]
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by name."""
-        ...
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def weight_type(self, name: str) -> str:
         """How one tensor can be kept without loss: one of `jaxspec.models.quantization.WEIGHT_TYPES`."""
         ...
 
     def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
-        """One whole tensor in its own dtype; blocks are dequantised to float32.
+        """One whole tensor in its own dtype, blocks dequantised to float32.
 
-        With `keep_blocks`, blocks of the format that `weight_type` names are returned as they are: uint8
-        `[out, in / values, nbytes]`.
+        With `keep_blocks`, blocks of the format that `weight_type` names are uint8 `[out, in / values, nbytes]`.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make one leaf: `assemble` takes the tensors named in `sources`, in that order and of those shapes.
-
-    The result is reshaped to the declared shape of the leaf, `info`.
-    """
+    """How to make one leaf: `assemble` takes the tensors that `sources` names, with shapes; `info` declares it."""
 
     sources: tuple[tuple[str, Shape], ...]
     assemble: Assemble
@@ -93,14 +85,11 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
     infos = declare_leaves(cfg, storage)
     made: dict[str, Recipe] = {}
 
-    def take_one(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return arrays[0]
-
     def group_heads(arrays: Sequence[np.ndarray]) -> np.ndarray:
         """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, key and value."""
         return np.concatenate([a.reshape(K, -1, H, *a.shape[1:]) for a in arrays], axis=1)
 
-    def add(leaf: str, *sources: tuple[str, Shape], assemble: Assemble = take_one) -> None:
+    def add(leaf: str, *sources: tuple[str, Shape], assemble: Assemble = lambda arrays: arrays[0]) -> None:
         made[leaf] = Recipe(sources, assemble, infos[leaf])
 
     add("embed", (EMBED, (V, D)))
@@ -142,10 +131,8 @@ def source_storage(source: TensorSource) -> Storage:
     made = recipes(source.config)
     for leaf in weight_leaves(source.config):
         kinds = tuple(source.weight_type(name) for name, _ in made[leaf].sources)
-        if len(set(kinds)) == 1:
-            types[leaf] = kinds[0]
-        else:
-            types[leaf] = kinds if len(kinds) == len(PARTS) else "float32"
+        alike = "float32" if len(set(kinds)) > 1 else kinds[0]
+        types[leaf] = kinds if len(set(kinds)) > 1 and len(kinds) == len(PARTS) else alike
     return collect_storage(types)
 
 
@@ -155,32 +142,29 @@ def check_accounted(source: TensorSource) -> None:
     Raises:
       CheckpointError: some are missing, unexpected or of another shape; all of them are in the one message.
     """
-    found = source.shapes()
+    cfg, found = source.config, source.shapes()
     # Before anything as long as the config claims is built.
-    if source.config.num_layers > len(found):
+    if cfg.num_layers > len(found):
         raise CheckpointError(
-            f"{source.path}: the config asks for {source.config.num_layers} layers, "
+            f"{source.path}: the config asks for {cfg.num_layers} layers, "
             f"but the checkpoint holds only {len(found)} tensors"
         )
-    expected = {name: shape for recipe in recipes(source.config).values() for name, shape in recipe.sources}
+
+    def is_harmless(name: str, shape: Shape) -> bool:
+        """Whether a tensor adds nothing to the config: saved rotary frequencies, and the head of a tied model."""
+        tied_head = name == HEAD and cfg.tied and shape == (cfg.vocab_size, cfg.embed_dim)
+        return tied_head or name.endswith(".rotary_emb.inv_freq")
+
+    expected = {name: shape for recipe in recipes(cfg).values() for name, shape in recipe.sources}
+    differ = (f"{n} is {list(found[n])}, not {list(s)}" for n, s in expected.items() if n in found and found[n] != s)
     problems = [
         _list_some("missing", (name for name in expected if name not in found)),
-        _list_some("unexpected", (n for n, s in found.items() if n not in expected and not _is_harmless(n, s, source))),
-        _list_some(
-            "of the wrong shape",
-            (f"{n} is {list(found[n])}, not {list(s)}" for n, s in expected.items() if n in found and found[n] != s),
-        ),
+        _list_some("unexpected", (n for n, s in found.items() if n not in expected and not is_harmless(n, s))),
+        _list_some("of the wrong shape", differ),
     ]
     if any(problems):
         listed = "; ".join(filter(None, problems))
-        raise CheckpointError(f"{source.path}: tensors do not match the {source.config.family} config: {listed}")
-
-
-def _is_harmless(name: str, shape: Shape, source: TensorSource) -> bool:
-    """Whether a tensor adds nothing to the config: saved rotary frequencies, and the head of a tied model."""
-    if name.endswith(".rotary_emb.inv_freq"):
-        return True
-    return name == HEAD and source.config.tied and shape == (source.config.vocab_size, source.config.embed_dim)
+        raise CheckpointError(f"{source.path}: tensors do not match the {cfg.family} config: {listed}")
 
 
 def _list_some(what: str, names: Iterable[str]) -> str:

@@ -42,12 +42,8 @@ class Weights:
     """A checkpoint whose headers are read and checked, and whose weights are still on disk.
 
     Attributes:
-      path: the checkpoint.
-      config: geometry.
-      eos_ids: token ids that end a text.
       own_storage: the types of the weights as the checkpoint holds them.
-      load: reads every parameter that the checkpoint holds for a placement: in blocks where its storage says so, else
-        as numbers.
+      load: reads every parameter that the checkpoint holds for a placement: in blocks where its storage says so.
       read: reads one whole unpadded parameter by leaf name, as its declaration says.
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
@@ -63,7 +59,7 @@ class Weights:
     layers: LayerSet | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
-        """What a placement on `plan` keeps the weights in, where they are to stay as the checkpoint holds them."""
+        """The types on `plan` where weights stay as the checkpoint holds them."""
         return fit_storage(self.own_storage, self.config, plan.tensor)
 
 
@@ -86,9 +82,9 @@ def open_weights(path: Path | None) -> Weights:
             return restore_native(native, placement.plan, placement.weights, placement.vocab_rows)
 
         def read_native(name: str, info: ArrayInfo) -> np.ndarray:
-            from jaxspec.checkpoint.native.checkpoint import read_leaf_as
+            from jaxspec.checkpoint.native.checkpoint import read_leaf
 
-            return read_leaf_as(native, name, info)
+            return read_leaf(native, name, info)
 
         return Weights(path, native.config, native.eos_ids, native.storage, restore, read_native, native.vocabulary)
     try:
@@ -128,22 +124,16 @@ def open_checkpoint(path: str | Path) -> TensorSource:
             return open_hf(path)
         case "gguf":
             return open_gguf(path)
-        case "native":
-            raise CheckpointError(
-                f"{path}: is a native checkpoint already; a Hugging Face folder or GGUF file is needed"
-            )
+    raise CheckpointError(f"{path}: is a native checkpoint already; a Hugging Face folder or GGUF file is needed")
 
 
 def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, vocab_rows: int = 0) -> Params:
-    """Read every parameter and place each shard on its device.
-
-    Memory beyond the parameters themselves is about one leaf per thread.
+    """Read every parameter and place each shard on its device; about one leaf per thread is in memory besides.
 
     Args:
       source: an open checkpoint.
       plan: the devices; dimensions that they do not divide are zero-padded.
-      storage: how each weight is kept: blocks only as the checkpoint has them. A dtype is that of all weights; norms
-        and biases stay float32.
+      storage: how each weight is kept, in blocks only as the checkpoint has them; a dtype is that of all weights.
       vocab_rows: least number of vocabulary rows; fewer are zero-padded.
 
     Raises:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 
-from jaxspec.checkpoint.layer_subset import PREFIX, open_layer_subset, place_layer_subset, take_layers
+from jaxspec.checkpoint import shared_weights
 from jaxspec.checkpoint.load import Weights, open_weights
-from jaxspec.checkpoint.shared_embedding import share_embedding
-from jaxspec.checkpoint.shipped import find_shipped_draft
-from jaxspec.checkpoint.vocabulary import check_vocabulary, count_named, count_shared_tokens, vocabulary_digest
+from jaxspec.checkpoint.shared_weights import PREFIX
+from jaxspec.checkpoint.shipped import find_shipped_draft, vocabulary_digest
 from jaxspec.config import DType
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.params import Params
@@ -42,7 +41,7 @@ def open_draft(draft: object, weights: Weights, tokens: Sequence[str], *, find_s
       find_shipped: whether a shipped draft may be taken.
     """
     if isinstance(draft, str) and draft.startswith(PREFIX):
-        return open_layer_subset(draft, weights, vocabulary_digest(tokens))
+        return shared_weights.open_layer_subset(draft, weights, vocabulary_digest(tokens))
     if draft is None and find_shipped:
         draft = find_shipped_draft(weights.config, vocabulary_digest(tokens))
     return None if draft is None or draft == NO_DRAFT else open_model("draft", draft)
@@ -79,7 +78,7 @@ def place_pair(
         return target, None
     if draft_weights.layers is not None:
         own_dtype = resolve_dtype(dtype, draft_plan)
-        return target, place_layer_subset(target, draft_weights.layers, draft_plan, own_dtype)
+        return target, shared_weights.place_layer_subset(target, draft_weights.layers, draft_plan, own_dtype)
     limit, rows = _match_vocabularies(weights, draft_weights, tokens, token_strings)
     if draft_weights.config.max_context < weights.config.max_context:
         logging.getLogger(__name__).warning(
@@ -115,13 +114,13 @@ def load_pair(
     if draft_weights is None or draft is None:
         return params, None
     if draft_weights.layers is not None:
-        own = take_layers(target, draft, draft_weights.layers, params)
+        own = shared_weights.take_layers(target, draft, draft_weights.layers, params)
     else:
         try:
             own = draft_weights.load(draft)
         except CheckpointError as error:
             raise DamagedDraftError(str(error)) from error
-    return params, own | share_embedding(draft, params)
+    return params, own | shared_weights.share_embedding(draft, params)
 
 
 def _match_vocabularies(
@@ -141,3 +140,48 @@ def _match_vocabularies(
         )  # fmt: skip
     sizes = (weights.config.vocab_size, draft_weights.config.vocab_size)
     return min(shared, *sizes), max(sizes)
+
+
+def count_shared_tokens(target: Sequence[str], draft: Sequence[str]) -> int:
+    """Number of leading ids that mean the same token in both vocabularies; the draft proposes only these.
+
+    Tokens are compared and not counted: embeddings are padded, and models of one family add tokens at the end. Both
+    lists hold every token by id, as the vocabulary writes it; "" is an id without a token.
+
+    Raises:
+      ConfigError: an id has different tokens in the two vocabularies, or they share no token.
+    """
+    pairs = list(zip(target, draft, strict=False))
+    for token_id, (ours, theirs) in enumerate(pairs):
+        if ours and theirs and ours != theirs:
+            raise ConfigError(
+                f"the draft does not fit the target: token {token_id} is {ours!r} in the target's vocabulary "
+                f"and {theirs!r} in the draft's; both must use the same tokenizer"
+            )
+    shared = next((token_id for token_id, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+    if shared == 0:
+        raise ConfigError("the draft does not fit the target: their vocabularies have no token in common")
+    return shared
+
+
+def count_named(target: Sequence[str], draft: Sequence[str]) -> int:
+    """Number of ids that have a token in both vocabularies."""
+    return sum(bool(ours and theirs) for ours, theirs in zip(target, draft, strict=False))
+
+
+def check_vocabulary(target: Sequence[str], draft_digest: str, widths: tuple[int, int]) -> None:
+    """Refuse a draft that shares its target's embedding and was made for another target.
+
+    Args:
+      target: every token as the target's vocabulary writes it, by id.
+      draft_digest: of the vocabulary that the draft was made for.
+      widths: D of target and draft.
+    """
+    reason = "the draft does not fit the target: it shares"
+    if (digest := vocabulary_digest(target)) != draft_digest:
+        raise ConfigError(
+            f"{reason} the embedding of the target that it was made for, whose vocabulary has the digest "
+            f"{draft_digest:.12}; that of this one is {digest:.12}"
+        )
+    if widths[0] != widths[1]:
+        raise ConfigError(f"{reason} an embedding of width {widths[1]}, the target's has {widths[0]}")

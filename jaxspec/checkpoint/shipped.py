@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.resources
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint, open_native
@@ -83,15 +84,10 @@ def shipped_drafts() -> list[NativeCheckpoint]:
 
 
 def find_shipped_draft(target: ModelConfig, vocabulary: str) -> Path | None:
-    """The shipped draft that fits a target, or None.
-
-    Args:
-      target: geometry.
-      vocabulary: see `jaxspec.checkpoint.vocabulary.vocabulary_digest`.
-    """
+    """The shipped draft that fits a target, or None; `vocabulary` is the digest of the target's."""
     for draft in shipped_drafts():
-        same_vocabulary = (draft.vocabulary, draft.config.vocab_size) == (vocabulary, target.vocab_size)
-        if same_vocabulary and draft.config.embed_dim == target.embed_dim:
+        found = (draft.vocabulary, draft.config.vocab_size, draft.config.embed_dim)
+        if found == (vocabulary, target.vocab_size, target.embed_dim):
             return draft.path
     return None
 
@@ -99,6 +95,10 @@ def find_shipped_draft(target: ModelConfig, vocabulary: str) -> Path | None:
 @functools.cache
 def warn_of_damage(path: Path, problem: str) -> None:
     """Say once that a shipped draft is not used."""
-    logging.getLogger(__name__).warning(
-        "the draft %s, which ships with jaxspec, is damaged and left out: %s", path.name, problem
-    )
+    message = "the draft %s, which ships with jaxspec, is damaged and left out: %s"
+    logging.getLogger(__name__).warning(message, path.name, problem)
+
+
+def vocabulary_digest(tokens: Sequence[str]) -> str:
+    """SHA-256 of a vocabulary, whose tokens are listed by id; a draft that shares an embedding names its target so."""
+    return hashlib.sha256("\0".join(tokens).encode("utf-8", "surrogatepass")).hexdigest()

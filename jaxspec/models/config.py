@@ -12,6 +12,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxspec.errors import ConfigError, suggest
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.layer_set import LayerSet
@@ -47,6 +49,27 @@ class RopeConfig:
             raise ConfigError(
                 f"rope low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
             )
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # float32 [H / 2]
+    """Radians per position of each rotated pair."""
+    frequency = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
+    if rope.scaling == "linear":
+        return frequency / np.float32(rope.factor)
+    if rope.scaling == "llama3":
+        return _scale_llama3(frequency, rope)
+    return frequency
+
+
+def _scale_llama3(frequency: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the band between interpolated."""
+    wavelength = 2 * math.pi / frequency
+    longest = rope.original_context / rope.low_freq_factor
+    shortest = rope.original_context / rope.high_freq_factor
+    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    stretched = frequency / rope.factor
+    scaled = np.where(wavelength > longest, stretched, (1 - blend) * stretched + blend * frequency)
+    return np.where(wavelength < shortest, frequency, scaled).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

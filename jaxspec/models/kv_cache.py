@@ -20,8 +20,7 @@ class KVCache:
     """Keys and values of one sequence.
 
     Attributes:
-      key: per layer that has attention `[K, S, H]`, rotary positions applied.
-      value: per such layer `[K, S, H]`.
+      key: per layer that has attention `[K, S, H]`, rotary positions applied; `value` likewise.
       length: int32 scalar, committed tokens.
     """
 
@@ -39,10 +38,8 @@ def init_cache(cfg: ModelConfig, kv_heads: int, slots: int, dtype: jnp.dtype) ->
     """An empty cache with `kv_heads` heads (padded to the mesh) and `slots` slots."""
     shape = (kv_heads, slots, cfg.head_dim)
 
-    def zeros() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in cfg.attention_layers)
-
-    return KVCache(zeros(), zeros(), jnp.int32(0))
+    key, value = (tuple(jnp.zeros(shape, dtype) for _ in cfg.attention_layers) for _ in range(2))
+    return KVCache(key, value, jnp.int32(0))
 
 
 def commit_rows(cache: KVCache, count: jax.Array) -> KVCache:
@@ -51,9 +48,7 @@ def commit_rows(cache: KVCache, count: jax.Array) -> KVCache:
 
 
 def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
-    """Make a path through the tree window part of the prefix.
-
-    Keys carry their rotary positions, so moving a row is all there is to do.
+    """Make a path through the tree window part of the prefix; keys carry their rotary positions, so rows just move.
 
     Args:
       cache: its window holds the path's rows at scattered slots.

@@ -22,22 +22,13 @@ KINDS = ("attention", "mlp")
 
 @dataclasses.dataclass(frozen=True)
 class LayerSet:
-    """The units that run; hashable, so that it can key compiled functions.
-
-    Attributes:
-      attention: for each layer, whether its attention runs.
-      mlp: for each layer, whether its MLP runs.
-    """
+    """The units that run, for each layer; hashable, so that it can key compiled functions."""
 
     attention: tuple[bool, ...]
     mlp: tuple[bool, ...]
 
     def __post_init__(self):
-        """Refuse sets that no model can run.
-
-        Raises:
-          ConfigError: the two kinds disagree on the number of layers, or an end of the model is skipped.
-        """
+        """Refuse sets that no model can run."""
         if len(self.attention) != len(self.mlp) or not self.attention:
             raise ConfigError(f"a layer set of {len(self.attention)} attention and {len(self.mlp)} MLP blocks")
         if not all((*self.attention[:1], *self.attention[-1:], *self.mlp[:1], *self.mlp[-1:])):
@@ -70,12 +61,8 @@ class LayerSet:
 
     def __str__(self) -> str:
         """As text; `parse_layers` reads it."""
-        parts = []
-        for kind in KINDS:
-            left_out = [index for index, runs in enumerate(getattr(self, kind)) if not runs]
-            if left_out:
-                parts.append(f"{kind}={_format_ranges(left_out)}")
-        return ";".join(parts) or NOTHING
+        kinds = {kind: [index for index, runs in enumerate(getattr(self, kind)) if not runs] for kind in KINDS}
+        return ";".join(f"{kind}={_format_ranges(skipped)}" for kind, skipped in kinds.items() if skipped) or NOTHING
 
 
 def num_units(num_layers: int) -> int:
@@ -122,9 +109,8 @@ def parse_layers(text: str, num_layers: int) -> LayerSet:
         for part in text.split(";"):
             kind, equals, ranges = part.strip().partition("=")
             if kind not in KINDS or not equals:
-                raise ConfigError(
-                    f"layer set {text!r}: a part is attention=LAYERS or mlp=LAYERS, such as attention=1,3-5;mlp=2"
-                )
+                wanted = "a part is attention=LAYERS or mlp=LAYERS, such as attention=1,3-5;mlp=2"
+                raise ConfigError(f"layer set {text!r}: {wanted}")
             for layer in _parse_ranges(ranges, text):
                 if not 1 <= layer <= num_layers - 2:
                     raise ConfigError(

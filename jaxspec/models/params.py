@@ -70,23 +70,22 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
 
     def declare_out(leaf: str) -> Any:
         leaf_type = storage.type_of(leaf)
+        shape, axes = (D, K, G, H), ("embed", "kv_heads", None, None)
         if crosses_heads(cfg, leaf_type):
-            return _declare_weight(leaf, leaf_type, (D, 1, K * G * H), ("embed", "uncut", None))
-        if leaf_type in FORMATS:
-            return _declare_weight(leaf, leaf_type, (D, K, G * H), ("embed", "kv_heads", None))
-        return _declare_weight(leaf, leaf_type, (D, K, G, H), ("embed", "kv_heads", None, None))
+            shape, axes = (D, 1, K * G * H), ("embed", "uncut", None)
+        elif leaf_type in FORMATS:
+            shape, axes = (D, K, G * H), ("embed", "kv_heads", None)
+        return _declare_weight(leaf, leaf_type, shape, axes)
 
     def declare_qkv(leaf: str) -> Any:
         leaf_type, axes = storage.type_of(leaf), ("kv_heads", None, None, "embed")
         if isinstance(leaf_type, str):
             return _declare_weight(leaf, leaf_type, (K, G + 2, H, D), axes)
-        return {
-            part: _declare_weight(f"{leaf}.{part}", part_type, (K, heads, H, D), axes)
-            for part, part_type, heads in zip(PARTS, leaf_type, (G, 1, 1), strict=True)
-        }
+        parts = zip(PARTS, leaf_type, (G, 1, 1), strict=True)
+        return {part: _declare_weight(f"{leaf}.{part}", kind, (K, n, H, D), axes) for part, kind, n in parts}
 
     def declare_layer(index: int) -> Params:
-        name, units = f"layers.{index}", cfg.layer_units(index)
+        name, units, gate_up = f"layers.{index}", cfg.layer_units(index), f"layers.{index}.gate_up"
         down_type = storage.type_of(f"{name}.down")
         # Where the down projection is in blocks, each device's columns are whole ones.
         multiple = FORMATS[down_type].values if down_type in FORMATS else 1
@@ -95,22 +94,16 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             "qkv": declare_qkv(f"{name}.qkv"),
             "out": declare_out(f"{name}.out"),
             "mlp_norm": norm,
-            "gate_up": _declare_weight(
-                f"{name}.gate_up", storage.type_of(f"{name}.gate_up"), (2, F, D), (None, "mlp", "embed"), multiple
-            ),
+            "gate_up": _declare_weight(gate_up, storage.type_of(gate_up), (2, F, D), (None, "mlp", "embed"), multiple),
             "down": _declare_weight(f"{name}.down", down_type, (D, F), ("embed", "mlp")),
         }
         if cfg.qkv_bias:
             layer["qkv_bias"] = ArrayInfo((K, G + 2, H), jnp.float32, ("kv_heads", None, None))
         if cfg.qk_norm:
-            layer["q_norm"] = ArrayInfo((H,), jnp.float32, (None,))
-            layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
+            layer["q_norm"] = layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
         return {leaf: info for leaf, info in layer.items() if units[leaf in MLP_PARAMS]}
 
-    params: Params = {
-        "final_norm": norm,
-        "layers": [declare_layer(index) for index in range(cfg.num_layers)],
-    }
+    params: Params = {"final_norm": norm, "layers": [declare_layer(index) for index in range(cfg.num_layers)]}
     for leaf in ("embed", "head"):
         if not cfg.shares_embedding and not (leaf == "head" and cfg.tied):
             params[leaf] = _declare_weight(leaf, storage.type_of(leaf), (V, D), ("vocab", "embed"))
@@ -120,12 +113,8 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
 def declare_shared(cfg: ModelConfig, storage: Storage, target: Params) -> Params:
     """Declare what a draft with `shares_embedding` takes from its target: `embed`, and `head` where it needs one.
 
-    A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type.
-
-    Args:
-      cfg: the draft's geometry.
-      storage: the draft's.
-      target: the target's declaration.
+    A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type. `cfg`
+    and `storage` are the draft's, `target` is the target's declaration.
     """
     if cfg.head_ids:
         shape, axes = (len(cfg.head_ids), cfg.embed_dim), ("head_rows", "embed")
@@ -145,10 +134,7 @@ def is_info(leaf: Any) -> bool:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Dotted name of a leaf from its tree path, such as `layers.3.qkv`; the name used in native checkpoints.
-
-    The bytes of a weight in blocks are named as the weight is.
-    """
+    """Dotted name of a leaf, such as `layers.3.qkv`, as in native checkpoints. Blocks have the name of their weight."""
     if isinstance(path[-1], jax.tree_util.GetAttrKey):  # only `Blocks.data` is an attribute
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator=".")
@@ -164,9 +150,8 @@ def _declare_weight(
         return ArrayInfo(shape, jnp.dtype(leaf_type), axes, multiple=multiple)
     *outer, inputs = shape
     if inputs % block_format.values:
-        raise ValueError(
-            f"{leaf}: rows of {inputs} values are not a whole number of {leaf_type} blocks of {block_format.values}"
-        )
+        whole = f"a whole number of {leaf_type} blocks of {block_format.values}"
+        raise ValueError(f"{leaf}: rows of {inputs} values are not {whole}")
     shape = (*outer, inputs // block_format.values, block_format.nbytes)
     info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), format=leaf_type, multiple=multiple)
     return Blocks(info, leaf_type)  # pyright: ignore[reportArgumentType]

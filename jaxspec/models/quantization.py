@@ -37,7 +37,7 @@ class Storage:
 
     Attributes:
       default: a name in `WEIGHT_TYPES`.
-      leaves: leaf names, such as `layers.3.qkv`, and the types of those that differ from the default.
+      leaves: names, such as `layers.3.qkv`, and types of the weight leaves that differ from the default.
     """
 
     default: str
@@ -53,13 +53,13 @@ class Storage:
                 if part not in WEIGHT_TYPES:
                     raise ValueError(f"{leaf}: weight type {part!r} is not one of {', '.join(WEIGHT_TYPES)}")
 
-    @functools.cached_property
-    def _types(self) -> dict[str, LeafType]:
-        return dict(self.leaves)
-
     def type_of(self, leaf: str) -> LeafType:
         """Type of one weight leaf."""
         return self._types.get(leaf, self.default)
+
+    @functools.cached_property
+    def _types(self) -> dict[str, LeafType]:
+        return dict(self.leaves)
 
     def __str__(self) -> str:
         """The types in use, such as `q4_k, q6_k and float32`: the default, then the others by name."""
@@ -123,44 +123,27 @@ def crosses_heads(cfg: ModelConfig, leaf_type: LeafType) -> bool:
 def decode_blocks(raw: np.ndarray, block_type: str) -> np.ndarray:
     """The values of blocks of any GGUF tensor type that the package dequantises.
 
-    Args:
-      raw: uint8, whole blocks in any shape.
-      block_type: name of their type, such as "q4_k".
-
-    Returns:
-      float32 `[number of values]`.
+    `raw` is uint8, whole blocks in any shape; `block_type` names their type, such as "q4_k". The result is float32
+    `[number of values]`.
     """
     kind = GGMLQuantizationType[block_type.upper()]
     values, nbytes = GGML_QUANT_SIZES[kind]
     blocks = raw.reshape(-1, nbytes)
-    decoded = np.empty((len(blocks), values), np.float32)
-    _convert_chunks(blocks, decoded, values, lambda chunk: dequantize(chunk, kind))
-    return decoded.reshape(-1)
+    return _convert_chunks(blocks, values, (values, np.float32), lambda chunk: dequantize(chunk, kind)).reshape(-1)
 
 
 def encode_blocks(numbers: np.ndarray, block_format: str) -> np.ndarray:
-    """Quantise numbers to one of the formats that the package can make.
-
-    Args:
-      numbers: float32 `[..., I]`, where I is a whole number of blocks.
-      block_format: a name in `FORMATS`.
-
-    Returns:
-      uint8 `[number of blocks, nbytes]`.
-    """
+    """Quantise float32 `[..., I]`, whole blocks, to a format of `FORMATS`: uint8 `[number of blocks, nbytes]`."""
     shape, kind = FORMATS[block_format], GGMLQuantizationType[block_format.upper()]
     rows = numbers.reshape(-1, shape.values)
-    encoded = np.empty((len(rows), shape.nbytes), np.uint8)
-    _convert_chunks(rows, encoded, shape.values, lambda chunk: quantize(chunk, kind))
-    return encoded
+    return _convert_chunks(rows, shape.values, (shape.nbytes, np.uint8), lambda chunk: quantize(chunk, kind))
 
 
-def _convert_chunks(
-    rows: np.ndarray, out: np.ndarray, values: int, convert: Callable[[np.ndarray], np.ndarray]
-) -> None:
-    """Convert rows of one block each into `out`, a few blocks at a time as one long row."""
-    step = _CHUNK_VALUES // values
+def _convert_chunks(rows: np.ndarray, values: int, to: tuple[int, Any], convert: Callable) -> np.ndarray:
+    """Convert rows of one block of `values` each, a few as one long row at a time; `to` is the new width and dtype."""
+    out, step = np.empty((len(rows), to[0]), to[1]), _CHUNK_VALUES // values
     with np.errstate(all="ignore"):  # damaged scales give infinities, not warnings
         for start in range(0, len(rows), step):
             chunk = rows[start : start + step].reshape(1, -1)
             out[start : start + step] = convert(chunk).reshape(-1, out.shape[1])
+    return out

@@ -7,22 +7,23 @@ vocabulary rows. A layer needs two all-reduces, the embedding one; logits stay v
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.models.config import TENSOR_AXIS, ModelConfig
+from jaxspec.models.config import TENSOR_AXIS, ModelConfig, rope_frequencies
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params
-from jaxspec.models.projections import feed_forward, project, project_out
-from jaxspec.models.rope import rope_frequencies
+from jaxspec.models.quantization import PARTS
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
 from pallas_kernels.linear import as_matrix, linear, take_rows
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
+from pallas_kernels.swiglu import norm_swiglu
 from pallas_kernels.tree_attention import tree_attention
 
 
@@ -211,3 +212,35 @@ def _run_if(condition: jax.Array, function: Callable[..., tuple], *carry: jax.Ar
 
 def _all_reduce(x: jax.Array) -> jax.Array:
     return x if jax.lax.axis_size(TENSOR_AXIS) == 1 else jax.lax.psum(x, TENSOR_AXIS)
+
+
+def project(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
+    """Queries, key and value of each KV head of this shard, before rotation: [T, D] -> [T, K, G + 2, H] float32."""
+    qkv = multiply_heads(layer["qkv"], x, active_rows)
+    if "qkv_bias" in layer:
+        qkv = qkv + layer["qkv_bias"]
+    if cfg.qk_norm:
+        query = rms_norm(qkv[:, :, :-2], layer["q_norm"], cfg.norm_eps)
+        key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
+        qkv = jnp.concatenate([query, key, qkv[:, :, -1:]], axis=2)
+    return qkv
+
+
+def project_out(layer: Params, heads: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, K, G, H] -> [T, D]
+    """Output projection of this shard's heads; a partial sum over shards."""
+    return linear(heads.reshape(heads.shape[0], -1), as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
+
+
+def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, D] -> [T, K, n, H]
+    """Rows times `[K, n, H, D]`, or times the parts of one that are kept in different types."""
+    if isinstance(weight, dict):
+        return jnp.concatenate([multiply_heads(weight[part], x, active_rows) for part in PARTS], axis=2)
+    K, n, H = weight.shape[:3]
+    return linear(x, as_matrix(weight, K * n * H), active_rows).reshape(x.shape[0], K, n, H)
+
+
+def feed_forward(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
+    """Norm and SwiGLU with the MLP columns of this shard, [T, D] -> [T, D] float32; a partial sum over shards."""
+    gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
+    hidden = norm_swiglu(x, layer["mlp_norm"], gate_up, cfg.norm_eps, active_rows)  # [T, F]
+    return linear(hidden, as_matrix(layer["down"], layer["down"].shape[0]), active_rows)

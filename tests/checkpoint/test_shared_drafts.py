@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distil.export import save_draft
 from make import tiny_config
 from native_models import EOS_IDS, random_leaves, write_native, write_tokenizer
 
 from jaxspec.checkpoint import shipped
-from jaxspec.checkpoint.convert import convert, save_draft
+from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
 from jaxspec.checkpoint.native.manifest import open_native
-from jaxspec.checkpoint.shared_embedding import share_embedding
-from jaxspec.checkpoint.shipped import find_shipped_draft
-from jaxspec.checkpoint.vocabulary import check_vocabulary, vocabulary_digest
+from jaxspec.checkpoint.pair import check_vocabulary
+from jaxspec.checkpoint.shared_weights import share_embedding
+from jaxspec.checkpoint.shipped import find_shipped_draft, vocabulary_digest
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import CheckpointError, ConfigError

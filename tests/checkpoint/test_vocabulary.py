@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.checkpoint.vocabulary import count_named, count_shared_tokens
+from jaxspec.checkpoint.pair import count_named, count_shared_tokens
 from jaxspec.errors import ConfigError
 
 TARGET = ["<s>", "</s>", "Ġthe", "Ġsea", "Ġis", "Ġblue"]

@@ -12,7 +12,7 @@ from scipy.special import expit
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import declare_params, is_info
-from jaxspec.models.projections import feed_forward
+from jaxspec.models.transformer import feed_forward
 from pallas_kernels import registry
 from pallas_kernels.linear import Blocks
 from pallas_kernels.linear.blocks import FORMATS

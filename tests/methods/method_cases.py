@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, RandomSource
 
 from jaxspec.checkpoint.keymaps import EMBED, HEAD
 from jaxspec.checkpoint.load import load_foreign
-from jaxspec.checkpoint.shared_embedding import share_embedding
+from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import Auto

@@ -21,7 +21,7 @@ from method_cases import (
 )
 
 from jaxspec.checkpoint.load import load_foreign
-from jaxspec.checkpoint.shared_embedding import share_embedding
+from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.core.round import DraftCounts, ModelParams, Models, read_round

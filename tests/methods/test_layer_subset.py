@@ -11,8 +11,7 @@ from method_cases import FLOAT32, LONG_PROMPT, PROMPT, SAMPLINGS, run, tokens_of
 from swift_cases import LAYERS, config_of, models_of, params_of, plain_tokens
 from tiny_models import FAMILIES, empty_cache, on_one_device
 
-from jaxspec.checkpoint.layer_subset import cut_config, place_layer_subset, take_layers
-from jaxspec.checkpoint.shared_embedding import share_embedding
+from jaxspec.checkpoint.shared_weights import cut_config, place_layer_subset, share_embedding, take_layers
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.round import ModelParams, Models

@@ -16,9 +16,8 @@ from tiny_models import (
     tiny_params,
 )
 
-from jaxspec.models.config import RopeConfig
+from jaxspec.models.config import RopeConfig, rope_frequencies
 from jaxspec.models.kv_cache import KVCache
-from jaxspec.models.rope import rope_frequencies
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables

@@ -19,7 +19,7 @@ from distil.batches import split_held_out
 from distil.corpus import Documents, Opening, draw_opening
 from distil.shards import Conversation, read_shard, shard_path, write_meta, write_shard
 from jaxspec import LLM
-from jaxspec.checkpoint.vocabulary import vocabulary_digest
+from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.models.kv_cache import KVCache, init_cache
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.program import Program

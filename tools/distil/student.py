@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, rope_frequencies
 from jaxspec.models.params import Params
-from jaxspec.models.projections import feed_forward, project, project_out
-from jaxspec.models.rope import rope_frequencies
+from jaxspec.models.transformer import feed_forward, project, project_out
 from pallas_kernels.registry import Kernels, using
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables

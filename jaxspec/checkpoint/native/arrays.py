@@ -36,11 +36,6 @@ class PendingLeaf:
     make: Callable[[], np.ndarray]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape, unpadded."""
-        return self.info.shape
-
-    @property
     def dtype(self) -> np.dtype:
         """Stored dtype."""
         return np.dtype(self.info.dtype)
@@ -58,8 +53,7 @@ class Reading(NamedTuple):
 def orbax_checkpointer(readings: Mapping[str, Reading]) -> Iterator[ocp.Checkpointer]:
     """A checkpointer of Orbax that writes and reads arrays with `_LeafHandler`; `readings` are by leaf name."""
     # Orbax warns on the terminal of features that are not used here.
-    logger = logging.getLogger("absl")
-    level = logger.level
+    logger, level = logging.getLogger("absl"), logging.getLogger("absl").level
     logger.setLevel(logging.ERROR)
     try:
         handler = _LeafHandler(readings)
@@ -74,15 +68,10 @@ def orbax_checkpointer(readings: Mapping[str, Reading]) -> Iterator[ocp.Checkpoi
 
 
 def check_array(folder: Path, info: ArrayInfo) -> None:
-    """Check that the array on disk is the one that the manifest declares, in chunks that fit into it.
-
-    Raises:
-      CheckpointError: it is not.
-    """
-    zarr = read_json(folder / "zarr.json")
-    shape = list(info.shape)
+    """Raise CheckpointError unless the array on disk is the declared one, in chunks that fit into it."""
+    zarr, shape, dtype = read_json(folder / "zarr.json"), list(info.shape), np.dtype(info.dtype)
     found = {key: zarr.get(key) for key in ("shape", "data_type", "codecs")}
-    expected = {"shape": shape, "data_type": np.dtype(info.dtype).name, "codecs": _codecs(np.dtype(info.dtype))}
+    expected = {"shape": shape, "data_type": dtype.name, "codecs": _codecs(dtype)}
     if found != expected:
         raise CheckpointError(f"{folder}: is {found}, but {MANIFEST} says {expected}")
     try:
@@ -95,13 +84,9 @@ def check_array(folder: Path, info: ArrayInfo) -> None:
 
 
 def read_array(folder: Path) -> np.ndarray:
-    """One whole array, on the host.
-
-    Raises:
-      CheckpointError: its chunks are missing, truncated or corrupted.
-    """
+    """One whole array, on the host; CheckpointError where its chunks are missing, truncated or corrupted."""
     with _naming_damage(folder):
-        return _open_leaf(folder).read().result()
+        return _open(folder).read().result()
 
 
 class _Interrupted(Exception):
@@ -127,17 +112,18 @@ class _LeafHandler(ocp.type_handlers.NumpyHandler):
         # appears in the folder while the caller removes it.
         with _deferring_interrupts(), ThreadPoolExecutor(1) as pool:
             for leaf, info in zip(values, infos, strict=True):
-                value = _make_leaf(info.name, leaf)
+                value = leaf.make()
+                if value.shape != leaf.info.shape or value.dtype != leaf.dtype:
+                    found, declared = f"{value.dtype}{value.shape}", f"{leaf.dtype}{leaf.info.shape}"
+                    raise CheckpointError(f"{info.name}: is {found}, declared {declared}")
                 pool.submit(_write_leaf, Path(info.parent_dir) / info.name, leaf.info, value).result()
         return []
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
         """Read every array into its target."""
         with _deferring_interrupts(), ThreadPoolExecutor(_NUM_READERS) as pool:
-            futures = [
-                pool.submit(_read_placed, Path(info.parent_dir) / info.name, self._readings[info.name])
-                for info in infos
-            ]
+            folders = {info.name: Path(info.parent_dir) / info.name for info in infos}
+            futures = [pool.submit(_read_placed, folders[name], self._readings[name]) for name in folders]
             try:
                 return [future.result() for future in futures]
             except BaseException:
@@ -149,7 +135,7 @@ def _read_placed(folder: Path, reading: Reading) -> jax.Array:
     """Read one array shard by shard, and pad it with zeros for its mesh."""
     stored, shape, target = reading
     with _naming_damage(folder):
-        store = _open_leaf(folder)
+        store = _open(folder)
         if stored.format is not None and target.dtype != stored.dtype:
             # The whole array, because shards of numbers may begin within a block.
             numbers = decode_blocks(store.read().result(), stored.format).reshape(shape)
@@ -164,9 +150,11 @@ def _read_placed(folder: Path, reading: Reading) -> jax.Array:
         return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
 
 
-def _open_leaf(folder: Path) -> ts.TensorStore:
-    # A missing chunk is an error, not zeros.
-    return ts.open(_zarr_spec(folder) | {"fill_missing_data_reads": False}, open=True).result()
+def _open(folder: Path, *, create: bool = False, **spec: Any) -> ts.TensorStore:
+    """Open the Zarr array in `folder`; a chunk that is missing is an error, not zeros."""
+    store = {"driver": "file", "path": f"{folder.absolute()}/"}
+    spec |= {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
+    return ts.open(spec, create=create, open=not create).result()
 
 
 @contextmanager
@@ -186,29 +174,16 @@ def _deferring_interrupts() -> Iterator[None]:
         raise _Interrupted from error
 
 
-def _make_leaf(name: str, leaf: PendingLeaf) -> np.ndarray:
-    value = leaf.make()
-    if value.shape != leaf.shape or value.dtype != leaf.dtype:
-        raise CheckpointError(f"{name}: is {value.dtype}{value.shape}, declared {leaf.dtype}{leaf.shape}")
-    return value
-
-
 def _write_leaf(folder: Path, info: ArrayInfo, value: np.ndarray) -> None:
-    spec = _zarr_spec(folder) | {
-        "metadata": {
-            "shape": list(value.shape),
-            "data_type": value.dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _choose_chunk(info)}},
-            "codecs": _codecs(value.dtype),
-        },
-        # A chunk of zeros is written like any other, so that a missing one is an error.
-        "store_data_equal_to_fill_value": True,
+    metadata = {
+        "shape": list(value.shape),
+        "data_type": value.dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _choose_chunk(info)}},
+        "codecs": _codecs(value.dtype),
     }
-    ts.open(spec, create=True).result().write(value, can_reference_source_data_indefinitely=True).result()
-
-
-def _zarr_spec(folder: Path) -> dict[str, Any]:
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"}}
+    # A chunk of zeros is written like any other, so that a missing one is an error.
+    store = _open(folder, create=True, metadata=metadata, store_data_equal_to_fill_value=True)
+    store.write(value, can_reference_source_data_indefinitely=True).result()
 
 
 def _codecs(dtype: np.dtype) -> list[dict[str, Any]]:
@@ -219,9 +194,6 @@ def _codecs(dtype: np.dtype) -> list[dict[str, Any]]:
 
 def _choose_chunk(info: ArrayInfo) -> list[int]:
     """Chunk shape: cut along the dimension that tensor parallelism cuts, or the first."""
-    split = [axis for axis, name in enumerate(partition_spec(info)) if name is not None]
-    axis = split[0] if split else 0
+    axis = next((axis for axis, name in enumerate(partition_spec(info)) if name is not None), 0)
     pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // MIN_CHUNK_BYTES))
-    chunk = list(info.shape)
-    chunk[axis] = -(-chunk[axis] // pieces)
-    return chunk
+    return [-(-n // pieces) if i == axis else n for i, n in enumerate(info.shape)]

@@ -13,21 +13,13 @@ import numpy as np
 
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.json_file import read_json
+from jaxspec.models import quantization
 from jaxspec.models.config import ModelConfig, config_from_data, config_to_data
 from jaxspec.models.params import ArrayInfo, declare_leaves
-from jaxspec.models.quantization import (
-    PARTS,
-    WEIGHT_TYPES,
-    LeafType,
-    Storage,
-    collect_storage,
-    restrict_storage,
-    weight_leaves,
-)
+from jaxspec.models.quantization import PARTS, WEIGHT_TYPES, LeafType, Storage, weight_leaves
 
 MANIFEST = "jaxspec.json"
-FORMAT = "jaxspec"
-VERSION = 1
+FORMAT, VERSION = "jaxspec", 1
 
 # A folder of this name belongs to an unfinished conversion, whatever it holds.
 PARTIAL = re.compile(r"\..*\.partial-\d+")
@@ -42,8 +34,6 @@ class NativeCheckpoint:
     """An opened native checkpoint; its manifest is checked, its arrays are still on disk.
 
     Attributes:
-      path: the folder.
-      config: geometry.
       eos_ids: token ids that end a text.
       storage: how each weight is stored (norms and biases are float32).
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
@@ -82,15 +72,12 @@ def open_native(path: str | Path) -> NativeCheckpoint:
     manifest = read_json(file)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file}: format is {manifest.get('format')!r}, not {FORMAT!r}")
-    if manifest.get("version") != VERSION or isinstance(manifest["version"], bool):
-        raise CheckpointError(
-            f"{file}: format version {manifest.get('version')!r} is not supported, this jaxspec reads {VERSION}"
-        )
+    if (version := manifest.get("version")) != VERSION or isinstance(version, bool):
+        raise CheckpointError(f"{file}: format version {version!r} is not supported, this jaxspec reads {VERSION}")
     model = manifest.get("model")
     shares = isinstance(model, dict) and model.get("shares_embedding") is True
     keys = _MANIFEST_KEYS + _DRAFT_KEYS if shares else _MANIFEST_KEYS
-    missing = [key for key in keys if key not in manifest]
-    unknown = [key for key in manifest if key not in keys]
+    missing, unknown = [key for key in keys if key not in manifest], [key for key in manifest if key not in keys]
     if missing or unknown:
         raise CheckpointError(f"{file}: missing keys: {missing or 'none'}; unknown keys: {unknown or 'none'}")
     dtype, arrays, vocabulary = manifest["dtype"], manifest["arrays"], manifest.get("vocabulary")
@@ -104,9 +91,8 @@ def open_native(path: str | Path) -> NativeCheckpoint:
         raise CheckpointError(str(error)) from error
     # Before anything as long as the geometry claims is built.
     if cfg.num_layers > len(arrays):
-        raise CheckpointError(
-            f"{file}: the model has {cfg.num_layers} layers, but only {len(arrays)} arrays are listed"
-        )
+        listed = f"only {len(arrays)} arrays are listed"
+        raise CheckpointError(f"{file}: the model has {cfg.num_layers} layers, but {listed}")
     if cfg.shares_embedding and not isinstance(vocabulary, str):
         raise CheckpointError(f"{file}: vocabulary must be the digest of the target's, got {vocabulary!r}")
     eos_ids = manifest["eos_ids"]
@@ -134,7 +120,7 @@ def write_manifest(
     folder: Path, cfg: ModelConfig, storage: Storage, eos_ids: Sequence[int], vocabulary: str | None = None
 ) -> None:
     """Write `jaxspec.json`, which makes `folder` a checkpoint. Call it last."""
-    storage = restrict_storage(storage, cfg)
+    storage = quantization.restrict_storage(storage, cfg)
     infos = declare_leaves(cfg, storage)
     manifest = {
         "format": FORMAT,
@@ -169,9 +155,6 @@ def _read_storage(cfg: ModelConfig, default: str, arrays: dict[str, Any]) -> Sto
 
     types: dict[str, LeafType] = {}
     for leaf in weight_leaves(cfg):
-        query, key, value = (read_type(f"{leaf}.{part}") for part in PARTS)
-        if query and key and value and leaf.endswith(".qkv"):
-            types[leaf] = (query, key, value)
-        else:
-            types[leaf] = read_type(leaf) or default
-    return collect_storage(types)
+        parts = [read_type(f"{leaf}.{part}") for part in PARTS] if leaf.endswith(".qkv") else [None]
+        types[leaf] = tuple(filter(None, parts)) if all(parts) else read_type(leaf) or default
+    return quantization.collect_storage(types)

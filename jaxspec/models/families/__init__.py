@@ -7,12 +7,7 @@ import importlib
 
 from jaxspec.models.families.base import Family
 
-_MODULES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-)
+_MODULES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def load_family(module: str) -> Family:

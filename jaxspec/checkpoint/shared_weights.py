@@ -1,6 +1,8 @@
-"""A draft that is its target without some attention or MLP blocks: `draft="self:attention=1,3-5;mlp=2"`.
+"""Drafts made of their target's arrays.
 
-It holds the blocks that it keeps and no others: on the target's devices the target's own arrays, elsewhere copies.
+A draft may share the embedding, and a head of all or some of the target's rows. A layer subset is the target without
+some attention or MLP blocks, such as `draft="self:attention=1,3-5;mlp=2"`; it holds the blocks that it keeps.
+On the target's devices these are the target's own arrays, elsewhere copies.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ from jaxspec.checkpoint.load import Weights
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet, parse_layers
 from jaxspec.models.params import Params, declare_params
-from jaxspec.models.quantization import collect_storage, fit_storage, weight_leaves
+from jaxspec.models.quantization import collect_storage, encode_blocks, fit_storage, weight_leaves
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 from jaxspec.runtime.sharding import place_array
@@ -41,23 +43,16 @@ def cut_config(cfg: ModelConfig, layers: LayerSet) -> ModelConfig:
     """The geometry of the draft: a layer without a kept block is dropped, others may lack one block."""
     kept = layers.kept
     units = LayerSet(tuple(layers.attention[i] for i in kept), tuple(layers.mlp[i] for i in kept))
-    return dataclasses.replace(
-        cfg,
-        num_layers=len(kept),
-        sliding_layers=tuple(cfg.sliding_layers[i] for i in kept) if cfg.sliding_layers else (),
-        shares_embedding=True,
-        units=units if units.num_skipped else None,
-    )
+    units = units if units.num_skipped else None
+    sliding = tuple(cfg.sliding_layers[i] for i in kept) if cfg.sliding_layers else ()
+    own = {"num_layers": len(kept), "sliding_layers": sliding, "units": units}
+    return dataclasses.replace(cfg, shares_embedding=True, **own)
 
 
 def place_layer_subset(target: Placement, layers: LayerSet, plan: MeshPlan, dtype: Any) -> Placement:
-    """The draft's placement: its weights are kept as the target's are, where the draft's kernels read those.
+    """The draft's placement: its weights are kept as the target's are, where the kernels on `plan` read those.
 
-    Args:
-      target: the whole model.
-      layers: the blocks that the draft has.
-      plan: its devices.
-      dtype: of its cache, and of weights that are not kept as the target keeps them.
+    Its cache, and weights that are not kept as the target keeps them, have the type `dtype`.
     """
     cfg, storage = cut_config(target.cfg, layers), None
     if target.storage is not None and plan.kernels.native:
@@ -86,7 +81,8 @@ def take_layers(target: Placement, draft: Placement, layers: LayerSet, params: P
 
 def _take(leaf: Any, have: Any, want: Any, shape: Any) -> Any:
     """A weight as `want` declares it and `shape` places it; the same arrays where they already are that."""
-    if _is_placed(leaf, shape):
+    placed, wanted = jax.tree.leaves(leaf), jax.tree.leaves(shape)
+    if jax.tree.structure(leaf) == jax.tree.structure(shape) and all(map(_is_placed, placed, wanted)):
         return leaf
     if isinstance(want, dict):
         return {part: _take(leaf[part], have[part], want[part], shape[part]) for part in want}
@@ -95,12 +91,8 @@ def _take(leaf: Any, have: Any, want: Any, shape: Any) -> Any:
     return place_array(_numbers(leaf, have).reshape(want.shape).astype(want.dtype), shape)
 
 
-def _is_placed(leaf: Any, shape: Any) -> bool:
-    leaves, shapes = jax.tree.leaves(leaf), jax.tree.leaves(shape)
-    return jax.tree.structure(leaf) == jax.tree.structure(shape) and all(
-        a.sharding == b.sharding and a.shape == b.shape and a.dtype == b.dtype
-        for a, b in zip(leaves, shapes, strict=True)
-    )
+def _is_placed(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> bool:
+    return leaf.sharding == shape.sharding and leaf.shape == shape.shape and leaf.dtype == shape.dtype
 
 
 def _numbers(leaf: Any, have: Any) -> np.ndarray:
@@ -116,3 +108,35 @@ def _numbers(leaf: Any, have: Any) -> np.ndarray:
 def _cut(array: jax.Array, have: Any) -> np.ndarray:
     """An array on the host, without the padding that the target's devices needed, which comes last."""
     return np.asarray(array)[tuple(slice(n) for n in have.shape)]
+
+
+def share_embedding(draft: Placement, target: Params) -> Params:
+    """The parameters of `Placement.shared_params` of a draft, from the target's placed ones."""
+    shared = {}
+    for leaf, shape in draft.shared_params().items():
+        if leaf == "head" and draft.cfg.head_ids:
+            shared[leaf] = _take_rows(target.get("head", target["embed"]), draft, shape)
+        else:
+            shared[leaf] = jax.tree.map(_move, target[leaf], shape)
+    return shared
+
+
+def _move(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """The same array where it is placed as `shape` says, else a copy, padded for its devices."""
+    if leaf.sharding == shape.sharding and leaf.shape == shape.shape:
+        return leaf
+    rows = min(leaf.shape[0], shape.shape[0])  # what differs is padding
+    return place_array(np.asarray(leaf)[:rows], shape)
+
+
+def _take_rows(table: Any, draft: Placement, shape: Any) -> Any:
+    """The rows of `head_ids` in the draft's own type."""
+    ids = np.array(draft.cfg.head_ids, np.int32)
+    rows = jax.tree.map(lambda leaf: np.asarray(leaf)[ids], table)
+    if isinstance(rows, Blocks) and isinstance(shape, Blocks) and rows.format == shape.format:
+        return jax.tree.map(place_array, rows, shape)
+    numbers = np.asarray(dequantise(rows)) if isinstance(rows, Blocks) else rows
+    if not isinstance(shape, Blocks):
+        return place_array(numbers.astype(shape.dtype), shape)
+    data = encode_blocks(numbers.astype(np.float32), shape.format).reshape(len(ids), *shape.data.shape[1:])
+    return jax.tree.map(place_array, Blocks(data, shape.format), shape)  # pyright: ignore[reportArgumentType]

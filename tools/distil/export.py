@@ -1,0 +1,51 @@
+"""Writing a trained draft as a checkpoint that shares its target's embedding."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.convert import check_destination, check_quantize, choose_storage, write_checkpoint
+from jaxspec.checkpoint.load import Weights
+from jaxspec.checkpoint.native.manifest import NativeCheckpoint
+from jaxspec.errors import ConfigError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import Params, leaf_name
+from jaxspec.models.quantization import Storage
+
+
+def save_draft(
+    dst: str | Path,
+    params: Params,
+    cfg: ModelConfig,
+    vocabulary: str,
+    eos_ids: Sequence[int] = (),
+    quantize: str | None = None,
+) -> NativeCheckpoint:
+    """Write a draft that shares its target's embedding, all or nothing, as `jaxspec.checkpoint.convert.convert` does.
+
+    Args:
+      dst: a folder that does not exist yet, in one that does.
+      params: its own parameters (`declare_params`), float32.
+      cfg: its geometry, with `shares_embedding`.
+      vocabulary: digest of the target's vocabulary, see `jaxspec.checkpoint.shipped.vocabulary_digest`.
+      eos_ids: token ids that end a text; the target's decide.
+      quantize: see `convert`.
+
+    Raises:
+      CheckpointError, ConfigError: as `convert`.
+    """
+    dst = Path(dst)
+    check_destination(dst)
+    if not cfg.shares_embedding:
+        raise ConfigError("this model has an embedding of its own (shares_embedding is False): it is no draft to save")
+    if not isinstance(vocabulary, str):
+        raise ConfigError(f"vocabulary must be the digest of the target's, got {vocabulary!r}")
+    if bad := [token for token in eos_ids if not 0 <= token < cfg.vocab_size]:
+        raise ConfigError(f"eos_ids must be token ids below {cfg.vocab_size}, got {bad[0]}")
+    check_quantize(quantize)
+    leaves = {leaf_name(path): np.asarray(leaf) for path, leaf in jax.tree.flatten_with_path(params)[0]}
+    ends, storage = tuple(eos_ids), Storage("float32")
+    source = Weights(dst, cfg, ends, storage, lambda placement: params, lambda name, info: leaves[name], vocabulary)
+    return write_checkpoint(dst, source, cfg, choose_storage(source, cfg, "auto", quantize))
