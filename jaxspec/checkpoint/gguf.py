@@ -29,18 +29,11 @@ _TOP_NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 _ROPE_FREQS = "rope_freqs.weight"
 
 # Hyperparameters that change nothing in the supported architectures.
@@ -75,7 +68,6 @@ class GGUFSource:
         self._data = np.memmap(path, np.uint8, mode="r")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by Hugging Face name."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def weight_type(self, name: str) -> str:

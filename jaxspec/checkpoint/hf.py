@@ -283,6 +283,5 @@ def _read_rope(path: Path, values: ConfigValues, raw: dict[str, Any], max_contex
 
 def _is_neutral(key: str, value: Any) -> bool:
     """Whether a setting that jaxspec does not know asks for nothing: absent, off, zero, or a factor of one."""
-    if value is None or value in (0, "") or value == [] or value == {}:
-        return True
-    return isinstance(value, float) and math.isclose(value, 1) and any(word in key for word in _FACTOR_WORDS)
+    is_one = isinstance(value, float) and math.isclose(value, 1)
+    return value in (None, 0, "", [], {}) or (is_one and any(word in key for word in _FACTOR_WORDS))

@@ -170,10 +170,8 @@ def detect_format(path: str | Path) -> Format:
             return _detect_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    raise CheckpointError(
-        f"{path}: no such file or folder (nothing is downloaded); "
-        "give a Hugging Face folder, a GGUF file or a native checkpoint"
-    )
+    wanted = "a Hugging Face folder, a GGUF file or a native checkpoint"
+    raise CheckpointError(f"{path}: no such file or folder (nothing is downloaded); give {wanted}")
 
 
 def _detect_folder(path: Path) -> Format:
@@ -186,12 +184,10 @@ def _detect_folder(path: Path) -> Format:
     names = sorted(entry.name for entry in path.iterdir())
     if not names:
         raise CheckpointError(f"{path}: the folder is empty")
-    ggufs = [name for name in names if name.endswith(".gguf")]
-    if ggufs:
+    if ggufs := [name for name in names if name.endswith(".gguf")]:
         raise CheckpointError(f"{path}: is a folder; give the GGUF file in it, such as {path / ggufs[0]}")
-    raise CheckpointError(
-        f"{path}: holds neither config.json (Hugging Face) nor {MANIFEST} (native); it holds {', '.join(names[:5])}"
-    )
+    held = ", ".join(names[:5])
+    raise CheckpointError(f"{path}: holds neither config.json (Hugging Face) nor {MANIFEST} (native); it holds {held}")
 
 
 def _detect_file(path: Path) -> Format:

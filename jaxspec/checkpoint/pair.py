@@ -32,13 +32,9 @@ def open_model(role: str, path: object) -> Weights:
 
 
 def open_draft(draft: object, weights: Weights, tokens: Sequence[str], *, find_shipped: bool) -> Weights | None:
-    """The draft that was asked for, or the shipped one if nothing was asked for and the method takes one.
+    """The draft that was asked for as `LLM` takes it, or a shipped one if none was asked for and `find_shipped`.
 
-    Args:
-      draft: as `LLM` takes it.
-      weights: the target's.
-      tokens: the target's vocabulary.
-      find_shipped: whether a shipped draft may be taken.
+    `weights` and `tokens` (the vocabulary, by id) are the target's.
     """
     if isinstance(draft, str) and draft.startswith(PREFIX):
         return shared_weights.open_layer_subset(draft, weights, vocabulary_digest(tokens))
@@ -58,14 +54,11 @@ def place_pair(
 ) -> tuple[Placement, Placement | None]:
     """Placements of target and draft on their meshes.
 
+    Arguments without `draft_` in their name are the target's; `dtype` is of both, as `LLM` takes it.
+
     Args:
-      weights: the target's.
-      draft_weights: the draft's, if there is one.
-      tokens: the target's vocabulary.
+      tokens: the target's vocabulary, by id.
       token_strings: reads the vocabulary of a checkpoint.
-      plan: the target's devices.
-      draft_plan: the draft's.
-      dtype: of both, as `LLM` takes it.
 
     Raises:
       ConfigError: the two do not fit together.
@@ -179,9 +172,7 @@ def check_vocabulary(target: Sequence[str], draft_digest: str, widths: tuple[int
     """
     reason = "the draft does not fit the target: it shares"
     if (digest := vocabulary_digest(target)) != draft_digest:
-        raise ConfigError(
-            f"{reason} the embedding of the target that it was made for, whose vocabulary has the digest "
-            f"{draft_digest:.12}; that of this one is {digest:.12}"
-        )
+        made_for = f"the target that it was made for, whose vocabulary has the digest {draft_digest:.12}"
+        raise ConfigError(f"{reason} the embedding of {made_for}; that of this one is {digest:.12}")
     if widths[0] != widths[1]:
         raise ConfigError(f"{reason} an embedding of width {widths[1]}, the target's has {widths[0]}")

@@ -48,9 +48,7 @@ def default_model_path() -> Path:
 
 
 def verify_default(path: Path) -> None:
-    """Check size and SHA-256 of the default model, in about a quarter of a second.
-
-    A model that `$JAXSPEC_DEFAULT_MODEL` names is the caller's own and is not checked.
+    """Check size and SHA-256 of the default model (0.25 s), unless `$JAXSPEC_DEFAULT_MODEL` names another.
 
     Raises:
       CheckpointError: it is not the published file.

@@ -22,6 +22,11 @@ from jaxspec.models.layer_set import LayerSet
 TENSOR_AXIS = "tensor"
 
 
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ConfigError(problem)
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding.
@@ -39,16 +44,13 @@ class RopeConfig:
 
     def __post_init__(self):
         """Refuse frequencies that cannot be computed."""
-        if self.theta <= 0:
-            raise ConfigError(f"rope theta must be positive, got {self.theta}")
-        if self.scaling not in ("default", "linear", "llama3"):
-            raise ConfigError(f"rope scaling {self.scaling!r} is not supported (default, linear, llama3 are)")
-        if self.factor < 1:
-            raise ConfigError(f"rope scaling factor must be at least 1, got {self.factor}")
-        if self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                f"rope low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
-            )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        known = self.scaling in ("default", "linear", "llama3")
+        _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
+        _require(known, f"rope scaling {self.scaling!r} is not supported (default, linear, llama3 are)")
+        _require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
+        ordered = self.scaling != "llama3" or low < high
+        _require(ordered, f"rope low_freq_factor {low} must be below high_freq_factor {high}")
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # float32 [H / 2]
@@ -56,13 +58,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # float32 
     frequency = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
     if rope.scaling == "linear":
         return frequency / np.float32(rope.factor)
-    if rope.scaling == "llama3":
-        return _scale_llama3(frequency, rope)
-    return frequency
-
-
-def _scale_llama3(frequency: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the band between interpolated."""
+    if rope.scaling == "default":
+        return frequency
+    # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the band between interpolated.
     wavelength = 2 * math.pi / frequency
     longest = rope.original_context / rope.low_freq_factor
     shortest = rope.original_context / rope.high_freq_factor
@@ -79,10 +77,8 @@ class ModelConfig:
     Letters used across jaxspec: D `embed_dim`, F `mlp_dim`, N `num_heads`, K `num_kv_heads`,
     G = N // K query heads per KV head, H `head_dim`, V `vocab_size`, L `num_layers`.
 
-    `sliding_window` counts the positions a query sees, itself included, in the layers that
-    `sliding_layers` marks (all layers when it is empty).
-
-    `embed_scale` multiplies the embedding of each token.
+    `sliding_window` counts the positions a query sees, itself included, in the layers that `sliding_layers` marks (all
+    layers when it is empty). `embed_scale` multiplies the embedding of each token.
 
     A draft may be made for one target and share its vocabulary (`shares_embedding`): it has no embedding and no head of
     its own. Such a draft may score some tokens only: `head_ids`, ascending; empty for all of them.
@@ -113,38 +109,29 @@ class ModelConfig:
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
-        if self.family not in FAMILIES:
-            raise ConfigError(f"model family {self.family!r} is not supported; supported: {', '.join(FAMILIES)}")
+        supported = ", ".join(FAMILIES)
+        _require(self.family in FAMILIES, f"model family {self.family!r} is not supported; supported: {supported}")
         for name in (
             "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_context",
         ):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
-        if not 0 < self.norm_eps < 1:
-            raise ConfigError(f"norm_eps must lie between 0 and 1, got {self.norm_eps}")
-        if not self.embed_scale > 0:
-            raise ConfigError(f"embed_scale must be positive, got {self.embed_scale}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be at least 1, got {self.sliding_window}")
-        if self.sliding_layers and len(self.sliding_layers) != self.num_layers:
-            raise ConfigError(
-                f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.num_layers}"
-            )
-        if self.units is not None and self.units.num_layers != self.num_layers:
-            raise ConfigError(f"units are of {self.units.num_layers} layers, the model has {self.num_layers}")
-        if self.head_ids:
-            if not self.shares_embedding:
-                raise ConfigError(
-                    "head_ids restricts the head of a draft with shares_embedding; this model has its own"
-                )
-            ids = self.head_ids
-            if not 0 <= ids[0] <= ids[-1] < self.vocab_size or any(a >= b for a, b in itertools.pairwise(ids)):
-                raise ConfigError(f"head_ids must be ascending token ids below {self.vocab_size}, each once")
+        N, K, L, window, ids = self.num_heads, self.num_kv_heads, self.num_layers, self.sliding_window, self.head_ids
+        _require(N % K == 0, f"num_heads {N} is not a multiple of num_kv_heads {K}")
+        _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        _require(0 < self.norm_eps < 1, f"norm_eps must lie between 0 and 1, got {self.norm_eps}")
+        _require(self.embed_scale > 0, f"embed_scale must be positive, got {self.embed_scale}")
+        _require(window is None or window >= 1, f"sliding_window must be at least 1, got {window}")
+        listed = len(self.sliding_layers)
+        _require(listed in (0, L), f"sliding_layers names {listed} layers, the model has {L}")
+        blocks = self.units.num_layers if self.units is not None else L
+        _require(blocks == L, f"units are of {blocks} layers, the model has {L}")
+        if ids:
+            problem = "head_ids restricts the head of a draft with shares_embedding; this model has its own"
+            _require(self.shares_embedding, problem)
+            ascending = 0 <= ids[0] <= ids[-1] < self.vocab_size and all(a < b for a, b in itertools.pairwise(ids))
+            _require(ascending, f"head_ids must be ascending token ids below {self.vocab_size}, each once")
 
     @property
     def group(self) -> int:
@@ -162,9 +149,7 @@ class ModelConfig:
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer in positions, or None where it sees everything."""
-        if self.sliding_layers and not self.sliding_layers[layer]:
-            return None
-        return self.sliding_window
+        return None if self.sliding_layers and not self.sliding_layers[layer] else self.sliding_window
 
 
 def config_to_data(cfg: ModelConfig) -> dict[str, Any]:
@@ -179,11 +164,7 @@ def config_to_data(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_data(data: Mapping[str, Any], where: str) -> ModelConfig:
-    """Read a geometry strictly.
-
-    Args:
-      data: field names and values, as parsed from TOML or JSON.
-      where: names the place in errors.
+    """Read a geometry strictly from the field names and values in TOML or JSON; `where` names the place in errors.
 
     Raises:
       ConfigError: a key is missing, unknown (the nearest known one is named) or of the wrong type, or the geometry
@@ -199,10 +180,8 @@ def _read_dataclass(kind: type, data: Any, where: str) -> Any:
     for key in data:
         if key not in hints:
             raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, hints)}")
-    fields = dataclasses.fields(kind)
-    required = [f.name for f in fields if f.default is dataclasses.MISSING]
-    missing = [name for name in required if name not in data]
-    if missing:
+    fields = [field for field in dataclasses.fields(kind) if field.name not in data]
+    if missing := [field.name for field in fields if field.default is dataclasses.MISSING]:
         raise ConfigError(f"{where}: missing {', '.join(missing)}")
     values = {key: _read_value(hints[key], value, f"{where}: {key}") for key, value in data.items()}
     try:

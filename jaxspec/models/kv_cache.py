@@ -61,10 +61,7 @@ def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
 def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = None) -> KVCache:
     """Put window slots `slots` `[P]` at the first P places of the window; a slot may appear twice, the rest is lost.
 
-    Args:
-      cache: as above.
-      slots: int32 `[P]`.
-      count: int32 [], how many of them matter; None for all. Nothing is moved where they are in place already.
+    The first `count` (int32 []) of `slots` (int32) matter; None for all. Nothing moves where they are in place already.
     """
     places = jnp.arange(slots.shape[0])
     matters = True if count is None else places < count

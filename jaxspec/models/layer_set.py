@@ -113,10 +113,8 @@ def parse_layers(text: str, num_layers: int) -> LayerSet:
                 raise ConfigError(f"layer set {text!r}: {wanted}")
             for layer in _parse_ranges(ranges, text):
                 if not 1 <= layer <= num_layers - 2:
-                    raise ConfigError(
-                        f"layer set {text!r}: layer {layer} cannot be skipped in a model of {num_layers} layers, "
-                        f"only 1 to {num_layers - 2} can"
-                    )
+                    problem = f"layer {layer} cannot be skipped in a model of {num_layers} layers"
+                    raise ConfigError(f"layer set {text!r}: {problem}, only 1 to {num_layers - 2} can")
                 kept[kind][layer] = False
     return LayerSet(tuple(kept["attention"]), tuple(kept["mlp"]))
 

@@ -2,17 +2,17 @@
 
 import importlib.resources
 import tomllib
-from importlib.resources.abc import Traversable
 
 from jaxspec.errors import ConfigError, suggest
 from jaxspec.models.config import ModelConfig, config_from_data
 
+_FOLDER = importlib.resources.files("jaxspec_configs").joinpath("models")
 _SUFFIX = ".toml"
 
 
 def list_presets() -> list[str]:
     """Names of all presets, sorted."""
-    files = (entry.name for entry in _folder().iterdir())
+    files = (entry.name for entry in _FOLDER.iterdir())
     return sorted(name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX))
 
 
@@ -22,17 +22,11 @@ def load_preset(name: str) -> ModelConfig:
     Raises:
       ConfigError: there is no such preset (the nearest name is given), or its file is wrong.
     """
-    known = list_presets()
-    if name not in known:
+    if name not in (known := list_presets()):
         raise ConfigError(f"no geometry preset {name!r}; {suggest(name, known)}")
-    text = _folder().joinpath(name + _SUFFIX).read_text(encoding="utf-8")
     where = f"geometry preset {name!r}"
     try:
-        data = tomllib.loads(text)
+        data = tomllib.loads(_FOLDER.joinpath(name + _SUFFIX).read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}") from error
     return config_from_data(data, where)
-
-
-def _folder() -> Traversable:
-    return importlib.resources.files("jaxspec_configs").joinpath("models")

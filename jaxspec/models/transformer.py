@@ -57,9 +57,7 @@ def forward(
 
     Args:
       params: of this shard.
-      cfg: geometry.
-      token: the rows' tokens.
-      position: their logical positions.
+      token, position: of the rows; positions are logical.
       cache: row t is written at slot `cache.length + offset + t`; the caller commits what it keeps.
       window_mask: row t sees window slot j (its tree ancestors and itself).
       window_position: logical position of each window slot, for sliding windows; None where the slots are the rows.
@@ -79,14 +77,8 @@ def forward(
         return rms_norm(x, params["final_norm"], cfg.norm_eps), cache
 
 
-def prefill(
-    params: Params,
-    cfg: ModelConfig,
-    token: jax.Array,  # int32 [T]
-    count: jax.Array,  # int32 []
-    cache: KVCache,
-) -> KVCache:
-    """Commit the first `count` of T consecutive tokens.
+def prefill(params: Params, cfg: ModelConfig, token: jax.Array, count: jax.Array, cache: KVCache) -> KVCache:
+    """Commit the first `count` (int32 []) of T consecutive tokens, `token` int32 [T].
 
     Rows from `count` on are padding: they write after the prefix, where the next pass overwrites them. No hidden
     state is returned, so the last layer only computes keys and values.
@@ -96,12 +88,11 @@ def prefill(
     return written.replace(length=cache.length + count)
 
 
-def vocab_logits(
-    params: Params,
-    hidden: jax.Array,  # [T, D]
-    active_rows: jax.Array | None = None,  # int32 []
-) -> jax.Array:  # [T, V / shards] float32
-    """Logits of this shard's vocabulary rows; padded rows are the caller's to mask. For `active_rows` see `forward`."""
+def vocab_logits(params: Params, hidden: jax.Array, active_rows: jax.Array | None = None) -> jax.Array:
+    """Logits of this shard's vocabulary rows, [T, D] -> [T, V / shards] float32; the caller masks padded rows.
+
+    For `active_rows` see `forward`.
+    """
     with jax.named_scope("head"):
         head = params["head"] if "head" in params else params["embed"]
         head = as_matrix(head, head.shape[0])

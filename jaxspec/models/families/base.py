@@ -17,8 +17,7 @@ class ConfigValues:
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = ""):
         """Take the keys that begin with `prefix`, which is cut off. `path` is for errors."""
-        self.path = path
-        self.prefix = prefix
+        self.path, self.prefix = path, prefix
         self._values = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
         self._read: set[str] = set()
 
@@ -103,8 +102,7 @@ class Family:
         """Fields of `ModelConfig` that `config.json` spells in the family's own way.
 
         Raises:
-          CheckpointError: a value is missing or of the wrong type.
-          ConfigError: a value asks for something that is not supported.
+          CheckpointError, ConfigError: a value is missing or of the wrong type, or asks for what is not supported.
         """
         embed_dim, num_heads = values.integer("hidden_size"), values.integer("num_attention_heads")
         if values.flag("attention_bias") and not self.features.get("qkv_bias"):
