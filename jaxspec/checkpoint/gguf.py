@@ -105,10 +105,8 @@ def open_gguf(path: str | Path) -> GGUFSource:
 
 def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
     if metadata.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(
-            f"{path}: is one of {metadata['split.count']} parts of a split GGUF, which are not supported; "
-            "join them first with `llama-gguf-split --merge`"
-        )
+        problem = f"is one of {metadata['split.count']} parts of a split GGUF, which are not supported"
+        raise CheckpointError(f"{path}: {problem}; join them first with `llama-gguf-split --merge`")
     if (kind := metadata.get("general.type", "model")) != "model":
         raise CheckpointError(f"{path}: holds a GGUF {kind!r} (general.type), not a model")
     known = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
@@ -217,10 +215,8 @@ def _read_rope(path: Path, header: GGUFHeader, values: ConfigValues, head_dim: i
     if divisors is None:
         return RopeConfig(theta=theta, scaling="linear", factor=factor) if factor > 1 else RopeConfig(theta=theta)
     if divisors.ggml_type != GGMLQuantizationType.F32 or divisors.shape != (head_dim // 2,):
-        raise CheckpointError(
-            f"{path}: {_ROPE_FREQS!r} must hold {head_dim // 2} F32 values, "
-            f"got shape {divisors.shape} of {divisors.ggml_type.name}"
-        )
+        found = f"shape {divisors.shape} of {divisors.ggml_type.name}"
+        raise CheckpointError(f"{path}: {_ROPE_FREQS!r} must hold {head_dim // 2} F32 values, got {found}")
     frequencies = np.fromfile(path, "<f4", head_dim // 2, offset=divisors.offset)
     if factor > 1:
         raise ConfigError(f"{path}: asks for linear rope scaling and {_ROPE_FREQS!r} at once, which is not supported")

@@ -187,9 +187,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         # A plain name: nothing outside the folder can be reached, but links in it (as in Hugging Face's cache) can.
         if not isinstance(file, str) or not file.endswith(".safetensors") or any(c in file for c in "/\\:\0"):
-            raise CheckpointError(
-                f"{path / _INDEX_FILE}: places {name!r} in {str(file)[:60]!r}; a plain .safetensors file name is needed"
-            )
+            problem = f"places {name!r} in {str(file)[:60]!r}; a plain .safetensors file name is needed"
+            raise CheckpointError(f"{path / _INDEX_FILE}: {problem}")
     return weight_map
 
 
@@ -208,9 +207,8 @@ def _read_eos_ids(path: Path, generation: dict[str, Any], config: dict[str, Any]
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise CheckpointError(
-                f"{path / file}: eos_token_id must be token ids below {vocab_size}, got {str(token)[:60]}"
-            )
+            wanted = f"token ids below {vocab_size}"
+            raise CheckpointError(f"{path / file}: eos_token_id must be {wanted}, got {str(token)[:60]}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -230,9 +228,8 @@ def _read_config(path: Path, raw: dict[str, Any], max_layers: int) -> ModelConfi
         values.refuse("mlp_bias", "biases in the MLP are not supported")
     num_layers = values.integer("num_hidden_layers")
     if num_layers > max_layers:
-        raise CheckpointError(
-            f"{path}: asks for {num_layers} layers, but the checkpoint holds only {max_layers} tensors"
-        )
+        held = f"the checkpoint holds only {max_layers} tensors"
+        raise CheckpointError(f"{path}: asks for {num_layers} layers, but {held}")
     max_context = values.integer("max_position_embeddings")
     fields = {
         "family": name,

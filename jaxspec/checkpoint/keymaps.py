@@ -145,10 +145,8 @@ def check_accounted(source: TensorSource) -> None:
     cfg, found = source.config, source.shapes()
     # Before anything as long as the config claims is built.
     if cfg.num_layers > len(found):
-        raise CheckpointError(
-            f"{source.path}: the config asks for {cfg.num_layers} layers, "
-            f"but the checkpoint holds only {len(found)} tensors"
-        )
+        held = f"the checkpoint holds only {len(found)} tensors"
+        raise CheckpointError(f"{source.path}: the config asks for {cfg.num_layers} layers, but {held}")
 
     def is_harmless(name: str, shape: Shape) -> bool:
         """Whether a tensor adds nothing to the config: saved rotary frequencies, and the head of a tied model."""

@@ -196,11 +196,9 @@ def _detect_file(path: Path) -> Format:
     if start == MAGIC:
         return "gguf"
     if path.suffix in _PICKLES:
-        raise CheckpointError(
-            f"{path}: looks like a pickle, which can run code; it was not opened. Convert it to safetensors"
-        )
+        problem = "looks like a pickle, which can run code; it was not opened"
+        raise CheckpointError(f"{path}: {problem}. Convert it to safetensors")
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path}: give the folder around it, which holds config.json and the tokenizer")
-    raise CheckpointError(
-        f"{path}: is no checkpoint that jaxspec reads: it begins with {start!r}, a GGUF file with {MAGIC!r}"
-    )
+    found = f"it begins with {start!r}, a GGUF file with {MAGIC!r}"
+    raise CheckpointError(f"{path}: is no checkpoint that jaxspec reads: {found}")

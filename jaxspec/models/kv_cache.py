@@ -37,7 +37,6 @@ class KVCache:
 def init_cache(cfg: ModelConfig, kv_heads: int, slots: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache with `kv_heads` heads (padded to the mesh) and `slots` slots."""
     shape = (kv_heads, slots, cfg.head_dim)
-
     key, value = (tuple(jnp.zeros(shape, dtype) for _ in cfg.attention_layers) for _ in range(2))
     return KVCache(key, value, jnp.int32(0))
 
