@@ -51,7 +51,10 @@ class TensorSource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make one leaf: `assemble` takes the tensors that `sources` names, with shapes; `info` declares it."""
+    """How to make one leaf: `assemble` takes the tensors that `sources` names, in that order and of those shapes.
+
+    The result is reshaped to the declared shape of the leaf, `info`.
+    """
 
     sources: tuple[tuple[str, Shape], ...]
     assemble: Assemble

@@ -98,5 +98,5 @@ def warn_of_damage(path: Path, problem: str) -> None:
 
 
 def vocabulary_digest(tokens: Sequence[str]) -> str:
-    """SHA-256 of a vocabulary, whose tokens are listed by id; a draft that shares an embedding names its target so."""
+    """SHA-256 of a vocabulary (tokens by id), by which a draft that shares its target's embedding names the target."""
     return hashlib.sha256("\0".join(tokens).encode("utf-8", "surrogatepass")).hexdigest()
