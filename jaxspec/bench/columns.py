@@ -13,9 +13,8 @@ SWEPT, BUDGET = "specexec", "num_draft_tokens"
 
 
 def default_methods(has_draft: bool, apart: bool = False) -> list[str]:
-    """Names of all methods that fit: those that need no draft, and with a draft those that use one.
-
-    `apart` says that the draft has devices of its own, which rules out methods that draft on the target's.
+    """Names of the methods that fit: with a draft all, else those that need none.
+    A draft `apart` has devices of its own, which rules out methods that draft on the target's.
     """
     methods = {name: registry.method_class(name) for name in METHODS}
     return [
@@ -28,16 +27,10 @@ def default_methods(has_draft: bool, apart: bool = False) -> list[str]:
 def make_columns(
     names: Iterable[str], settings: Mapping[str, Mapping[str, Any]] | None = None, budgets: Sequence[int] | None = None
 ) -> list[Column]:
-    """Columns for methods by name; the baseline comes first, named or not.
-
-    Args:
-      names: of methods; repeated ones count once.
-      settings: by method name, values of its fields that are not the default.
-      budgets: tree sizes in draft tokens; each becomes a column of SpecExec, instead of its default one.
-
-    Raises:
-      ConfigError: an unknown method or field (the nearest name is given), settings or budgets of a method that is not
-        measured, or a value that the method refuses.
+    """Columns for methods by name, each once; the baseline comes first, named or not.
+    `settings` holds, by method name, values of its fields that are not the default. Each of `budgets`, in draft tokens,
+    becomes a column of SpecExec, in place of its default one. Raises `ConfigError` for an unknown method or field (the
+    nearest name is given), and for a refused value; also for settings or budgets of a method that is not measured.
     """
     settings = settings or {}
     names = list(dict.fromkeys([BASELINE, *names]))
@@ -73,16 +66,8 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> Any:
 
 def loading_method(columns: Sequence[Column], has_draft: bool, given: bool = True, apart: bool = False) -> Any:
     """The method to load models with: the first that uses the draft, if there is one, else the first.
-
-    Args:
-      columns: from `make_columns`.
-      has_draft: whether there is a draft model.
-      given: whether the user named it.
-      apart: whether the draft has devices of its own.
-
-    Raises:
-      ConfigError: a column needs a draft and there is none; no column uses the given one; or a column that uses it
-        cannot use it on devices of its own.
+    The user named the draft if it was `given`; it has devices of its own if `apart`. Raises `ConfigError` if a column
+    needs a draft and there is none, no column uses the given one, or one cannot use it apart.
     """
     drafting = [column for column in columns if column.method.drafts]
     if has_draft and given and not drafting:

@@ -23,67 +23,40 @@ ADVANCING = ("advance", "advance and expand")
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One uninterrupted activity of one row; `start` and `end` are seconds since the trace began.
+    """One uninterrupted activity of one row; times are in seconds since the trace began."""
 
-    Attributes:
-      row: "target" and "draft" (or "devices", where both live), "transfers" or "host".
-      name: of the program; "target->draft" and "draft->target" for transfers; "dispatch", "wait" or "read" on the host.
-      start: when it began.
-      end: when it ended.
-      round: counted from 0 over the whole trace.
-      generation: counted from 0.
-    """
-
-    row: str
-    name: str
+    row: str  # "target" and "draft" (or "devices", where both live), "transfers" or "host"
+    name: str  # of a program; "target->draft", "draft->target" for transfers; "dispatch", "wait", "read" on the host
     start: float
     end: float
-    round: int
-    generation: int = 0
+    round: int  # from 0 over the whole trace
+    generation: int = 0  # from 0
 
     @property
     def length(self) -> float:
-        """In seconds."""
         return self.end - self.start
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceSummary:
-    """Medians and shares of a trace, over the rounds that were read; times are in seconds.
-
-    A round that was in flight when the text ended is not counted.
-
-    Attributes:
-      rounds: number of rounds.
-      passes: target passes of these rounds. A round without a draft may hold several.
-      overlap: share of the time of tree growth that lies within verification; None where nothing grew.
-      idle: by row of devices, the share of time without a program, from the start of the first program to the end of
-        the last verification.
-      round_s: median time between two completions of the target; None with one round.
-      program_s: by name, median time of a program or transfer.
-      pass_s: median over rounds of the time of a target pass; None without one.
-      transfer_s: median of a round's transfers together; None without.
-      sync_s: median of a round's `advance` and its transfers together: what a round adds to the target's passes.
-        "advance and expand" counts as a whole. None without a tree that outlives the rounds.
-      host_s: median time of a round in which Python was busy, the caller's work included; None with one round.
-      dispatch_s: median time of these that was dispatch.
-      read_s: median time of these that was reading.
-      draft_tree: see `metrics.count_draft_tree`; None for methods without a tree that outlives the rounds.
-    """
+    """Medians and shares over the rounds that were read, without one in flight at the end; times are in seconds."""
 
     rounds: int
-    passes: int
-    overlap: float | None
-    idle: dict[str, float]
-    round_s: float | None
-    program_s: dict[str, float]
-    pass_s: float | None
-    transfer_s: float | None
-    sync_s: float | None
-    host_s: float | None
-    dispatch_s: float
-    read_s: float
-    draft_tree: dict[str, Any] | None = None
+    passes: int  # target passes of these rounds; a round without a draft may hold several
+    overlap: float | None  # share of the time of tree growth that lies within verification; None where nothing grew
+    idle: dict[
+        str, float
+    ]  # by row, share of time without a program, from the first start to the last verification's end
+    round_s: float | None  # median time between two completions of the target; None with one round
+    program_s: dict[str, float]  # by name, median time of a program or transfer
+    pass_s: float | None  # median over rounds of the time of a target pass; None without one
+    transfer_s: float | None  # median of a round's transfers together; None without
+    # What a round adds to the target's passes: median of its transfers and `ADVANCING` programs (wholly) together.
+    sync_s: float | None  # None without a tree that outlives the rounds
+    host_s: float | None  # median time of a round that Python was busy, caller's work included; None with one round
+    dispatch_s: float  # median of the dispatch in it
+    read_s: float  # median of the reading in it
+    draft_tree: dict[str, Any] | None = None  # `metrics.count_draft_tree`; None without a tree that outlives the rounds
 
 
 def is_verifying(program: str) -> bool:
@@ -94,16 +67,7 @@ def is_verifying(program: str) -> bool:
 def summarise(
     events: Sequence[Event], drafts: Mapping[int, DraftCounts] | None = None, passes: Mapping[int, int] | None = None
 ) -> TraceSummary:
-    """Summarise a trace.
-
-    Args:
-      events: in any order.
-      drafts: counts of the draft's side, by round.
-      passes: target passes by round; 1 where nothing is said.
-
-    Raises:
-      ValueError: no round was read.
-    """
+    """Summarise; `drafts` and target `passes` (else 1) are by round. Raises `ValueError` if no round was read."""
     was_read = {event.round for event in events if event.name == READ}
     if not was_read:
         raise ValueError("no round was read while the trace was taken")

@@ -30,28 +30,15 @@ PassTimer = Callable[..., float]
 
 @dataclasses.dataclass(frozen=True)
 class PassTimes:
-    """Median seconds of one pass, the output head included.
+    """Median seconds of one pass, the output head included; those of the draft are 0 without a draft model."""
 
-    Attributes:
-      target_s: target, by number of rows; see `time_target_pass`.
-      draft_s: draft, with as many rows as the method evaluates at a time; 0 without a draft model.
-      draft_root_s: draft, the first pass of a round (the root and a pending token); 0 without a draft model.
-    """
-
-    target_s: Mapping[int, float]
-    draft_s: float
-    draft_root_s: float
+    target_s: Mapping[int, float]  # by number of rows; see `time_target_pass`
+    draft_s: float  # with as many rows as the method evaluates at a time
+    draft_root_s: float  # the first pass of a round: the root and a pending token
 
 
 def measure_passes(llm: "LLM", context: int, rows: Iterable[int], repeats: int = 9) -> PassTimes:
-    """Time the passes of a method's rounds.
-
-    Args:
-      llm: its method gives the numbers of rows of draft passes.
-      context: tokens in the caches.
-      rows: of target passes.
-      repeats: samples per median.
-    """
+    """Time target passes of `rows` and the method's draft passes, with `context` tokens in the caches."""
     method, models = llm.engine.method, llm.engine.models
     timers: dict[Any, PassTimer] = {n: time_target_pass(models.target, llm.params, n, context) for n in rows}
     if models.draft is not None and llm.draft_params is not None and method.drafts:
@@ -65,11 +52,7 @@ def measure_passes(llm: "LLM", context: int, rows: Iterable[int], repeats: int =
 
 def median_times(timers: Mapping[Any, PassTimer], repeats: int, passes: Mapping[Any, int] | None = None) -> dict:
     """Median seconds of one pass of each timer; all are warmed up first, then sampled in turn.
-
-    Args:
-      timers: by name.
-      repeats: samples per median.
-      passes: by name, how many passes a sample holds, one after the other in one program; 1 where nothing is said.
+    A sample holds `passes`, by name (else 1), one after the other in one program.
     """
     counts = {name: (passes or {}).get(name, 1) for name in timers}
     for name, timer in timers.items():
@@ -90,14 +73,8 @@ def time_pass(
     placement: Placement, params: Params, rows: int, context: int, *, levels: int = 1, head_rows: int | None = None
 ) -> PassTimer:
     """Passes over the levels of a growing tree after `context` tokens, one after the other in one program.
-
-    Args:
-      placement: of the model.
-      params: its parameters.
-      rows: of a pass; each sees the root and itself.
-      context: tokens in the cache.
-      levels: passes that the window holds; further ones write over the last.
-      head_rows: rows whose logits are computed; None for all.
+    Each of the `rows` sees the root and itself. The window holds `levels` passes; further ones write over the last.
+    Logits are computed for `head_rows` rows, None for all.
     """
     cfg, plan = placement.cfg, placement.plan
     slots = -(-(context + rows * levels) // 64) * 64
@@ -141,17 +118,9 @@ def time_pass(
 
 
 def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable[[], float]:
-    """A chain of matrix-vector products that reads every weight of a decoding step once and does nothing else.
-
-    On several devices each reads its own shard, and nothing is exchanged between them.
-
-    Args:
-      params: the target's parameters, placed.
-      kernels: what multiplies.
-      passes: passes per call, one after the other.
-
-    Returns:
-      A function that runs them and returns the seconds of one pass; its first call compiles.
+    """A timer of a chain of matrix-vector products that reads every weight of a decoding step once, and nothing else.
+    It runs `passes` and returns the seconds of one; its first call compiles. On several devices each reads its own
+    shard, and nothing is exchanged between them.
     """
     leaves, treedef = jax.tree.flatten(params)
     specs = jax.tree.unflatten(treedef, [leaf.sharding.spec for leaf in leaves])

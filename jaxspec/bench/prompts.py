@@ -1,6 +1,5 @@
-"""Benchmark prompts: JSON lines in Spec-Bench's form, and the small suite that ships with jaxspec.
-
-A line is `{"question_id": ..., "category": ..., "turns": [...]}`; other keys, such as reference answers, are ignored.
+"""Benchmark prompts in Spec-Bench's form, JSON lines `{"question_id": ..., "category": ..., "turns": [...]}`.
+Other keys, such as reference answers, are ignored. A small suite ships with jaxspec.
 """
 
 import collections
@@ -19,27 +18,16 @@ KEYS = ("question_id", "category", "turns")
 
 @dataclasses.dataclass(frozen=True)
 class BenchPrompt:
-    """One conversation to measure.
+    """One conversation to measure."""
 
-    Attributes:
-      question_id: unique in its file.
-      category: kind of task; results are reported per category.
-      turns: the user's messages, in order; the model answers after each.
-    """
-
-    question_id: str | int
-    category: str
-    turns: tuple[str, ...]
+    question_id: str | int  # unique in its file
+    category: str  # kind of task; results are reported per category
+    turns: tuple[str, ...]  # the user's messages, in order; the model answers after each
 
 
 def load_prompts(path: Path | None = None) -> list[BenchPrompt]:
-    """Prompts of a JSON lines file, in its order; empty lines are skipped.
-
-    Args:
-      path: the file; None is the suite that ships with jaxspec.
-
-    Raises:
-      ConfigError: the file cannot be read, holds no prompt, or a line (named, with the file) is not of the form above.
+    """Prompts of a JSON lines file (None: the suite that ships), in its order; empty lines are skipped.
+    Raises `ConfigError` if the file cannot be read or holds no prompt, or a line (named) is not of the form above.
     """
     source = mini_suite() if path is None else path
     try:
@@ -69,19 +57,9 @@ def load_prompts(path: Path | None = None) -> list[BenchPrompt]:
 def select_prompts(
     prompts: Sequence[BenchPrompt], categories: Iterable[str] | None = None, max_prompts: int | None = None
 ) -> list[BenchPrompt]:
-    """The prompts of some categories, at most so many.
-
-    Args:
-      prompts: all of them.
-      categories: names to keep; None keeps all.
-      max_prompts: most prompts to keep, taken from the categories in turn: the first of each, the second of each, and
-        so on; None keeps all.
-
-    Returns:
-      The prompts that are kept, in their original order.
-
-    Raises:
-      ConfigError: a category that no prompt has; the nearest name is given.
+    """The prompts of some categories (None: all) in their original order, at most `max_prompts`.
+    These are taken from the categories in turn: the first of each, the second of each, and so on. Raises `ConfigError`
+    for a category that no prompt has; the nearest name is given.
     """
     known = list_categories(prompts)
     wanted = known if categories is None else list(categories)

@@ -24,15 +24,7 @@ RESAMPLES = 2000
 def make_report(
     measured: Measurement, command: str, model: str, draft: str | None, target_devices: int = 1
 ) -> dict[str, Any]:
-    """One JSON object: what was measured, how, where, and every sample.
-
-    Args:
-      measured: from `measure`.
-      command: the command line that asked for it.
-      model: the target's checkpoint.
-      draft: the draft's, if there is one.
-      target_devices: devices that shared the target.
-    """
+    """One JSON object: what was measured, how, where, and every sample; `target_devices` shared the target."""
     by_key = _index(measured)
     groups = {name: [p for p in measured.prompts if p.category == name] for name in list_categories(measured.prompts)}
     times = {label: dataclasses.asdict(found) for label, found in measured.pass_times.items()}
@@ -68,10 +60,7 @@ def make_report(
 
 
 def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float] | None:
-    """95 % interval of the mean of `values`, by drawing them anew with replacement; None for fewer than two.
-
-    The draws are seeded: the same values give the same interval.
-    """
+    """95 % interval of the mean, by drawing `values` anew (seeded) with replacement; None for fewer than two."""
     if len(values) < 2:
         return None
     array = np.asarray(values, np.float64)

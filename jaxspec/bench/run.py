@@ -1,15 +1,11 @@
 """Methods side by side: the same prompts, in one process, everything warm, every method in turn.
 
-Rules of the measurement:
-
 * Plain decoding (`ar`, several tokens per dispatch) is always a column: the baseline of all ratios and of exactness.
 * Everything is compiled for the longest conversation and has generated once before the first timed answer.
 * For each repeat and each prompt every column answers once. The order of columns rotates by one each time. The roofline
   is sampled beside them: drift of the machine's speed affects all alike.
 * The first dispatch belongs to the time to the first token. Rates count the tokens after it, per second from the first
   dispatch to the last.
-
-`jaxspec.bench.report` makes numbers and tables of what `measure` returns.
 """
 
 import dataclasses
@@ -41,37 +37,22 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One decoder to measure.
+    """One decoder to measure: a method on the weights that are measured, or another library's decoder."""
 
-    Attributes:
-      label: its name in tables.
-      method: a method with its settings, run on the weights that are measured; None for another library's decoder.
-      model: that decoder, which answers like an `LLM`; None for a method.
-    """
-
-    label: str
-    method: Any
-    model: Any = None
+    label: str  # its name in tables
+    method: Any  # with its settings; None for another library's decoder
+    model: Any = None  # that decoder, which answers like an `LLM`; None for a method
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One column's answer to one prompt in one repeat; a tuple holds one entry per turn.
+    """One column's answer to one prompt in one repeat; a tuple holds one entry per turn."""
 
-    Attributes:
-      label: of the column.
-      prompt: what was asked.
-      repeat: from 0.
-      token_ids: generated tokens, an end-of-sequence token included.
-      finish_reasons: "stop" or "length".
-      stats: the generations' own statistics.
-    """
-
-    label: str
+    label: str  # of the column
     prompt: BenchPrompt
-    repeat: int
-    token_ids: tuple[tuple[int, ...], ...]
-    finish_reasons: tuple[str, ...]
+    repeat: int  # from 0
+    token_ids: tuple[tuple[int, ...], ...]  # an end-of-sequence token included
+    finish_reasons: tuple[str, ...]  # "stop" or "length"
     stats: tuple[DecodeStats, ...]
 
     @property
@@ -118,37 +99,21 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Everything that was measured.
+    """Everything that was measured."""
 
-    Attributes:
-      columns: what was compared; the first is the baseline.
-      prompts: those with at least one answer of each column.
-      sampling: how tokens were chosen.
-      repeats: answers of each column to each prompt.
-      answers: all of them, in order of time; of an interrupted run the complete groups of one answer per column.
-      compile_s: by label, seconds of compiling before the first timed answer.
-      pass_times: by label, seconds of one target and one draft pass at `context` tokens; none after an interrupt.
-      context: tokens, the middle of a mean answer.
-      roofline_s: seconds of one pass over all weights, a sample per prompt and repeat.
-      weight_bytes: what such a pass reads.
-      weights: the target's weight types, in words.
-      kernels: what multiplied and attended.
-      interrupted: whether an interrupt ended the run early.
-    """
-
-    columns: tuple[Column, ...]
-    prompts: tuple[BenchPrompt, ...]
+    columns: tuple[Column, ...]  # the first is the baseline
+    prompts: tuple[BenchPrompt, ...]  # those with at least one answer of each column
     sampling: SamplingParams
-    repeats: int
-    answers: tuple[Answer, ...]
-    compile_s: dict[str, float]
-    pass_times: dict[str, "PassTimes"]
-    context: int
-    roofline_s: tuple[float, ...]
-    weight_bytes: int
-    weights: str
-    kernels: Kernels
-    interrupted: bool = False
+    repeats: int  # answers of each column to each prompt
+    answers: tuple[Answer, ...]  # in order of time; of an interrupted run the complete groups of one answer per column
+    compile_s: dict[str, float]  # by label, seconds of compiling before the first timed answer
+    pass_times: dict[str, "PassTimes"]  # by label, seconds of passes at `context` tokens; none after an interrupt
+    context: int  # tokens, the middle of a mean answer
+    roofline_s: tuple[float, ...]  # seconds of one pass over all weights, a sample per prompt and repeat
+    weight_bytes: int  # what such a pass reads
+    weights: str  # the target's weight types, in words
+    kernels: Kernels  # what multiplied and attended
+    interrupted: bool = False  # whether an interrupt ended the run early
 
 
 # How the counters of a generation are read, in one place.
@@ -190,17 +155,10 @@ def measure(
 ) -> Measurement:  # fmt: skip
     """Run all columns on all prompts; see the module's rules.
 
-    The turns of a conversation are answered in order, with the column's own earlier answers in between. A model
-    without a chat template completes the turns as plain text.
-
-    Args:
-      llm: the loaded model; columns of other methods share its weights.
-      columns: from `make_columns`, with other libraries' decoders added where wanted.
-      prompts: at least one.
-      sampling: with `max_tokens`, and with a seed if the temperature is above 0.
-      repeats: timed answers of each column to each prompt.
-      on_progress: called with what comes next, the number of answers so far and their total.
-      stopped: asked before each answer; True ends the run, and what is complete is kept.
+    The turns of a conversation are answered in order, with the column's own earlier answers in between. A model without
+    a chat template completes the turns as plain text. `sampling` has `max_tokens`, and a seed if the temperature is
+    above 0. `on_progress` is called with what comes next, the number of answers so far and their total. `stopped` is
+    asked before each answer; True ends the run, and what is complete is kept.
 
     Raises:
       ConfigError: a prompt does not fit into the context together with its answers; nothing was measured then.

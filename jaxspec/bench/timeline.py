@@ -1,9 +1,9 @@
 """When each program of a generation ran on its devices, as a Chrome/Perfetto trace and as a summary.
 
-A thread per row waits for a small result of each program, in the order of dispatch, and notes the time of completion.
-A program's start is the latest of three times: its dispatch, the completion of the program before it on the same
-devices, and the completion of its inputs. The clock is the host's. A completion is noted tens of microseconds late, or
-milliseconds where the CPU has no free core.
+A thread per row waits for a small result of each program, in the order of dispatch, and notes the time of completion. A
+program starts at the latest of its dispatch, the completion of its inputs, and that of the program before it on the
+same devices. The clock is the host's. A completion is noted tens of microseconds late, or milliseconds where the CPU
+has no free core.
 """
 
 import collections
@@ -76,13 +76,11 @@ class _Watcher:
 
 
 class Timeline:
-    """Records the generations that run while it is entered. A process can have one timeline at a time.
+    """A `runtime.trace.Recorder` of the generations that run while it is entered; a process can have one at a time.
 
     >>> with Timeline(llm.engine.models) as timeline:
     ...     llm.generate("The sea is")
     >>> timeline.summary().overlap, timeline.write("out.json")
-
-    It implements `runtime.trace.Recorder`, through which programs, transfers and the engine report to it.
     """
 
     def __init__(self, models: Models):
@@ -109,21 +107,18 @@ class Timeline:
         self._began = time.perf_counter()
 
     def __enter__(self) -> "Timeline":
-        """Start the threads."""
         self._exit.enter_context(recording(self))
         self._watchers = {row: _Watcher(row) for row in self._labels if row != HOST}
         self._began = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the threads after the round in flight."""
         self._exit.close()
         for watcher in self._watchers.values():
             watcher.close()
         self._latest.clear()
 
     def generation(self, state: Any, launch: Launch, read: Read) -> tuple[Launch, Read]:
-        """Number the rounds of a generation, and watch its launches and reads."""
         # Prefill has no result to watch. Wait for it, so that the first round starts after it.
         jax.block_until_ready(state)
         generation, self._generations = self._generations, self._generations + 1
@@ -151,7 +146,6 @@ class Timeline:
         return watched_launch, watched_read
 
     def program(self, name: str, plan: MeshPlan, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Dispatch a program and watch its last result."""
         row = self._rows.get(frozenset(plan.devices))
         if self._current is None or row is None:
             return run(*args)
@@ -163,7 +157,6 @@ class Timeline:
         return results
 
     def transfer(self, move: Callable[[], jax.Array], array: jax.Array, plan: MeshPlan) -> jax.Array:
-        """Dispatch a transfer between the two meshes and watch it."""
         source, end = (self._rows.get(frozenset(devices)) for devices in (array.sharding.device_set, plan.devices))
         if self._current is None or source is None or end is None or source == end:
             return move()
@@ -174,7 +167,6 @@ class Timeline:
         return arrived
 
     def wait(self, array: jax.Array) -> None:
-        """Wait within a round; the time counts as waiting of the host."""
         if self._current is None:
             array.block_until_ready()
             return
@@ -235,7 +227,6 @@ class Timeline:
 
     def _ends(self) -> dict[_Mark, float]:
         """Completions by mark, in order of dispatch, without failed programs.
-
         A consumer ends after its producer. Where a thread noted the producer too late, the consumer's end corrects it.
         """
         ends: dict[_Mark, float] = {}
@@ -255,7 +246,6 @@ class Timeline:
         return len(self._results)
 
     def summary(self) -> TraceSummary:
-        """Times and shares of the rounds that were read."""
         drafts = {number: result.draft for number, result in self._results.items() if result.draft is not None}
         passes = {number: _passes(result) for number, result in self._results.items()}
         return events.summarise(self.events, drafts, passes)
@@ -281,11 +271,7 @@ class Timeline:
         return {"traceEvents": [process, *rows, *found], "displayTimeUnit": "ms", "otherData": summary}
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_json`. An interrupted write leaves the old file or none.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Write `to_json`, or raise `OSError`. An interrupted write leaves the old file or none."""
         _write_whole(Path(path), json.dumps(self.to_json(), allow_nan=False) + "\n")
 
     def _details(self, event: Event) -> dict[str, Any]:

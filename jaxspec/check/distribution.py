@@ -7,16 +7,14 @@ A method decodes with many seeds. Its tokens are compared with plain decoding's 
   bonus token of a fully accepted round. It is exact for every D: the randomness that accepts the first D tokens is
   independent of the next one's.
 
-**Cells.** Vocabularies are large and samples few. A position has `WIDTH` cells for its most probable tokens and one for
-the rest. A token that is impossible in plain decoding fails the test by itself, whatever the counts.
-
+**Cells.** A position has `WIDTH` cells for its most probable tokens and one for the rest: samples are few. A token that
+is impossible in plain decoding fails the test by itself, whatever the counts.
 **False alarms.** Bonferroni's bound combines all p-values of a check, and the result is compared with `FALSE_ALARM` =
 1e-4: a correct method fails about one check in 10,000. Cells are pooled to an expectation of 10. In 200,000 simulated
 tests with 2,000 draws over 57 cells, p < 1e-4 came in 1.3 of 10,000.
-
-**Power.** With N samples and a total variation distance t, the statistic's noncentrality is at least 4 N t**2. At
-N = 2,000 a fault of t = 0.11 is found with probability 0.99 over 57 cells (two tokens), of t = 0.08 over 8 (one token).
-Four times the samples halve t. A fault after accepted drafts has as many samples as rounds got there.
+**Power.** With N samples and a total variation distance t, the statistic's noncentrality is at least 4 N t**2. A fault
+of t = 0.11 is found at N = 2,000 with probability 0.99 over 57 cells (two tokens), of t = 0.08 over 8 (one token). Four
+times the samples halve t. A fault after accepted drafts has as many samples as rounds got there.
 """
 
 import dataclasses
@@ -49,59 +47,36 @@ Cell = tuple[int, ...]
 class Decoder(Protocol):
     """Generates text: an `LLM`, or another object whose `generate` returns one with `token_ids`."""
 
-    def generate(self, prompt: Any, sampling_params: Any, /) -> Any:
-        """Complete a prompt of token ids; with `stats.speculative_decoding`, drafts are counted."""
-        ...
+    # Complete a prompt of token ids; with `stats.speculative_decoding`, drafts are counted.
+    def generate(self, prompt: Any, sampling_params: Any, /) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """One sampled continuation.
+    """One sampled continuation."""
 
-    Attributes:
-      tokens: token ids, in order.
-      accepted: draft tokens accepted in the first round; None if that was not reported.
-    """
-
-    tokens: tuple[int, ...]
-    accepted: int | None = None
+    tokens: tuple[int, ...]  # token ids, in order
+    accepted: int | None = None  # draft tokens accepted in the first round; None if that was not reported
 
 
 @dataclasses.dataclass(frozen=True)
 class DistributionResult:
-    """The test of one prompt and one sampling setting.
+    """The test of one prompt and one sampling setting."""
 
-    Attributes:
-      samples: number of draws.
-      joint: p-value of the joint distribution of the first tokens.
-      after: p-value of the token after D accepted draft tokens, by D.
-      impossible: draws of a token that is impossible in plain decoding.
-      edge: draws left out of a test because a cut removes their token by no more than rounding.
-      p_value: of all tests together (Bonferroni), 0 if anything impossible was drawn.
-      verdict: "different" below `FALSE_ALARM`.
-    """
-
-    samples: int
-    joint: float
-    after: dict[int, float]
-    impossible: int
-    edge: int
-    p_value: float
-    verdict: Literal["equal", "different"]
+    samples: int  # number of draws
+    joint: float  # p-value of the joint distribution of the first tokens
+    after: dict[int, float]  # p-value of the token after D accepted draft tokens, by D
+    impossible: int  # draws of a token that is impossible in plain decoding
+    edge: int  # draws left out of a test because a cut removes their token by no more than rounding
+    p_value: float  # of all tests together (Bonferroni), 0 if anything impossible was drawn
+    verdict: Literal["equal", "different"]  # "different" below `FALSE_ALARM`
 
 
 def chi_square(observed_counts: npt.ArrayLike, expected_probs: npt.ArrayLike) -> float:
-    """p-value of Pearson's goodness-of-fit test.
-
+    """p-value of Pearson's goodness-of-fit test of counts [C] against probabilities [C], which are normalised.
     Cells that expect fewer than `SMALLEST_CELL` counts are pooled, the smallest first. If one cell is left, the exact
-    binomial test of the most probable token against all others is used. A count at probability 0 gives 0.
-
-    Args:
-      observed_counts: [C], counts at least 0.
-      expected_probs: [C], probabilities that add up to 1 within 1e-3; they are normalised.
-
-    Raises:
-      ConfigError: the lengths differ, a number is negative, or the probabilities do not add up to 1.
+    binomial test of the most probable token against all others is used. A count at probability 0 gives 0. Raises
+    `ConfigError` if lengths differ, a number is negative, or the probabilities do not add up to 1 within 1e-3.
     """
     observed, probs = np.asarray(observed_counts, np.float64), np.asarray(expected_probs, np.float64)
     if observed.shape != probs.shape or observed.ndim != 1:
@@ -149,16 +124,9 @@ def distribution_samplings(tokens: int) -> list[SamplingParams]:
 def joint_distribution(
     score_fn: ScoreFn, prompt: Sequence[int], depth: int = DEPTH, width: int | None = None
 ) -> dict[Cell, float]:
-    """The exact distribution of the next `depth` tokens, by enumeration.
-
-    Args:
-      score_fn: log-probabilities `[V]` after a text; called once per text that is enumerated.
-      prompt: token ids.
-      depth: tokens per cell, at least 1.
-      width: most probable tokens of each position with a cell of their own; None for all possible ones.
-
-    Returns:
-      Probability by cell: `depth` token ids, or fewer that end with `REST`, "any other token here".
+    """The exact distribution of the next `depth` tokens, at least 1, by enumeration: one call of `score_fn` per text.
+    A cell is `depth` token ids, or fewer that end with `REST`, "any other token here". In each position the `width`
+    most probable tokens have a cell of their own; None is all possible ones.
     """
     return dict(_enumerate(score_fn, tuple(prompt), (), 1.0, depth, width))
 
@@ -166,15 +134,7 @@ def joint_distribution(
 def draw_many(
     method: Decoder, prompt: Sequence[int], sampling: SamplingParams, samples: int, seed: int = 0
 ) -> Iterator[Draw]:
-    """Draw continuations with the seeds `seed`, `seed + 1`, ...; `sampling.max_tokens` is their length.
-
-    Args:
-      method: what to draw from.
-      prompt: token ids.
-      sampling: its seed is replaced; `ignore_eos` is set, so that every draw has all its tokens.
-      samples: how many.
-      seed: the first seed.
-    """
+    """Draw texts of `sampling.max_tokens` tokens, by `ignore_eos`, with the seeds `seed`, `seed + 1`, ..."""
     for index in range(samples):
         named = dataclasses.replace(sampling, seed=seed + index, ignore_eos=True)
         completion = method.generate(list(prompt), named)
@@ -186,17 +146,9 @@ def check_distribution(
     edge_fn: EdgeFn | None = None,
 ) -> DistributionResult:  # fmt: skip
     """Compare draws with the exact distribution; see the module for tests, false alarms and power.
-
-    Args:
-      score_fn: log-probabilities `[V]` of plain decoding after a text; texts may be asked for more than once.
-      prompt: token ids.
-      draws: continuations of `prompt` by the method, with different seeds; each at least `depth` tokens long.
-      depth: tokens of the joint distribution.
-      width: cells of a position, besides the one for the rest.
-      edge_fn: says that a cut removes a token by no more than rounding; None never says so.
-
-    Raises:
-      ConfigError: no draws, or one that is too short.
+    `score_fn` is of plain decoding, and may be asked for a text more than once. `draws` continue `prompt` with
+    different seeds. Without an `edge_fn` no token is within rounding of a cut. Raises `ConfigError` for no draws, or
+    one that is shorter than `depth`.
     """
     if not draws or min(len(draw.tokens) for draw in draws) < depth:
         raise ConfigError(f"the distribution of {depth} tokens needs draws of at least {depth} tokens each")
@@ -243,9 +195,8 @@ class _Support:
 
 def _check_after(support: _Support, prompt: Cell, draws: list[Draw], accepted: int, width: int) -> float:
     """p-value of the token after `accepted` draft tokens, by its rank under plain decoding.
-
-    Ranks pool different texts. Their counts vary no more than those of one multinomial with the mean probabilities:
-    the p-value is valid, and rather too large.
+    Ranks pool different texts. Their counts vary no more than those of one multinomial with the mean probabilities: the
+    p-value is valid, and rather too large.
     """
     texts = Counter(draw.tokens[:accepted] for draw in draws)
     observed, expected = np.zeros(width + 1), np.zeros(width + 1)

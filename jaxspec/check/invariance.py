@@ -1,7 +1,6 @@
 """Whether a target's logits depend on the number of rows in a pass, on which losslessness rests.
-
-A text is decoded token by token. Then it is verified in passes of many rows: as chains, and as random trees with its
-tokens among the nodes. With row-invariant kernels every logit has the same bits each time.
+A text is decoded token by token, then verified in passes of many rows: as chains, and as random trees with its tokens
+among the nodes. With row-invariant kernels every logit has the same bits each time.
 """
 
 import dataclasses
@@ -25,21 +24,13 @@ FEW_TOKENS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Invariance:
-    """How the logits of a text change when its tokens are verified together.
+    """How the logits of a text change when its tokens are verified together."""
 
-    Attributes:
-      tokens: number of tokens; each was verified in a chain and in a tree.
-      rows: of a pass, at most.
-      differing_chain: tokens whose logits differ in any bit from those of a one-row pass, in chains.
-      differing_tree: the same in trees.
-      largest: difference of any logit.
-    """
-
-    tokens: int
-    rows: int
-    differing_chain: int
-    differing_tree: int
-    largest: float
+    tokens: int  # each was verified in a chain and in a tree
+    rows: int  # of a pass, at most
+    differing_chain: int  # tokens whose logits differ in any bit from those of a one-row pass, in chains
+    differing_tree: int  # the same in trees
+    largest: float  # difference of any logit
 
     @property
     def bitwise(self) -> bool | None:
@@ -53,17 +44,9 @@ def measure_invariance(
     target: Placement, params: Params, prompt: Sequence[int], tokens: Sequence[int], rows: int = 16, seed: int = 0
 ) -> Invariance:
     """Score `tokens` after `prompt` one by one, as chains and as random trees, and compare.
-
-    Args:
-      target: the model.
-      params: its placed parameters.
-      prompt: token ids, at least one; its last is scored too.
-      tokens: the text; all but its last are scored.
-      rows: most rows of a pass, at least 2; passes of fewer occur.
-      seed: of the trees' shapes and of the tokens beside the text.
-
-    Raises:
-      ConfigError: the text does not fit into the model's context, or `rows` is below 2.
+    The prompt's last token is scored too (so there is one), the text's last is not. Passes have at most `rows` rows.
+    `seed` decides the trees' shapes and the tokens beside the text. Raises `ConfigError` if the text does not fit into
+    the model's context, or `rows` is below 2.
     """
     if rows < 2:
         raise ConfigError(f"rows must be at least 2, got {rows}")

@@ -1,5 +1,4 @@
 """Plain decoding of a given text, one token at a time, with every score kept: the judge of differences.
-
 The *margin* of a token is the least movement of two scores against each other that makes it plain decoding's choice.
 Letter: V the real vocabulary, without padding.
 """
@@ -37,51 +36,29 @@ Floats = npt.NDArray[np.floating]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Scores of plain decoding at one position; float32 [V] each.
+    """Scores of plain decoding at one position; float32 [V] each."""
 
-    Attributes:
-      logits: raw, -inf where not a number.
-      penalised: after penalties and bias.
-      log_probs: after the whole processor; -inf where a token is removed. Temperature 0 is read as 1.
-      noise: Gumbel noise of the position.
-    """
-
-    logits: Floats
-    penalised: Floats
-    log_probs: Floats
-    noise: Floats
+    logits: Floats  # raw, -inf where not a number
+    penalised: Floats  # after penalties and bias
+    log_probs: Floats  # after the whole processor; -inf where a token is removed; temperature 0 is read as 1
+    noise: Floats  # Gumbel noise of the position
 
 
 class ReferenceDecoder:
-    """Plain decoding of a given text: prefill of the prompt, then one token at a time, with every score kept.
-
-    Attributes:
-      dtype: of weights and cache, "float32" or "bfloat16".
-    """
+    """Plain decoding of a given text: prefill of the prompt, then one token at a time, with every score kept."""
 
     def __init__(self, target: Placement, params: Params):
-        """Bind to a placed model; nothing is compiled before the first use.
-
-        Args:
-          target: the model that decides, on any mesh.
-          params: its placed parameters.
-        """
-        self.dtype = str(target.dtype)
+        """Bind to a model placed on any mesh; nothing is compiled before the first use."""
+        self.dtype = str(target.dtype)  # of weights and cache, "float32" or "bfloat16"
         self._target, self._params = target, params
         self._capacity = 0
         self._sequence: ModelSequence | None = None
         self._score: Any = None
 
     def rows(self, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> Iterator[Row]:
-        """Yield the row of each of `len(tokens) + 1` positions after the prompt.
-
-        Args:
-          prompt: token ids, at least one.
-          tokens: the continuation to follow, whatever the scores say.
-          sampling: processors and seed; no seed is read as 0.
-
-        Raises:
-          ConfigError: prompt and tokens exceed the model's context.
+        """Yield the row of each of `len(tokens) + 1` positions after the prompt, which has at least one token.
+        `tokens` is followed, whatever the scores say. No seed is read as 0. Raises `ConfigError` if prompt and tokens
+        exceed the model's context.
         """
         target, size = self._target, self._target.cfg.vocab_size
         sequence = self._prepare(len(prompt) + len(tokens))
@@ -144,10 +121,9 @@ def _place(tree: Any, shapes: Any) -> Any:
 
 def margin(row: Row, token: int, sampling: SamplingParams) -> float:
     """The margin of a token: 0 if it is plain decoding's choice, inf if it can never be.
-
     At temperature 0 it is the largest penalised logit less the token's. Above, it is the smallest gap that makes the
-    token possible: scores (penalised logits over the temperature) move against each other by at most the gap. The
-    token then survives top-k, top-p and min-p, and has the largest score plus noise of all sure survivors.
+    token possible: scores (penalised logits over the temperature) move against each other by at most the gap. The token
+    then survives top-k, top-p and min-p, and has the largest score plus noise of all sure survivors.
     """
     if not 0 <= token < len(row.penalised) or math.isinf(row.penalised[token]):
         return math.inf

@@ -1,7 +1,7 @@
 """Is speculation lossless here? A method against plain decoding, token by token.
 
 Verification of many rows adds in another order than decoding of one: logits differ in their last bits, and exact or
-near ties may flip. A difference between two outputs is therefore judged by its *margin*: plain decoding scores the
+near ties may flip. A difference between two outputs is therefore judged by its *margin*. Plain decoding scores the
 common text once more, one token at a time. The margin is the least movement of two scores against each other that makes
 the other token come out. Within rounding it is a tie; beyond, it is a fault of the method. After a tie the rest of the
 method's text is judged against plain decoding of that same text, so a tie hides no later fault.
@@ -33,11 +33,7 @@ class PlainDistribution:
     """Plain decoding's distribution after texts with a common prompt: a `ScoreFn` and an `EdgeFn`."""
 
     def __init__(self, reference: ReferenceDecoder, prompt: Sequence[int], sampling: SamplingParams):
-        """Bind; rows are computed when asked for, and kept.
-
-        Raises:
-          ConfigError: temperature 0, which has no distribution.
-        """
+        """Bind; rows are computed when asked for, and kept. Raises `ConfigError` for temperature 0."""
         if sampling.temperature == 0:
             raise ConfigError("temperature 0 has no distribution to test; compare tokens instead")
         self._reference, self._prompt, self._sampling = reference, tuple(prompt), sampling
@@ -71,7 +67,6 @@ class RememberedDecoder:
         self._answers: dict[Any, tuple[int, ...]] = {}
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams) -> Any:
-        """The decoder's tokens."""
         key = tuple(prompt), describe(sampling), sampling.max_tokens
         if key not in self._answers:
             self._answers[key] = _decode(self._decoder, prompt, sampling)
@@ -80,36 +75,21 @@ class RememberedDecoder:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One prompt decoded twice.
+    """One prompt decoded twice: by plain decoding and by a method."""
 
-    Attributes:
-      prompt: index of the prompt.
-      sampling: of both.
-      expected: tokens of plain decoding.
-      got: tokens of the method.
-      equal: how many leading tokens agree.
-      verdict: "equal", "tie" (every difference is within rounding) or "different".
-      ties: positions where the method's token is not plain decoding's choice, but within rounding of it.
-      position: index, in the output, of the difference that decides the verdict; None without one.
-      expected_token: plain decoding's choice there; None after its end.
-      got_token: the method's token there; None after its end.
-      margin: of `got_token`, in units of processed scores (logits over the temperature); inf for an impossible token,
-        None where a text ended.
-      eps: largest margin of a tie there, in the same units.
-    """
-
-    prompt: int
-    sampling: SamplingParams
-    expected: tuple[int, ...]
-    got: tuple[int, ...]
-    equal: int
-    verdict: Verdict
-    ties: int = 0
-    position: int | None = None
-    expected_token: int | None = None
-    got_token: int | None = None
-    margin: float | None = None
-    eps: float | None = None
+    prompt: int  # index of the prompt
+    sampling: SamplingParams  # of both
+    expected: tuple[int, ...]  # tokens of plain decoding
+    got: tuple[int, ...]  # tokens of the method
+    equal: int  # how many leading tokens agree
+    verdict: Verdict  # "tie" if every difference is within rounding
+    ties: int = 0  # positions where the method's token is not plain decoding's choice, but within rounding of it
+    position: int | None = None  # index, in the output, of the difference that decides the verdict; None without one
+    expected_token: int | None = None  # plain decoding's choice there; None after its end
+    got_token: int | None = None  # the method's token there; None after its end
+    # Of `got_token`, in units of processed scores (logits over the temperature).
+    margin: float | None = None  # inf for an impossible token, None where a text ended
+    eps: float | None = None  # largest margin of a tie there, in the same units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,19 +107,12 @@ class VerdictCounts:
 
 @dataclasses.dataclass(frozen=True)
 class CheckSize:
-    """How much one check decodes.
+    """How much one check decodes."""
 
-    Attributes:
-      max_tokens: of an answer.
-      max_prompts: of the prompts.
-      samples: draws per distribution test.
-      every_sampling: all of `default_samplings` and both distribution tests; else the first and last, and one test.
-    """
-
-    max_tokens: int
+    max_tokens: int  # of an answer
     max_prompts: int
-    samples: int
-    every_sampling: bool
+    samples: int  # draws per distribution test
+    every_sampling: bool  # all `default_samplings` and both distribution tests; else the first and last, and one test
 
 
 QUICK = CheckSize(max_tokens=32, max_prompts=2, samples=200, every_sampling=False)
@@ -163,20 +136,10 @@ def check_method(
     plain: Decoder, speculative: Any, prompts: Sequence[Sequence[int]], size: CheckSize, seed: int,
     reference: ReferenceDecoder, advance: Advance = lambda what, total: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Check a method token by token, and by its distribution where it promises only that.
-
-    Args:
-      plain: plain decoding.
-      speculative: the method, an `LLM`.
-      prompts: token ids of each prompt.
-      size: how much is decoded.
-      seed: of sampling, and of the first draw.
-      reference: the judge of differences.
-      advance: called after each comparison and each draw.
-
-    Returns:
-      Everything for tables and JSON: `method`, `settings`, `exact`, `tokens` (a row per sampling), `distribution`
-      (likewise), `lossless`, and `seconds_per_token`, the median over comparisons.
+    """Check an `LLM`, `speculative`, token by token, and by its distribution where it promises only that.
+    `seed` is of sampling, and of the first draw. `advance` is called after each comparison and each draw. Returns
+    everything for tables and JSON: `method`, `settings`, `exact`, `tokens` (a row per sampling), `distribution`
+    (likewise), `lossless`, and `seconds_per_token`, the median over comparisons.
     """
     method = speculative.engine.method
     by_tokens = method.exact == "tokens"
@@ -221,20 +184,9 @@ def check_tokens(
     reference: ReferenceDecoder | None = None, progress: Callable[[], None] = lambda: None,
 ) -> list[Comparison]:  # fmt: skip
     """Decode every prompt with both and compare token by token; for methods that are exact for each seed.
-
-    Args:
-      plain: plain decoding, an `LLM`; with `reference`, any decoder.
-      method: any decoder.
-      prompts: token ids of each prompt.
-      samplings: None is `default_samplings`. Those that sample need a seed.
-      reference: the judge of differences; None makes one of `plain`.
-      progress: called after each comparison.
-
-    Returns:
-      One comparison per prompt and sampling, prompts in the inner loop.
-
-    Raises:
-      ConfigError: a sampling at temperature > 0 without a seed, or a prompt that does not fit.
+    `plain` is an `LLM`, or any decoder with a `reference`, by default one made of `plain`. `samplings` None is
+    `default_samplings`. Returns one comparison per prompt and sampling, prompts in the inner loop; `progress` is called
+    after each. Raises `ConfigError` for temperature > 0 without a seed, and for a prompt that does not fit.
     """
     samplings = default_samplings() if samplings is None else samplings
     for sampling in samplings:
@@ -260,12 +212,8 @@ def count_verdicts(comparisons: Sequence[Comparison], dtype: str = "float32") ->
 
 
 def estimate_full(entries: Sequence[Mapping[str, Any]], setup_s: float, methods: Sequence[Any]) -> float:
-    """Seconds that a check of `FULL` size takes, judged by what a smaller one took.
-
-    Args:
-      entries: from `check_method`.
-      setup_s: seconds of compiling a method.
-      methods: classes of the methods that it would check.
+    """Seconds that a check of these methods (classes) at `FULL` size takes, by the `entries` of a smaller one.
+    `setup_s` is of compiling a method.
     """
     per_token = max(entry["seconds_per_token"] for entry in entries)
     texts = len(methods) * FULL.max_prompts * len(default_samplings()) * FULL.max_tokens

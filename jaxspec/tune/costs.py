@@ -1,7 +1,6 @@
 """Measured costs of passes and rounds, acceptance by depth, and the speed-up of chains that follows from them.
-
-The cost model is that of docs/algorithms.md, "Cost model": the speed-up is the expected tokens of a round times the
-time of a plain token, over the time of the round.
+The speed-up is a round's expected tokens times the time of a plain token, over the round's time (docs/algorithms.md,
+"Cost model").
 """
 
 import dataclasses
@@ -35,22 +34,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Median seconds of single passes after `CONTEXT` tokens, and what rounds cost besides.
+    """Median seconds of single passes after `CONTEXT` tokens, and what rounds cost besides."""
 
-    Attributes:
-      target_s: of the target, by number of rows.
-      draft_s: of the draft, one row; 0 without a draft.
-      round_cost: of a round with a draft besides its passes, in target passes of one row, at least 0; None where too
-        few were seen.
-      plain_cost: the same of a plain token.
-      quicker: whether some rounds took less than their passes alone; such a cost is 0.
-    """
-
-    target_s: Mapping[int, float]
-    draft_s: float
-    round_cost: float | None = None
-    plain_cost: float = 0.0
-    quicker: bool = False
+    target_s: Mapping[int, float]  # of the target, by number of rows
+    draft_s: float  # of the draft, one row; 0 without a draft
+    # Of a round with a draft besides its passes, in target passes of one row.
+    round_cost: float | None = None  # at least 0; None where too few were seen
+    plain_cost: float = 0.0  # the same of a plain token
+    quicker: bool = False  # whether some rounds took less than their passes alone; such a cost is 0
 
     def pass_cost(self) -> tuple[float, ...]:
         """Target passes of 1, 2, ... rows over that of one row; never decreasing."""
@@ -71,7 +62,6 @@ class Costs:
         return Auto(pass_cost=self.pass_cost(), draft_cost=self.draft_cost, round_cost=self.round_cost)
 
     def report(self) -> dict[str, Any]:
-        """For JSON."""
         return dataclasses.asdict(self)
 
     def lines(self, acceptance: Sequence[float]) -> list[str]:
@@ -106,11 +96,10 @@ def measure_rounds(
     llm: Any, costs: Costs, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
 ) -> Costs:
     """Add what rounds cost besides their passes: searches, bookkeeping, dispatch.
-
-    Plain decoding and `auto`, with rounds at no cost so that it drafts a little more, answer a few prompts in turn.
-    One round runs while the one before is read, so the time between two reads is that of a round. Its passes are
-    taken off at the times in `costs`, scaled by one-row passes timed before each answer, since a machine's speed
-    drifts. The median of the rest counts, and at least 0.
+    Plain decoding and `auto`, with rounds at no cost so that it drafts a little more, answer a few prompts in turn. One
+    round runs while the one before is read, so the time between two reads is that of a round. Its passes are taken off
+    at the times in `costs`, scaled by one-row passes timed before each answer, since a machine's speed drifts. The
+    median of the rest counts, and at least 0.
     """
     passes = costs.pass_cost()
     models = (llm.with_method(Autoregressive()), llm.with_method(dataclasses.replace(costs.auto(), round_cost=0.0)))
@@ -138,10 +127,7 @@ def measure_rounds(
 
 
 def time_rounds(llm: Any, ids: list[int], sampling: SamplingParams) -> Iterator[tuple[StepOutput, float]]:
-    """Rounds of an answer, each with the seconds since the one before.
-
-    The first has none before it. The last is cut to the length of the answer, and does not say what it drafted.
-    """
+    """Rounds of an answer but for the first and the last (it is cut), each with the seconds since the one before."""
     engine, last = llm.engine, None
     engine.check_request(ids, sampling)
     engine.prepare(len(ids) + engine.token_limit(ids, sampling))

@@ -1,7 +1,6 @@
 """One loop for all methods: candidates on some devices, measured side by side, the fastest one, its preset.
-
-A method's own part gives `Trial`s: loaded models and candidates for them, with predictions where a model of costs can
-make them. `tune` decodes with the candidates of each trial, plain decoding beside them, and compares all.
+A method's own part gives `Trial`s: loaded models and candidates, with predictions where a model of costs can make them.
+`tune` decodes with the candidates of each trial, plain decoding beside them, and compares all.
 """
 
 import dataclasses
@@ -34,25 +33,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A method with settings, on some devices.
+    """A method with settings, on some devices."""
 
-    Attributes:
-      label: for tables.
-      method: with its settings.
-      predicted: speed-up over plain decoding by the cost model; None where only a run can tell.
-      preset: options that a preset has in place of the method's settings; None for these settings.
-      placed: options of the models that belong to it: how many devices they take.
-      row: its column of a report; None where it was not run.
-      score: speed-up over the fastest plain decoding; None where it was not run.
-    """
-
-    label: str
+    label: str  # for tables
     method: Method
-    predicted: float | None = None
-    preset: Mapping[str, Any] | None = None
-    placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    row: Mapping[str, Any] | None = None
-    score: float | None = None
+    predicted: float | None = None  # speed-up over plain decoding by the cost model; None where only a run can tell
+    preset: Mapping[str, Any] | None = None  # options that a preset has in place of the settings; None for the settings
+    placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its model options: how many devices they take
+    row: Mapping[str, Any] | None = None  # its column of a report; None where it was not run
+    score: float | None = None  # speed-up over the fastest plain decoding; None where it was not run
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -68,40 +57,24 @@ class Candidate:
 
 @dataclasses.dataclass
 class Trial:
-    """Loaded models and the candidates for them.
+    """Loaded models and the candidates for them."""
 
-    Attributes:
-      llm: the models; other methods share its weights.
-      candidates: without plain decoding, which always runs beside them.
-      placed: options of the models that a preset needs.
-      suffix: part of plain decoding's label, where there are several trials.
-      known: findings on the way, for the report.
-      lines: findings for people.
-    """
-
-    llm: Any
-    candidates: Sequence[Candidate]
-    placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    suffix: str = ""
-    known: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lines: Sequence[str] = ()
+    llm: Any  # other methods share its weights
+    candidates: Sequence[Candidate]  # without plain decoding, which always runs beside them
+    placed: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # model options that a preset needs
+    suffix: str = ""  # part of plain decoding's label, where there are several trials
+    known: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # findings on the way, for the report
+    lines: Sequence[str] = ()  # findings for people
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The findings of `tune`.
+    """The findings of `tune`."""
 
-    Attributes:
-      candidates: the fastest first, those that were not run last.
-      best: the one to use: plain decoding where nothing gained on it, `auto` where nothing gained on that.
-      lines: findings for people, trial by trial.
-      trials: by trial, further findings, and the report of its run as `jaxspec-bench` writes it.
-    """
-
-    candidates: tuple[Candidate, ...]
-    best: Candidate
-    lines: tuple[str, ...]
-    trials: tuple[dict[str, Any], ...]
+    candidates: tuple[Candidate, ...]  # the fastest first, those that were not run last
+    best: Candidate  # plain decoding where nothing gained on it, `auto` where nothing gained on that
+    lines: tuple[str, ...]  # findings for people, trial by trial
+    trials: tuple[dict[str, Any], ...]  # by trial, further findings, and its run's report as `jaxspec-bench` writes it
 
     @property
     def verdict(self) -> str:
@@ -127,7 +100,6 @@ class Tuning:
         return "\n".join(lines) + "\n"
 
     def report(self) -> dict[str, Any]:
-        """Every number, for JSON."""
         fields = ("label", "settings", "predicted", "score", "placed", "row")
         rows = [{"method": c.method.name} | {name: getattr(c, name) for name in fields} for c in self.candidates]
         return {"candidates": rows, "best": rows[self.candidates.index(self.best)], "trials": self.trials}
@@ -138,17 +110,8 @@ def tune(
     progress: Progress = lambda what, done, total: None,
 ) -> Tuning:  # fmt: skip
     """Run the candidates of all trials, and choose.
-
-    Args:
-      trials: of a method, or of several; each is let go of before the next is asked for.
-      prompts: what is decoded.
-      sampling: how, with `max_tokens`.
-      repeats: answers of each candidate to each prompt.
-      command: for the reports.
-      progress: told what is going on.
-
-    Raises:
-      ConfigError: plain decoding's answers are too short to be timed, or no trial fits.
+    Each trial is let go of before the next is asked for. A candidate answers each prompt `repeats` times; `command` is
+    for the reports. Raises `ConfigError` if plain decoding's answers are too short to be timed, or no trial fits.
     """
     run: list[Candidate] = []
     rest: list[Candidate] = []

@@ -1,5 +1,4 @@
 """Layer sets for `Swift`, searched and judged offline on texts that the model wrote.
-
 The search is that of decoding (`methods.swift.search`), one window of text after another; nothing is timed.
 """
 
@@ -29,15 +28,10 @@ from jaxspec.tune.run import Candidate, Progress, Trial
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A text of the model.
+    """A text of the model."""
 
-    Attributes:
-      tokens: prompt and answer.
-      prompt: number of prompt tokens.
-    """
-
-    tokens: tuple[int, ...]
-    prompt: int
+    tokens: tuple[int, ...]  # prompt and answer
+    prompt: int  # number of prompt tokens
 
     def windows(self, width: int) -> list[int]:
         """First positions of the answer's windows of `width` predicted tokens."""
@@ -52,19 +46,13 @@ def write_passages(llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingP
 
 
 class LayerScorer:
-    """Scores layer sets on windows of passages, as a generation scores them on its own text.
-
-    Attributes:
-      sets: scored in one pass.
-      window: gamma.
-      num_layers: L.
-    """
+    """Scores layer sets on windows of passages, as a generation scores them on its own text."""
 
     def __init__(self, placement: Placement, params: Params, longest: int, window: int):
-        """Compile for passages of up to `longest` tokens and windows of `window` tokens."""
+        """Compile for passages of up to `longest` tokens and windows of `window` (gamma) tokens."""
         self.window, self.num_layers, self._params = window, placement.cfg.num_layers, params
         branching = branches(placement)
-        self.sets = sets_per_pass(branching)
+        self.sets = sets_per_pass(branching)  # scored in one pass
         self._sequence = ModelSequence(placement, cache_slots(longest, self.sets * window), "layers")
         self._score = matchness_program(placement, self._sequence.state, self.sets, window, branching)
         self._state: Any = None
@@ -100,16 +88,8 @@ def search_layers(
     progress: Callable[[int, float], None] = lambda steps, matchness: None,
 ) -> LayerSearch:  # fmt: skip
     """Search to the end; windows come in random order of passages, again and again.
-
-    Args:
-      scorer: of windows of `settings.window`.
-      passages: texts to score on.
-      settings: of the search, and when to stop.
-      seed: of the order and of the proposals.
-      progress: told the steps and the matchness of the best set after every pass.
-
-    Raises:
-      ConfigError: no passage is long enough for a window.
+    `seed` is of the order and of the proposals. `progress` is told the steps and the matchness of the best set after
+    every pass. Raises `ConfigError` if no passage is long enough for a window.
     """
     search = LayerSearch(scorer.num_layers, settings, seed=seed)
     windows = _shuffled(passages, settings.window, seed)
@@ -127,41 +107,22 @@ def search_layers(
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-    """How the sets are searched and kept.
+    """How the sets are searched and kept."""
 
-    Attributes:
-      ratios: skip ratios, a search for each.
-      steps: candidates of a search.
-      interval: every how many of them one is Bayesian.
-      task: name under which the sets are kept.
-      named: layer file that the user named, for the preset; None is the one in the cache folder.
-    """
-
-    ratios: tuple[float, ...]
-    steps: int
-    interval: int
-    task: str
-    named: str | None = None
+    ratios: tuple[float, ...]  # skip ratios, a search for each
+    steps: int  # candidates of a search
+    interval: int  # every how many of them one is Bayesian
+    task: str  # name under which the sets are kept
+    named: str | None = None  # layer file that the user named, for the preset; None is the one in the cache folder
 
 
 def tune_layers(
     llm: Any, options: LayerOptions, store: LayerStore, prompts: Sequence[BenchPrompt], sampling: SamplingParams,
     progress: Progress,
 ) -> Iterator[Trial]:  # fmt: skip
-    """The trial of `Swift`: search on the model's own answers for each ratio, judge on others, predict.
-
-    Two answers of three serve the search, the third the judgement; a few serve both.
-
-    Args:
-      llm: an `LLM` that decodes plainly.
-      options: of the search.
-      store: keeps the sets that were found.
-      prompts: what the model answers.
-      sampling: how, with `max_tokens`.
-      progress: told what is going on.
-
-    Raises:
-      ConfigError: no answer is long enough for a window, or a ratio leaves this model nothing to choose.
+    """The trial of `Swift`: search on the model's own answers for each ratio, judge on others, predict. Two answers of
+    three serve the search, the third the judgement; a few serve both. `llm` decodes plainly. `store` keeps the sets
+    that were found. Raises `ConfigError` if no answer is long enough for a window, or a ratio leaves nothing to choose.
     """
     target, steps = llm.engine.target, options.steps
     searches = [
@@ -226,14 +187,8 @@ def plot_layers(known: dict[str, Any], path: Any) -> None:
 
 
 def predict_gain(placement: Placement, layers: LayerSet, matchness: float, length: int = 25, rows: int = 32) -> float:
-    """Speed of drafts of the best length over plain decoding, by the cost model; below 1 they lose.
-
-    Args:
-      placement: the target.
-      layers: what drafts.
-      matchness: chance of a drafted token.
-      length: of the longest draft.
-      rows: most rows of a target pass.
+    """Speed of drafts of the best length (up to `length`) over plain decoding, by the cost model; below 1 they lose.
+    `matchness` is the chance of a drafted token; a target pass has up to `rows` rows.
     """
     costs, draft = pass_costs(placement, rows), relative_set_cost(placement, layers)
 

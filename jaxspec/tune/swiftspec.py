@@ -1,7 +1,6 @@
 """Which devices for the draft and which for the target: the profile that places SwiftSpec (paper, section 3.5).
-
 For each split of the devices: times of verify(bs) and expand(w) on its meshes, d from their ratio (floor and
-floor + 1), and real decoding with each. Plain decoding and serial trees on all devices are measured beside the splits.
+floor + 1), and real decoding with each. Plain decoding and serial trees on all devices are measured beside them.
 """
 
 import dataclasses
@@ -25,15 +24,10 @@ Load = Callable[[int, int | None], Any]
 
 @dataclasses.dataclass(frozen=True)
 class SplitTimes:
-    """Median seconds of single passes on one split.
+    """Median seconds of single passes on one split."""
 
-    Attributes:
-      verify_s: of the target, by rows bs.
-      expand_s: of the draft, w rows.
-    """
-
-    verify_s: Mapping[int, float]
-    expand_s: float
+    verify_s: Mapping[int, float]  # of the target, by rows bs
+    expand_s: float  # of the draft, w rows
 
     def depths(self, rows: int) -> tuple[int, ...]:
         """d: as many draft passes as fit into a verification, and one more."""
@@ -42,13 +36,7 @@ class SplitTimes:
 
 
 def split_devices(load: Load, devices: int, progress: Progress) -> Iterator[Trial]:
-    """A trial for all devices shared, then one for each split, from the middle outwards.
-
-    Args:
-      load: gives a model and its draft on so many devices.
-      devices: to be split.
-      progress: told what is going on.
-    """
+    """A trial for all `devices` shared, then one for each split, from the middle outwards."""
     splits = sorted(range(1, devices), key=lambda target: abs(2 * target - devices))
     for index, (target, draft) in enumerate([(devices, None), *((n, devices - n) for n in splits)]):
         where = f"target {target}, draft {draft}" if draft else f"{target} shared"
