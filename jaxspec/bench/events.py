@@ -44,9 +44,7 @@ class TraceSummary:
     rounds: int
     passes: int  # target passes of these rounds; a round without a draft may hold several
     overlap: float | None  # share of the time of tree growth that lies within verification; None where nothing grew
-    idle: dict[
-        str, float
-    ]  # by row, share of time without a program, from the first start to the last verification's end
+    idle: dict[str, float]  # by row, share of time without a program, from first start to the last verification's end
     round_s: float | None  # median time between two completions of the target; None with one round
     program_s: dict[str, float]  # by name, median time of a program or transfer
     pass_s: float | None  # median over rounds of the time of a target pass; None without one
