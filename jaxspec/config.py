@@ -11,10 +11,8 @@ import numpy as np
 from jaxspec.errors import ConfigError
 from pallas_kernels import KERNEL_NAMES
 
-# How much is generated where nothing was asked for.
-DEFAULT_MAX_TOKENS = 256
-# Most tokens at each place whose log-probabilities can be asked for, as in vLLM.
-MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 256  # where nothing was asked for
+MAX_LOGPROBS = 20  # most tokens at each place whose log-probabilities can be asked for, as in vLLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +133,6 @@ class EngineConfig:
     kernels: str = "auto"
 
     def __post_init__(self):
-        """Check names and ranges."""
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype {self.dtype!r} is not supported; use auto, float32 or bfloat16")
         check_int("target_devices", self.target_devices, 1)
@@ -152,11 +149,7 @@ class EngineConfig:
 
 
 def check_int(name: str, value: object, low: int) -> int:
-    """An integer of at least `low`, numpy's become Python's.
-
-    Raises:
-      ConfigError: it is not one.
-    """
+    """An integer of at least `low`, numpy's become Python's; ConfigError for anything else."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ConfigError(f"{name} must be an integer, got {value!r}")
     if value < low:

@@ -1,4 +1,4 @@
-"""The engine: parameters on a mesh and one method. Token ids in, rounds out; text is handled by `LLM`."""
+"""The engine: parameters on a mesh and one method. Token ids in, rounds out; `LLM` handles text."""
 
 import collections
 import dataclasses
@@ -22,28 +22,20 @@ from jaxspec.sampling.request import make_request
 # follows the live prefix, so unused slots cost memory only.
 FIRST_CAPACITY = 2048
 CAPACITY_GROWTH = 4
-# Rounds that run or wait on the devices while one is read.
-IN_FLIGHT = 2
+IN_FLIGHT = 2  # rounds that run or wait on the devices while one is read
 
 
 class Engine:
     """Runs one method; sessions may be interleaved, but in one thread only.
 
-    Compiled functions and idle cache buffers are kept between sessions, so a second generation of any length within
-    the same capacity compiles and allocates nothing.
+    A second generation within the same capacity compiles and allocates nothing: programs and idle buffers are kept.
     """
 
     def __init__(self, models: Models, method: Method, max_context: int | None = None, store: Store = NO_STORE):
         """Bind a method to placed models; nothing is compiled before `prepare`.
 
-        Args:
-          models: the target, which decides every token, and the draft, if the method uses one.
-          method: how tokens are proposed and verified.
-          max_context: most tokens of prompt plus output; None takes the model's own limit and starts small.
-          store: files that the method may use.
-
-        Raises:
-          ConfigError: `max_context` exceeds the model's own, or the method does not fit the models.
+        `max_context` is the most tokens of prompt plus output; None takes the model's own limit and starts small.
+        ConfigError: `max_context` exceeds the model's own, or the method does not fit the models.
         """
         method.check(models)
         limit = models.target.cfg.max_context
@@ -75,9 +67,7 @@ class Engine:
     def check_request(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         """Refuse what cannot be decoded, before any compute.
 
-        Raises:
-          ConfigError: an empty prompt, an id (of the prompt or of a bias) outside the vocabulary, or a prompt that
-            does not fit.
+        ConfigError: an empty prompt or one that does not fit, or an id (also of a bias) outside the vocabulary.
         """
         vocab = self.target.cfg.vocab_size
         if not len(prompt):
@@ -106,12 +96,9 @@ class Engine:
         return min(max(DEFAULT_MAX_TOKENS, sampling.min_tokens), self.max_context - len(prompt))
 
     def prepare(self, tokens: int | None = None) -> float:
-        """Compile for sequences of up to `tokens` tokens; returns the wall time spent, in seconds.
+        """Compile for sequences of up to `tokens` tokens; returns the wall time in seconds. The capacity never shrinks.
 
-        The capacity never shrinks: what was compiled for a longer sequence serves shorter ones.
-
-        Raises:
-          ConfigError: `tokens` exceeds the context.
+        ConfigError: `tokens` exceeds the context.
         """
         if tokens is not None and tokens > self.max_context:
             raise ConfigError(f"{tokens} tokens exceed the context of {self.max_context}")
@@ -129,16 +116,7 @@ class Engine:
         return seconds
 
     def open(self, params: ModelParams, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> "Session":
-        """Begin a session with a prompt; its prefill is dispatched.
-
-        `prepare` must have been called for prompt and answer.
-
-        Args:
-          params: the models' parameters, placed.
-          prompt: checked token ids.
-          sampling: temperature, processors and length.
-          seed: names the random stream.
-        """
+        """Begin a session with checked token ids: their prefill is dispatched; `prepare` must have been called."""
         idle, self._idle = self._idle, None
         return Session(self, params, prompt, sampling, seed, idle)
 
@@ -156,11 +134,6 @@ class Session:
     """One generation: its tokens, and its buffers until it is closed.
 
     Round r is read while round r + 1 runs, so a session that is closed early wastes that one.
-
-    Attributes:
-      tokens: prompt and emitted tokens.
-      limit: most tokens that it emits.
-      num_emitted: tokens emitted so far.
     """
 
     def __init__(
@@ -174,8 +147,8 @@ class Session:
     ):
         """Dispatch the prefill; see `Engine.open`. `buffers` of a finished sequence are reused."""
         self._engine, self._runner, self._params = engine, engine.runner, params
-        self.tokens = [int(token) for token in prompt]
-        self.limit = engine.token_limit(prompt, sampling)
+        self.tokens = [int(token) for token in prompt]  # and, later, emitted tokens
+        self.limit = engine.token_limit(prompt, sampling)  # most tokens that it emits
         self.num_emitted = 0
         runner = self._runner
         self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed, len(prompt))
@@ -191,25 +164,19 @@ class Session:
 
     @property
     def done(self) -> bool:
-        """Whether every token that was asked for has been emitted."""
         return self.num_emitted >= self.limit
 
     def step(self) -> StepOutput:
-        """Keep the devices busy and wait for one round.
+        """Keep the devices busy and wait for one round; its tokens are cut to the asked-for length.
 
-        Returns:
-          The round's tokens, cut to the asked-for length.
-
-        Raises:
-          RuntimeError: the session is closed or done.
+        RuntimeError: the session is closed or done.
         """
         if self._closed or self.done:
             raise RuntimeError("the session has ended: open another one")
         try:
             # A round yields at least one token: no more are launched than can still be wanted.
             while len(self._in_flight) < IN_FLIGHT and self._launched < self.limit:
-                # The first token comes alone: it is waited for.
-                room = self.limit - self._launched if self._launched else 1
+                room = self.limit - self._launched if self._launched else 1  # the first token comes alone
                 self._state, round_, least = self._launch(self._params, self._state, self._request, room)
                 self._in_flight.append(round_)
                 self._launched += least
@@ -234,15 +201,12 @@ class Session:
     abort = close
 
     def report(self) -> dict[str, Any] | None:
-        """What the method chose and why; see `Runner.report`."""
         return self._runner.report()
 
     def __enter__(self) -> "Session":
-        """The session itself; it is closed on the way out."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _launch_round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:

@@ -6,16 +6,13 @@ from typing import Any
 
 from jaxspec.errors import CheckpointError
 
-# The largest index of a published model takes a few megabytes.
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 64 << 20  # the largest index of a published model takes a few megabytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
-    Raises:
-      CheckpointError: the file cannot be read, is absurdly large, or does not hold one JSON object without repeated
-        keys.
+    CheckpointError: the file cannot be read, is absurdly large, or is not one JSON object without repeated keys.
     """
 
     def build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -147,14 +147,12 @@ class LLM:
         return self.engine.target.plan.kernels
 
     def with_method(self, method: str | Method) -> "LLM":
-        """Another decoding method on the same weights, with compiled functions and buffers of its own.
+        """Another decoding method, a name or an object, on the same weights, with functions and buffers of its own.
 
         No further weights are loaded: a model that was loaded for a method without a draft model, such as "ar", has
         none here either. "auto" then copies or decodes plainly (`stats.choice` shows the draft None), and methods that
-        need one are refused; load with method "auto" to have the shipped draft.
-
-        Args:
-          method: a name or a method object. One that uses no draft model leaves this one's aside.
+        need one are refused; load with method "auto" to have the shipped draft. A method that uses no draft model
+        leaves this one's aside.
 
         Raises:
           ConfigError: an unknown method, or one that does not fit the models.
@@ -203,12 +201,7 @@ class LLM:
         return completions if batch else completions[0]
 
     def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation, rendered with the model's own chat template.
-
-        Args:
-          messages: dicts with "role" and "content", oldest first.
-          sampling_params: see `generate`.
-        """
+        """Answer a conversation: dicts with "role" and "content", oldest first, in the model's own chat template."""
         sampling = _check_sampling(sampling_params)
         if not _is_conversation(messages):
             raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {messages!r:.80}")
@@ -220,12 +213,8 @@ class LLM:
     ) -> Generator[StreamEvent, bool | None, None]:
         """Yield text as it is decoded, in whole characters; the last event carries the `Completion`.
 
-        `send(True)` instead of `next` ends the text where it is: it gives the last event, whose `finish_reason` is
-        "abort".
-
-        Args:
-          prompt: a string, token ids, or a conversation (dicts with "role" and "content").
-          sampling_params: see `generate`; `n` must be 1.
+        The prompt is a string, token ids, or a conversation (dicts with "role" and "content"); `n` must be 1.
+        `send(True)` instead of `next` ends the text: it gives the last event, whose `finish_reason` is "abort".
         """
         sampling = _check_sampling(sampling_params)
         if sampling.n > 1:
@@ -263,7 +252,6 @@ class LLM:
         return dataclasses.replace(completions[0], alternatives=tuple(completions[1:]))
 
     def _stream(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
-        """Decode a checked request."""
         max_tokens = self.engine.token_limit(ids, sampling)
         compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens)
         self._unreported_compile_s = 0.0
@@ -318,15 +306,12 @@ def generate(
     """Complete a prompt with the default model, or `model`; a second call reuses the loaded model.
 
     Args:
-      prompt: see `LLM.generate`.
-      sampling_params: see `LLM.generate`.
-      model: see `LLM`.
-      **options: further keyword arguments of `LLM`.
+      prompt, sampling_params: see `LLM.generate`.
+      model, **options: see `LLM`.
     """
     key = (None if model is None else str(model), tuple(sorted(options.items())))
     if key not in _loaded:
-        # Two models may not fit into memory: the old one goes before the new one comes.
-        _loaded.clear()
+        _loaded.clear()  # before the new one comes: two models may not fit into memory
         _loaded[key] = LLM(model, **options)
     return _loaded[key].generate(prompt, sampling_params)  # pyright: ignore[reportArgumentType, reportCallIssue]
 

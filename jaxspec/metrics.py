@@ -8,23 +8,16 @@ from jaxspec.methods.core.round import DraftCounts, StepOutput
 
 
 def count_speculation(rounds: Sequence[StepOutput], num_tokens: int, num_spec_tokens: int) -> dict[str, Any]:
-    """Count a generation's passes and its drafted and accepted tokens.
+    """Count a generation's passes and its drafted and accepted tokens, in vLLM's words; a step is one target pass.
 
-    Args:
-      rounds: of one generation, in order.
-      num_tokens: emitted tokens; later ones are not counted.
-      num_spec_tokens: most tokens that the method verifies in a round, the root not counted.
-
-    Returns:
-      In vLLM's words, a step being one target pass: `num_spec_steps`; `num_spec_tokens`; `num_draft_tokens` and
-      `num_accepted_draft_tokens`, verified and accepted; `mean_acceptance_length`, 1 + accepted per step, the bonus
-      token included; `draft_acceptance_rate`, accepted per drafted token (None without drafts);
-      `acceptance_histogram`, steps by number of accepted tokens; `per_step_accepted` and `per_step_drafted`.
-      For trees also `acceptance_by_depth`: among the steps that accepted depth d - 1 and drafted depth d, the share
-      that accepted depth d. Means per step: `mean_tree_depth`; `mean_tree_size`, in tokens without the root; and
-      `budget_used`, that size over `num_spec_tokens`. `num_draft_passes` counts all draft passes.
-      `rounds_by_kind` counts steps after which kind of draft: a draft model's ("drafted"), copies of earlier text
-      ("copied"), none ("plain"). With one draft tree through all rounds, `draft_tree`: see `count_draft_tree`.
+    Tokens after the first `num_tokens` are not counted. `num_spec_tokens` are the most that the method verifies in a
+    round, the root not counted; `num_draft_tokens` were verified and `num_accepted_draft_tokens` accepted.
+    `mean_acceptance_length` is 1 + accepted per step, the bonus token included; `draft_acceptance_rate` accepted per
+    drafted token (None without drafts); `acceptance_histogram` steps by number of accepted tokens.
+    `acceptance_by_depth` is, among the steps that accepted depth d - 1 and drafted depth d, the share that accepted
+    depth d. Means per step: `mean_tree_depth`; `mean_tree_size`, in tokens without the root; `budget_used`, that size
+    over `num_spec_tokens`. `rounds_by_kind` counts steps after a draft model's draft ("drafted"), copies of earlier
+    text ("copied"), none ("plain"). With one draft tree through all rounds, `draft_tree`: see `count_draft_tree`.
     """
     kept = []
     for step in (step for output in rounds for step in output.passes()):
@@ -59,16 +52,12 @@ def count_speculation(rounds: Sequence[StepOutput], num_tokens: int, num_spec_to
 def count_draft_tree(generations: Sequence[Sequence[DraftCounts]]) -> dict[str, Any]:
     """Count the nodes and hits of a draft tree that outlives the rounds (docs/algorithms.md, "Re-rooting").
 
-    Args:
-      generations: of each, the counts of its rounds in order. A first round has no tree to hit: it is in no rate, and
-        rates are None without another round.
-
-    Returns:
-      `token_hit_rate`, rounds whose new root was in the tree; `evaluated_hit_rate`, those in which it was evaluated
-      too, so that a batch could be chosen at once; `exposed_passes_per_round`, draft passes that the target waited
-      for; `tokens_computed`, tokens that went through the draft, and of these `tokens_caught_up`, verified before the
-      draft had seen them. Evaluated nodes at each re-rooting, summed over rounds (a node that survives three rounds
-      counts three times): `nodes_kept`, in the tree; `nodes_committed`, in the prefix; `nodes_dropped`, in neither.
+    A generation's first round has no tree to hit: it is in no rate, and rates are None without another round.
+    `token_hit_rate`: rounds whose new root was in the tree; `evaluated_hit_rate`: those in which it was evaluated too,
+    so that a batch could be chosen at once; `exposed_passes_per_round`: draft passes that the target waited for.
+    `tokens_computed` went through the draft; `tokens_caught_up` of them were verified before the draft had seen them.
+    Evaluated nodes at each re-rooting, summed over rounds (a node that survives three rounds counts three times):
+    `nodes_kept`, in the tree; `nodes_committed`, in the prefix; `nodes_dropped`, in neither.
     """
     everything = [counts for rounds in generations for counts in rounds]
     later = [counts for rounds in generations for counts in rounds[1:]]
@@ -92,7 +81,6 @@ def count_draft_tree(generations: Sequence[Sequence[DraftCounts]]) -> dict[str, 
 
 
 def _kind(output: StepOutput) -> str:
-    """Whether a round was "drafted" by a model, "copied" from earlier text, or "plain"."""
     if output.draft_passes:
         return "drafted"
     return "copied" if output.drafted else "plain"

@@ -4,11 +4,9 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-# "stop": an end-of-sequence token, a stop token or a stop string; "length": the last of `max_tokens`; "abort": the
-# caller ended the text, as Ctrl-C does in jaxspec-decode.
+# "stop": a token or string that ends texts; "length": the last of `max_tokens`; "abort": the caller, as by Ctrl-C.
 FinishReason = Literal["stop", "length", "abort"]
-# The most probable tokens at one place, best first: token ids with their log-probabilities.
-TopTokens = tuple[tuple[int, float], ...]
+TopTokens = tuple[tuple[int, float], ...]  # the most probable tokens at one place, best first, with log-probabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +111,7 @@ class Completion:
             "method": self.method,
             "stats": dataclasses.asdict(self.stats),
         }
-        # JSON has no infinities: what is not a number there is null.
-        if self.logprobs is not None:
+        if self.logprobs is not None:  # JSON has no infinities: what is not a number there is null
             result["logprobs"] = [_finite(p) for p in self.logprobs]
         if self.top_logprobs is not None:
             result["top_logprobs"] = [[[token, _finite(p)] for token, p in top] for top in self.top_logprobs]

@@ -11,7 +11,7 @@ from jaxspec.text.stream import StreamPiece, TextStream
 
 
 class RoundClock:
-    """Times of the first and the latest round, in seconds from construction."""
+    """Times of the first and the latest round."""
 
     def __init__(self):
         """Start now."""
@@ -21,14 +21,12 @@ class RoundClock:
         self._first_tokens = 0
 
     def tick(self, tokens: int) -> None:
-        """A round of so many tokens was read."""
         self._last = time.perf_counter()
         if self._first is None:
             self._first = self._last
             self._first_tokens = tokens
 
     def stats(self, prompt_tokens: int, tokens: int, compile_s: float, seed: int | None) -> DecodeStats:
-        """The timings so far."""
         assert self._first is not None
         decode_s = self._last - self._first
         after_first = max(0, tokens - self._first_tokens)  # what a stop cut off was not received
@@ -67,7 +65,6 @@ class EventMaker:
         return self._make(spans, kept)
 
     def abort(self) -> StreamEvent:
-        """End the text with all tokens that it was fed."""
         spans, kept = [], []
         self._take(self._text.abort(), spans, kept)
         return self._make(spans, kept)

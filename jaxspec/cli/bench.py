@@ -16,8 +16,7 @@ from jaxspec.errors import ConfigError
 
 NAME = "jaxspec-bench"
 
-# Tables need this much room; a file or a pipe has it.
-PIPE_WIDTH = 132
+PIPE_WIDTH = 132  # tables need this much room; a file or a pipe has it
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -73,8 +72,7 @@ def bench(
 
     def run() -> None:
         out = check_output(json_)
-        # Heavy imports only now: --help and usage errors answer at once.
-        from rich.console import Console
+        from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
 
         from jaxspec.bench.columns import default_methods, loading_method, make_columns
         from jaxspec.bench.prompts import load_prompts, select_prompts

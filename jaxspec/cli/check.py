@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 NAME = "jaxspec-check"
 PLAIN, ALL, QUICK_METHOD = "ar", "all", "auto"
 
-# Tables need this much room; a file or a pipe has it.
-PIPE_WIDTH = 150
+PIPE_WIDTH = 150  # tables need this much room; a file or a pipe has it
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -87,9 +86,8 @@ def check(
 
     def run() -> None:
         check_output(json_)
-        # Heavy imports only now: --help and usage errors answer at once.
         _check_prompts(prompt or [], prompts)
-        from jaxspec.bench.columns import loading_method
+        from jaxspec.bench.columns import loading_method  # only now: --help and usage errors answer at once
         from jaxspec.bench.run import Column
         from jaxspec.check.reference_decoder import ReferenceDecoder
         from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
@@ -147,8 +145,7 @@ def check(
         calls = llm.kernels.own_calls().values()
         refused = [call.refused for call in calls if call.refused is not None]
         report["kernels_refused"] = refused
-        # Other kernels carried out the calls then.
-        unused = bool(refused) and not any(call.taken for call in calls)
+        unused = bool(refused) and not any(call.taken for call in calls)  # other kernels carried out the calls then
         report["lossless"] = not faulty and not unused
         for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
             console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
@@ -183,7 +180,6 @@ def _check_prompts(given: Sequence[str], file: Path | None) -> None:
 
 
 def _read_prompts(given: Sequence[str], file: Path | None, most: int) -> list[tuple[str, str]]:
-    """Names and texts of the prompts."""
     if given:
         return [(str(index), text) for index, text in enumerate(given, 1)][:most]
     from jaxspec.bench.prompts import load_prompts
@@ -341,7 +337,6 @@ def _console(json_: Path | None) -> "Console":
 
 
 def _counter(bar: Bar, name: str) -> Callable[[str, int], None]:
-    """Counts what was done of each kind, for the bar."""
     done: dict[str, int] = {}
 
     def advance(what: str, total: int) -> None:

@@ -12,8 +12,7 @@ from jaxspec.cli.run import VersionOption, raise_lost_interrupt, run_app, run_co
 
 NAME = "jaxspec-convert"
 
-# As SRC: the default model, wherever it is installed.
-DEFAULT_WORD = "default"
+DEFAULT_WORD = "default"  # as SRC: the default model, wherever it is installed
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -46,8 +45,7 @@ def main() -> None:
 
 
 def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | None) -> None:
-    # Heavy imports only now: --help and usage errors answer at once.
-    from rich.console import Console
+    from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from jaxspec.checkpoint.convert import ConvertProgress, find_leftovers
@@ -121,8 +119,7 @@ def _check_rounding(source: Path, quantize: str) -> float:
 
 
 def _save_tokenizer(src: Path, folder: Path) -> None:
-    # Imported here: the tokenizer libraries are heavy, and conversions that are refused do not need them.
-    from jaxspec.text.tokenizer import save_tokenizer
+    from jaxspec.text.tokenizer import save_tokenizer  # heavy, and not needed by conversions that are refused
 
     save_tokenizer(src, folder)
 

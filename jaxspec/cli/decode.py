@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "jaxspec-decode"
 
-# Latest entries of the history of a search that are printed; --json has them all.
-SHOWN_HISTORY = 8
+SHOWN_HISTORY = 8  # latest entries of the history of a search that are printed; --json has them all
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -54,8 +53,7 @@ OTHER_OPTIONS: dict[str, OptionTypes] = {
     "offload": (str,), "chat": (bool,), "system": (str,),
 }  # fmt: skip
 FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **OTHER_OPTIONS}
-# Settings of methods that have a flag of their own.
-METHOD_FLAGS = ("num_draft_tokens",)
+METHOD_FLAGS = ("num_draft_tokens",)  # settings of methods that have a flag of their own
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -126,8 +124,7 @@ def decode(
     Ctrl-C ends the text there: --json and --stats then say what was decoded, with finish_reason "abort".
     """
     given = {name: context.params.get(name) for name in (*FLAGS, *METHOD_FLAGS)}
-    # typer gives an empty list where there was none.
-    given |= {"stop": stop or None, "stop_token_ids": stop_token_id or None}
+    given |= {"stop": stop or None, "stop_token_ids": stop_token_id or None}  # typer gives [] where there was none
     if top_logprobs is not None:
         given["logprobs"] = top_logprobs
 
@@ -145,8 +142,7 @@ def decode(
             raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
         out = check_new_file(trace, "--trace")
         text = _read_prompt(prompt, prompt_file)
-        # Heavy imports only now: --help and most usage errors answer at once.
-        from jaxspec.config import SamplingParams
+        from jaxspec.config import SamplingParams  # heavy imports only now: --help and usage errors answer at once
         from jaxspec.llm import LLM
 
         sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
@@ -191,7 +187,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         if file is not None:
             text = file.read_text(encoding="utf-8").removesuffix("\n")
         elif prompt == "-" or piped:
-            # The newline that ends a line of a shell or an editor is no part of the prompt.
+            # The newline that a shell or an editor adds is no part of the prompt.
             text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
         else:
             text = str(prompt)
@@ -205,7 +201,6 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _messages(llm: "LLM", text: str, options: dict[str, Any]) -> Any:
-    """The prompt as the model wants it: a conversation, or plain text."""
     chat = options.get("chat", llm.tokenizer.has_chat_template)
     if chat and not llm.tokenizer.has_chat_template:
         raise ConfigError(f"{llm.model_path} has no chat template; --raw completes the text as it is")

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 OptionTypes = tuple[type, ...]
 
-# Names of settings that were renamed: still taken, never suggested.
-OLD_NAMES = ("batch", "budget")
+OLD_NAMES = ("batch", "budget")  # settings that were renamed: still taken, never suggested
 
 # What vLLM, SGLang, llama.cpp, transformers, mlx-lm and SpecExec call these options.
 FOREIGN_NAMES = {
@@ -52,12 +51,7 @@ KERNELS_HELP = f"What multiplies and attends: {', '.join(KERNEL_NAMES[:-1])} or 
 
 
 def foreign_option_hint(option: str, known: Collection[str]) -> str | None:
-    """What to write for an option of another project, if this command, which has the options `known`, has it.
-
-    Args:
-      option: as typed, such as "--draft-max" or "-md".
-      known: options of the command, with their dashes.
-    """
+    """What to write for another project's option, such as "-md", if this command, which has those `known`, has it."""
     if not option.startswith("-") or (not option.startswith("--") and option not in _SHORT_FOREIGN):
         return None
     if option in ("--prompt", "-p"):
@@ -84,18 +78,11 @@ def merge_options(
     known: Mapping[str, OptionTypes],
     more: Callable[[], Mapping[str, OptionTypes]] = dict,
 ) -> dict[str, Any]:
-    """Merge the three sources.
+    """Merge the options `given` on the command line, where None means not given, a preset and "name=value" pairs.
 
-    Args:
-      given: options from the command line; None means not given.
-      preset: a TOML file of option names and values, or the name of one that ships with jaxspec.
-      assignments: "name=value" pairs, the value written as in TOML; a bare word is a string.
-      known: the options that a preset may set, with the types of their values.
-      more: others that it may set; called where a name is not in `known`.
-
-    Raises:
-      ConfigError: an unreadable preset, an unknown name (the nearest known one is given), a value of another type or
-        a malformed pair.
+    A preset is a TOML file or the name of one that ships with jaxspec. Values of pairs are written as in TOML; a bare
+    word is a string. The names `known` may be set, with these types; where one is unknown, `more` is called for others.
+    ConfigError: an unreadable preset, an unknown name, a value of another type or a malformed pair.
     """
     sources: list[tuple[str, Mapping[str, Any]]] = []
     if preset is not None:
@@ -117,8 +104,7 @@ def merge_options(
 
 
 def setting_types(method: Any) -> dict[str, OptionTypes]:
-    """Types that a method's settings may be given as, by the defaults of its fields; former names too."""
-    # A class's own default, not the object's value: some fields are filled in from others.
+    """Types that a method's settings may be given as, former names too: by its class, as some values are derived."""
     known = {field.name: _field_types(field) for field in dataclasses.fields(method)}
     return known | {old: known[new] for old, (new, _) in getattr(method, "renamed", {}).items()}
 
@@ -133,11 +119,7 @@ def method_options() -> dict[str, OptionTypes]:
 
 
 def method_from(options: Mapping[str, Any]) -> "Method":
-    """The method that merged options ask for, its settings included.
-
-    Raises:
-      ConfigError: an unknown method, or a setting that it does not have.
-    """
+    """The method that merged options ask for; ConfigError for an unknown one, or a setting that it does not have."""
     settings = {name: options[name] for name in method_options() if name in options}
     method = options.get("method", "auto")
     if "swift_layers" in options:
@@ -160,22 +142,14 @@ def _field_types(field: Any) -> OptionTypes:
 
 
 def check_output(path: Path | None, what: str = "--json") -> Path | None:
-    """Minutes of work must not end at a folder that does not exist.
-
-    Raises:
-      ConfigError: `path` cannot be written; None and "-", standard output, can.
-    """
+    """ConfigError, before minutes of work, for a path that cannot be written; None and "-", standard output, can."""
     if path is not None and str(path) != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{what} {path} cannot be written: it must be a file in a folder that exists")
     return path
 
 
 def check_new_file(path: Path | None, what: str) -> Path | None:
-    """As `check_output`, for a file that is written beside its place first, so that it is there whole or not at all.
-
-    Raises:
-      ConfigError: `path` cannot be written; None can, standard output cannot.
-    """
+    """As `check_output`, for a file that is written beside its place, to be there whole; "-" is refused, too."""
     if path is None:
         return None
     if str(path) == "-":

@@ -9,7 +9,6 @@ class Bar:
     """A progress bar of the commands that measure."""
 
     def __enter__(self) -> "Bar":
-        """Start drawing."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,11 +23,9 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop drawing."""
         self._progress.stop()
 
     def show(self, what: str, done: int, total: int) -> None:
-        """What is going on, how much of it is done, and of how much."""
         self._progress.update(self._task, description=what.replace("[", "\\["), completed=done, total=total)
 
 

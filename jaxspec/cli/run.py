@@ -46,21 +46,16 @@ def run_app(app: typer.Typer, name: str) -> None:
 
 
 def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = False) -> None:
-    """Run a command's body and exit with its status.
+    """Run a command's body and exit with its status; `name` begins error lines.
 
-    Args:
-      name: begins error lines.
-      command: the body.
-      cleans_up: an interrupt is raised in the body, which has something to undo; else it ends the process at once.
+    An interrupt is raised in a body that `cleans_up`, which has something to undo; else it ends the process at once.
     """
     warnings.showwarning = lambda message, *_: print(f"{name}: warning: {message}", file=sys.stderr)
     signal.signal(signal.SIGINT, _raise_interrupt if cleans_up else lambda number, frame: _leave_interrupted())
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:
-            # Closed before we began, as a shell's `>&-` does: what would go there goes nowhere.
-            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))
-        # A terminal that cannot show a character shows a replacement; it must not stop the run.
-        getattr(sys, stream).reconfigure(errors="replace")
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # closed before, as by a shell's `>&-`
+        getattr(sys, stream).reconfigure(errors="replace")  # a character that a terminal lacks must not stop the run
     try:
         command()
         sys.stdout.flush()
@@ -75,16 +70,14 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
     except MemoryError:
         _fail(name, "out of memory", 1)
     except RuntimeError as error:
-        # XLA's own, which cannot be named without loading it.
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error):  # XLA's own, which cannot be named without loading it
             raise
         _fail(name, f"out of memory: {str(error).splitlines()[0]}", 1)
     except (JaxspecError, OSError) as error:
         _fail(name, error, 1)
 
 
-# An exception can get lost: Python drops one that is raised while a library calls back into it.
-_was_interrupted = threading.Event()
+_was_interrupted = threading.Event()  # Python drops an exception that is raised while a library calls back into it
 
 
 def raise_lost_interrupt() -> None:
@@ -128,8 +121,7 @@ def _fail(name: str, error: object, status: int) -> NoReturn:
 
 
 def _leave_interrupted() -> NoReturn:
-    # Streaming leaves an unfinished line, which the shell's prompt must not continue; a status line hides the cursor.
-    # Written past Python's buffers, which the interrupt may have caught half-way, and left at once: a compilation in
-    # another thread would keep the process alive for seconds.
+    # Streaming leaves an unfinished line, and a status line hides the cursor. The interrupt may have caught Python's
+    # buffers half-way. A compilation in another thread would keep the process alive for seconds.
     os.write(STDERR, b"\r\x1b[2K\x1b[?25h\n" if os.isatty(STDERR) else b"\n")
     os._exit(INTERRUPTED)

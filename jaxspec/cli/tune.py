@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 NAME = "jaxspec-tune"
 
-# For swift. Offline a Bayesian proposal costs no more than a pass: there are more of them than while decoding.
+# For swift. Offline, a Bayesian proposal costs no more than a pass: there are more of them than while decoding.
 RATIOS, STEPS, INTERVAL, TASK = "0.2,0.3,0.45", 300, 8, "default"
-# Tables need this much room; a file or a pipe has it.
-PIPE_WIDTH = 132
+PIPE_WIDTH = 132  # tables need this much room; a file or a pipe has it
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -81,8 +80,7 @@ def tune(
         check_new_file(plot, "--plot")
         if plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install 'jaxspec-decode[plot]'")
-        # Heavy imports only now: --help and usage errors answer at once.
-        from rich.console import Console
+        from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
 
         from jaxspec.bench.prompts import load_prompts, select_prompts
         from jaxspec.config import SamplingParams

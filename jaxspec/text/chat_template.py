@@ -34,8 +34,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation; `add_generation_prompt` opens the assistant's turn.
 
-        Raises:
-          ConfigError: the messages are malformed, or the template refuses them (roles that do not alternate, say).
+        ConfigError: the messages are malformed, or the template refuses them (roles that do not alternate, say).
         """
         plain = check_messages(messages)
         try:
@@ -53,8 +52,7 @@ class ChatTemplate:
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A plain copy of `messages`: dicts with the strings `role` and `content`, and whatever else JSON can hold.
 
-    Raises:
-      ConfigError: naming the first message that is something else.
+    ConfigError names the first message that is something else.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise ConfigError(f"messages must be a list of dicts with role and content, got {type(messages).__name__}")

@@ -19,11 +19,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """The bytes of single tokens, by the rules of a tokenizer's decoder.
-
-    Attributes:
-      leading_spaces: how many spaces the decoder takes off the front of the whole text.
-    """
+    """The bytes of single tokens, by the rules of a tokenizer's decoder."""
 
     def __init__(self, backend: Tokenizer):
         """Read the decoder's rules; raises ConfigError, naming the step, where bytes depend on other tokens."""
@@ -32,7 +28,7 @@ class TokenBytes:
         self._byte_level = False
         self._byte_fallback = False
         self._replace: list[tuple[str, str]] = []
-        self.leading_spaces = 0
+        self.leading_spaces = 0  # that the decoder takes off the front of the whole text
         if backend.decoder is None:
             raise ConfigError("the tokenizer has no decoder, so its tokens cannot be turned into text")
         rules = json.loads(backend.decoder.__getstate__())
@@ -77,10 +73,9 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """Text from tokens as they come, in whole characters, in constant time per token.
+    """Text from tokens as they come: `push` and `finish`, joined, give `tokenizer.decode` of all ids.
 
-    All that `push` and `finish` return, joined, is `tokenizer.decode` of all ids. Nothing returned is ever changed:
-    the bytes of a character that is not complete, three at most, are held back.
+    A token takes constant time. The bytes of a character that is not complete, three at most, are held back.
     """
 
     def __init__(self, token_bytes: TokenBytes, skipped: frozenset[int] = frozenset()):

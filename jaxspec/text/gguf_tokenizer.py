@@ -15,8 +15,7 @@ from tokenizers.models import BPE
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.text.hf_tokenizer import TokenizerParts
 
-# GGUF's token types; the others (normal, unknown, unused, byte) need no treatment.
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types; the others (normal, unknown, unused, byte) need no treatment
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = (
@@ -39,20 +38,14 @@ _DEEPSEEK_LETTERS = (
 
 @dataclasses.dataclass(frozen=True)
 class _PreTokenizer:
-    """What a name in `tokenizer.ggml.pre` stands for.
+    """What a name in `tokenizer.ggml.pre` stands for."""
 
-    Attributes:
-      splits: regular expressions applied one after the other; each match, and each text between, becomes a word.
-      nfc: the text is brought to Unicode form C first. Hugging Face's tokenizers of these models do so, and with them
-        training did; llama.cpp leaves it out, so its ids differ on text that is not in form C.
-      whole_words: a word that is a token becomes that token, whatever the merges would make of it.
-      add_bos: a beginning-of-sequence token comes first unless the file says otherwise.
-    """
-
-    splits: tuple[str, ...]
+    splits: tuple[str, ...]  # patterns, one after the other; each match, and each text between, becomes a word
+    # The text is brought to Unicode form C first. Hugging Face's tokenizers of these models do so, and with them
+    # training did; llama.cpp leaves it out, so its ids differ on text that is not in form C.
     nfc: bool = False
-    whole_words: bool = False
-    add_bos: bool = False
+    whole_words: bool = False  # a word that is a token becomes that token, whatever the merges would make of it
+    add_bos: bool = False  # a beginning-of-sequence token comes first unless the file says otherwise
 
 
 _GPT2 = _PreTokenizer((_GPT2_SPLIT,))
@@ -82,11 +75,9 @@ _PRE_TOKENIZERS = {
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
-    """Build the tokenizer from a GGUF file's metadata.
+    """Build the tokenizer from a GGUF file's metadata; CheckpointError if this is missing or contradicts itself.
 
-    Raises:
-      ConfigError: the file asks for a tokenizer that is not supported; the message names it.
-      CheckpointError: the tokenizer's metadata is missing or contradicts itself.
+    ConfigError: the file asks for a tokenizer that is not supported; the message names it.
     """
     tokens = _take_tokens(metadata)
     model = _take(metadata, "model", str)
@@ -205,7 +196,7 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Toke
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     spaces = [normalizers.Replace(" ", "▁")]
     if _take(metadata, "add_space_prefix", bool, True):
-        # A normalizer is applied to each stretch of text between special tokens, as llama.cpp adds its space.
+        # Applied to each stretch of text between special tokens, as llama.cpp adds its space.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:

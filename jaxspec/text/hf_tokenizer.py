@@ -13,8 +13,7 @@ from jaxspec.json_file import read_json
 
 _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
-# What AutoTokenizer builds a tokenizer from where tokenizer.json is missing.
-_OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+_OLDER_FILES = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")  # what AutoTokenizer reads
 _COPIED = (
     _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG, _CHAT_TEMPLATE, "chat_template.json",
     "special_tokens_map.json", "added_tokens.json",
@@ -25,32 +24,21 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerParts:
-    """A tokenizer as read from a folder or a GGUF file.
-
-    Attributes:
-      backend: the `tokenizers` object: text to ids and ids to tokens.
-      bos_id: the beginning-of-sequence token, if the model has one.
-      eos_ids: the tokens that end a text or a turn, the usual one first.
-      special_tokens: `bos_token`, `eos_token` and the like by name, for chat templates.
-      chat_template: Jinja source, if the model has one.
-    """
+    """A tokenizer as read from a folder or a GGUF file."""
 
     backend: Tokenizer
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    special_tokens: dict[str, str]
-    chat_template: str | None
+    bos_id: int | None  # the beginning-of-sequence token
+    eos_ids: tuple[int, ...]  # the tokens that end a text or a turn, the usual one first
+    special_tokens: dict[str, str]  # `bos_token`, `eos_token` and the like by name, for chat templates
+    chat_template: str | None  # Jinja source
 
 
 def load_folder_tokenizer(folder: Path) -> TokenizerParts:
     """Read the tokenizer files of a Hugging Face folder or of a native checkpoint.
 
     `tokenizer.json` decides how text is encoded, as in transformers: its truncation and padding are switched off, and
-    `add_bos_token` in the configuration beside it does not count.
-
-    Raises:
-      CheckpointError: the files are missing or damaged.
-      ConfigError: the folder holds a tokenizer that cannot be read without running its code or a package more.
+    `add_bos_token` in the configuration beside it does not count. CheckpointError: files are missing or damaged.
+    ConfigError: the tokenizer cannot be read without running its code or a package more.
     """
     config = _read_json(folder / _TOKENIZER_CONFIG)
     if (folder / _TOKENIZER).is_file():
@@ -109,8 +97,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _load_older(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Let transformers convert a tokenizer that has no tokenizer.json; its special tokens join `config`."""
-    # Imported here: it takes a second, which every start would pay for these rare folders.
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # takes a second, which every start would pay for these rare folders
 
     try:
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -191,8 +178,7 @@ def _take_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder / _CHAT_TEMPLATE} is damaged: {error}") from error
     template = _read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
-    if isinstance(template, list):
-        # Several templates by name; the others are for tools and retrieval.
+    if isinstance(template, list):  # several by name; the others are for tools and retrieval
         template = next(
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )

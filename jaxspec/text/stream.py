@@ -1,8 +1,4 @@
-"""The text of one generation while its tokens come: stop strings, end-of-sequence tokens and the length limit.
-
-Each step holds back what it cannot yet decide. `Detokenizer` holds bytes that do not make a character yet,
-`StopMatcher` holds text that may begin a stop string, and `TextStream` joins both.
-"""
+"""The text of one generation while its tokens come: stop strings, end-of-sequence tokens and the length limit."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -14,10 +10,9 @@ _REPLACEMENT = "\ufffd"
 
 
 class StopMatcher:
-    """Finds the first stop string in a text that comes in pieces.
+    """Finds the first stop string in a text that comes in pieces: of several in it, the one that starts first.
 
-    The text is searched after each piece. Of several stop strings in it, the one that starts first cuts it. Text is
-    held back only while it may be the beginning of a stop string: fewer characters than the longest one has.
+    Text is held back only while it may be the beginning of a stop string: fewer characters than the longest one has.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -49,26 +44,18 @@ class StopMatcher:
 
 @dataclasses.dataclass(frozen=True)
 class StreamPiece:
-    """What one token adds to a streamed text.
+    """What one token adds to a streamed text."""
 
-    Attributes:
-      text: new text that nothing can take back; often empty while a stop string may be under way.
-      num_tokens: how many more tokens are now certain to be part of the result, oldest first; over all pieces they
-        add up to `TextStream.token_ids`.
-      finish_reason: None until the text is finished.
-    """
-
-    text: str
-    num_tokens: int
+    text: str  # that nothing can take back; often empty while a stop string may be under way
+    num_tokens: int  # more tokens of `TextStream.token_ids` that are now certain, oldest first
     finish_reason: FinishReason | None = None
 
 
 class TextStream:
     """The text of one generation, from its first token to its end; the rules of `Completion` on where it ends.
 
-    Attributes:
-      finish_reason: None until a token that ends texts or a stop string ("stop") or the last of `max_tokens` tokens
-        ("length") was pushed, "stop" if both happen at once; or until `abort` was called ("abort").
+    Its `finish_reason` is None until the text has ended: by a token that ends texts or a stop string ("stop"), by the
+    last of `max_tokens` tokens ("length"; "stop" if both happen at once), or by `abort` ("abort").
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_ids: Iterable[int], max_tokens: int):
@@ -98,11 +85,7 @@ class TextStream:
         return tuple(self._ids[: self._num_kept])
 
     def push(self, token_id: int) -> StreamPiece:
-        """Add one generated token.
-
-        Raises:
-          RuntimeError: the text is finished.
-        """
+        """Add one generated token; RuntimeError if the text is finished."""
         if self.finish_reason is not None:
             raise RuntimeError(f"the text is finished ({self.finish_reason}): no token can follow")
         ended = token_id in self._end_ids
@@ -121,11 +104,7 @@ class TextStream:
         return StreamPiece(text, self._keep_tokens(everything=last and not stopped), self.finish_reason)
 
     def abort(self) -> StreamPiece:
-        """End the text here, with everything that was held back.
-
-        Raises:
-          RuntimeError: the text is finished.
-        """
+        """End the text here, with everything that was held back; RuntimeError if it is finished."""
         if self.finish_reason is not None:
             raise RuntimeError(f"the text is finished ({self.finish_reason}): it cannot be ended again")
         text, stopped = self._matcher.push(self._detokenizer.finish())
@@ -139,8 +118,7 @@ class TextStream:
     def _place_token(self, token_id: int, text: str) -> None:
         """Note which characters the token holds, `text` being those that became certain with it."""
         if self._partial is not None and text.startswith(_REPLACEMENT):
-            # The character under way turned out invalid: its U+FFFD belongs to the tokens before this one, whose
-            # decoding ends with it.
+            # The character under way turned out invalid: its U+FFFD ends the decoding of the tokens before this one.
             for count in range(self._partial, len(self._ends)):
                 self._ends[count] += 1
         self._num_decoded += len(text)

@@ -21,9 +21,7 @@ from jaxspec.text.hf_tokenizer import (
 def load_tokenizer(path: Path | str) -> "Tokenizer":
     """Load the tokenizer of a model: a Hugging Face folder, a native checkpoint or a GGUF file.
 
-    Raises:
-      CheckpointError: nothing is there, or it is damaged.
-      ConfigError: it needs a tokenizer that is not supported; the message names it.
+    CheckpointError: nothing is there, or it is damaged. ConfigError: a tokenizer that is not supported, which it names.
     """
     path = Path(path)
     return Tokenizer(load_folder_tokenizer(path) if path.is_dir() else build_gguf_tokenizer(_read_metadata(path)))
@@ -45,12 +43,9 @@ def _read_metadata(path: Path) -> Mapping[str, Any]:
 
 
 class Tokenizer:
-    """Text to token ids and back, for one model.
+    """Text to token ids and back, for one model; `special_ids` steer the model, and decoding leaves them out.
 
-    Attributes:
-      bos_id: the beginning-of-sequence token, or None.
-      eos_ids: the tokens that end a text or a turn, the usual one first.
-      special_ids: tokens that steer the model and are no text; decoding leaves them out.
+    `bos_id` and `eos_ids` are those of `TokenizerParts`.
     """
 
     def __init__(self, parts: TokenizerParts):
@@ -64,16 +59,10 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`.
+        """The token ids of `text`; what reads like a special token becomes that token, as in Hugging Face.
 
-        Text that reads like a special token becomes that token, as in Hugging Face.
-
-        Args:
-          text: any text; "" gives no tokens but those that `add_special_tokens` adds.
-          add_special_tokens: put the tokens around it that the model expects around a text (BOS, seldom EOS).
-
-        Raises:
-          ConfigError: `text` is not a string, or holds a lone surrogate, which no encoding can represent.
+        `add_special_tokens` puts the tokens around it that the model expects around a text (BOS, seldom EOS).
+        ConfigError: `text` is not a string, or holds a lone surrogate, which no encoding can represent.
         """
         if not isinstance(text, str):
             raise ConfigError(f"text must be a string, got {type(text).__name__}")
@@ -89,7 +78,6 @@ class Tokenizer:
         return detokenizer.push(ids) + detokenizer.finish()
 
     def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Text from tokens as they come; see `decode`."""
         return Detokenizer(self._bytes, self.special_ids if skip_special_tokens else frozenset())
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -115,7 +103,6 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model says how a conversation is written."""
         return self._parts.chat_template is not None
 
     @functools.cached_property
@@ -127,8 +114,7 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation (dicts with `role` and `content`), as the model's template writes it.
 
-        Raises:
-          ConfigError: the model has no template, the messages are malformed, or the template refuses them.
+        ConfigError: the model has no template, the messages are malformed, or the template refuses them.
         """
         return self._chat_template.render(messages, add_generation_prompt)
 

@@ -20,22 +20,16 @@ from jaxspec.models.layer_set import LayerSet
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.request import Request
 
-# Tokens after which a search that has ended scores its set again. That takes about 1 % of the time.
-WATCH_EVERY = 512
+WATCH_EVERY = 512  # tokens after which a search that has ended scores its set again: about 1 % of the time
 
 
 @dataclasses.dataclass(eq=False)
 class HostText(HostState):
-    """What the host knows of one generation.
+    """What the host knows of one generation."""
 
-    Attributes:
-      tokens: prompt and verified tokens, one round late.
-      prompt: how many of them are the prompt's.
-      scored: of each round that was not read yet, the next one included, whether a scoring pass runs before it.
-    """
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    prompt: int = 1
+    tokens: list[int] = dataclasses.field(default_factory=list)  # prompt and verified ones, one round late
+    prompt: int = 1  # how many of them are the prompt's
+    # Of each round that was not read yet, the next one included: whether a scoring pass runs before it.
     scored: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque([False]))
 
 
@@ -45,19 +39,11 @@ class DraftTimer(RoundTimer):
     adaptive, draft_cost, passes = True, 0.0, 0
 
     def may_draft(self) -> bool:
-        """See `RoundTimer.may_draft`."""
         return not self.adaptive or (super().may_draft() and self.draft_cost < 1)
 
 
 class SwiftRunner(SpeculativeRunner):
-    """Decodes with a self-draft and searches its layers.
-
-    Attributes:
-      search: finds the layers.
-      score: program of a scoring pass.
-      context: text on which sets are scored, "recent" or "first".
-      share: most of the time that scoring may take; None scores after every round.
-    """
+    """Decodes with a self-draft and searches its layers."""
 
     drafter: SelfDrafter
     timer: DraftTimer
@@ -67,21 +53,11 @@ class SwiftRunner(SpeculativeRunner):
         fixed: LayerSet | None, file: LayerStore | None, task: str,
         context: str, share: float | None, sets: int, branching: bool,
     ):  # fmt: skip
-        """Declare the programs.
+        """Declare the programs for sequences of up to `tokens` tokens; `search` and `timer` may be in use for long.
 
-        Args:
-          target: the model.
-          tokens: longest sequence.
-          search: finds the layers; it may have been going on for long.
-          timer: of the rounds; likewise.
-          spine: how drafts are grown.
-          fixed: the layers, if nothing is to be searched.
-          file: where the search is stored under the name `task`, if anywhere.
-          task: see `file`.
-          context: see `SwiftRunner`.
-          share: see `SwiftRunner`.
-          sets: sets of one scoring pass.
-          branching: skip blocks by branches on the device.
+        `fixed` layers are not searched for. A search is stored in `file` under the name `task`. A scoring pass has so
+        many `sets` and the "recent" or the "first" text as `context`. Scoring takes at most `share` of the time; None
+        scores after every round. `branching` skips blocks by branches on the device.
         """
         self.search, self._fixed, self._file, self._task = search, fixed, file, task
         self.context, self.share, self._sets = context, share, sets
@@ -101,11 +77,9 @@ class SwiftRunner(SpeculativeRunner):
         self.programs = (*self.programs, *((self.score,) if self._searches else ()))
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
-        """See `Runner.start`."""
         return dataclasses.replace(super().start(root, state), host=HostText(tokens=[root]))
 
     def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
-        """See `Runner.prefill`."""
         text = _text(state)
         text.tokens[:0] = tokens.tolist()
         text.prompt = len(text.tokens)
@@ -114,7 +88,7 @@ class SwiftRunner(SpeculativeRunner):
     def round(
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
-        """See `Runner.round`; a scoring pass runs after it on the devices."""
+        """One round; a scoring pass runs after it on the devices."""
         text = _text(state)
         if self._searches and self.drafter.adopt(self.search.incumbent.layers):
             # What was learned of the other set says nothing of this one.
@@ -136,7 +110,6 @@ class SwiftRunner(SpeculativeRunner):
         return state, round_, least
 
     def observe(self, state: SpeculativeState, output: StepOutput) -> None:
-        """See `Runner.observe`."""
         text, timer, search = _text(state), self.timer, self.search
         allowed, scored = text.allowed.popleft(), text.scored.popleft()
         total_s, spent_s = timer.total_s, timer.spent_s
@@ -151,11 +124,11 @@ class SwiftRunner(SpeculativeRunner):
             self._read_scores(text)
 
     def report(self) -> dict[str, Any]:
-        """What drafts and how it was found, for the statistics of a generation.
+        """What drafts and how it was found: `layers` that are skipped, and `num_skipped`.
 
-        `layers` that are skipped, and `num_skipped`. Of a search: the `matchness` of its set, `steps`, `history`, sets
-        `adopted`, and why it has `stopped`. `search_passes`, the `search_share` of the time while the search went on,
-        and the `gain` of rounds with a draft over plain decoding; None before both were measured.
+        Of a search: the `matchness` of its set, `steps`, `history`, sets `adopted`, why it has `stopped`,
+        `search_passes`, the `search_share` of the time while it went on. `gain` is that of rounds with a draft over
+        plain decoding; None before both were measured.
         """
         search, layers = self.search, self._fixed or self.search.incumbent.layers
         known: dict[str, Any] = {"layers": str(layers), "num_skipped": layers.num_skipped}
@@ -166,7 +139,7 @@ class SwiftRunner(SpeculativeRunner):
         return known | self.timer.report() | {"search_passes": self.timer.passes, "search_share": share}
 
     def close(self) -> None:
-        """See `Runner.close`; stores the search."""
+        """End a generation; stores the search."""
         self._window = None
         try:
             self._read_scores()
@@ -183,7 +156,6 @@ class SwiftRunner(SpeculativeRunner):
             self.timer.passes += 1
 
     def _is_due(self) -> bool:
-        """Whether a scoring pass may run now."""
         search, share, timer = self.search, self.share, self.timer
         if search.stopped is not None:
             return search.unwatched >= WATCH_EVERY

@@ -18,21 +18,13 @@ from jaxspec.sampling.processors import clean
 
 
 def matchness_program(target: Placement, state: SequenceState, sets: int, window: int, branching: bool) -> Program:
-    """Count the tokens that each layer set predicts, given the verified tokens before each.
+    """Count the tokens that each of C `sets` predicts on a `window` of gamma, given the verified tokens before each.
 
-    Args:
-      target: the model.
-      state: shapes of its state.
-      sets: C, layer sets of one pass; 1 if `branching`.
-      window: gamma, tokens on which they are scored.
-      branching: skip blocks by branches on the device; else everything is computed, for all sets at once.
-
-    Returns:
-      A program (params, state, tokens, start, units) -> (state, matches), which returns the state unchanged.
+    Blocks are skipped by `branching` on the device, one set in a pass; else all is computed, for all sets at once.
+    Returns a program (params, state, tokens, start, units) -> (state, matches), which leaves the state unchanged:
       tokens: int32 [gamma + 1], verified ones in order; the first is given, the others are predicted.
       start: int32 [], position of the first one. The cache has C * gamma slots from there on.
-      units: bool [C, L, 2], blocks that run.
-      matches: int32 [C], at most gamma.
+      units: bool [C, L, 2], blocks that run; matches: int32 [C], at most gamma.
     """
     rows = sets * window
 

@@ -1,15 +1,13 @@
 """The search for the blocks to skip (SWIFT, arXiv 2410.06916, section 4.2): on the host, one step at a time.
 
 A step scores one candidate on a *window*: consecutive verified tokens. The score is the number of these tokens that
-the model without the candidate's blocks predicts. `LayerSearch.next_sets` says what to score, `tell` takes the result.
-Two rules decide which candidate becomes the *incumbent*, the set that drafts:
-
+the model without the candidate's blocks predicts. Two rules decide which candidate becomes the *incumbent*, the set
+that drafts:
 - "paper": every step has a new window. A candidate replaces the incumbent if its score exceeds the incumbent's, which
   is never measured again. One score above `max_score` ends the search.
 - "budget": one window says little, and the best of hundreds of scores is a lucky one. So several candidates share a
   window, and the incumbent is scored there too. A candidate that does better becomes a rival. Rivals and incumbent are
   scored on the next windows as well, and the best of them by all scores is the incumbent.
-
 A search that has ended scores its incumbent now and then. It is resumed when the score falls below what was stored.
 """
 
@@ -30,19 +28,15 @@ from jaxspec.models.layer_set import (
     uniform_layers,
 )
 
-# Observations that are kept, the latest ones.
-MEMORY = 256
+MEMORY = 256  # observations that are kept, the latest ones
 # "budget": candidates per window, windows that must confirm a set before it can end the search, rivals, and the weight
 # of the mean candidate in the estimate of a set, in windows.
 WINDOW_STEPS, CONFIRMING_WINDOWS, RIVALS, PRIOR_WINDOWS = 8, 2, 3, 1.0
-# Numbers that outlive a process.
-COUNTERS = ("steps", "stale", "since", "proposed", "again", "unwatched", "decoded_s", "spent_s")
+COUNTERS = ("steps", "stale", "since", "proposed", "again", "unwatched", "decoded_s", "spent_s")  # outlive a process
 # A search that has ended is resumed when the incumbent's matchness on so many windows is lower by this much.
 WATCHED_WINDOWS, FALL = 4, 0.15
-# Bayesian proposals. Weight of the deviation in the upper confidence bound, as in the paper's code.
-KAPPA = 2.5
-# Variance of a score's noise relative to that of all scores: 1e-2 is that of the paper's code, 0.3 takes into account
-# that 32 tokens say little about one set.
+KAPPA = 2.5  # Bayesian proposals: weight of the deviation in the upper confidence bound, as in the paper's code
+# Variance of a score's noise relative to that of all scores: the paper's code has 0.01, but 32 tokens say little.
 NOISE = {"paper": 0.01, "budget": 0.3}
 # Observed sets that a proposal rests on; random sets that it starts from; then how often the neighbours of the best
 # one are looked at, and how many.
@@ -66,19 +60,12 @@ class SearchSettings:
 
 @dataclasses.dataclass(eq=False)
 class Standing:
-    """Scores of one set.
-
-    Attributes:
-      layers: the set.
-      matches: tokens that it predicted.
-      tokens: tokens that it was scored on.
-      here: matches on the present window; None before it was scored there.
-    """
+    """Scores of one set."""
 
     layers: LayerSet
-    matches: int = 0
-    tokens: int = 0
-    here: int | None = None
+    matches: int = 0  # tokens that it predicted
+    tokens: int = 0  # tokens that it was scored on
+    here: int | None = None  # matches on the present window; None before it was scored there
 
     @property
     def matchness(self) -> float | None:
@@ -86,7 +73,6 @@ class Standing:
         return self.matches / self.tokens if self.tokens else None
 
     def add(self, matches: int, window: int) -> None:
-        """Count the score of a window."""
         self.matches, self.tokens, self.here = self.matches + matches, self.tokens + window, matches
 
 
@@ -98,28 +84,16 @@ class Asked(NamedTuple):
 
     @property
     def layers(self) -> list[LayerSet]:
-        """The sets alone."""
         return [layers for layers, _ in self.sets]
 
 
 class LayerSearch:
     """One search, over any number of texts and processes.
 
-    Attributes:
-      settings: how to search.
-      num_layers: L.
-      has_choice: whether there is more than one set of the size.
-      stopped: why the search has ended; None while it goes on.
-      steps: candidates scored.
-      stale: candidates scored since the incumbent last changed.
-      since: `steps` when the search was last resumed.
-      proposed: candidates asked for.
-      again: sets asked for that had been scored before.
-      unwatched: tokens since the set was last scored, of a search that has ended.
-      history: (step, matchness of the incumbent), each time that one of them changed.
-      adopted: (step, layer set as text) of every incumbent.
-      decoded_s: seconds of decoding during the search, those of earlier processes included.
-      spent_s: seconds of these that scoring took.
+    Candidates are counted: `steps` were scored, `stale` of them since the incumbent last changed, `proposed` were
+    asked for. `since` is `steps` when the search was last resumed. `again` counts sets asked for that had been scored
+    before, `unwatched` the tokens since a search that has ended last scored its set. `decoded_s` are the seconds of
+    decoding during the search, in all processes; scoring took `spent_s` of them.
     """
 
     def __init__(self, num_layers: int, settings: SearchSettings, seed: int = 0):
@@ -128,17 +102,14 @@ class LayerSearch:
         self._units, self._skipped = num_units(num_layers), count_skipped(num_layers, settings.ratio)
         self._rng = np.random.default_rng(seed)
         start = uniform_layers(num_layers) if self._skipped else all_layers(num_layers)
-        self.has_choice = 0 < self._skipped < self._units
-        self.stopped = None if self.has_choice else "there is nothing to choose"
+        self.has_choice = 0 < self._skipped < self._units  # whether there is more than one set of the size
+        self.stopped = None if self.has_choice else "there is nothing to choose"  # None while the search goes on
         self.steps = self.stale = self.since = self.proposed = self.again = self.unwatched = 0
         self.decoded_s = self.spent_s = 0.0
-        self.history: list[tuple[int, float]] = []
-        self.adopted = [(0, str(start))]
+        self.history: list[tuple[int, float]] = []  # (step, matchness of the incumbent) whenever one of them changed
+        self.adopted = [(0, str(start))]  # (step, layer set as text) of every incumbent
         self._ranked = [Standing(start)]  # the incumbent, then its rivals
-        self._candidates, self._watched = (
-            Standing(start),
-            Standing(start),
-        )  # scores of all candidates, and after the end
+        self._candidates, self._watched = Standing(start), Standing(start)  # of all candidates, and after the end
         self._due: list[Standing] = []
         self._window = self._on_window = 0  # number of the window; candidates proposed for it
         self._seen = {start}
@@ -286,8 +257,7 @@ class LayerSearch:
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from the result of `save`; a search with other settings takes its scores, and counts steps anew.
 
-        Raises:
-          ValueError, KeyError, TypeError: it is not such a result, or of a model of another depth.
+        ValueError, KeyError or TypeError: it is not such a result, or of a model of another depth.
         """
         sets = [Standing(parse_layers(text, self.num_layers), int(m), int(n)) for text, m, n in saved["sets"]]
         observed = [(np.array([bit == "1" for bit in bits], bool), float(score)) for bits, score in saved["observed"]]
@@ -304,8 +274,7 @@ class LayerSearch:
         if same:
             vars(self).update(counters)
             self.history, self.stopped = history, self.stopped or stopped
-            # Not the random sets of the earlier process again.
-            self._rng = np.random.default_rng([self._seed, self.proposed])
+            self._rng = np.random.default_rng([self._seed, self.proposed])  # not the earlier process's sets again
         self.adopted = [(self.steps, str(self.incumbent.layers))]
 
 
@@ -314,14 +283,9 @@ def propose_bayesian(
 ) -> np.ndarray:
     """The set of `size` blocks with the highest upper confidence bound that a local search finds, bool [U].
 
-    The candidates are random sets and observed ones, then, again and again, neighbours of the best: sets that differ
-    from it in one skipped block. Observed sets themselves are proposed only if nothing else was looked at.
-
-    Args:
-      observed: skipped blocks bool [U] and score of each observation; equal sets count once, with their mean.
-      size: blocks to skip.
-      rng: of the random sets.
-      noise: see `fit_upper_bound`.
+    `observed` holds skipped blocks bool [U] and a score each; equal sets count once, with their mean. The candidates
+    are random sets and observed ones, then, again and again, neighbours of the best: sets that differ from it in one
+    skipped block. Observed sets themselves are proposed only if nothing else was looked at.
     """
     scores: dict[bytes, list[float]] = collections.defaultdict(list)
     for skipped, score in reversed(observed):
@@ -344,15 +308,9 @@ def propose_bayesian(
 def fit_upper_bound(known: np.ndarray, scores: np.ndarray, noise: float) -> Callable[[np.ndarray], np.ndarray]:
     """Upper confidence bound of a Gaussian process with a Matern-5/2 kernel: mean + `KAPPA` deviations.
 
-    The kernel's length is that of the cube's diagonal. It is not fitted: hundreds of noisy scores do not determine it.
-
-    Args:
-      known: observed sets, bool [n, U].
-      scores: their scores [n].
-      noise: variance of a score's noise relative to the variance of the scores.
-
-    Returns:
-      A function of sets bool [m, U] that gives their bounds, float64 [m].
+    It is returned as a function from sets bool [m, U] to float64 [m]. `known` are observed sets, bool [n, U], with
+    their `scores` [n]; `noise` is the variance of a score's noise relative to that of the scores. The kernel's length
+    is that of the cube's diagonal. It is not fitted: hundreds of noisy scores do not determine it.
     """
 
     def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -54,52 +54,32 @@ class SpineSettings:
     num_rows: int
 
     @property
-    def branch(self) -> int:
-        """k: most children of a row."""
+    def branch(self) -> int:  # k: most children of a row
         return max(self.siblings)
 
 
 @struct.dataclass
 class SpineMemory:
-    """What is known of the draft, and its last spine.
+    """What is known of the draft, and its last spine."""
 
-    Attributes:
-      acceptance: of first choices.
-      ranks: float32 [2, k - 1], how often a first choice was refused, and how often each further choice was right then.
-      token: int32 [n, k], choices of each step, best first.
-      kind: int32 [n], class of each first choice.
-      count: int32 [], steps.
-      idle: int32 [], tokens since the last draft.
-      patience: int32 [], tokens after which a draft is made all the same.
-    """
-
-    acceptance: AcceptanceStats
-    ranks: jax.Array
-    token: jax.Array
-    kind: jax.Array
-    count: jax.Array
-    idle: jax.Array
-    patience: jax.Array
+    acceptance: AcceptanceStats  # of first choices
+    ranks: jax.Array  # float32 [2, k - 1], refusals of a first choice, and how often each further one was right then
+    token: jax.Array  # int32 [n, k], choices of each step, best first
+    kind: jax.Array  # int32 [n], class of each first choice
+    count: jax.Array  # int32 [], steps
+    idle: jax.Array  # int32 [], tokens since the last draft
+    patience: jax.Array  # int32 [], tokens after which a draft is made all the same
 
 
 @struct.dataclass
 class Spine:
-    """A draft in the making.
+    """A draft in the making; `token`, `kind` and `count` as in `SpineMemory`."""
 
-    Attributes:
-      cache: the root and all spine tokens but the last are rows of its window.
-      token: int32 [n, k], choices of each step, best first.
-      kind: int32 [n], class of each first choice.
-      score: float32 [n, k], log of the chance that the target accepts the token and all before it; -inf for none.
-      confidence: float32 [], probability of its last token.
-      count: int32 [], steps.
-    """
-
-    cache: KVCache
+    cache: KVCache  # the root and all spine tokens but the last are rows of its window
     token: jax.Array
     kind: jax.Array
-    score: jax.Array
-    confidence: jax.Array
+    score: jax.Array  # float32 [n, k], log chance that the target accepts the token and all before it; -inf for none
+    confidence: jax.Array  # float32 [], probability of its last token
     count: jax.Array
 
     @property
@@ -120,11 +100,9 @@ class Spine:
 
 
 class SelfDrafter(Drafter):
-    """Proposes what the target says with some of its blocks skipped.
+    """Proposes what the target says with the blocks in `layers` skipped.
 
-    Attributes:
-      layers: the set that drafts.
-      cost: of a draft pass, in target passes of one row.
+    Its `cost` is that of a draft pass, in target passes of one row.
     """
 
     idle_steps = STEPS_PER_DISPATCH
@@ -133,16 +111,9 @@ class SelfDrafter(Drafter):
         self, target: Placement, slots: int, verified: Verified, spine: SpineSettings, costs: CostModel,
         layers: LayerSet, branching: bool,
     ):  # fmt: skip
-        """Declare the programs.
+        """Declare the programs, for a cache of `slots`, shapes `verified` by a round, and its `costs`.
 
-        Args:
-          target: the model.
-          slots: capacity of its cache.
-          verified: shapes of what a round verifies.
-          spine: how drafts are grown.
-          costs: of a round.
-          layers: the set to begin with.
-          branching: one program skips the blocks of any set, by branches on the device; else each set has its own.
+        If `branching`, one program skips the blocks of any set, by branches on the device; else each set has its own.
         """
         self._target, self._branching = target, branching
         scalar, rows, plan = target.array((), jnp.int32), target.array((spine.num_rows,), jnp.int32), target.plan
@@ -183,32 +154,25 @@ class SelfDrafter(Drafter):
 
     @property
     def programs(self) -> Sequence[Program]:
-        """See `Drafter.programs`."""
         return (self._create, self._restart, self._skip, *self._drafts.values())
 
     def start(self, root: int, state: SpineMemory | None) -> SpineMemory:
-        """See `Drafter.start`; what was learned of the draft counts in the next text, too."""
+        """Begin a text; what was learned of the draft in earlier ones counts."""
         return self._create() if state is None else self._restart(state)
 
     def prefill(self, params: ModelParams, state: SpineMemory, tokens: np.ndarray) -> SpineMemory:
-        """See `Drafter.prefill`; only the target has a cache."""
-        return state
+        return state  # only the target has a cache
 
     def draft(
         self, params: ModelParams, target: SequenceState, state: SpineMemory, verified: Verified, request: Request
     ) -> tuple[SequenceState, SpineMemory, Draft]:
-        """See `Drafter.draft`."""
         return self._draft(params.target, target, state, verified, request, *self._choice)
 
     def skip(self, state: SpineMemory, verified: Verified) -> SpineMemory:
-        """See `Drafter.skip`."""
         return self._skip(state, verified)
 
     def adopt(self, layers: LayerSet) -> bool:
-        """Draft with another set as soon as its program is compiled; returns whether the set changed just now.
-
-        Rounds go on with the old set meanwhile, and for good where compilation fails.
-        """
+        """Draft with another set once its program is compiled, and else with the old; says whether it changed now."""
         if self._compiling is not None and self._compiling[1].done():
             (compiled, program), self._compiling = self._compiling, None
             if (error := program.exception()) is None:
@@ -259,19 +223,10 @@ def draft_spine(
     params: Params, target: Placement, state: SequenceState, memory: SpineMemory, verified: Verified, request: Request,
     units: LayerSet | jax.Array, cost: jax.Array, spine: SpineSettings, costs: CostModel,
 ) -> tuple[SequenceState, SpineMemory, Draft]:  # fmt: skip
-    """Learn from the last round, and draft; for one shard.
+    """Learn from what the last round `verified`, and draft; for one shard.
 
-    Args:
-      params: the target's.
-      target: its placement.
-      state: its state; only window slots of its cache change.
-      memory: of earlier rounds.
-      verified: what the last one verified.
-      request: processors and seed.
-      units: the blocks that run; as data bool [L, 2].
-      cost: float32 [], of a draft pass, in target passes of one row.
-      spine: how drafts are grown.
-      costs: of a round.
+    Only window slots of the state's cache change. `units` are the blocks that run, as data bool [L, 2]. `cost` is that
+    of a draft pass, float32 [], in target passes of one row.
     """
     assert state.root is not None
     root, idle, memory = state.root, memory.idle + verified.count, learn(memory, verified)
@@ -318,8 +273,7 @@ def grow_spine(
         more = should_draft & (done.count < n) & (done.confidence >= spine.threshold)
         if spine.adaptive:
             further = rate(done.gain + done.chance * mean, jnp.minimum(done.count + 1, n))
-            # The first pass has been decided on, as part of several.
-            more &= (done.count == 0) | (further > rate(done.gain, done.count))
+            more &= (done.count == 0) | (further > rate(done.gain, done.count))  # the first pass has been decided on
         return more
 
     def extend(done: Spine) -> Spine:

@@ -19,8 +19,7 @@ from jaxspec.models.layer_set import LayerSet, parse_layers
 from jaxspec.runtime.placement import Placement
 
 LONGEST = 64
-# Most rows of a target pass where only tokens that pay are drafted: rows that stay empty cost a little, too.
-ADAPTIVE_ROWS = 32
+ADAPTIVE_ROWS = 32  # most of a target pass where only tokens that pay are drafted: empty rows cost a little, too
 # Confidence below which a draft ends: the paper's, and where costs decide about the rest. With a model of which much
 # can be skipped, and a text that is hard to predict, the gain was 1.50 with the latter and 1.35 with the former.
 THRESHOLD, ADAPTIVE_THRESHOLD = 0.8, 0.1
@@ -29,8 +28,7 @@ SEARCHING = (
     "ratio", "search", "context", "window", "interval", "steps", "tolerance", "max_score", "share", "candidates",
     "task", "layers_file",
 )  # fmt: skip
-# The layer file in the cache folder.
-LAYER_STORE = "swift-layers.json"
+LAYER_STORE = "swift-layers.json"  # in the cache folder
 
 
 @renamed_settings(batch=("num_draft_tokens", -1))
@@ -95,7 +93,6 @@ class Swift(Method):
     name: ClassVar[str] = "swift"
 
     def __post_init__(self):
-        """Check ranges."""
         for name, low, high in (
             ("length", 1, LONGEST), ("window", 1, 256), ("interval", 1, 10**6), ("steps", 1, 10**6),
             ("tolerance", 1, 10**6), ("candidates", 0, 64),
@@ -134,13 +131,11 @@ class Swift(Method):
 
     @property
     def num_rows(self) -> int:
-        """See `Method.num_rows`."""
         return self._spine.num_rows
 
     @property
     def max_path(self) -> int:
-        """The spine and the bonus token."""
-        return self.length + 1
+        return self.length + 1  # the spine and the bonus token
 
     @property
     def _spine(self) -> SpineSettings:
@@ -153,7 +148,6 @@ class Swift(Method):
         return SpineSettings(self.length, threshold, self.siblings, self.adaptive, min(rows, most))
 
     def check(self, models: Models) -> None:
-        """See `Method.check`."""
         self._fixed(models.target)
         if max(self.siblings) > models.target.num_tokens:
             raise ConfigError(
@@ -161,14 +155,14 @@ class Swift(Method):
             )
 
     def configure(self, models: Models, store: Store) -> "Swift":
-        """See `Method.configure`; the layer file is checked."""
+        """The method itself; the layer file is checked."""
         if (file := self._file(models.target, store)) is not None:
             file.check()
             file.load(self.task, self._begin_search(models.target))
         return self
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> SwiftRunner:
-        """See `Method.bind`; the search goes on from that of `previous`, else from the layer file."""
+        """The runner; its search goes on from that of `previous`, else from the layer file."""
         target, file = models.target, self._file(models.target, store)
         if isinstance(previous, SwiftRunner):
             search, timer = previous.search, previous.timer

@@ -24,25 +24,17 @@ INDEX_BYTES, SAMPLE_BYTES, MOST_SAMPLES = 1 << 24, 256, 1024
 
 @dataclasses.dataclass(frozen=True)
 class LayerStore:
-    """The layer sets of one model.
+    """The layer sets of one model. A `strict` store raises ConfigError where a file cannot be used, others warn."""
 
-    Attributes:
-      path: the file; it need not exist.
-      digest: identifies the model; entries of other models stay as they are.
-      model: its name, for messages.
-      strict: whether a file that cannot be used is an error (a file that the user named) or a warning (in the cache).
-    """
-
-    path: Path
-    digest: str
-    model: str = ""
-    strict: bool = False
+    path: Path  # it need not exist
+    digest: str  # identifies the model; entries of other models stay as they are
+    model: str = ""  # its name, for messages
+    strict: bool = False  # the user named the file; it is not the one in the cache
 
     def check(self) -> None:
-        """Refuse a file that cannot be used before anything is loaded; one that can only be read is accepted.
+        """Refuse, if `strict`, a file that is not writable, is of another format, or holds other models only.
 
-        Raises:
-          ConfigError: `strict`, and the file cannot be written, is of another format, or holds other models only.
+        This is before anything is loaded. A file that can only be read is accepted.
         """
         writable = os.access(self.path.absolute().parent, os.W_OK) or self.path.is_file()
         if self.strict and (self.path.is_dir() or not writable):
@@ -57,11 +49,7 @@ class LayerStore:
             )
 
     def read(self) -> list[dict[str, Any]]:
-        """The entries of the file: `KEY`, `model` and `search`; none if there is no file.
-
-        Raises:
-          ConfigError: `strict`, and the file cannot be read or is of another format.
-        """
+        """The entries of the file: `KEY`, `model` and `search`; none if there is no file or it cannot be used."""
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             if not isinstance(saved, dict) or saved.get("format") != FORMAT:
@@ -77,11 +65,7 @@ class LayerStore:
             return []
 
     def load(self, task: str, search: LayerSearch) -> None:
-        """Let a search go on from what is stored for a task and its ratio.
-
-        Raises:
-          ConfigError: `strict`, and the file or the entry cannot be used.
-        """
+        """Let a search go on from what is stored for a task and its ratio."""
         for entry in self.read():
             if [entry[name] for name in KEY] == self._key(task, search) and (error := _load(search, entry)):
                 self._refuse(f"layer sets {self.path}, task {task!r}: {error!r}", error)
@@ -89,8 +73,7 @@ class LayerStore:
     def save(self, task: str, search: LayerSearch, *, replace: bool = False) -> None:
         """Store a search, unless a usable one that took more steps is there already and is not to be replaced.
 
-        A file that cannot be written is a warning: the text is there already. Of several processes that write at once
-        the last one's entry stays.
+        A file that cannot be written is a warning. Of several processes that write at once the last one's entry stays.
         """
         if not search.steps and not search.decoded_s:
             return
