@@ -14,8 +14,8 @@ from jaxspec.methods.core.round import StepOutput
 # Rounds without a draft that are measured at first and again after so many rounds; rounds of each kind that are
 # remembered.
 PLAIN_ROUNDS, PLAIN_EVERY, REMEMBERED = 3, 256, 64
-# Drafted rounds after which the measured gain counts, and rounds without drafts while it is too low: the first time,
-# and at most.
+# Drafted rounds after which the measured gain counts (half as many once it was too low), and rounds without drafts
+# while it is too low: the first time, and at most.
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 # Rounds in a row that were allowed to draft and did not, by their own reckoning, after which only every so many are.
 DECLINED = 3
@@ -43,7 +43,7 @@ class RoundTimer:
         self._drafted: collections.deque[tuple[int, float]] = collections.deque(maxlen=REMEMBERED)
         self._ever = [0, 0.0]  # tokens and seconds of drafted rounds
         self._declined = self._rounds = self._paused_until = 0
-        self._pause = FIRST_PAUSE
+        self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
 
     @property
     def plain_s(self) -> float | None:
@@ -70,18 +70,19 @@ class RoundTimer:
         """Drafts are made in another way from now on: what was measured of them says nothing."""
         self._drafted.clear()
         self._declined = self._paused_until = 0
-        self._pause = FIRST_PAUSE
+        self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
 
     def may_draft(self) -> bool:
         """Whether the next round may: not while plain decoding is measured, nor while drafts were found not to pay."""
         self._rounds += 1
         if (self._rounds - 1) % PLAIN_EVERY < PLAIN_ROUNDS:
             return False
-        if self._rounds > self._paused_until and len(self._drafted) >= ENOUGH_ROUNDS and (self.gain or 1.0) < 1.0:
+        if self._rounds > self._paused_until and len(self._drafted) >= self._enough and (self.gain or 1.0) < 1.0:
             self._paused_until, self._pause = self._rounds + self._pause, min(2 * self._pause, LONGEST_PAUSE)
             self._drafted.clear()
+            self._enough = ENOUGH_ROUNDS // 2
         elif len(self._drafted) == REMEMBERED:
-            self._pause = FIRST_PAUSE
+            self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
         if self._declined >= DECLINED and self._rounds % self._ask_every:
             return False
         return self._rounds > self._paused_until
