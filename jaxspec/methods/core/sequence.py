@@ -37,7 +37,7 @@ class SequenceState:
     history: History = ABSENT  # tokens seen, for penalties
     root: Array = ABSENT  # int32 [], the last verified token
     generated: Array = ABSENT  # int32 [], verified tokens after the prompt
-    idle: Array = ABSENT  # int32 [], rounds in a row whose batch was the root alone
+    idle: Array = ABSENT  # int32 [], rounds in a row to which no draft added a token
 
 
 class ModelSequence:

@@ -25,8 +25,8 @@ from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Above so many rows the head runs only for the rows that the walk reaches, a few of them, one at a time.
 LAZY_HEAD_ROWS = 128
-# After so many rounds in a row whose batch was the root alone, such a round decodes several tokens. Before, it decodes
-# one: a draft that appears is noticed at once.
+# After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
+# tokens. Before, it decodes one: a draft that appears is noticed at once.
 IDLE_ROUNDS = 4
 
 
@@ -66,14 +66,14 @@ def verify(
     length, for which the host of an accelerator would wait.
     """
     alone = draft.batch.count == 1
-    idle = jnp.where(alone, state.idle + 1, 0)
+    before = state.idle
 
     def verify_batch(state: SequenceState) -> tuple[SequenceState, Verified, Round]:
         return _verify_batch(params, target, state, draft, request, max_path, rule, dynamic_rows)
 
     if not idle_steps:
         state, verified, round_ = verify_batch(state)
-        return dataclasses.replace(state, idle=idle), verified, round_
+        return dataclasses.replace(state, idle=_count_idle(before, alone, verified)), verified, round_
     # A pass of one row costs less than a batch of which one row is active.
     several = jnp.where(state.idle >= IDLE_ROUNDS, jnp.minimum(request.left(state.generated), idle_steps), 1)
     steps = jnp.where(alone, several, 0)
@@ -83,7 +83,12 @@ def verify(
     state, verified, round_ = jax.lax.fori_loop(
         0, (~alone).astype(jnp.int32), lambda _, done: verify_batch(done[0]), (state, verified, round_)
     )
-    return dataclasses.replace(state, idle=idle), verified, round_
+    return dataclasses.replace(state, idle=_count_idle(before, alone, verified)), verified, round_
+
+
+def _count_idle(idle: Array, alone: Array, verified: Verified) -> Array:
+    """Rounds in a row to which no draft added a token; a refused draft promises nothing of the next one."""
+    return jnp.where(alone | (verified.count == 1), idle + 1, 0)
 
 
 def decode_steps(
