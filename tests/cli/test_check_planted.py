@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.cli import check as command
 from jaxspec.methods.core import sampled_tree as sampled
-from jaxspec.methods.core import verify as verification
+from jaxspec.sampling import accept
 from jaxspec.sampling.accept import children_mask, match_rule
 
 pytestmark = pytest.mark.slow
@@ -65,8 +65,8 @@ def picked_children(logprob, key, position, draws, replacement, processors, voca
 
 
 PLANTS = {
-    "bonus token at the wrong temperature": (verification, "match_rule", raw_bonus, "chain", "num_draft_tokens=2"),
-    "pad accepted": (verification, "match_rule", accepted_pad, "lookup", "num_draft_tokens=7"),
+    "bonus token at the wrong temperature": (accept, "match_rule", raw_bonus, "chain", "num_draft_tokens=2"),
+    "pad accepted": (accept, "match_rule", accepted_pad, "lookup", "num_draft_tokens=7"),
     "p / q on top-k children": (sampled, "draw_children", picked_children, "specinfer", "expansion=[2, 1]"),
 }
 

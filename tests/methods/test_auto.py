@@ -301,7 +301,8 @@ def test_the_drafts_cache_after_long_rests():
             assert_draft_cache(steps)
             caught_up += 1
         longest = max(longest, idle)
-    assert longest >= LONGEST_PATIENCE and caught_up >= 3
+    # The draft is asked in the round that passes the limit, which brings up to so many tokens itself.
+    assert longest > LONGEST_PATIENCE - STEPS_PER_DISPATCH and caught_up >= 3
     assert_draft_cache(steps)
 
 
