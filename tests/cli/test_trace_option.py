@@ -64,6 +64,7 @@ def test_an_interrupt_keeps_the_rounds_so_far(interrupted, tiny_model, tmp_path)
     assert 4 <= json.loads((tmp_path / "out.json").read_text())["otherData"]["rounds"] < 60
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_swift_found(interrupted, tmp_path):
     model, path = tmp_path / "model", tmp_path / "sets.json"
     write_native(model, dataclasses.replace(LLAMA, num_layers=5))

@@ -108,6 +108,7 @@ def test_a_checkpoint_that_is_not_there_exits_with_1(call, tiny_model):
         assert status == 1 and "no/such" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_run_writes_a_preset_that_decodes(call, monkeypatch, tiny_model, prompts, tmp_path):
     monkeypatch.setattr(costs, "ROWS", (1, 16))
     monkeypatch.setattr(costs, "PASS_REPEATS", 2)
@@ -154,6 +155,7 @@ def test_figures_of_auto_are_words_that_decode_takes(call, tiny_model, tmp_path)
     assert choice["pass_cost"] == pytest.approx(list(COSTS.pass_cost()), abs=2e-3)
 
 
+@pytest.mark.slow
 def test_layer_sets_and_a_preset_that_decodes(call, deep_model, prompts, tmp_path):
     preset, report, sets = (tmp_path / name for name in ("preset.toml", "out.json", "sets.json"))
     status, out, err = call(

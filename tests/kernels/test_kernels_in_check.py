@@ -77,6 +77,7 @@ def test_mosaic(check):
     assert registry._own_calls.keys() == {("mosaic", "tree_attention")}
 
 
+@pytest.mark.slow
 def test_kernels_that_take_nothing_are_not_certified(check):
     status, report, err = check("mosaic", "--method", "lookup", "--dtype", "float32", "-n", "4")
     assert status == 1 and not report["lossless"]

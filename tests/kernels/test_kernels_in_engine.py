@@ -65,6 +65,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_triton(calls):
     """The tree of the draft grows in its window, the target verifies it at once; both through the kernels."""
     assert decode(TRITON, SpecExec(6, width=2, depth=3)) == decode(XLA, Autoregressive())

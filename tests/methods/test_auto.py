@@ -169,6 +169,7 @@ def asked_of(rounds):
 
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
 @pytest.mark.parametrize("draft", ["random", "adversarial"])
+@pytest.mark.slow
 def test_a_poor_draft_is_left_alone_and_tried_again_ever_more_rarely(draft, sampling):
     rounds = first_text(LLAMA_AUTO_LONG, draft, PROMPT, MANY, 1, **SAMPLINGS[sampling])
     assert tokens_of(rounds)[:MANY] == tokens_of(plain("llama", PROMPT, MANY, 1, **SAMPLINGS[sampling]))

@@ -88,6 +88,7 @@ def test_the_papers_search_steps_in_every_round(monkeypatch):
     assert str(runner_of(engine).drafter.layers) in {layers for _, layers in search.adopted[-2:]}
 
 
+@pytest.mark.slow
 def test_tokens_on_a_mesh_with_a_program_for_each_set():
     """Sets are used once their programs are there; several are scored at once."""
     engine = engine_of(EACH, "qwen2", 4)
@@ -327,6 +328,7 @@ def test_models_without_layers_to_skip():
     assert runner_of(engine).report()["stopped"] == "there is nothing to choose"
 
 
+@pytest.mark.slow
 def test_a_search_outlives_runners_and_processes(tmp_path):
     """A runner of larger capacity takes it over; another process reads what was stored; a fixed set stores nothing."""
     (tmp_path / "model").write_bytes(b"weights")

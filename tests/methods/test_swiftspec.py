@@ -247,6 +247,7 @@ def test_interleaved_generations_do_not_disturb_each_other(case):
     assert [[emitted for emitted in column if emitted] for column in zip(*mixed, strict=True)] == alone
 
 
+@pytest.mark.slow
 def test_many_generations_leave_nothing_behind():
     """Of any length, closed or ended; with fixed depth every one of a kind counts the same as well."""
     engine, params = engine_of(BASIC), params_of(BASIC, "first layer")
