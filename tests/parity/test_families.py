@@ -15,7 +15,7 @@ from jaxspec.checkpoint.load import open_weights
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import ModelParams, Models
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
@@ -183,8 +183,10 @@ def test_greedy_generation_through_the_engine(name, tmp_path):
     for length in (1, 40, 65, 200):
         prompt = tokens_of(length, seed=length)
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
-        output = [t for e in engine.rounds(ModelParams(params), prompt.tolist(), sampling, 0) for t in e.tokens]
-        assert output == generate(model, prompt, 40)
+        with engine.open(ModelParams(params), prompt.tolist(), sampling, 0) as session:
+            while not session.done:
+                session.step()
+        assert session.tokens[length:] == generate(model, prompt, 40)
 
 
 def generate(model, prompt, count):
