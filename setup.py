@@ -20,6 +20,7 @@ LEVELS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     LEVELS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
+    LEVELS["vnni"] = [*LEVELS["avx512"], "-mavx512vnni"]
 # Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler.
 FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 

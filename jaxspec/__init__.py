@@ -1,9 +1,10 @@
 """jaxspec: lossless decoding of large language models with the lowest latency for a single request."""
 
 import importlib
-from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False  # as in `typing`, whose import would be half of what `import jaxspec` takes
 
 if TYPE_CHECKING:
     from jaxspec.config import SamplingParams

@@ -2,27 +2,56 @@
 
 import collections
 import dataclasses
+import itertools
 import secrets
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, shown
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, read_round
 from jaxspec.methods.core.runner import Runner
-from jaxspec.runtime import trace
-from jaxspec.runtime.program import compile_programs
+from jaxspec.methods.core.sequence import CHUNKS
+from jaxspec.runtime import hosts, trace, watch
+from jaxspec.runtime.program import Later, compile_programs
+from jaxspec.runtime.transfer import everywhere
 from jaxspec.sampling.request import make_request
+from jaxspec.sampling.variant import GREEDY, find_variant
 
 # Cache capacities in tokens: few, far apart, because each compiles its own programs. 2,048 hold a chat; attention cost
 # follows the live prefix, so unused slots cost memory only.
 FIRST_CAPACITY = 2048
 CAPACITY_GROWTH = 4
-IN_FLIGHT = 2  # rounds that run or wait on the devices while one is read
+
+# Engines and sessions have numbers, by which several processes name them.
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IdleSession:
+    """What a session leaves: its buffers, and the text that its caches hold."""
+
+    runner: Runner
+    params: ModelParams | None  # that the caches were computed with
+    tokens: tuple[int, ...]  # the caches hold all but the last; empty where nothing is to be reused
+    state: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
+
+    def common(self, params: ModelParams, prompt: Sequence[int]) -> int:
+        """First tokens of a prompt whose keys and values are here; its last token has to run in any case."""
+        if self.params is None or any(one is not other for one, other in zip(self.params, params, strict=True)):
+            return 0
+        most = min(len(prompt), len(self.tokens)) - 1
+        return next((i for i in range(most) if self.tokens[i] != prompt[i]), max(most, 0))
 
 
 class Engine:
@@ -31,12 +60,19 @@ class Engine:
     A second generation within the same capacity compiles and allocates nothing: programs and idle buffers are kept.
     """
 
-    def __init__(self, models: Models, method: Method, max_context: int | None = None, store: Store = NO_STORE):
+    def __init__(
+        self, models: Models, method: Method, max_context: int | None = None, store: Store = NO_STORE,
+        session_memory: int | None = 0, check_room: Callable[[Method, Runner, Models, int], None] | None = None,
+    ):  # fmt: skip
         """Bind a method to placed models; nothing is compiled before `prepare`.
 
         `max_context` is the most tokens of prompt plus output; None takes the model's own limit and starts small.
+        `session_memory` is how many bytes of caches finished sessions may keep, the latest one in any case, for prompts
+        that begin with the same tokens. None keeps the latest only; with 0 every prompt is computed from its beginning.
+        `check_room` refuses a bound method whose caches for so many tokens do not fit beside the weights.
         ConfigError: `max_context` exceeds the model's own, or the method does not fit the models.
         """
+        self.number = next(_numbers)
         method.check(models)
         limit = models.target.cfg.max_context
         if max_context is not None and max_context > limit:
@@ -49,8 +85,11 @@ class Engine:
         self.max_context = max_context or limit
         self._first_capacity = max_context or min(limit, FIRST_CAPACITY)
         self._capacity = 0  # tokens that the runner's caches hold
+        self._begun = threading.Event()  # a first token was decoded
         self._runner: Runner | None = None
-        self._idle: Any = None  # buffers of a finished sequence
+        self.session_memory = session_memory
+        self.check_room = check_room
+        self._idle: list[IdleSession] = []  # of finished sessions, the latest last
 
     @property
     def runner(self) -> Runner:
@@ -58,6 +97,11 @@ class Engine:
         if self._runner is None:
             raise RuntimeError("the engine is not prepared: call prepare() first")
         return self._runner
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the caches hold now, or will hold at first."""
+        return self._capacity or self._first_capacity
 
     @property
     def num_programs(self) -> int:
@@ -74,7 +118,7 @@ class Engine:
             raise ConfigError("the prompt is empty: it has 0 tokens and at least 1 is needed")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
-                raise ConfigError(f"prompt token id {token!r} is not in the vocabulary of {vocab} tokens")
+                raise ConfigError(f"prompt token id {shown(token)} is not in the vocabulary of {vocab} tokens")
         make_request(sampling, 0, vocab, self.target.padded_vocab)  # a bias may name what is not there
         room = self.max_context - len(prompt)
         if room < 1:
@@ -95,39 +139,109 @@ class Engine:
             return sampling.max_tokens
         return min(max(DEFAULT_MAX_TOKENS, sampling.min_tokens), self.max_context - len(prompt))
 
-    def prepare(self, tokens: int | None = None) -> float:
+    def prepare(self, tokens: int | None = None, sampling: SamplingParams | None = None) -> float:
         """Compile for sequences of up to `tokens` tokens; returns the wall time in seconds. The capacity never shrinks.
 
+        On a CPU programs serve all `sampling`. Accelerators have some of their own for each kind, and None is greedy.
         ConfigError: `tokens` exceeds the context.
         """
         if tokens is not None and tokens > self.max_context:
             raise ConfigError(f"{tokens} tokens exceed the context of {self.max_context}")
+        if hosts.several():
+            asked = sampling and dataclasses.asdict(sampling)
+            hosts.command("prepare", engine=self.number, tokens=tokens, sampling=asked)
         capacity = self._first_capacity
         while tokens is not None and capacity < tokens:
             capacity = min(capacity * CAPACITY_GROWTH, self.max_context)
         if self._runner is None or capacity > self._capacity:
-            self._idle = None
-            self._runner = self.method.bind(self.models, capacity, self.store, self._runner)
+            runner = self.method.bind(self.models, capacity, self.store, self._runner)
+            if self.check_room is not None:
+                self.check_room(self.method, runner, self.models, capacity)
+            # Buffers of a smaller capacity are of use for their text only.
+            self._idle = [idle for idle in self._idle if idle.tokens]
+            self._runner = runner
             self._capacity = capacity
-        seconds = compile_programs(self._runner.programs)
-        if self._idle is None:
+        variant = find_variant(sampling) if sampling else GREEDY
+        with watch.preparing():
+            seconds = compile_programs(self._runner.programs, variant, later=Later(self._runner.late, self._begun))
+        if not self._idle:
             # Allocated now, beside what the caller still loads, and not when the first token is waited for.
-            self._idle = self._runner.start(0, None)
+            self._idle = [IdleSession(self._runner, None, (), self._runner.start(0, None))]
         return seconds
 
+    def calibrate(self, params: ModelParams) -> float:
+        """Let the method measure its passes with the loaded weights; returns the wall time in seconds.
+
+        `open` does so where the method cannot start without.
+        """
+        if self._runner is None:
+            return 0.0  # `open` will
+        start = time.perf_counter()
+        if not self._runner.calibrated:
+            self.settle()  # programs that are loaded beside a measured pass would slow it
+        fresh = next((idle for idle in self._idle if idle.runner is self._runner and not idle.tokens), None)
+        if fresh is not None:
+            self._idle.remove(fresh)
+        state = self._runner.calibrate(params, None if fresh is None else fresh.state)
+        if state is not None:
+            self._idle.append(IdleSession(self._runner, None, (), state))
+        return time.perf_counter() - start
+
     def open(self, params: ModelParams, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> "Session":
-        """Begin a session with checked token ids: their prefill is dispatched; `prepare` must have been called."""
-        idle, self._idle = self._idle, None
-        return Session(self, params, prompt, sampling, seed, idle)
+        """Begin a session with checked token ids: their prefill is dispatched; `prepare` must have been called.
+
+        Of several processes all take the request of process 0.
+        """
+        if hosts.several():
+            given = hosts.command(
+                "open", engine=self.number, prompt=[int(token) for token in prompt],
+                sampling=dataclasses.asdict(sampling), seed=seed,
+            )  # fmt: skip
+            prompt, sampling, seed = given["prompt"], read_sampling(given["sampling"]), given["seed"]
+        if not self.runner.calibrated:
+            self.calibrate(params)
+        buffers, common = self._take_buffers(params, prompt)
+        return Session(self, params, prompt, sampling, seed, buffers, common)
 
     def settle(self) -> None:
-        """Wait until nothing runs: a text that ends leaves a round in flight, which is not read."""
-        jax.block_until_ready(self._idle)
+        """Wait until nothing runs or loads: a text that ends leaves a round in flight, which is not read."""
+        for program in () if self._runner is None else self._runner.programs:
+            program.wait()
+        jax.block_until_ready([idle.state for idle in self._idle])
 
-    def give_back(self, runner: Runner, state: Any) -> None:
-        """Take over a closed session's buffers. One set is kept; those of interleaved sessions are freed."""
-        if runner is self._runner and self._idle is None:
-            self._idle = state
+    def note_token(self) -> None:
+        """A token was decoded: programs that the first one did not need are loaded now."""
+        self._begun.set()
+
+    def give_back(self, idle: IdleSession) -> None:
+        """Take over a closed session's buffers, and free those that were not used for longest beyond the budget."""
+        if self.session_memory == 0:
+            idle = dataclasses.replace(idle, params=None, tokens=())
+        if idle.tokens or idle.runner is self._runner:
+            self._idle.append(idle)
+        while len(self._idle) > 1 and not self._has_room(0):
+            del self._idle[0]
+
+    def _take_buffers(self, params: ModelParams, prompt: Sequence[int]) -> tuple[Any, int]:
+        """Buffers for a prompt, None for new ones, and how many of its tokens their caches hold."""
+        idle = self._idle
+        common, best = max(((one.common(params, prompt), at) for at, one in enumerate(idle)), default=(0, -1))
+        if common and self.session_memory != 0:
+            size = idle[best].num_bytes
+            # A text of which less than half stays may be asked for again: it is copied where there is room.
+            if 2 * common >= len(idle[best].tokens) - 1 or (best == 0 and not self._has_room(size)):
+                return idle.pop(best).state, common
+            if common >= min(CHUNKS) and self._has_room(size):
+                return jax.tree.map(_copy, idle[best].state), common
+        usable = [one for one in idle if one.runner is self._runner]
+        if not usable or (usable[0].tokens and self._has_room(usable[0].num_bytes)):
+            return None, 0
+        unused = next((one for one in usable if not one.tokens), usable[0])
+        idle.remove(unused)
+        return unused.state, 0
+
+    def _has_room(self, more: int) -> bool:
+        return sum(idle.num_bytes for idle in self._idle) + more <= (self.session_memory or 0)
 
 
 class Session:
@@ -144,22 +258,32 @@ class Session:
         sampling: SamplingParams,
         seed: int,
         buffers: Any,
+        common: int = 0,
     ):
-        """Dispatch the prefill; see `Engine.open`. `buffers` of a finished sequence are reused."""
+        """Dispatch the prefill; see `Engine.open`.
+
+        `buffers` of a finished sequence are reused; their caches hold the `common` first tokens of the prompt.
+        """
+        self.number, self.seed = next(_numbers), seed
         self._engine, self._runner, self._params = engine, engine.runner, params
         self.tokens = [int(token) for token in prompt]  # and, later, emitted tokens
         self.limit = engine.token_limit(prompt, sampling)  # most tokens that it emits
         self.num_emitted = 0
         runner = self._runner
         self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed, len(prompt))
-        state = runner.start(self.tokens[-1], buffers)
         self._wants_top = sampling.num_logprobs > 0
-        self._state = runner.prefill(params, state, np.asarray(self.tokens[:-1], np.int32))
+        tokens = np.asarray(self.tokens, np.int32)
+        self.num_cached = 0  # prompt tokens that are not computed again
+        if common:
+            self.num_cached = runner.num_cached(buffers, common, len(tokens) - 1)
+            self._state = runner.resume(params, buffers, tokens, common)
+        else:
+            self._state = runner.prefill(params, runner.start(self.tokens[-1], buffers), tokens[:-1])
         self._launch, self._read = self._launch_round, read_round
         if trace.active is not None:
             self._launch, self._read = trace.active.generation(self._state, self._launch_round, read_round)
-        self._in_flight: collections.deque[Round] = collections.deque()
-        self._launched = 0  # least number of tokens that the launched rounds bring
+        # Rounds that were not read yet, with the least number of tokens that each brings.
+        self._in_flight: collections.deque[tuple[Round, int]] = collections.deque()
         self._closed = False
 
     @property
@@ -173,18 +297,27 @@ class Session:
         """
         if self._closed or self.done:
             raise RuntimeError("the session has ended: open another one")
+        hosts.command("step", session=self.number)
+        with watch.stepping():
+            return self._step()
+
+    def _step(self) -> StepOutput:
         try:
-            # A round yields at least one token: no more are launched than can still be wanted.
-            while len(self._in_flight) < IN_FLIGHT and self._launched < self.limit:
-                room = self.limit - self._launched if self._launched else 1  # the first token comes alone
+            coming = self.num_emitted + sum(least for _, least in self._in_flight)
+            while len(self._in_flight) < self._runner.in_flight and coming < self.limit:
+                room = self.limit - coming if coming else 1  # the first token comes alone
                 self._state, round_, least = self._launch(self._params, self._state, self._request, room)
-                self._in_flight.append(round_)
-                self._launched += least
-            output = self._read(self._in_flight.popleft())
+                self._in_flight.append((round_, least))
+                coming += least
+            with watch.waiting():
+                output = self._read(self._in_flight.popleft()[0])
             self._runner.observe(self._state, output)
-        except BaseException:
+            self._engine.note_token()
+        except BaseException as error:
             # A failed or interrupted dispatch may have consumed the buffers: they are not used again.
             self._closed = True
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                watch.await_verdict()
             raise
         output = output.cut(self.limit - self.num_emitted)
         self.num_emitted += len(output.tokens)
@@ -193,9 +326,10 @@ class Session:
 
     def close(self) -> None:
         """End the session and give its buffers back; to be called once the text has ended, or to abort it."""
+        hosts.command("close", session=self.number)
         if not self._closed:
             self._closed = True
-            self._engine.give_back(self._runner, self._state)
+            self._engine.give_back(IdleSession(self._runner, self._params, tuple(self.tokens), self._state))
         self._runner.close()
 
     abort = close
@@ -213,8 +347,20 @@ class Session:
         state, round_, least = self._runner.round(params, state, request, room)
         if not self._wants_top:
             round_ = dataclasses.replace(round_, top=None)
+        round_ = everywhere(round_)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
         return state, round_, least
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
+
+
+def read_sampling(values: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters as another process wrote them, in JSON."""
+    bias = values["logit_bias"] or {}
+    read: dict[str, Any] = {**values, "logit_bias": {int(token): value for token, value in bias.items()} or None}
+    return SamplingParams(**read)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -1,30 +1,56 @@
-"""Text in, text out: `generate` and `LLM`."""
+"""Text in, text out: `generate` and `LLM`.
+
+The file exceeds 400 lines because one class holds what users call, and most of it is what its docstrings promise.
+"""
 
 import copy
 import dataclasses
+import functools
 import numbers
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeGuard, overload
 
+import jax
 import numpy as np
 
 from jaxspec.checkpoint.load import Weights
-from jaxspec.checkpoint.pair import NO_DRAFT, DamagedDraftError, load_pair, open_draft, open_model, place_pair
-from jaxspec.checkpoint.shipped import find_shipped_draft, vocabulary_digest, warn_of_damage
-from jaxspec.config import DType, EngineConfig, SamplingParams
+from jaxspec.checkpoint.pair import DamagedDraftError, load_pair, open_draft, place_pair
+from jaxspec.checkpoint.ready_weights import ReadyWeights
+from jaxspec.checkpoint.shipped import vocabulary_digest, warn_of_damage
+from jaxspec.config import (
+    ActivationsSetting,
+    DType,
+    EngineConfig,
+    KVDType,
+    Offload,
+    SamplingParams,
+    check_length,
+    check_path,
+)
 from jaxspec.engine import Engine, derive_seed, fresh_seed
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, shown
+from jaxspec.follow import checkpoint_digest, describe_world, follow, method_settings
 from jaxspec.methods.base import Method, Store
+from jaxspec.methods.core.device_profile import profile_path
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
-from jaxspec.methods.registry import check_draft_given, resolve_method
+from jaxspec.methods.registry import check_draft_given, make_method, resolve_method
 from jaxspec.metrics import count_speculation
 from jaxspec.models.params import Params
+from jaxspec.offload.load import load_streamed_pair
+from jaxspec.offload.plan import OffloadPlan
+from jaxspec.offload.stream import LayerStream
+from jaxspec.opening import check_room, open_target, plan_meshes, plan_target_offload, token_strings
 from jaxspec.results import Completion, StreamEvent
+from jaxspec.runtime import hosts, watch
 from jaxspec.runtime.compile_cache import enable_compile_cache
-from jaxspec.runtime.mesh import MeshPlan, plan_pair
+from jaxspec.runtime.distributed import Distributed
+from jaxspec.runtime.distributed import initialize as join_processes
+from jaxspec.runtime.distributed import resolve as resolve_processes
+from jaxspec.runtime.host_plan import describe_hosts
+from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.placement import Placement
 from jaxspec.stream_events import EventMaker, RoundClock
 from jaxspec.text.stream import TextStream
 from jaxspec.text.tokenizer import load_tokenizer
@@ -39,14 +65,16 @@ class LLM:
     """A language model, its tokenizer and a decoding method, compiled and ready.
 
     Args:
-      model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model.
+      model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model. A name on the
+        Hugging Face Hub is fetched into its cache: "org/name", "org/name:Q4_K_M" for one of several GGUF files.
       draft: a draft model's checkpoint, for methods that use one; None takes the draft that ships with jaxspec if one
         fits the model (a damaged one is left out with a warning, unless the method needs one), "none" does without.
         "self:attention=1,3-5;mlp=2" is the model itself without these blocks.
       method: a name or a method object; "auto" drafts as far as that pays (see `Auto`).
       dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
         checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
-      target_devices: devices that share the model (tensor parallelism).
+      target_devices: devices that share the model (tensor parallelism); None is 1, and leaves method "auto" free to use
+        all devices as `jaxspec-tune --method swiftspec` found best.
       draft_devices: devices of their own for the draft, after the target's, for method "swiftspec"; None is one if
         there is one left, else the draft shares the target's.
       draft_platform: platform of the draft's devices, if it is not the target's: "cpu" beside an accelerator.
@@ -54,6 +82,24 @@ class LLM:
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
       kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", for NVIDIA GPUs
         "pallas-triton", "mosaic" (Hopper) or "jax-triton" (an extra), or "auto": the fastest that run here.
+      activations: how rows are multiplied by weights that are kept in blocks (GGUF, on CPU): rounded to "int16" or
+        "int8", 32 inputs of a row at a time (llama.cpp rounds to int8), or as "float32"; "auto" is int16 where native
+        kernels run. Every method gives the tokens of plain decoding with the same setting.
+      kv_dtype: of cached keys and values: "float32", "bfloat16", "float16" (native kernels), or "auto": float16 beside
+        integer activations, else as `dtype`.
+      revision: branch, tag or commit of a name on the hub; None is the main branch.
+      distributed: how the processes of a model on several hosts meet: `Distributed`, its settings as a dict, or its
+        `coordinator`. None takes the environment, and is one process if that says nothing. Every process makes the
+        same calls, or `follow`s process 0. `target_devices` is all devices then (docs/several-hosts.md).
+      session_memory: bytes of caches that finished conversations may keep. A prompt that begins as one of them did is
+        computed only from where they part (`stats.cached_prompt_tokens`). None keeps the latest conversation, 0 none.
+      expert_parallel: of a mixture of experts on several devices, each device has whole experts; else a part of each.
+      offload: where the target's layers are kept: "none" is on the devices; "host" in host memory and "disk" in the
+        checkpoint's files, from where each pass reads them layer by layer. Embedding, head, norms, caches and the draft
+        stay on the devices. The tokens are those of "none".
+      device_memory: bytes, or a text such as "6GiB", that the models, caches and buffers may take on each device with
+        `offload`: as many layers stay on the devices as fit. None with no `resident_layers` streams all layers.
+      resident_layers: layers that stay on the devices, in place of `device_memory`.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or incomplete.
@@ -67,29 +113,38 @@ class LLM:
         draft: str | PathLike[str] | None = None,
         method: str | Method = "auto",
         dtype: DType = "auto",
-        target_devices: int = 1,
+        target_devices: int | None = None,
         draft_devices: int | None = None,
         draft_platform: str | None = None,
         max_context: int | None = None,
         compile_cache: str | None = None,
         kernels: str = "auto",
+        activations: ActivationsSetting = "auto",
+        kv_dtype: KVDType = "auto",
+        session_memory: int | None = None,
+        revision: str | None = None,
+        expert_parallel: bool = False,
+        offload: Offload = "none",
+        device_memory: int | str | None = None,
+        resident_layers: int | None = None,
+        distributed: "Distributed | Mapping[str, Any] | str | None" = None,
     ):
         """Load, place and compile; see the class."""
-        config = EngineConfig(dtype, target_devices, draft_devices, draft_platform, max_context, compile_cache, kernels)
+        config = EngineConfig(
+            dtype, 1 if target_devices is None else target_devices, draft_devices, draft_platform, max_context,
+            compile_cache, kernels, activations, kv_dtype, session_memory, expert_parallel, offload, device_memory,
+            resident_layers,
+        )  # fmt: skip
         resolved = resolve_method(method)
-        if draft is not None:
-            check_draft_given(resolved, draft != NO_DRAFT)
-        weights = open_model("model", model)
-        if weights.config.shares_embedding:
-            raise ConfigError(f"{weights.path}: is a draft without an embedding of its own; give it as the draft")
-        plan, draft_plan = plan_pair(
-            config.target_devices,
-            config.draft_devices,
-            draft_platform=config.draft_platform,
-            kernels=config.kernels,
-            method=resolved.name,
-            own_devices=resolved.own_devices,
-        )
+        # What this process can see alone is refused before it waits for others.
+        if resolve_processes(distributed) is not None:
+            if draft_platform is not None:
+                raise ConfigError("draft_platform needs one process: the devices of several are of one platform")
+            if config.offload != "none":
+                raise ConfigError("offload needs one process: it streams a model to the devices of one host")
+        join_processes(distributed)
+        weights = open_target(model, revision, draft, resolved, config)
+        plans = plan_meshes(config, resolved, target_devices)
         self.model_path = weights.path
         self.tokenizer = load_tokenizer(weights.path)
         tokens = self.tokenizer.token_strings()
@@ -97,16 +152,37 @@ class LLM:
         if draft is None:
             check_draft_given(resolved, draft_weights is not None)
         self._cache_folder = enable_compile_cache(config.compile_cache)
+        asked = resolved, plans, config
+        self.offload_plan: OffloadPlan | None = None
+        self._device_report: Mapping[str, Any] | None = None
+        if (
+            target_devices is None
+            and draft_weights is not None
+            and not hosts.several()
+            and (devices := len(jax.devices())) > 1
+        ):
+            names = (weights.path, draft_weights.path, dtype, kernels)
+            profile = None if self._cache_folder is None else profile_path(self._cache_folder, *names)
+            choice = resolved.choose_devices(profile, devices)
+            self._device_report = choice and choice.report
+            if choice is not None and (best := choice.best) is not None:
+                own = {"target_devices": best.target_devices, "draft_devices": best.draft_devices}
+                config = dataclasses.replace(config, **own)
+                # What drafts on shared devices is weighed round by round.
+                if best.method not in ("ar", "chain"):
+                    resolved = make_method(best.method, best.settings)
+                plans = plan_meshes(config, resolved, target_devices)
         self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
         try:
-            self._assemble(weights, draft_weights, resolved, plan, draft_plan, config, draft is None)
+            self._assemble(weights, draft_weights, resolved, *plans, config, draft is None)
             return
         except DamagedDraftError as error:
+            resolved, plans, config = asked
             if draft is not None or draft_weights is None or resolved.needs_draft:
                 raise
             warn_of_damage(draft_weights.path, str(error))
         # Not while the error is handled: it holds on to what was loaded.
-        self._assemble(weights, None, resolved, plan, draft_plan, config, False)
+        self._assemble(weights, None, resolved, *plans, config, False)
 
     def _assemble(
         self,
@@ -123,18 +199,79 @@ class LLM:
         shipped_name = self.draft_path.name if self.draft_path is not None and shipped else None
         store = Store(weights.path, self._cache_folder, shipped_name)
         tokens = self.tokenizer.token_strings()
-        models = Models(*place_pair(weights, draft_weights, tokens, token_strings, plan, draft_plan, config.dtype))
-        self.engine = Engine(models, method, config.max_context, store)
+        settings = config.dtype, config.activations, config.kv_dtype
+        models = Models(*place_pair(weights, draft_weights, tokens, token_strings, plan, draft_plan, *settings))
+        load, room = self._load, None
+        if config.offload != "none":
+            self.offload_plan, store = plan_target_offload(
+                weights, draft_weights, models, method, config, store
+            )  # fmt: skip
+            models = models._replace(target=self.offload_plan.target)
+            load = functools.partial(load_streamed_pair, offload=config.offload)
+            if config.device_memory is not None:
+                room = functools.partial(check_room, self.offload_plan, int(config.device_memory))
+        self.engine = Engine(models, method, config.max_context, store, config.session_memory, room)
+        self._check_processes(weights, draft_weights, models, config)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(load_pair, weights, draft_weights, *models)
+            loading = pool.submit(load, weights, draft_weights, *models)
             self._unreported_compile_s = self.engine.prepare()
             self.model_params = ModelParams(*loading.result())
+        self._unreported_compile_s += self.engine.calibrate(self.model_params)
+        hosts.gather("loaded", True)
+        watch.ready()
+
+    def _check_processes(
+        self, weights: Weights, draft_weights: Weights | None, models: Models, config: EngineConfig
+    ) -> None:
+        """DistributedError where other processes have other settings, checkpoints or programs than this one."""
+        self.device_plan = None
+        if not hosts.several():
+            return
+        apart = models.draft is not None and models.draft.plan.devices != models.target.plan.devices
+        if apart and models.draft is not None and models.draft.shared_embedding is not None:
+            raise ConfigError(
+                "a draft that shares its target's weights needs the target's devices where there are several "
+                "processes: give another draft"
+            )
+        if models.draft is not None and models.draft.cfg.features is not None:
+            raise ConfigError("a draft that is fed the target's hidden states needs one process: give another draft")
+        self.device_plan = describe_hosts(models.target.plan, models.draft and models.draft.plan)
+        given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        given |= {"method": self.engine.method, "devices": self.device_plan, **describe_world(models.target.plan)}
+        for role, opened in (("the model", weights), ("the draft", draft_weights)):
+            given[role] = None if opened is None else checkpoint_digest(opened.path, opened.config)
+        given["the tokenizer"] = vocabulary_digest(self.tokenizer.token_strings())
+        del given["compile_cache"]  # a folder of each host
+        hosts.check_equal("settings", given)
+
+    def follow(self) -> None:
+        """Do what process 0 does, until it ends; for the other processes of several."""
+        follow(self)
+
+    def _load(
+        self, weights: Weights, draft_weights: Weights | None, target: Placement, draft: Placement | None
+    ) -> tuple[Params, Params | None]:
+        """Parameters of both models: as they were kept, or read from their checkpoints and kept."""
+        paths = [weights.path] if draft_weights is None else [weights.path, draft_weights.path]
+        ready = ReadyWeights.find(self._cache_folder, paths, target, draft)
+        params = None if ready is None else ready.load()
+        if params is None:
+            params = load_pair(weights, draft_weights, target, draft)
+            if ready is not None:
+                ready.save(*params)
+        return params
 
     @property
     def params(self) -> Params:
         """The target's parameters, placed and padded."""
         return self.model_params.target
+
+    @property
+    def layer_stream(self) -> LayerStream | None:
+        """What streams the target's layers; None where they stay on the devices."""
+        layers = self.model_params.target["layers"]
+        return layers if isinstance(layers, LayerStream) else None
 
     @property
     def draft_params(self) -> Params | None:
@@ -158,8 +295,15 @@ class LLM:
           ConfigError: an unknown method, or one that does not fit the models.
         """
         other, engine = copy.copy(self), self.engine
-        other.engine = Engine(engine.models, resolve_method(method), engine.given_context, engine.store)
+        resolved = resolve_method(method)
+        resolved.check(engine.models)
+        if hosts.several():
+            hosts.command("method", engine=engine.number, name=resolved.name, settings=method_settings(resolved))
+        other.engine = Engine(
+            engine.models, resolved, engine.given_context, engine.store, engine.session_memory, engine.check_room
+        )  # fmt: skip
         other._unreported_compile_s = other.engine.prepare()
+        other._unreported_compile_s += other.engine.calibrate(self.model_params)
         return other
 
     @overload
@@ -204,7 +348,7 @@ class LLM:
         """Answer a conversation: dicts with "role" and "content", oldest first, in the model's own chat template."""
         sampling = _check_sampling(sampling_params)
         if not _is_conversation(messages):
-            raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {messages!r:.80}")
+            raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {shown(messages)}")
         ids = self.encode(messages)
         return self._complete(ids, self._check(ids, sampling))
 
@@ -232,7 +376,7 @@ class LLM:
             prompt = prompt.tolist()
         if _is_ids(prompt):
             return [int(token) for token in prompt]
-        raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {prompt!r:.80}")
+        raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {shown(prompt)}")
 
     def _check(self, ids: list[int], sampling: SamplingParams) -> SamplingParams:
         """Refuse what cannot be decoded; all tokens that end a text join `stop_token_ids`."""
@@ -253,13 +397,15 @@ class LLM:
 
     def _stream(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
         max_tokens = self.engine.token_limit(ids, sampling)
-        compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens)
+        compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens, sampling)
         self._unreported_compile_s = 0.0
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         text = TextStream(self.tokenizer, sampling.stop or (), sampling.stop_token_ids or (), max_tokens)
         clock = RoundClock()
         events = EventMaker(text, sampling)
         received: list[StepOutput] = []
+        stream = self.layer_stream
+        counts = None if stream is None else stream.counts
         event: StreamEvent | None = None
         # A caller that stops listening keeps what the method found on the way.
         with self.engine.open(self.model_params, ids, sampling, seed) as session:
@@ -271,18 +417,21 @@ class LLM:
                 clock.tick(len(output.tokens))
                 received.extend(output.passes())
                 event = events.push(output)
-            report = session.report()
+            report, cached = session.report(), session.num_cached
         assert event.finish_reason is not None
         method = self.engine.method
         num_tokens = len(text.token_ids)
-        stats = clock.stats(len(ids), num_tokens, compile_s, seed if sampling.temperature > 0 else None)
-        stats = dataclasses.replace(stats, num_programs=self.engine.num_programs)
+        stats = clock.stats(len(ids), num_tokens, compile_s, session.seed if sampling.temperature > 0 else None)
+        stats = dataclasses.replace(stats, num_programs=self.engine.num_programs, cached_prompt_tokens=cached)
+        if stream is not None and counts is not None:
+            stats = dataclasses.replace(stats, offload=stream.counts.since(counts))
         if method.num_rows > 1 and num_tokens:
             counters = count_speculation(received, num_tokens, method.num_rows - 1)
             stats = dataclasses.replace(stats, speculative_decoding=counters)
             if report is not None:
                 name = None if self.draft_path is None else str(self.draft_path.name)
                 draft = {"draft": name} if method.drafts else {}
+                draft |= {} if self._device_report is None else {"devices": dict(self._device_report)}
                 stats = dataclasses.replace(stats, choice=draft | report | {"rounds": counters["rounds_by_kind"]})
         completion = Completion(
             text=text.text,
@@ -309,7 +458,11 @@ def generate(
       prompt, sampling_params: see `LLM.generate`.
       model, **options: see `LLM`.
     """
-    key = (None if model is None else str(model), tuple(sorted(options.items())))
+    key = (None if model is None else check_path("model", model), tuple(sorted(options.items())))
+    try:
+        hash(key)
+    except TypeError as error:
+        raise ConfigError(f"an option of generate has a value that no option takes: {shown(options)}") from error
     if key not in _loaded:
         _loaded.clear()  # before the new one comes: two models may not fit into memory
         _loaded[key] = LLM(model, **options)
@@ -319,21 +472,11 @@ def generate(
 _loaded: dict[tuple[Any, ...], LLM] = {}
 
 
-def token_strings(path: Path) -> Sequence[str]:
-    """Every token of a checkpoint's tokenizer as its vocabulary writes it, by id."""
-    return load_tokenizer(path).token_strings()
-
-
-def has_draft(model: str | PathLike[str] | None, draft: str | PathLike[str] | None) -> bool:
-    """Whether a method that uses a draft model would get one from these arguments of `LLM`."""
-    if draft is not None:
-        return draft != NO_DRAFT
-    weights = open_model("model", model)
-    return find_shipped_draft(weights.config, vocabulary_digest(token_strings(weights.path))) is not None
-
-
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    return _is_list(prompt) and all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in prompt)
+    if not _is_list(prompt):
+        return False
+    check_length("the prompt", prompt)
+    return all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in prompt)
 
 
 def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
@@ -363,5 +506,5 @@ def _check_sampling(sampling: object) -> SamplingParams:
     if sampling is None:
         return SamplingParams()
     if not isinstance(sampling, SamplingParams):
-        raise ConfigError(f"sampling_params must be SamplingParams, got {sampling!r:.80}")
+        raise ConfigError(f"sampling_params must be SamplingParams, got {shown(sampling)}")
     return sampling

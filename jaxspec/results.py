@@ -1,4 +1,4 @@
-"""What a caller gets back: completions, streamed events and the numbers behind them."""
+"""What a caller gets back: completions, streamed events and their statistics."""
 
 import dataclasses
 import math
@@ -40,6 +40,7 @@ class DecodeStats:
 
     Attributes:
       prompt_tokens: tokens of the prompt.
+      cached_prompt_tokens: those of them whose keys and values an earlier conversation left.
       completion_tokens: tokens emitted, an end-of-sequence token included.
       ttft_s: from the call to the first token. A text that ends leaves a round in flight, which the next call on the
         same device waits for.
@@ -52,6 +53,7 @@ class DecodeStats:
         from and what they are, and the number of rounds of each kind. Of method `swift`, see `Swift.explain`. None for
         other methods.
       num_programs: compiled programs of the method.
+      offload: where layers were streamed, what passed: see `offload.stream.StreamCounts`.
       timeline: where a trace was taken, its summary; see `bench.timeline.Summary`.
     """
 
@@ -66,6 +68,8 @@ class DecodeStats:
     choice: dict[str, Any] | None = None
     num_programs: int = 0
     timeline: dict[str, Any] | None = None
+    cached_prompt_tokens: int = 0
+    offload: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,19 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from pallas_kernels import registry
+from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS, Blocks, dequantise
+from pallas_kernels.linear.planes import planes_name, to_planes
 from pallas_kernels.self_check import as_in_programs, compare, rotate
 
 Arrays = dict[str, Any]
+
+# Where the float16 scales of a block of a GGUF file lie.
+FLOAT16_SCALES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q4_k": (0, 2), "q6_k": (208,)}
 
 # Relative to the largest number of a result, by the dtype that is multiplied. The weights of a softmax are rounded to
 # that dtype too. Wrong code is off by far more.
@@ -66,11 +72,55 @@ class Swiglu(NamedTuple):
     required: bool = True
 
 
+class Packed(NamedTuple):
+    """A product by a weight in planes, or SwiGLU of it, by format, rows, inputs and outputs."""
+
+    name: str
+    format: str
+    rows: int
+    inputs: int
+    outputs: int
+    gated: bool = False
+    dtype: str = "bfloat16"
+    required: bool = True
+
+
+class Move(NamedTuple):
+    """A path of so many rows through the windows of caches of one shape."""
+
+    name: str
+    rows: int
+    shape: tuple[int, int, int]
+    dtypes: tuple[str, ...]
+    required: bool = True
+
+    @property
+    def dtype(self) -> str:
+        return self.dtypes[0]
+
+
 ATTENTION = (
     Attention("a tree", 40, 4, 64, 5, "bfloat16", active_rows=37, offset=3),
     Attention("a chunk", 20, 3, 128, 150, "bfloat16", active_rows=20, sliding=100, causal=True),
     # Mosaic takes no float32 cache.
     Attention("a float32 step", 1, 3, 64, 200, "float32", active_rows=1, required=False),
+)
+# Every layout of codes and scales; parts of the inputs, edges of tiles, and tiles of 8 and 16 rows.
+LINEAR = (
+    Packed("a weight of q4_0", "q4_0", 3, 2048, 72),
+    Packed("a gate and up of q4_0", "q4_0", 3, 160, 96, gated=True),
+    Packed("a weight of q4_k", "q4_k", 3, 512, 72),
+    Packed("a weight of q6_k", "q6_k", 3, 512, 72),
+    Packed("a weight of q8_0", "q8_0", 11, 256, 64),
+    Packed("a weight of q4_1", "q4_1", 3, 160, 64),
+    Packed("a weight of int4_g32", "int4_g32", 3, 160, 64),
+    Packed("a weight of int4_g128", "int4_g128", 11, 384, 64),
+    Packed("a weight of int8_g128", "int8_g128", 3, 384, 64),
+    Packed("a weight of fp8_g128", "fp8_g128", 3, 384, 64),
+)
+MOVES = (
+    Move("a path", 5, (2, 64, 64), ("bfloat16", "bfloat16")),
+    Move("a path of wide heads", 33, (3, 80, 96), ("float32",)),
 )
 SWIGLU = (
     Swiglu("a few rows", 3, 256, 256, "bfloat16"),
@@ -250,6 +300,79 @@ def _expect_swiglu(call: Swiglu, o: Arrays) -> Arrays:
     return {"the result": combine(o["x"]), "the result with the norm": combine(normed)}
 
 
+def _make_moves(call: Move) -> Arrays:
+    rng = np.random.default_rng(0)
+    caches = tuple(rng.normal(size=call.shape).astype(DTYPES[dtype]) for dtype in call.dtypes)
+    # Ancestors come before their descendants; places that are read and written overlap.
+    source = 20 + np.sort(rng.permutation(call.rows + 6)[: call.rows]).astype(np.int32)
+    return {"caches": caches, "source": source, "start": np.int32(20)}
+
+
+def _take_moves(module: ModuleType, call: Move, o: Arrays) -> bool:
+    del call
+    return module.supports(o["caches"], o["source"], o["start"])
+
+
+def _run_moves(module: ModuleType, call: Move, o: Arrays) -> dict[str, Any]:
+    del call
+    return {f"cache {i}": moved for i, moved in enumerate(module.move_rows(o["caches"], o["source"], o["start"]))}
+
+
+def _expect_moves(call: Move, o: Arrays) -> Arrays:
+    expected = {}
+    for index, cache in enumerate(o["caches"]):
+        moved = cache.astype(np.float32)
+        moved[:, 20 : 20 + call.rows] = moved[:, o["source"]]
+        expected[f"cache {index}"] = moved
+    return expected
+
+
+def _make_linear(call: Packed) -> Arrays:
+    rng, block_format = np.random.default_rng(0), FORMATS[call.format]
+    data = rng.integers(0, 256, (call.outputs, call.inputs // block_format.values, block_format.nbytes), np.uint8)
+    for at in FLOAT16_SCALES.get(call.format, ()):
+        scale = rng.uniform(0.01, 0.02, data.shape[:2]).astype(np.float16)
+        data[..., at : at + 2] = scale[..., None].view(np.uint8)
+    if call.format in GROUP_FORMATS:
+        scale = rng.uniform(0.01, 0.02, data.shape[:2]).astype(np.float16).astype(np.float32)
+        head = scale[..., None].view(np.uint8)
+        # The last four bits of a short one are the zero point's.
+        data[..., :3] = (scale.view(np.uint32)[..., None] >> 8 | 7).view(np.uint8)[..., :3]
+        if call.format != "int4_g32":
+            data[..., :4] = head
+        if call.format.startswith("fp8"):
+            data[..., 4:] &= 0xBF  # no codes of infinity
+    name = planes_name(call.format)
+    assert name is not None
+    return {
+        "x": rng.normal(size=(call.rows, call.inputs)).astype(np.float32),
+        "weight": Blocks(to_planes(data, call.format, call.outputs), name),
+        "blocks": data,
+    }
+
+
+def _take_linear(module: ModuleType, call: Packed, o: Arrays) -> bool:
+    del call
+    return module.supports(o["x"], o["weight"])
+
+
+def _run_linear(module: ModuleType, call: Packed, o: Arrays) -> dict[str, Any]:
+    run = module.swiglu if call.gated else module.linear
+    return {"the result": run(o["x"], o["weight"])}
+
+
+def _expect_linear(call: Packed, o: Arrays) -> Arrays:
+    # Operation by operation, each rounded by itself.
+    with jax.disable_jit():
+        numbers = np.asarray(dequantise(Blocks(jnp.asarray(o["blocks"]), call.format)))
+    rounded = [array.astype(DTYPES[call.dtype]).astype(np.float32) for array in (o["x"], numbers)]
+    product = rounded[0] @ rounded[1].T
+    if not call.gated:
+        return {"the result": product}
+    gate, up = np.split(product, 2, axis=1)
+    return {"the result": gate / (1 + np.exp(-gate)) * up}
+
+
 class Check(NamedTuple):
     """How an operation is checked.
 
@@ -270,5 +393,7 @@ class Check(NamedTuple):
 
 CHECKS = {
     "tree_attention": Check(ATTENTION, _make_attention, _take_attention, _run_attention, _expect_attention),
+    "linear": Check(LINEAR, _make_linear, _take_linear, _run_linear, _expect_linear),
+    "move_rows": Check(MOVES, _make_moves, _take_moves, _run_moves, _expect_moves),
     "swiglu": Check(SWIGLU, _make_swiglu, _take_swiglu, _run_swiglu, _expect_swiglu),
 }

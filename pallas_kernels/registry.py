@@ -37,6 +37,8 @@ class Kernels:
       threads: most threads that one native call uses.
       implementations: GPU kernels as (operation, implementation). Those of one operation are tried in this order. XLA
         runs the other operations, and the calls that no implementation takes.
+      automatic: whether each call goes to what is fastest there, by `preferred` of the operation's config: in its
+        order, and to XLA where nothing that it names is at hand.
       own: the implementation that users asked for by name, or None. They are told of a call that it does not take.
       capability: CUDA compute capability of the GPU, or None.
       device_kind: JAX's name of the GPU. Tuned block sizes are found by it.
@@ -48,6 +50,7 @@ class Kernels:
     platform: str
     threads: int = 1
     implementations: tuple[tuple[str, str], ...] = ()
+    automatic: bool = False
     own: str | None = None
     capability: Capability | None = None
     device_kind: str = ""
@@ -59,13 +62,31 @@ class Kernels:
         """Whether operations go to the native CPU library, which takes the number of active rows as data."""
         return self.name == "cpu"
 
+    @property
+    def branches(self) -> bool:
+        """Whether programs may branch on data, and loop until data says so, at no cost.
+
+        They may on a CPU. The host of an accelerator waits for the data before it launches what comes next. Whatever
+        has a form for either asks here.
+        """
+        return self.platform == "cpu"
+
+    @property
+    def reads_planes(self) -> bool:
+        """Whether weights in blocks are laid out in planes where they can be (`linear/planes.py`)."""
+        return bool(self.candidates("linear"))
+
     def candidates(self, operation: str) -> tuple[str, ...]:
         """Implementations of an operation, in the order they are tried."""
         return tuple(implementation for named, implementation in self.implementations if named == operation)
 
     def find(self, operation: str, *operands: Any, **options: Any) -> ModuleType | None:
         """The module of the first implementation of an operation that takes a call, or None for XLA."""
-        for name in self.candidates(operation):
+        names = self.candidates(operation)
+        if self.automatic:
+            config = importlib.import_module(f"pallas_kernels.{operation}.config")
+            names = [name for name in config.preferred(*operands, **options) if name in names]
+        for name in names:
             module = import_implementation(operation, name)
             taken = module.supports(*operands, **options)
             if name == self.own:

@@ -45,13 +45,17 @@ NEEDS = {
 
 # The implementation that each set is named after. It must work where users ask for the set by name.
 OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"}
-# The implementations of each set by operation, in the order they are tried. Pallas' SwiGLU comes before jax-triton's:
-# CI compares it with the reference, and does not install jax-triton.
-SETS = {
-    "auto": {"tree_attention": ("mosaic", "triton"), "swiglu": ("triton", "jax_triton")},
-    "pallas-triton": {"tree_attention": ("triton",), "swiglu": ("triton",)},
-    "mosaic": {"tree_attention": ("mosaic",), "swiglu": ("triton", "jax_triton")},
-    "jax-triton": {"tree_attention": ("triton",), "swiglu": ("jax_triton",)},
+# The implementations of each set by operation; "linear" is that of weights in planes. "auto" takes for each call the
+# one that is fastest there, by the `preferred` of the operation's config. No SwiGLU is: XLA's own fusion runs at the
+# memory's speed.
+SETS: dict[str, dict[str, tuple[str, ...]]] = {
+    name: {"tree_attention": attention, "swiglu": swiglu, "linear": ("triton",), "move_rows": ("triton",)}
+    for name, attention, swiglu in (
+        ("auto", ("triton", "mosaic"), ()),
+        ("pallas-triton", ("triton",), ("triton",)),
+        ("mosaic", ("mosaic",), ()),
+        ("jax-triton", ("triton",), ("jax_triton",)),
+    )
 }
 
 
@@ -60,12 +64,12 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
 
     Args:
       name: one of `KERNEL_NAMES`.
-        "xla": no kernels. "cpu": the native library. "pallas-triton": Pallas kernels for NVIDIA GPUs from Ampere on.
-        "mosaic": attention for Hopper. "jax-triton": SwiGLU through jax-triton, which is an extra, and the attention
-        of "pallas-triton".
+        "xla": no kernels. "cpu": the native library. "pallas-triton": Pallas kernels for NVIDIA GPUs from Ampere on,
+        attention and SwiGLU. "mosaic": attention for Hopper. "jax-triton": SwiGLU through jax-triton, which is an
+        extra, and the attention of "pallas-triton".
         "auto": the fastest that works here. An implementation is skipped where it is not installed, does not run on
-        the device, fails its check or does not take a call's shapes. The next one takes its place, in the end XLA. One
-        warning per process names what should have worked.
+        the device or fails its check. The next one takes its place, in the end XLA, which also runs the calls whose
+        shapes an implementation does not take. One warning per process names what should have worked.
       platform: platform of the devices.
       devices: number of devices.
       device: one of them, for GPU kernels; None takes JAX's first GPU.
@@ -119,9 +123,10 @@ def _choose_gpu(name: str, device: Any) -> Kernels:
     if not chosen:
         return base
     if own is None:
+        # By what most calls get.
         _, first = chosen[0]
         name = next(named for named, implementation in OWN.items() if implementation == first)
-    return dataclasses.replace(base, name=name, implementations=tuple(chosen), own=own)
+    return dataclasses.replace(base, name=name, implementations=tuple(chosen), automatic=own is None, own=own)
 
 
 def _capability(device: Any) -> Capability | None:

@@ -14,8 +14,11 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pallas_kernels import registry
+from pallas_kernels.experts import Clamp, experts
 from pallas_kernels.linear import Blocks, linear, take_rows
-from pallas_kernels.linear.blocks import FORMATS
+from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, GROUP_FORMATS, PACKED, packed_name
+from pallas_kernels.linear.groups import decode_groups
+from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
 from pallas_kernels.swiglu import swiglu
@@ -29,6 +32,9 @@ TREE = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
 POSITION = np.array([LENGTH, LENGTH + 1, LENGTH + 1], np.int32)
 TAKEN = np.array([4, 0], np.int32)
 EPSILON = 1e-5
+CLAMP = Clamp(1.0, 1.702)
+# Largest code of rounded activations.
+MOST_CODES = {"int8": 127.0, "int16": 127.0 * 256}
 
 
 def find_difference() -> str | None:
@@ -87,33 +93,56 @@ def _make_operands() -> dict[str, np.ndarray]:
         "key": (HEADS, SLOTS, WIDTH),
         "value": (HEADS, SLOTS, WIDTH),
         "frequency": (WIDTH // 2,),
+        "logits": (ROWS, 3),
+        "expert_up": (3, 6, 256),
+        "expert_down": (3, 256, 3),
+        "up_bias": (3, 6),
+        "down_bias": (3, 256),
+        "sinks": (HEADS, GROUP),
     }
     operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     for name, block_format in FORMATS.items():
         data = rng.integers(0, 256, (6, 256 // block_format.values, block_format.nbytes), np.uint8)
-        # Scales are float16 numbers at the start or the end of a block. This mask keeps them finite and small.
+        # Scales are float16 numbers at the start or the end of a block, or float32 ones at the start. This mask keeps
+        # them finite and small.
         data[..., [1, 3, -1]] &= 0x3B
+        if name == "mxfp4":
+            data[..., 0] = 0x7C
+        if name == "int4_g32":
+            data[..., 2] &= 0x3B
+        if name.startswith("fp8"):
+            data[..., 4:] &= 0xBF
         operands[name] = data
+        for activations in ACTIVATIONS if block_format.has_integers else ():
+            operands[packed_name(name, activations)] = pack_blocks(data, name, len(data))
     return operands
 
 
 def _run(o):
     cos, sin = rope_tables(jnp.asarray(POSITION), o["frequency"])
-    heads, key, value = tree_attention(
-        o["qkv"], cos, sin, o["key"], o["value"], jnp.int32(LENGTH), jnp.asarray(TREE), jnp.asarray(POSITION)
-    )
+    window = jnp.asarray(TREE), jnp.asarray(POSITION)
+    heads, key, value = tree_attention(o["qkv"], cos, sin, o["key"], o["value"], jnp.int32(LENGTH), *window)
+    operands = o["x"], o["logits"], o["expert_up"], o["expert_down"]
+    biases = {"gate_up_bias": jnp.asarray(o["up_bias"]), "down_bias": jnp.asarray(o["down_bias"])}
     out = {
         "linear": linear(o["x"], o["dense"]),
         "swiglu": swiglu(o["x"], o["dense"]),
+        "experts": experts(*operands, 2, scores="renormalised"),
+        "experts with biases": experts(*operands, 2, scores="chosen", clamp=CLAMP, **biases),
         "rms_norm": rms_norm(o["x"], o["scale"], EPSILON),
         "rope_tables": jnp.concatenate([cos, sin]),
         "tree_attention": heads,
         "the cache's keys": key,
         "the cache's values": value,
+        "tree_attention with sinks": tree_attention(
+            o["qkv"], cos, sin, o["key"], o["value"], jnp.int32(LENGTH), *window, sinks=jnp.asarray(o["sinks"])
+        )[0],
     }
     for name in FORMATS:
         out[f"linear of {name}"] = linear(o["x"], Blocks(o[name], name))
         out[f"take_rows of {name}"] = take_rows(Blocks(o[name], name), jnp.asarray(TAKEN))
+    for name in PACKED:
+        out[f"linear of {name}"] = linear(o["x"], Blocks(o[name], name))
     return out
 
 
@@ -127,23 +156,57 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     out = {
         "linear": hidden,
         "swiglu": hidden[:, :3] / (1 + np.exp(-hidden[:, :3])) * hidden[:, 3:],
+        "experts": _mix(x, o["logits"], o["expert_up"], o["expert_down"]),
+        "experts with biases": _mix(
+            x, o["logits"], o["expert_up"], o["expert_down"], (o["up_bias"], o["down_bias"]), CLAMP
+        ),
         "rms_norm": x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
         "rope_tables": np.concatenate([cos, sin]),
         "tree_attention": _attend(rotate(o["qkv"][:, :, :-2], cos, sin), key, value),
         "the cache's keys": key,
         "the cache's values": value,
+        "tree_attention with sinks": _attend(rotate(o["qkv"][:, :, :-2], cos, sin), key, value, o["sinks"]),
     }
     for name in FORMATS:
-        raw = o[name].reshape(6, -1)
-        weight = dequantize(raw, GGMLQuantizationType[name.upper()])
+        if name in GROUP_FORMATS:
+            weight = decode_groups(o[name], name)
+        else:
+            weight = dequantize(o[name].reshape(6, -1), GGMLQuantizationType[name.upper()])
         out[f"linear of {name}"] = x @ weight.T
         out[f"take_rows of {name}"] = weight[TAKEN]
+        for activations, most in MOST_CODES.items() if FORMATS[name].has_integers else ():
+            out[f"linear of {packed_name(name, activations)}"] = _round(x, most) @ weight.T
     return out
 
 
-def _attend(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+def _mix(
+    x: np.ndarray, logits: np.ndarray, up: np.ndarray, down: np.ndarray, biases: tuple[Any, Any] = (0, 0),
+    clamp: Clamp | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Each row through all experts but its worst."""
+    score = np.exp(logits)
+    score[np.arange(len(x)), logits.argmin(1)] = 0
+    hidden = np.einsum("ti,eoi->teo", x, up) + biases[0]
+    gate, linear_part, alpha = hidden[..., :3], hidden[..., 3:], 1.0
+    if clamp is not None:
+        gate, linear_part = np.minimum(gate, clamp.limit), np.clip(linear_part, -clamp.limit, clamp.limit) + 1
+        alpha = clamp.alpha
+    hidden = gate / (1 + np.exp(-alpha * gate)) * linear_part
+    result = np.einsum("tec,eic->tei", hidden, down) + biases[1]
+    return np.einsum("te,tei->ti", score / score.sum(1, keepdims=True), result)
+
+
+def _round(x: np.ndarray, most: float) -> np.ndarray:
+    """Rows as integer products see them: 32 inputs share a scale."""
+    units = x.reshape(len(x), -1, 32)
+    scale = np.abs(units).max(-1, keepdims=True) / most
+    return (np.rint(units / scale) * scale).reshape(x.shape)
+
+
+def _attend(query: np.ndarray, key: np.ndarray, value: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
     slots, width = key.shape[1:]
     scores = np.einsum("tkgh,ksh->tkgs", query, key) / np.sqrt(width)
     seen = np.concatenate([np.ones((ROWS, LENGTH), bool), TREE, np.zeros((ROWS, slots - LENGTH - ROWS), bool)], axis=1)
     weights = np.where(seen[:, None, None], np.exp(scores), 0)
-    return np.einsum("tkgs,ksh->tkgh", weights / weights.sum(-1, keepdims=True), value)
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[..., None])
+    return np.einsum("tkgs,ksh->tkgh", weights / total, value)

@@ -12,15 +12,18 @@ from jaxspec.methods.registry import METHODS
 SWEPT, BUDGET = "specexec", "num_draft_tokens"
 
 
-def default_methods(has_draft: bool, apart: bool = False) -> list[str]:
+def default_methods(has_draft: bool, apart: bool = False, streamed: bool = False) -> list[str]:
     """Names of the methods that fit: with a draft all, else those that need none.
-    A draft `apart` has devices of its own, which rules out methods that draft on the target's.
+    A draft `apart` has devices of its own, which rules out methods that draft on the target's. Methods that draft with
+    the target's layers are ruled out where those are `streamed`.
     """
     methods = {name: registry.method_class(name) for name in METHODS}
     return [
         name
         for name, method in methods.items()
-        if (has_draft or not method.needs_draft) and (method.own_devices or not (apart and method.drafts))
+        if (has_draft or not method.needs_draft)
+        and (method.own_devices or not (apart and method.drafts))
+        and not (streamed and method.own_layers)
     ]
 
 

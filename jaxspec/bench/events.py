@@ -15,8 +15,9 @@ TRANSFERS, HOST = "transfers", "host"
 DISPATCH, WAIT, READ = "dispatch", "wait", "read"
 # Programs in which a tree grows. The last one also moves the root, and runs in turn with verification.
 GROWING = ("expand", "expand once", "advance and expand")
-# Programs that hold the target's passes. "decode 4" is the "decode" of four steps.
-VERIFYING = ("verify", "decode")
+# Programs that hold the target's passes. "decode 4" is the "decode" of four steps; a streamed pass is "verify open", a
+# "layer 0" and so on, and "verify close".
+VERIFYING = ("verify", "decode", "layer")
 # Programs of a tree's draft that the target waits for.
 ADVANCING = ("advance", "advance and expand")
 
@@ -46,7 +47,7 @@ class TraceSummary:
     overlap: float | None  # share of the time of tree growth that lies within verification; None where nothing grew
     idle: dict[str, float]  # by row, share of time without a program, from first start to the last verification's end
     round_s: float | None  # median time between two completions of the target; None with one round
-    program_s: dict[str, float]  # by name, median time of a program or transfer
+    program_s: dict[str, float]  # by name, median time of a program or transfer; all layers together are "layer"
     pass_s: float | None  # median over rounds of the time of a target pass; None without one
     transfer_s: float | None  # median of a round's transfers together; None without
     # What a round adds to the target's passes: median of its transfers and `ADVANCING` programs (wholly) together.
@@ -101,7 +102,7 @@ def summarise(
     by_name: dict[str, list[float]] = collections.defaultdict(list)
     for event in counted:
         if event.row != HOST:
-            by_name[event.name].append(event.length)
+            by_name["layer" if event.name.startswith("layer ") else event.name].append(event.length)
     turned = {event.round for event in counted if event.name in ADVANCING}
     verify_s = _sum_rounds(event for event in counted if is_verifying(event.name))
     sync_s = _sum_rounds(event for event in counted if event.name in ADVANCING or event.row == TRANSFERS)

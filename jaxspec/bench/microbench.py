@@ -11,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxspec.errors import ConfigError
+from jaxspec.methods.core.streaming import TargetPass, make_sequence
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, multiply_heads, project_out, vocab_logits
+from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from pallas_kernels import registry
 from pallas_kernels.linear import as_matrix, linear
+from pallas_kernels.linear.blocks import Blocks, find_format
 from pallas_kernels.registry import Kernels
 
 if TYPE_CHECKING:
@@ -66,7 +70,38 @@ def median_times(timers: Mapping[Any, PassTimer], repeats: int, passes: Mapping[
 
 def time_target_pass(placement: Placement, params: Params, rows: int, context: int) -> PassTimer:
     """`time_pass` of a verification; in a large one, logits are computed for visited rows only."""
+    if placement.resident_layers is not None:
+        return time_streamed_pass(placement, params, rows, context)
     return time_pass(placement, params, rows, context, head_rows=None if rows <= LAZY_HEAD_ROWS else 1)
+
+
+def time_streamed_pass(placement: Placement, params: Params, rows: int, context: int) -> PassTimer:
+    """`time_target_pass` of a target whose layers are streamed: each pass reads them."""
+    cfg, scalar = placement.cfg, placement.array((), jnp.int32)
+    sequence = make_sequence(placement, -(-(context + rows) // 64) * 64, "pass", keeps_text=False)
+    head_rows = None if rows <= LAZY_HEAD_ROWS else 1
+
+    def begin(length: Any, first: Any) -> Any:
+        own = jnp.arange(rows, dtype=jnp.int32)
+        mask = (own[None, :] == own[:, None]) | (own[None, :] == 0)
+        return (first + own) % cfg.vocab_size, length + jnp.minimum(own, 1), mask, None
+
+    def finish(params: Any, state: Any, hidden: Any, cache: Any, first: Any) -> Any:
+        largest = vocab_logits(params, cfg, hidden[:head_rows]).max()
+        return state.replace(cache=dataclasses.replace(cache, length=jnp.int32(context))), largest
+
+    out = (sequence.state, placement.array((), jnp.float32))
+    run = TargetPass(f"pass {rows}", sequence, rows, [scalar], out, begin=begin, finish=finish)
+    state = [sequence.rewind(sequence.start(0, None), np.zeros(context, np.int32), 0)]
+
+    def sample(passes: int = 1) -> float:
+        start = time.perf_counter()
+        for index in range(passes):
+            state[0], largest = run(params, state[0], np.int32(index * rows))
+            np.asarray(jax.block_until_ready(largest))
+        return time.perf_counter() - start
+
+    return sample
 
 
 def time_pass(
@@ -90,18 +125,19 @@ def time_pass(
             level = jnp.minimum(index, levels - 1)
             own = level * rows + jnp.arange(rows, dtype=jnp.int32)
             mask = (slot == own[:, None]) | (slot == 0)
-            # Other tokens in every pass: otherwise XLA moves parts of it out of the loop.
+            # Other tokens in every pass: otherwise XLA moves parts of it out of the loop. And in every row: a mixture
+            # of experts sends equal ones to the same experts.
             hidden, cache = forward(
-                params, cfg, jnp.full(rows, index, jnp.int32), cache.length + depth[own], cache, mask,
+                params, cfg, (index * rows + own) % cfg.vocab_size, cache.length + depth[own], cache, mask,
                 window_position=cache.length + depth, offset=level * rows,
             )  # fmt: skip
-            return cache, jnp.maximum(largest, vocab_logits(params, hidden[:head_rows]).max())
+            return cache, jnp.maximum(largest, vocab_logits(params, cfg, hidden[:head_rows]).max())
 
         cache, largest = jax.lax.fori_loop(0, count, once, (cache, jnp.float32(-jnp.inf)))
         return largest, cache
 
     def create() -> Any:
-        cache = init_cache(cfg, placement.local_kv_heads, slots, placement.dtype)
+        cache = init_cache(cfg, placement.local_kv_heads, slots, placement.kv_dtype)
         return dataclasses.replace(cache, length=jnp.int32(context))
 
     args = [placement.params(), cache_shapes, count]
@@ -120,8 +156,15 @@ def time_pass(
 def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable[[], float]:
     """A timer of a chain of matrix-vector products that reads every weight of a decoding step once, and nothing else.
     It runs `passes` and returns the seconds of one; its first call compiles. On several devices each reads its own
-    shard, and nothing is exchanged between them.
+    shard, and nothing is exchanged between them. Of a streamed target the layers are read once, and not multiplied.
+
+    Raises:
+      ConfigError: the model is a mixture of experts, of which a step reads a few that depend on the text.
     """
+    if isinstance(stream := params["layers"], LayerStream):
+        return lambda: _time_stream(stream)
+    if any("router" in layer for layer in params["layers"]):
+        raise ConfigError("the roofline of a mixture of experts is not measured: what a step reads depends on the text")
     leaves, treedef = jax.tree.flatten(params)
     specs = jax.tree.unflatten(treedef, [leaf.sharding.spec for leaf in leaves])
     mesh = leaves[0].sharding.mesh
@@ -130,8 +173,11 @@ def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable
     def chain(params: Params, x: jax.Array) -> jax.Array:
         for layer in params["layers"]:
             # The sum keeps keys and values alive: XLA removes products without a use.
-            heads = multiply_heads(layer["qkv"], x, None)  # [1, K, G + 2, H]
-            x = project_out(layer, heads[:, :, :-2], None) + jnp.sum(heads[:, :, -2:])
+            heads = multiply_heads(layer["qkv"], x, None).reshape(1, -1)  # any numbers will do
+            out = as_matrix(layer["out"], width)
+            block_format = find_format(out.format) if isinstance(out, Blocks) else None
+            inputs = out.shape[1] * (block_format.values if block_format else 1)
+            x = project_out(layer, heads[:, :inputs], None) + jnp.sum(heads[:, inputs:])
             gate_up = layer["gate_up"]
             hidden = linear(x, as_matrix(gate_up, 2 * gate_up.shape[1]))
             gate, up = jnp.split(hidden, 2, axis=1)
@@ -155,7 +201,18 @@ def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable
     return run
 
 
+def _time_stream(stream: LayerStream) -> float:
+    start = time.perf_counter()
+    with stream.weights() as layers:
+        for index in range(stream.num_layers):
+            layer = layers.take(index)
+            layers.used(index, jax.tree.leaves(layer)[0])
+    return time.perf_counter() - start
+
+
 def weight_bytes(params: Params) -> int:
     """Bytes that a decoding step reads: all weights, less the embedding where the output has a matrix of its own."""
+    if isinstance(stream := params["layers"], LayerStream):
+        return stream.nbytes
     read = {name: leaf for name, leaf in params.items() if name != "embed" or "head" not in params}
     return sum(leaf.nbytes for leaf in jax.tree.leaves(read))

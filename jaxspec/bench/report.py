@@ -1,7 +1,6 @@
 """From a measurement to numbers: rates, ratios with intervals, the parts of a pass, and every sample."""
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import statistics
@@ -10,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
+import jaxspec
 from jaxspec.bench.prompts import list_categories
 from jaxspec.bench.run import BASELINE, Answer, Column, Measurement, is_token_exact, verified_rows
 
@@ -73,7 +74,9 @@ def describe_environment(devices: int = 1) -> dict[str, Any]:
     """Devices (of which `devices` were used), machine, versions, and peak memory in bytes."""
     device = jax.devices()[0]
     memory = device.memory_stats() if device.platform != "cpu" else None
-    versions = {name: importlib.metadata.version(name) for name in ("jaxspec-decode", "jax", "jaxlib", "numpy")}
+    # By the modules themselves: a source tree that runs without being installed has no metadata.
+    modules = {"jaxspec-decode": jaxspec, "jax": jax, "jaxlib": jaxlib, "numpy": np}
+    versions = {name: module.__version__ for name, module in modules.items()}
     return {
         "device": f"{devices} of {len(jax.devices())} x {device.device_kind}",
         "machine": ", ".join(filter(None, (_processor(), f"{os.cpu_count()} cores", platform.machine()))),

@@ -108,14 +108,23 @@ class Timeline:
 
     def __enter__(self) -> "Timeline":
         self._exit.enter_context(recording(self))
-        self._watchers = {row: _Watcher(row) for row in self._labels if row != HOST}
-        self._began = time.perf_counter()
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
+        self.end()
+
+    def begin(self) -> None:
+        """Start to watch, for another recorder that hands on what it is told."""
+        self._watchers = {row: _Watcher(row) for row in self._labels if row != HOST}
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Wait for all that was watched."""
         for watcher in self._watchers.values():
             watcher.close()
+        self._watchers = {}
         self._latest.clear()
 
     def generation(self, state: Any, launch: Launch, read: Read) -> tuple[Launch, Read]:
@@ -151,6 +160,8 @@ class Timeline:
             return run(*args)
         mark = self._mark(row, name, args)
         results = run(*args)
+        if type(results) is not tuple:
+            return results  # state alone, which the next program may donate: there is nothing to wait for
         self._remember(mark, *results[1:])
         # All results of a program are ready at once.
         self._watchers[row].watch(mark, jax.tree.leaves(results[1:])[-1])

@@ -31,7 +31,7 @@ from jaxspec.errors import ConfigError
 
 FALSE_ALARM = 1e-4
 DEPTH = 2  # tokens of the joint distribution
-WIDTH = 7  # cells of a position, besides the one for the rest
+WIDTH = 7  # cells of a position, not counting the one for the rest
 SMALLEST_CELL = 10.0  # expected counts below this are pooled
 FEWEST = 100  # draws that reached a depth, to test the token after it
 MOST_CONTEXTS = 16  # texts whose next token is scored, per depth

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.core.sequence import ModelSequence, cache_slots
+from jaxspec.methods.core.sequence import cache_slots
+from jaxspec.methods.core.streaming import TargetPass, make_sequence
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.models.transformer import vocab_logits
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.program import Program, compile_programs
+from jaxspec.runtime.program import compile_programs
 
 # Equal bits of fewer tokens say nothing: too few of them share a pass.
 FEW_TOKENS = 4
@@ -113,21 +114,25 @@ class _Passes:
     def __init__(self, target: Placement, params: Params, tokens: int, rows: int):
         self._target, self._params = target, params
         cfg = target.cfg
-        self._sequence = ModelSequence(target, cache_slots(tokens, rows), "invariance", keeps_text=False)
+        self._sequence = make_sequence(target, cache_slots(tokens, rows), "invariance", keeps_text=False)
         state, scalar = self._sequence.state, target.array((), jnp.int32)
 
-        def verify(params, state, token, depth, ancestors, active_rows, path, count):
-            position = state.cache.length + depth
-            hidden, cache = forward(params, cfg, token, position, state.cache, ancestors, active_rows=active_rows)
-            return state.replace(cache=commit_path(cache, path, count)), vocab_logits(params, hidden, active_rows)
+        def begin(length, token, depth, ancestors, active_rows, path, count):
+            return token, length + depth, ancestors, active_rows
+
+        def finish(params, state, hidden, cache, token, depth, ancestors, active_rows, path, count):
+            return state.replace(cache=commit_path(cache, path, count)), vocab_logits(params, cfg, hidden, active_rows)
 
         self._verify = {}
         for size in {1, rows}:
             row, mask = target.array((size,), jnp.int32), target.array((size, size), bool)
             logits = target.array((size, target.padded_vocab), jnp.float32, None, TENSOR_AXIS)
-            args = [target.params(), state, row, row, mask, scalar, row, scalar]
-            self._verify[size] = Program(f"verify {size}", verify, target.plan, args, (state, logits), donate=[1])
-        compile_programs([*self._sequence.programs, *self._verify.values()])
+            args = [row, row, mask, scalar, row, scalar]
+            self._verify[size] = TargetPass(
+                f"verify {size}", self._sequence, size, args, (state, logits), begin=begin, finish=finish
+            )
+        passes = [program for verify in self._verify.values() for program in verify.programs]
+        compile_programs([*self._sequence.programs, *passes])
 
     def score(self, prompt: Sequence[int], text: np.ndarray, batches: Sequence[_Batch], size: int) -> np.ndarray:
         """Logits `[len(text), V]` after every token of the text."""

@@ -17,12 +17,13 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import CAPACITY_GROWTH, FIRST_CAPACITY
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.sequence import ModelSequence, cache_slots
+from jaxspec.methods.core.streaming import TargetPass, make_sequence
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.models.transformer import vocab_logits
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.program import Program, compile_programs
+from jaxspec.runtime.program import compile_programs
 from jaxspec.sampling.noise import gumbel_rows
 from jaxspec.sampling.processors import History, clean, penalise, process
 from jaxspec.sampling.request import make_request
@@ -92,12 +93,13 @@ class ReferenceDecoder:
             self._capacity *= CAPACITY_GROWTH
         self._capacity = min(self._capacity, limit)
         cfg, vocab = target.cfg, target.vocab
-        sequence = ModelSequence(target, cache_slots(self._capacity + 1, 0), "check", keeps_text=False)
+        sequence = make_sequence(target, cache_slots(self._capacity + 1, 0), "check", keeps_text=False)
 
-        def score(params, state, token, history, request):
-            position, cache = state.cache.length[None], state.cache
-            hidden, cache = forward(params, cfg, token[None], position, cache, jnp.ones((1, 1), bool))
-            logits = vocab_logits(params, hidden)
+        def begin(length, token, history, request):
+            return token[None], length[None], jnp.ones((1, 1), bool), None
+
+        def finish(params, state, hidden, cache, token, history, request):
+            position, logits = state.cache.length[None], vocab_logits(params, cfg, hidden)
             processors, seen, counts = request.processors, history.seen[None], history.counts[None]
             scores = (
                 clean(logits, vocab),
@@ -107,10 +109,11 @@ class ReferenceDecoder:
             )
             return state.replace(cache=commit_rows(cache, jnp.int32(1))), tuple(array[0] for array in scores)
 
-        args = [target.params(), sequence.state, target.array((), jnp.int32), target.history(), target.request()]
+        args = [target.array((), jnp.int32), target.history(), target.request()]
         row = target.array((target.padded_vocab,), jnp.float32, TENSOR_AXIS)
-        self._score = Program("check score", score, target.plan, args, (sequence.state, (row,) * 4), donate=[1])
-        compile_programs([*sequence.programs, self._score])
+        out = (sequence.state, (row,) * 4)
+        self._score = TargetPass("check score", sequence, 1, args, out, begin=begin, finish=finish)
+        compile_programs([*sequence.programs, *self._score.programs])
         self._sequence = sequence
         return sequence
 

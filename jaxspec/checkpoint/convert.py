@@ -17,13 +17,14 @@ from jaxspec.checkpoint.native.arrays import PendingLeaf
 from jaxspec.checkpoint.native.checkpoint import write_arrays
 from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, keep_layers
 from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import (
     LeafType,
     Storage,
     collect_storage,
     encode_blocks,
+    leaf_inputs,
     restrict_storage,
     weight_leaves,
 )
@@ -32,7 +33,9 @@ from pallas_kernels.linear.blocks import FORMATS
 DTYPES = ("float32", "bfloat16")
 
 # The formats that weights can be quantised to, with that of embedding and head: four bits cost those two most.
-QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0"}
+QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0", "q4_k": "q6_k", "q5_k": "q6_k", "q6_k": "q6_k"}
+# Instead of formats with blocks of 256 values, where rows are whole blocks of 32 only.
+SMALLER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
 
 # Disk space for the tokenizer and the folder structure.
 _SPARE_BYTES = 64 << 20
@@ -56,6 +59,7 @@ def convert(
     layers: int | None = None,
     quantize: str | None = None,
     save_tokenizer: Callable[[Path, Path], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> NativeCheckpoint:
     """Write the model at `src` as a native checkpoint `dst`.
 
@@ -69,11 +73,15 @@ def convert(
         are always float32.
       progress: called before the first array and after each.
       layers: number of layers to keep, from the first: a rough draft model without training. None keeps all.
-      quantize: "q8_0" or "q4_0", to which weights are rounded (embedding and head always to q8_0); needs dtype "auto".
-        Weights that the source holds in that format are copied. Rows that are not whole blocks become float32.
+      quantize: "q8_0" or "q4_0", to which weights are rounded (embedding and head to q8_0), or "q4_k", "q5_k" or
+        "q6_k" (embedding and head to q6_k); needs dtype "auto". Weights that the source holds in that format are
+        copied. Rows that are not whole blocks of 256 take q5_0 for q4_k, and q8_0 for the other two. Rows that are no
+        whole blocks of 32 become float32.
       save_tokenizer: writes the tokenizer of `src` into a folder; None writes a checkpoint without a tokenizer.
+      stopped: asked before each array and each later step; True undoes the conversion.
 
     Raises:
+      KeyboardInterrupt: `stopped` said so, and nothing is left.
       CheckpointError: `src` is missing, damaged or not supported, `dst` exists or cannot be written, or the disk is too
         small. Only damage and a failing disk are found after the first file is written.
       ConfigError: an unknown dtype or format, or more layers than there are.
@@ -95,9 +103,10 @@ def convert(
     if layers is not None:
         if not 1 <= layers <= cfg.num_layers:
             raise ConfigError(f"layers must lie between 1 and the model's {cfg.num_layers}, got {layers}")
-        cfg = dataclasses.replace(cfg, num_layers=layers, sliding_layers=cfg.sliding_layers[:layers])
+        cfg = keep_layers(cfg, range(layers))
     stored = choose_storage(source, cfg, dtype, quantize)
-    return write_checkpoint(dst, source, cfg, stored, progress, save_tokenizer and (lambda to: save_tokenizer(src, to)))
+    write_tokenizer = save_tokenizer and (lambda to: save_tokenizer(src, to))
+    return write_checkpoint(dst, source, cfg, stored, progress, write_tokenizer, stopped)
 
 
 def write_checkpoint(
@@ -107,25 +116,38 @@ def write_checkpoint(
     stored: Storage,
     progress: Callable[[ConvertProgress], None] | None = None,
     write_tokenizer: Callable[[Path], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> NativeCheckpoint:
     """Write a source's first layers; see `convert`. `write_tokenizer` adds a tokenizer to the folder it is given."""
+
+    def go_on() -> None:
+        if stopped():
+            raise KeyboardInterrupt
+
+    def report(done: ConvertProgress) -> None:
+        go_on()
+        if progress is not None:
+            progress(done)
+
     needed = sum(map(count_bytes, declare_leaves(cfg, stored).values())) + _SPARE_BYTES
     free = shutil.disk_usage(dst.absolute().parent).free
     if needed > free:
         raise CheckpointError(f"{dst}: needs {needed} bytes, but the disk of {dst.absolute().parent} has {free} free")
-    partial = dst.absolute().with_name(f".{dst.absolute().name}.partial-{os.getpid()}")
+    partial = partial_folder(dst)
     try:
         partial.mkdir()
     except OSError as error:
         raise CheckpointError(f"{dst}: the folder {partial} cannot be made: {error.strerror}") from error
     try:
         # The tokenizer first: it fails soonest.
-        if write_tokenizer is not None and not cfg.shares_embedding:
+        if write_tokenizer is not None and not cfg.shares_embedding and cfg.features is None:
             write_tokenizer(partial)
-        write_arrays(partial, _plan_leaves(source, cfg, stored, progress or (lambda _: None)))
+        write_arrays(partial, _plan_leaves(source, cfg, stored, report))
+        go_on()
         write_manifest(partial, cfg, stored, source.eos_ids, source.vocabulary)
         # No crash may keep the folder's name and lose its content.
         for path in (*partial.rglob("*"), partial):
+            go_on()
             _sync(path)
         # If the destination has appeared meanwhile, this fails unless it is empty.
         partial.rename(dst)
@@ -140,6 +162,12 @@ def write_checkpoint(
         if partial.exists():
             shutil.rmtree(partial)
     return open_native(dst)
+
+
+def partial_folder(dst: str | Path) -> Path:
+    """Where this process writes `dst` until it is whole."""
+    dst = Path(dst).absolute()
+    return dst.with_name(f".{dst.name}.partial-{os.getpid()}")
 
 
 def find_leftovers(dst: str | Path) -> list[Path]:
@@ -175,10 +203,10 @@ def choose_storage(source: Weights, cfg: ModelConfig, dtype: str, quantize: str 
         return restrict_storage(source.own_storage, cfg)
 
     def choose_type(leaf: str) -> LeafType:
-        kind = leaf.rsplit(".", 1)[-1]
-        wanted = QUANTISED[quantize] if kind in ("embed", "head") else quantize
-        inputs = {"out": cfg.num_heads * cfg.head_dim, "down": cfg.mlp_dim}.get(kind, cfg.embed_dim)
-        return "float32" if inputs % FORMATS[wanted].values else wanted
+        wanted = QUANTISED[quantize] if leaf in ("embed", "head") else quantize
+        inputs = leaf_inputs(cfg, leaf)
+        fitting = (name for name in (wanted, SMALLER_BLOCKS.get(wanted, wanted)) if inputs % FORMATS[name].values == 0)
+        return next(fitting, "float32")
 
     return collect_storage({leaf: choose_type(leaf) for leaf in weight_leaves(cfg)})
 

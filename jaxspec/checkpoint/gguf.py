@@ -5,7 +5,10 @@ names and its order of query and key rows are translated here. What is particula
 `jaxspec.models.families`.
 """
 
+import copy
+import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxspec.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_header
-from jaxspec.checkpoint.keymaps import check_accounted
+from jaxspec.checkpoint.keymaps import check_accounted, release_pages, sinks_name, split_fused
+from jaxspec.checkpoint.shards import count_read
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.config import ModelConfig, RopeConfig, rope_frequencies
+from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.families import FAMILIES
-from jaxspec.models.families.base import ConfigValues, Family
+from jaxspec.models.families.base import Family
+from jaxspec.models.families.values import ConfigValues
 from jaxspec.models.quantization import decode_blocks
+from jaxspec.models.rope import longrope_attention_factor, rope_frequencies, yarn_attention_factor
 from pallas_kernels.linear.blocks import FORMATS
 
 _TOP_NAMES = {
@@ -28,13 +34,22 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_SHARED_GATE, _SINKS = "mlp.shared_expert_gate", "self_attn.sinks"
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_output": "self_attn.o_proj",
+    "attn_sinks": _SINKS, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_post_norm",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": _SHARED_GATE,
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }  # fmt: skip
 _ROPE_FREQS = "rope_freqs.weight"
+# LongRoPE's divisors: those within the original context, and those beyond it, which are not used.
+_ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
 # Hyperparameters that change nothing in the supported architectures.
 _HARMLESS_KEYS = frozenset({"tensor_data_layout", "rope.scaling.original_context_length", "rope.scaling.finetuned"})
@@ -61,11 +76,26 @@ class GGUFSource:
         """Check everything but the tensors' names and shapes, which `open_gguf` does."""
         self.path = path
         self._family = _read_family(path, header.metadata)
-        self._tensors = _rename(path, header.tensors)
         self.config = _read_config(path, header, self._family)
+        self._tensors = split_fused(_rename(path, header.tensors, self.config), self.config, _cut)
         self.eos_ids = _read_eos_ids(path, header.metadata, self.config.vocab_size)
         _refuse_block_types(path, header.tensors)
         self._data = np.memmap(path, np.uint8, mode="r")
+        self._read_bytes: Callable[[Path, int, int], np.ndarray] | None = None
+
+    def reading(self, read_bytes: Callable[[Path, int, int], np.ndarray]) -> "GGUFSource":
+        """The same file, read by a function of path, offset and size instead of through a map of it."""
+        other = copy.copy(self)
+        other._read_bytes = read_bytes
+        return other
+
+    def nbytes(self, name: str) -> int:
+        """Bytes that a tensor takes in the file."""
+        return self._tensors[name].nbytes
+
+    def release_pages(self) -> None:
+        """Give back the memory that holds what was read of the file."""
+        release_pages(self._data)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -76,18 +106,38 @@ class GGUFSource:
         block_type = kind.name.lower()
         return _DTYPES[kind].name if kind in _DTYPES else block_type if block_type in FORMATS else "float32"
 
-    def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
+    def input_order(self, name: str) -> np.ndarray | None:
+        """None: GGUF files hold inputs in order."""
+        return None
+
+    def read(self, name: str, keep_blocks: bool = False, part: tuple[int, int, int] | None = None) -> np.ndarray:
         """One tensor by Hugging Face name, or its blocks where they are of a known format and to be kept."""
         tensor = self._tensors[name]
-        raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
+        if self._read_bytes is None:
+            raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
+        else:
+            raw = self._read_bytes(self.path, tensor.offset, tensor.nbytes)
+        shape = tensor.shape
+        if part is not None:
+            dimension, start, stop = part
+            rows = raw.reshape(shape[0], -1)
+            if dimension == 0:
+                rows, shape = rows[start:stop], (stop - start, *shape[1:])
+            else:
+                values, size = GGML_QUANT_SIZES[tensor.ggml_type]
+                if start % values or stop % values:  # within a block: whole rows are decoded and cut
+                    return self.read(name)[:, start:stop]
+                rows, shape = rows[:, start // values * size : stop // values * size], (shape[0], stop - start)
+            raw = np.ascontiguousarray(rows).reshape(-1)
+        count_read(raw)
         if self._family.gguf_interleaves and name.endswith(("q_proj.weight", "k_proj.weight")):
-            raw = _deinterleave_rows(raw, tensor.shape[0], self.config.head_dim)
+            raw = _deinterleave_rows(raw, shape[0], self.config.head_dim)
         block_type = tensor.ggml_type.name.lower()
         if keep_blocks and block_type in FORMATS:
-            return raw.reshape(*tensor.shape[:-1], -1, FORMATS[block_type].nbytes)
+            return raw.reshape(*shape[:-1], -1, FORMATS[block_type].nbytes)
         if tensor.ggml_type in _DTYPES:
-            return raw.view(_DTYPES[tensor.ggml_type]).reshape(tensor.shape)
-        return decode_blocks(raw, block_type).reshape(tensor.shape)
+            return raw.view(_DTYPES[tensor.ggml_type]).reshape(shape)
+        return decode_blocks(raw, block_type).reshape(shape)
 
 
 def open_gguf(path: str | Path) -> GGUFSource:
@@ -116,19 +166,31 @@ def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
     return known[name]
 
 
-def _rename(path: Path, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
+def _rename(path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig) -> dict[str, GGUFTensor]:
     """Tensors under Hugging Face names; unknown ones keep their own, for the accounting to list."""
     renamed: dict[str, GGUFTensor] = {}
+    family = FAMILIES[cfg.family]
     for name, tensor in tensors.items():
-        if name == _ROPE_FREQS:
+        if name in (_ROPE_FREQS, *_ROPE_FACTORS):
             continue
         hf_name, parts = _TOP_NAMES.get(name, name), name.split(".")
-        if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
-            hf_name = f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+        if len(parts) == 4 and parts[0] == "blk":
+            part = family.gguf_names.get(parts[2], _LAYER_NAMES.get(parts[2]))
+            if part is not None:
+                hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[3]}"
+            if part == _SINKS:
+                hf_name = sinks_name(parts[1])
+            if part == _SHARED_GATE and len(tensor.shape) == 1:
+                # A matrix of one row has one dimension in the file.
+                tensor = dataclasses.replace(tensor, shape=(1, *tensor.shape))
         if hf_name in renamed:
             raise CheckpointError(f"{path}: holds the tensor {hf_name!r} twice, the second time as {name!r}")
         renamed[hf_name] = tensor
     return renamed
+
+
+def _cut(tensor: GGUFTensor, shape: tuple[int, ...], offset: int, nbytes: int) -> GGUFTensor:
+    return dataclasses.replace(tensor, shape=shape, offset=offset, nbytes=nbytes)
 
 
 def _refuse_block_types(path: Path, tensors: dict[str, GGUFTensor]) -> None:
@@ -192,35 +254,66 @@ def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_context": max_context,
-        "rope": _read_rope(path, header, values, head_dim),
+        "rope": _read_rope(path, header, values, head_dim, max_context, family.yarn_truncates),
         "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "tied": "output.weight" not in header.tensors,
         **family.read_gguf(values, max_context),
     }
+    if fields["rope"].scaling == "longrope":
+        fields["max_context"] = min(max_context, fields["rope"].original_context)
     values.refuse_unread(
         lambda key, value: key in _HARMLESS_KEYS or value in (0, "", []) or (key in _FACTOR_KEYS and value == 1)
     )
     return ModelConfig(**fields)
 
 
-def _read_rope(path: Path, header: GGUFHeader, values: ConfigValues, head_dim: int) -> RopeConfig:
+def _read_rope(
+    path: Path, header: GGUFHeader, values: ConfigValues, head_dim: int, max_context: int, truncates: bool
+) -> RopeConfig:
     theta = values.number("rope.freq_base", default=10000.0)
     scaling = values.get("rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        values.refuse("rope.scaling.type", "supported: none, linear")
+    if scaling not in ("none", "linear", "yarn", "longrope"):
+        values.refuse("rope.scaling.type", "supported: none, linear, yarn, longrope")
     factor, old_factor = (values.number(key, default=1.0) for key in ("rope.scaling.factor", "rope.scale_linear"))
+    original = values.integer("rope.scaling.original_context_length", default=max_context)
     if scaling == "none":
         factor = old_factor  # of files older than the scaling keys
-    divisors = header.tensors.get(_ROPE_FREQS)
+    divisors = [_read_factors(path, header, name, head_dim) for name in (_ROPE_FREQS, *_ROPE_FACTORS)]
+    if sum(part is not None for part in divisors[:2]) + (factor > 1) > 1:
+        names = " and ".join((repr(_ROPE_FREQS), repr(_ROPE_FACTORS[0])))
+        raise ConfigError(f"{path}: asks for {scaling} rope scaling and {names} at once, which is not supported")
+    if divisors[0] is not None:
+        return _recover_llama3(path, divisors[0], theta, head_dim)
+    if divisors[1] is not None or scaling == "longrope":
+        if divisors[1] is None or not np.isfinite(divisors[1]).all() or not (divisors[1] > 0).all():
+            raise CheckpointError(f"{path}: longrope scaling needs positive numbers in {_ROPE_FACTORS[0]!r}")
+        grown = longrope_attention_factor(max_context / original, original)
+        return RopeConfig(
+            theta, "longrope", original_context=original, divisors=tuple(divisors[1].astype(float).tolist()),
+            attention_factor=values.number("rope.scaling.attn_factor", default=grown),
+        )  # fmt: skip
+    if scaling == "yarn":
+        beta_fast, beta_slow = (
+            values.number(f"rope.scaling.yarn_beta_{speed}", default=turns)
+            for speed, turns in (("fast", 32.0), ("slow", 1.0))
+        )
+        attention = values.number("rope.scaling.attn_factor", default=1.0) * yarn_attention_factor(factor)
+        return RopeConfig(
+            theta, "yarn", factor, original_context=original, beta_fast=beta_fast, beta_slow=beta_slow,
+            truncate=truncates, attention_factor=attention,
+        )  # fmt: skip
+    return RopeConfig(theta=theta, scaling="linear", factor=factor) if factor > 1 else RopeConfig(theta=theta)
+
+
+def _read_factors(path: Path, header: GGUFHeader, name: str, head_dim: int) -> np.ndarray | None:
+    """Numbers by which frequencies are divided, float32 [H / 2], or None where the file has none."""
+    divisors = header.tensors.get(name)
     if divisors is None:
-        return RopeConfig(theta=theta, scaling="linear", factor=factor) if factor > 1 else RopeConfig(theta=theta)
+        return None
     if divisors.ggml_type != GGMLQuantizationType.F32 or divisors.shape != (head_dim // 2,):
         found = f"shape {divisors.shape} of {divisors.ggml_type.name}"
-        raise CheckpointError(f"{path}: {_ROPE_FREQS!r} must hold {head_dim // 2} F32 values, got {found}")
-    frequencies = np.fromfile(path, "<f4", head_dim // 2, offset=divisors.offset)
-    if factor > 1:
-        raise ConfigError(f"{path}: asks for linear rope scaling and {_ROPE_FREQS!r} at once, which is not supported")
-    return _recover_llama3(path, frequencies, theta, head_dim)
+        raise CheckpointError(f"{path}: {name!r} must hold {head_dim // 2} F32 values, got {found}")
+    return np.fromfile(path, "<f4", head_dim // 2, offset=divisors.offset)
 
 
 def _recover_llama3(path: Path, divisors: np.ndarray, theta: float, head_dim: int) -> RopeConfig:

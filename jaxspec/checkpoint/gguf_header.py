@@ -5,6 +5,7 @@ tenth of a second and refuses damaged files. Format: ggml's docs/gguf.md, versio
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import mmap
@@ -53,21 +54,28 @@ class GGUFHeader(NamedTuple):
 
 
 def read_header(path: str | Path) -> GGUFHeader:
-    """Read and check the header of a GGUF file.
+    """Read and check the header of a GGUF file; that of the latest file is kept, and must not be changed.
 
     Raises:
       CheckpointError: the file cannot be read, is not a GGUF file, or its header contradicts itself or the file size.
     """
     path = Path(path)
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            if size < 24:
-                raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF header, which takes at least 24")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Parser(path, data).parse()
+        stat = path.stat()
+        return _parse(path, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _parse(path: Path, identity: tuple[int, ...]) -> GGUFHeader:
+    """The header of a file; another `identity` is another file."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        if size < 24:
+            raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF header, which takes at least 24")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Parser(path, data).parse()
 
 
 class _Parser:

@@ -6,23 +6,32 @@ whole rows: `[out, in]` is then `[out, in / values, nbytes]`.
 
 import dataclasses
 import functools
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.shards import Part
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.params import ArrayInfo, declare_leaves
-from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storage, weight_leaves
+from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storage, leaf_inputs, weight_leaves
 
 Shape = tuple[int, ...]
+Tensor = TypeVar("Tensor", bound="Located")
 Assemble = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_LISTED = 8
+# The norms of a layer: leaves, and the names of their tensors, which families may spell otherwise.
+_NORMS = {
+    "attn_norm": "input_layernorm", "attn_post_norm": "attention_post_norm",
+    "mlp_norm": "post_attention_layernorm", "mlp_post_norm": "mlp_post_norm",
+}  # fmt: skip
 
 
 class TensorSource(Protocol):
@@ -41,11 +50,28 @@ class TensorSource(Protocol):
         """How one tensor can be kept without loss: one of `jaxspec.models.quantization.WEIGHT_TYPES`."""
         ...
 
-    def read(self, name: str, keep_blocks: bool = False) -> np.ndarray:
-        """One whole tensor in its own dtype, blocks dequantised to float32.
+    def nbytes(self, name: str) -> int:
+        """Bytes that one tensor takes in its file."""
+        ...
 
-        With `keep_blocks`, blocks of the format that `weight_type` names are uint8 `[out, in / values, nbytes]`.
+    def release_pages(self) -> None:
+        """Give back the memory that holds what was read of the files; they can be read again."""
+        ...
+
+    def reading(self, read_bytes: Callable[[Path, int, int], np.ndarray]) -> "TensorSource":
+        """The same tensors, read by a function of path, offset and size that gives writable uint8 arrays."""
+        ...
+
+    def read(self, name: str, keep_blocks: bool = False, part: tuple[int, int, int] | None = None) -> np.ndarray:
+        """One whole tensor in its own dtype, blocks dequantised to float32; or the values of one dimension in `part`.
+
+        With `keep_blocks`, blocks of the format that `weight_type` names are uint8 `[out, in / values, nbytes]`, their
+        inputs in the order of `input_order`.
         """
+        ...
+
+    def input_order(self, name: str) -> np.ndarray | None:
+        """int64 `[in]`: which input each column of a tensor's blocks takes; None where they are in order."""
         ...
 
 
@@ -53,90 +79,239 @@ class TensorSource(Protocol):
 class Recipe:
     """How to make one leaf: `assemble` takes the tensors that `sources` names, in that order and of those shapes.
 
-    The result is reshaped to the declared shape of the leaf, `info`.
+    The result is reshaped to the declared shape of the leaf, `info`. With `is_order`, the leaf is the order of the
+    inputs of the first source.
     """
 
     sources: tuple[tuple[str, Shape], ...]
     assemble: Assemble
     info: ArrayInfo
+    is_order: bool = False
 
-    def read(self, source: TensorSource) -> np.ndarray:
+    def read(self, source: TensorSource, named: str = "", part: Part | None = None) -> np.ndarray:
         """The leaf from an open checkpoint, rounded to nearest where its dtype is narrower; one leaf of memory.
+
+        With `part`, which must not be empty, only that of its split axis; `named` is the leaf's name then.
 
         Raises:
           ConfigError: blocks of a format are asked for, and a tensor is not kept in it.
         """
+        if self.is_order:
+            order = source.input_order(self.sources[0][0])
+            assert order is not None  # see `source_storage`
+            return order.astype(np.int32)
         block_format = self.info.format
         for name, _ in self.sources:
             if block_format is not None and (found := source.weight_type(name)) != block_format:
                 raise ConfigError(f"{source.path}: {name} is kept as {found}, it cannot be loaded as {block_format}")
         read = source.read if block_format is None else functools.partial(source.read, keep_blocks=True)
-        arrays = [read(name) for name, _ in self.sources]
+        declared = self.info.shape
+        if part is None:
+            arrays = [read(name) for name, _ in self.sources]
+        else:
+            if part.is_of_experts(self.info):
+                each = len(self.sources) // declared[part.axis]
+                arrays = [read(name) for name, _ in self.sources[part.start * each : part.stop * each]]
+            else:
+                arrays = [read(name, part=part.of_tensor(named, self.info, shape)) for name, shape in self.sources]
+            declared = tuple(part.stop - part.start if i == part.axis else n for i, n in enumerate(declared))
         if len({array.dtype for array in arrays}) > 1:
             # Half formats have no common type of their own.
             arrays = [array.astype(np.float32, copy=False) for array in arrays]
         # Values beyond the range of a narrower type become infinite, as in every other framework.
         with np.errstate(over="ignore"):
-            leaf = self.assemble(arrays).astype(self.info.dtype, copy=False).reshape(self.info.shape)
+            leaf = self.assemble(arrays).astype(self.info.dtype, copy=False).reshape(declared)
         # Read-only means a view of the mapped file: a parameter must not change, or fault, when the file does.
         return leaf if leaf.flags.writeable else leaf.copy()
 
 
+def sinks_name(layer: int | str) -> str:
+    """Hugging Face's name of a layer's attention sinks."""
+    return f"model.layers.{layer}.self_attn.sinks"
+
+
 def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str, Recipe]:
     """One recipe per leaf of `declare_params(cfg, storage)`, by leaf name such as `layers.3.qkv`."""
-    D, F, K, G, H, V = cfg.embed_dim, cfg.mlp_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
-    infos = declare_leaves(cfg, storage)
+    D, K, G, H, V = cfg.embed_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
+    infos, family = declare_leaves(cfg, storage), FAMILIES[cfg.family]
     made: dict[str, Recipe] = {}
 
-    def group_heads(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, key and value."""
-        return np.concatenate([a.reshape(K, -1, H, *a.shape[1:]) for a in arrays], axis=1)
+    def group_heads(arrays: Sequence[np.ndarray], per_head: int = 1) -> np.ndarray:
+        """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, key and value.
+
+        The last array holds `per_head` rows of heads for each of the K heads, which may be some of the model's.
+        """
+        heads = arrays[-1].shape[0] // (per_head * H)
+        return np.concatenate([a.reshape(heads, -1, H, *a.shape[1:]) for a in arrays], axis=1)
 
     def add(leaf: str, *sources: tuple[str, Shape], assemble: Assemble = lambda arrays: arrays[0]) -> None:
         made[leaf] = Recipe(sources, assemble, infos[leaf])
+        if f"{leaf}_order" in infos:
+            made[f"{leaf}_order"] = Recipe(sources, assemble, infos[f"{leaf}_order"], is_order=True)
 
-    add("embed", (EMBED, (V, D)))
-    add("final_norm", ("model.norm.weight", (D,)))
-    if not cfg.tied:
-        add("head", (HEAD, (V, D)))
+    def add_swiglu(layer: int, leaf: str, parts: Sequence[str], width: int) -> None:
+        """The MLP in one part, or the experts in several."""
+
+        def tensors(*names: str) -> list[tuple[str, Shape]]:
+            shapes = {"down_proj": (D, width)}
+            return [(name_of(layer, f"{part}.{n}"), shapes.get(n, (width, D))) for part in parts for n in names]
+
+        add(f"layers.{layer}.{leaf}gate_up", *tensors("gate_proj", "up_proj"), assemble=np.stack)
+        # One tensor stays a view of the file.
+        stack = {} if len(parts) == 1 else {"assemble": np.stack}
+        add(f"layers.{layer}.{leaf}down", *tensors("down_proj"), **stack)
+
+    def name_of(layer: int, part: str, kind: str = "weight") -> str:
+        return f"model.layers.{layer}.{family.tensor_name(part)}.{kind}"
+
+    beside: dict[str, tuple[str, Shape]] = {
+        "embed": (EMBED, (V, D)), "final_norm": ("model.norm.weight", (D,)), "head": (HEAD, (V, D)),
+        "fc_bias": ("fc.bias", (D,)), "layers.0.hidden_norm": (name_of(0, "hidden_norm"), (D,)),
+    }  # fmt: skip
+    if cfg.head_ids:
+        beside["head"] = (HEAD, (len(cfg.head_ids), D))
+    for name, source in beside.items():
+        if name in infos:
+            add(name, source)
+    if cfg.features is not None:
+        rows = leaf_inputs(cfg, "fc")
+        add("fc", ("fc.weight", (D, rows)))
+        if cfg.features.fc_norm == "whole":
+            add("fc_norm", ("input_norm.weight", (rows,)))
+        elif cfg.features.fc_norm == "each":
+            width = (cfg.features.target_dim,)
+            add("fc_norm", *((f"fc_norm.{i}.weight", width) for i in range(cfg.features.num_states)), assemble=np.stack)
     for index in range(cfg.num_layers):
-        leaf, layer = f"layers.{index}", f"model.layers.{index}"
-        attn, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        leaf, experts, inputs = f"layers.{index}", cfg.layer_experts(index), cfg.attention_inputs(index)
         heads = {"q_proj": K * G * H, "k_proj": K * H, "v_proj": K * H}
-        qkv = [(f"{attn}.{name}.weight", (rows, D)) for name, rows in heads.items()]
-        add(f"{leaf}.attn_norm", (f"{layer}.input_layernorm.weight", (D,)))
+        qkv = [(name_of(index, f"self_attn.{name}"), (rows, inputs)) for name, rows in heads.items()]
+        for norm, part in _NORMS.items():
+            if f"{leaf}.{norm}" in infos:
+                add(f"{leaf}.{norm}", (name_of(index, part), (D,)))
         if f"{leaf}.qkv" in infos:
             add(f"{leaf}.qkv", *qkv, assemble=group_heads)
         else:
             for part, tensor in zip(PARTS, qkv, strict=True):
-                add(f"{leaf}.qkv.{part}", tensor, assemble=group_heads)
-        add(f"{leaf}.out", (f"{attn}.o_proj.weight", (D, K * G * H)))
-        add(f"{leaf}.mlp_norm", (f"{layer}.post_attention_layernorm.weight", (D,)))
-        gate_up = [(f"{mlp}.{name}.weight", (F, D)) for name in ("gate_proj", "up_proj")]
-        add(f"{leaf}.gate_up", *gate_up, assemble=np.stack)
-        add(f"{leaf}.down", (f"{mlp}.down_proj.weight", (D, F)))
+                per_head = G if part == PARTS[0] else 1
+                add(f"{leaf}.qkv.{part}", tensor, assemble=functools.partial(group_heads, per_head=per_head))
+        add(f"{leaf}.out", (name_of(index, "self_attn.o_proj"), (D, K * G * H)))
+        if cfg.out_bias:
+            add(f"{leaf}.out_bias", (name_of(index, "self_attn.o_proj", "bias"), (D,)))
+        if cfg.attention_sinks:
+            add(f"{leaf}.sinks", (sinks_name(index), (K * G,)))
+        if experts is None:
+            add_swiglu(index, "", ("mlp",), cfg.mlp_dim)
+        else:
+            add(f"{leaf}.router", (name_of(index, "mlp.gate"), (experts.count, D)))
+            add_swiglu(index, "", [f"mlp.experts.{i}" for i in range(experts.count)], experts.dim)
+            if experts.biases:
+                E, F = experts.count, experts.dim
+                projections = [(name_of(index, f"mlp.experts.{n}_proj", "bias"), (E, F)) for n in ("gate", "up")]
+                add(f"{leaf}.router_bias", (name_of(index, "mlp.gate", "bias"), (E,)))
+                add(f"{leaf}.gate_up_bias", *projections, assemble=functools.partial(np.stack, axis=1))
+                add(f"{leaf}.down_bias", (name_of(index, "mlp.experts.down_proj", "bias"), (E, D)))
+            if experts.shared_dim:
+                add(f"{leaf}.shared_gate", (name_of(index, "mlp.shared_expert_gate"), (1, D)))
+                add_swiglu(index, "shared_", ("mlp.shared_expert",), experts.shared_dim)
         if cfg.qkv_bias:
-            biases = [(f"{attn}.{name}.bias", (rows,)) for name, rows in heads.items()]
+            biases = [(name_of(index, f"self_attn.{name}", "bias"), (rows,)) for name, rows in heads.items()]
             add(f"{leaf}.qkv_bias", *biases, assemble=group_heads)
         if cfg.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                add(f"{leaf}.{name}", (f"{attn}.{name}.weight", (H,)))
+            for name, rows in (("q_norm", K * G), ("k_norm", K)):
+                width = rows * H if cfg.wide_qk_norm else H
+                add(f"{leaf}.{name}", (name_of(index, f"self_attn.{name}"), (width,)))
     # In the order of the declaration.
     return {name: made[name] for name in infos}
+
+
+def release_pages(file: np.memmap) -> None:
+    """Give back the memory of a mapped file. What it holds is read from disk again when it is needed."""
+    # Else a model is in memory twice while it is packed: once as pages of its file.
+    if isinstance(file.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        file.base.madvise(mmap.MADV_DONTNEED)
 
 
 def source_storage(source: TensorSource) -> Storage:
     """How every weight of a checkpoint can be kept without loss, each in the type of its tensors.
 
-    A query, key and value of different types are kept apart; gate and up projections that differ meet in float32.
+    A query, key and value of different types are kept apart; gate and up projections that differ meet in float32. So
+    do weights that share their inputs and have them in different orders, and an embedding or head with an order.
     """
     types: dict[str, LeafType] = {}
+    ordered: set[str] = set()
     made = recipes(source.config)
     for leaf in weight_leaves(source.config):
-        kinds = tuple(source.weight_type(name) for name, _ in made[leaf].sources)
+        names = [name for name, _ in made[leaf].sources]
+        kinds = tuple(source.weight_type(name) for name in names)
         alike = "float32" if len(set(kinds)) > 1 else kinds[0]
-        types[leaf] = kinds if len(set(kinds)) > 1 and len(kinds) == len(PARTS) else alike
-    return collect_storage(types)
+        types[leaf] = kinds if len(set(kinds)) > 1 and leaf.endswith(".qkv") else alike
+        orders = [source.input_order(name) for name in names]
+        if any(order is not None for order in orders):
+            first = orders[0]
+            same = first is not None and all(order is not None and np.array_equal(order, first) for order in orders)
+            if same and types[leaf] == alike and _may_have_order(source.config, leaf):
+                ordered.add(leaf)
+            else:
+                types[leaf] = "float32"
+    return collect_storage(types, ordered)
+
+
+def _may_have_order(cfg: ModelConfig, leaf: str) -> bool:
+    """Whether the model can take a weight's inputs in another order: in attention and in an MLP without experts."""
+    match leaf.split("."):
+        case ["layers", _, "qkv" | "out"]:
+            return True
+        case ["layers", index, "gate_up" | "down"]:
+            return cfg.layer_experts(int(index)) is None
+    return False
+
+
+class Located(Protocol):
+    """Where a tensor lies in a file: its shape, slowest dimension first, and its bytes."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def split_fused(
+    tensors: dict[str, Tensor], cfg: ModelConfig, cut: Callable[[Tensor, Shape, int, int], Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of a file, with those that hold several of the family's cut into them.
+
+    A tensor is left whole, for `check_accounted` to list, where its leading dimension is not that of its parts.
+
+    Args:
+      tensors: by Hugging Face name.
+      cfg: geometry.
+      cut: makes a part from a tensor, the part's shape, and the part's offset and size in bytes.
+    """
+    family, split = FAMILIES[cfg.family], {}
+    fused = {family.tensor_name(whole): parts for whole, parts in family.fused_tensors(cfg).items()}
+    for name, tensor in tensors.items():
+        prefix, index, part, kind = _layer_part(name)
+        pieces = fused.get(part, ()) if kind == "weight" else ()
+        if not pieces or not tensor.shape or sum(rows for _, rows in pieces) != tensor.shape[0]:
+            split[name] = tensor
+            continue
+        offset, each = tensor.offset, tensor.nbytes // tensor.shape[0]
+        for piece, rows in pieces:
+            # One of several matrices is a matrix.
+            shape = tensor.shape[1:] if len(tensor.shape) == 3 else (rows, *tensor.shape[1:])
+            split[f"{prefix}.{index}.{family.tensor_name(piece)}.{kind}"] = cut(tensor, shape, offset, rows * each)
+            offset += rows * each
+    return split
+
+
+def _layer_part(name: str) -> tuple[str, str, str, str]:
+    """`model.layers`, N, the part and the kind of a layer's tensor; empty strings for any other."""
+    pieces = name.split(".")
+    if len(pieces) < 5 or pieces[:2] != ["model", "layers"]:
+        return "", "", "", ""
+    return "model.layers", pieces[2], ".".join(pieces[3:-1]), pieces[-1]
 
 
 def check_accounted(source: TensorSource) -> None:
@@ -150,6 +325,11 @@ def check_accounted(source: TensorSource) -> None:
     if cfg.num_layers > len(found):
         held = f"the checkpoint holds only {len(found)} tensors"
         raise CheckpointError(f"{source.path}: the config asks for {cfg.num_layers} layers, but {held}")
+
+    routed = sum(cfg.layer_experts(index) is not None for index in range(cfg.num_layers))
+    if cfg.experts is not None and routed * cfg.experts.count > len(found):
+        held = f"the checkpoint holds only {len(found)} tensors"
+        raise CheckpointError(f"{source.path}: the config asks for {cfg.experts.count} experts a layer, but {held}")
 
     def is_harmless(name: str, shape: Shape) -> bool:
         """Whether a tensor adds nothing to the config: saved rotary frequencies, and the head of a tied model."""

@@ -13,11 +13,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.eagle import is_feature_draft, open_feature_draft
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import open_hf
 from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_storage
 from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
+from jaxspec.checkpoint.shards import Part, empty, is_elsewhere, local_part, place_part
 from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
@@ -26,7 +28,7 @@ from jaxspec.models.params import ArrayInfo, Params, declare_params, leaf_name
 from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.sharding import place_array, placed_shapes
+from jaxspec.runtime.sharding import place_declared, placed_shapes
 
 Format = Literal["hf", "gguf", "native"]
 
@@ -35,6 +37,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 # Dequantising and casting release the interpreter lock; each thread holds one leaf in memory.
 _NUM_THREADS = 2
+
+
+ReadBytes = Callable[[Path, int, int], np.ndarray]
+ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Weights:
       read: reads one whole unpadded parameter by leaf name, as its declaration says.
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
+      direct: the same as `read` by a function of path, offset and size that reads bytes of a file.
+      file_bytes: bytes that `direct` asks for to read a parameter.
     """
 
     path: Path
@@ -57,6 +65,8 @@ class Weights:
     read: Callable[[str, ArrayInfo], np.ndarray]
     vocabulary: str | None = None
     layers: LayerSet | None = None
+    direct: Callable[[ReadBytes], ReadLeaf] | None = None
+    file_bytes: Callable[[str, ArrayInfo], int] | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
         """The types on `plan` where weights stay as the checkpoint holds them."""
@@ -86,7 +96,20 @@ def open_weights(path: Path | None) -> Weights:
 
             return read_leaf(native, name, info)
 
-        return Weights(path, native.config, native.eos_ids, native.storage, restore, read_native, native.vocabulary)
+        def direct_native(read_bytes: ReadBytes) -> ReadLeaf:
+            from jaxspec.checkpoint.native.checkpoint import read_leaf
+
+            return functools.partial(read_leaf, native, read_bytes=read_bytes)
+
+        def native_bytes(name: str, info: ArrayInfo) -> int:
+            from jaxspec.checkpoint.native.checkpoint import leaf_bytes
+
+            return leaf_bytes(native, name, info)
+
+        return Weights(
+            path, native.config, native.eos_ids, native.storage, restore, read_native, native.vocabulary,
+            direct=direct_native, file_bytes=native_bytes,
+        )  # fmt: skip
     try:
         source = open_checkpoint(path)
     except ConfigError as error:
@@ -96,19 +119,31 @@ def open_weights(path: Path | None) -> Weights:
     def load(placement: Placement) -> Params:
         if is_default:
             verify_default(source.path)
-        return load_foreign(source, placement.plan, placement.weights, placement.vocab_rows)
+        params = load_foreign(source, placement.plan, placement.weights, placement.vocab_rows)
+        source.release_pages()
+        return params
 
     storage = source_storage(source)
 
     @functools.cache
     def all_recipes() -> dict[str, Recipe]:
-        # Query, key and value of different types have recipes of their own besides the joint one.
+        # Query, key and value of different types also have recipes of their own.
         return recipes(source.config) | recipes(source.config, storage)
 
     def read(name: str, info: ArrayInfo) -> np.ndarray:
         return dataclasses.replace(all_recipes()[name], info=info).read(source)
 
-    return Weights(path, source.config, source.eos_ids, storage, load, read)
+    def direct(read_bytes: ReadBytes) -> ReadLeaf:
+        if is_default:
+            verify_default(source.path)
+        reading = source.reading(read_bytes)
+        return lambda name, info: dataclasses.replace(all_recipes()[name], info=info).read(reading)
+
+    def file_bytes(name: str, info: ArrayInfo) -> int:
+        recipe = all_recipes()[name]
+        return 0 if recipe.is_order else sum(source.nbytes(tensor) for tensor, _ in recipe.sources)
+
+    return Weights(path, source.config, source.eos_ids, storage, load, read, direct=direct, file_bytes=file_bytes)
 
 
 def open_checkpoint(path: str | Path) -> TensorSource:
@@ -121,14 +156,14 @@ def open_checkpoint(path: str | Path) -> TensorSource:
     path = Path(path)
     match detect_format(path):
         case "hf":
-            return open_hf(path)
+            return open_feature_draft(path) if is_feature_draft(path) else open_hf(path)
         case "gguf":
             return open_gguf(path)
     raise CheckpointError(f"{path}: is a native checkpoint already; a Hugging Face folder or GGUF file is needed")
 
 
 def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, vocab_rows: int = 0) -> Params:
-    """Read every parameter and place each shard on its device; about one leaf per thread is in memory besides.
+    """Read every parameter and place each shard on its device; in addition, about one leaf per thread is in memory.
 
     Args:
       source: an open checkpoint.
@@ -143,8 +178,21 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
     placed, treedef = jax.tree.flatten_with_path(shapes)
     made = recipes(source.config, storage)
 
+    def read_part(name: str, recipe: Recipe, part: Part) -> np.ndarray:
+        if part.start < part.stop:
+            return recipe.read(source, name, part)
+        shape = tuple(0 if axis == part.axis else n for axis, n in enumerate(recipe.info.shape))
+        return np.zeros(shape, recipe.info.dtype)  # padding alone
+
     def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
-        return place_array(made[leaf_name(path)].read(source), target)
+        name = leaf_name(path)
+        recipe = made[name]
+        if jax.process_count() > 1:
+            if is_elsewhere(target):
+                return empty(target)
+            if (part := local_part(recipe.info, target)) is not None:
+                return place_part(read_part(name, recipe, part), part, target)
+        return place_declared(recipe.read(source), recipe.info, target)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         futures = [pool.submit(load_leaf, path, target) for path, target in placed]
@@ -170,8 +218,12 @@ def detect_format(path: str | Path) -> Format:
             return _detect_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:  # a NUL character
+        raise CheckpointError(f"{path}: is no path: {error}") from error
     wanted = "a Hugging Face folder, a GGUF file or a native checkpoint"
-    raise CheckpointError(f"{path}: no such file or folder (nothing is downloaded); give {wanted}")
+    raise CheckpointError(f"{path}: no such file or folder; give {wanted}")
 
 
 def _detect_folder(path: Path) -> Format:

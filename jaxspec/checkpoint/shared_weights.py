@@ -13,13 +13,14 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint.load import Weights
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, keep_layers
 from jaxspec.models.layer_set import LayerSet, parse_layers
 from jaxspec.models.params import Params, declare_params
-from jaxspec.models.quantization import collect_storage, encode_blocks, fit_storage, weight_leaves
+from jaxspec.models.quantization import collect_storage, encode_blocks, fit_storage, undo_order, weight_leaves
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement, SharedEmbedding
-from jaxspec.runtime.sharding import place_array
+from jaxspec.runtime.sharding import collect_declared, place_array, place_declared
+from jaxspec.runtime.transfer import read_whole
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
 # Begins the name of such a draft; the set of skipped blocks follows, as `parse_layers` reads it.
@@ -44,9 +45,7 @@ def cut_config(cfg: ModelConfig, layers: LayerSet) -> ModelConfig:
     kept = layers.kept
     units = LayerSet(tuple(layers.attention[i] for i in kept), tuple(layers.mlp[i] for i in kept))
     units = units if units.num_skipped else None
-    sliding = tuple(cfg.sliding_layers[i] for i in kept) if cfg.sliding_layers else ()
-    own = {"num_layers": len(kept), "sliding_layers": sliding, "units": units}
-    return dataclasses.replace(cfg, shares_embedding=True, **own)
+    return dataclasses.replace(keep_layers(cfg, kept), shares_embedding=True, units=units)
 
 
 def place_layer_subset(target: Placement, layers: LayerSet, plan: MeshPlan, dtype: Any) -> Placement:
@@ -57,12 +56,14 @@ def place_layer_subset(target: Placement, layers: LayerSet, plan: MeshPlan, dtyp
     cfg, storage = cut_config(target.cfg, layers), None
     if target.storage is not None and plan.kernels.native:
         # Layer j of the draft is layer kept[j] of the target.
-        def type_of(leaf: str) -> Any:
+        def name_in_target(leaf: str) -> str:
             _, index, name = leaf.split(".")
-            return target.weights.type_of(f"layers.{layers.kept[int(index)]}.{name}")
+            return f"layers.{layers.kept[int(index)]}.{name}"
 
-        storage = fit_storage(collect_storage({leaf: type_of(leaf) for leaf in weight_leaves(cfg)}), cfg, plan.tensor)
-    shared = SharedEmbedding(target.cfg, target.weights)
+        types = {leaf: target.weights.type_of(name_in_target(leaf)) for leaf in weight_leaves(cfg)}
+        ordered = {leaf for leaf in types if name_in_target(leaf) in target.weights.ordered}
+        storage = fit_storage(collect_storage(types, ordered), cfg, plan.tensor)
+    shared = SharedEmbedding(target.cfg, target.weights, target.activations)
     return Placement(cfg, plan, dtype, target.cfg.vocab_size, target.cfg.vocab_size, storage, shared)
 
 
@@ -70,25 +71,35 @@ def take_layers(target: Placement, draft: Placement, layers: LayerSet, params: P
     """The parameters of `Placement.own_params` of the draft, from the target's placed ones."""
     have, want = (declare_params(placement.cfg, placement.weights) for placement in (target, draft))
     shapes = draft.own_params()
-    taken = [
-        {name: _take(params["layers"][i][name], have["layers"][i][name], want["layers"][j][name], shape)
-         for name, shape in shapes["layers"][j].items()}
-        for j, i in enumerate(layers.kept)
-    ]  # fmt: skip
+    taken = []
+    for j, i in enumerate(layers.kept):
+        layer, orders = params["layers"][i], shapes["layers"][j].keys()
+        # A weight that is wanted as numbers, on several devices, has its inputs in order.
+        undo = {name: layer[f"{name}_order"] for name in orders if f"{name}_order" in layer.keys() - orders}
+        taken.append({
+            name: _take(layer[name], have["layers"][i][name], want["layers"][j][name], shape, undo.get(name))
+            for name, shape in shapes["layers"][j].items()
+        })  # fmt: skip
     norm = _take(params["final_norm"], have["final_norm"], want["final_norm"], shapes["final_norm"])
     return {"final_norm": norm, "layers": taken}
 
 
-def _take(leaf: Any, have: Any, want: Any, shape: Any) -> Any:
-    """A weight as `want` declares it and `shape` places it; the same arrays where they already are that."""
+def _take(leaf: Any, have: Any, want: Any, shape: Any, order: jax.Array | None = None) -> Any:
+    """A weight as `want` declares it and `shape` places it; the same arrays where they already are that.
+
+    `order` is that of the weight's inputs, where they are wanted in order.
+    """
     placed, wanted = jax.tree.leaves(leaf), jax.tree.leaves(shape)
     if jax.tree.structure(leaf) == jax.tree.structure(shape) and all(map(_is_placed, placed, wanted)):
         return leaf
     if isinstance(want, dict):
         return {part: _take(leaf[part], have[part], want[part], shape[part]) for part in want}
     if isinstance(want, Blocks):
-        return Blocks(place_array(_cut(leaf.data, have.data), shape.data), want.format)
-    return place_array(_numbers(leaf, have).reshape(want.shape).astype(want.dtype), shape)
+        return Blocks(place_declared(collect_declared(leaf.data, have.data), want.data, shape.data), want.format)  # pyright: ignore[reportArgumentType]
+    numbers = _numbers(leaf, have)
+    if order is not None:
+        numbers = undo_order(numbers, np.asarray(order))
+    return place_declared(numbers.reshape(want.shape).astype(want.dtype), want, shape)
 
 
 def _is_placed(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> bool:
@@ -100,14 +111,9 @@ def _numbers(leaf: Any, have: Any) -> np.ndarray:
     if isinstance(leaf, dict):
         return np.concatenate([_numbers(leaf[part], have[part]) for part in have], axis=1)
     if isinstance(leaf, Blocks):
-        whole: Any = Blocks(_cut(leaf.data, have.data), leaf.format)  # pyright: ignore[reportArgumentType]
+        whole: Any = Blocks(collect_declared(leaf.data, have.data), leaf.format)  # pyright: ignore[reportArgumentType]
         return np.asarray(dequantise(whole))
-    return _cut(leaf, have)
-
-
-def _cut(array: jax.Array, have: Any) -> np.ndarray:
-    """An array on the host, without the padding that the target's devices needed, which comes last."""
-    return np.asarray(array)[tuple(slice(n) for n in have.shape)]
+    return collect_declared(leaf, have)
 
 
 def share_embedding(draft: Placement, target: Params) -> Params:
@@ -116,6 +122,8 @@ def share_embedding(draft: Placement, target: Params) -> Params:
     for leaf, shape in draft.shared_params().items():
         if leaf == "head" and draft.cfg.head_ids:
             shared[leaf] = _take_rows(target.get("head", target["embed"]), draft, shape)
+        elif leaf == "head" and leaf not in target:
+            shared[leaf] = jax.tree.map(_move, target["embed"], shape)
         else:
             shared[leaf] = jax.tree.map(_move, target[leaf], shape)
     return shared
@@ -126,13 +134,13 @@ def _move(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     if leaf.sharding == shape.sharding and leaf.shape == shape.shape:
         return leaf
     rows = min(leaf.shape[0], shape.shape[0])  # what differs is padding
-    return place_array(np.asarray(leaf)[:rows], shape)
+    return place_array(read_whole(leaf)[:rows], shape)
 
 
 def _take_rows(table: Any, draft: Placement, shape: Any) -> Any:
     """The rows of `head_ids` in the draft's own type."""
     ids = np.array(draft.cfg.head_ids, np.int32)
-    rows = jax.tree.map(lambda leaf: np.asarray(leaf)[ids], table)
+    rows = jax.tree.map(lambda leaf: read_whole(leaf)[ids], table)
     if isinstance(rows, Blocks) and isinstance(shape, Blocks) and rows.format == shape.format:
         return jax.tree.map(place_array, rows, shape)
     numbers = np.asarray(dequantise(rows)) if isinstance(rows, Blocks) else rows

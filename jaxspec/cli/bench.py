@@ -9,7 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import KERNELS_HELP, check_output, merge_options, setting_types
+from jaxspec.cli.offload import DeviceMemoryOption, OffloadOption, ResidentLayersOption, offload_from
+from jaxspec.cli.options import (
+    ACTIVATIONS_HELP,
+    KERNELS_HELP,
+    KV_DTYPE_HELP,
+    check_output,
+    merge_options,
+    setting_types,
+)
+from jaxspec.cli.processes import (
+    CoordinatorOption,
+    DraftProcessOption,
+    NumProcessesOption,
+    ProcessIdOption,
+    follow_or_lead,
+    processes_from,
+)
 from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import VersionOption, interrupts_noted, leave_after_interrupt, run_app, run_command
 from jaxspec.errors import ConfigError
@@ -23,6 +39,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def bench(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
@@ -52,6 +69,8 @@ def bench(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
+    activations: Annotated[str, typer.Option(help=ACTIVATIONS_HELP)] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
     draft_devices: Annotated[
         int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
@@ -59,6 +78,13 @@ def bench(
     draft_platform: Annotated[
         str | None, typer.Option(help="Where the draft's devices are, if not where the target's are: cpu.")
     ] = None,
+    offload: OffloadOption = None,
+    device_memory: DeviceMemoryOption = None,
+    resident_layers: ResidentLayersOption = None,
+    coordinator: CoordinatorOption = None,
+    num_processes: NumProcessesOption = None,
+    process_id: ProcessIdOption = None,
+    draft_process: DraftProcessOption = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answer --max-tokens tokens always.")
     ] = False,
@@ -80,7 +106,8 @@ def bench(
         from jaxspec.bench.run import measure
         from jaxspec.bench.tables import print_report
         from jaxspec.config import SamplingParams
-        from jaxspec.llm import LLM, has_draft
+        from jaxspec.llm import LLM
+        from jaxspec.opening import has_draft
 
         wanted = None if categories is None else _split_list(categories, "--categories")
         chosen = select_prompts(load_prompts(prompts), wanted, max_prompts)
@@ -89,14 +116,19 @@ def bench(
         )
         drafting = has_draft(model, draft_model)
         own = draft_devices is not None or draft_platform is not None
-        names = default_methods(drafting, own) if methods is None else _split_list(methods, "--methods")
+        streamed = offload not in (None, "none")
+        names = default_methods(drafting, own, streamed) if methods is None else _split_list(methods, "--methods")
         columns = make_columns(names, _parse_settings(set_ or []), _parse_budgets(budgets))
         method = loading_method(columns, drafting, draft_model is not None, own)
 
         llm = LLM(
             model, draft=draft_model, method=method, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
+            activations=activations, kv_dtype=kv_dtype,  # pyright: ignore[reportArgumentType]
             target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
+            session_memory=0, distributed=processes_from(context.params), **offload_from(context.params),
         )  # fmt: skip
+        if follow_or_lead(llm, NAME):
+            return
         with interrupts_noted() as noted, Bar() as bar:
             measured = measure(llm, columns, chosen, sampling, repeats, bar.show, noted.is_set)
         draft = None if llm.draft_path is None else str(llm.draft_path)

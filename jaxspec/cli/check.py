@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import KERNELS_HELP, OptionTypes, check_output, merge_options, setting_types
+from jaxspec.cli.offload import DeviceMemoryOption, OffloadOption, ResidentLayersOption, offload_from
+from jaxspec.cli.options import (
+    ACTIVATIONS_HELP,
+    KERNELS_HELP,
+    KV_DTYPE_HELP,
+    OptionTypes,
+    check_output,
+    merge_options,
+    setting_types,
+)
+from jaxspec.cli.processes import refuse_several
 from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import VersionOption, run_app, run_command
 from jaxspec.errors import ConfigError, JaxspecError
@@ -69,8 +79,13 @@ def check(
     draft_platform: Annotated[
         str | None, typer.Option(help="Where the draft's devices are, if not where the target's are: cpu.")
     ] = None,
+    offload: OffloadOption = None,
+    device_memory: DeviceMemoryOption = None,
+    resident_layers: ResidentLayersOption = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
+    activations: Annotated[str, typer.Option(help=ACTIVATIONS_HELP)] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
     json_: Annotated[
         Path | None, typer.Option("--json", help="Write one JSON object with everything here; - is standard output.")
@@ -85,13 +100,15 @@ def check(
     """
 
     def run() -> None:
+        refuse_several(NAME)
         check_output(json_)
         _check_prompts(prompt or [], prompts)
         from jaxspec.bench.columns import loading_method  # only now: --help and usage errors answer at once
         from jaxspec.bench.run import Column
         from jaxspec.check.reference_decoder import ReferenceDecoder
         from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
-        from jaxspec.llm import LLM, has_draft
+        from jaxspec.llm import LLM
+        from jaxspec.opening import has_draft
 
         size = FULL if full else QUICK
         given = {"max_tokens": max_tokens, "max_prompts": max_prompts, "samples": samples}
@@ -100,19 +117,24 @@ def check(
         names = [name for name, _ in texts]
         drafting = has_draft(model, draft_model)
         apart = draft_devices is not None or draft_platform is not None
+        given = {"offload": offload, "device_memory": device_memory, "resident_layers": resident_layers}
+        streaming, streamed = offload_from(given), offload not in (None, "none")
         wanted = method or (ALL if full or apart else QUICK_METHOD)
-        methods, skipped = _make_methods(wanted, set_ or [], drafting, apart)
+        methods, skipped = _make_methods(wanted, set_ or [], drafting, apart, streamed)
         columns = [Column(each.name, each) for each in methods]
         first = loading_method(columns, drafting, draft_model is not None, apart)
         llm = LLM(
             model, draft=draft_model, method=first, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
+            activations=activations, kv_dtype=kv_dtype,  # pyright: ignore[reportArgumentType]
             target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
+            session_memory=0, **streaming,
         )  # fmt: skip
         plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
         encoded = [_encode(plain, text, chat) for _, text in texts]
         report: dict[str, Any] = {
             "lossless": True, "model": str(llm.model_path), "draft": llm.draft_path and str(llm.draft_path),
-            "dtype": str(llm.engine.target.dtype),
+            "dtype": str(llm.engine.target.dtype), "activations": llm.engine.target.activations,
+            "kv_dtype": str(llm.engine.target.kv_dtype),
             "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
             "target_devices": target_devices, "draft_devices": draft_devices, "draft_platform": draft_platform,
             **dataclasses.asdict(size), "seed": seed, "prompts": names, "methods": [], "skipped": skipped,
@@ -150,7 +172,7 @@ def check(
         for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
             console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
         if not full and report["methods"]:
-            every = [type(each) for each in _make_methods(ALL, [], drafting, apart)[0]]
+            every = [type(each) for each in _make_methods(ALL, [], drafting, apart, streamed)[0]]
             minutes = max(1, round(estimate_full(report["methods"], setup_s, every) / 60))
             text = (
                 f"this was the quick check; --full checks {len(every)} methods with more texts, in about {minutes} min"
@@ -197,7 +219,7 @@ def _encode(llm: "LLM", text: str, chat: bool | None) -> list[int]:
 
 
 def _make_methods(
-    text: str, assignments: Sequence[str], has_draft: bool, apart: bool
+    text: str, assignments: Sequence[str], has_draft: bool, apart: bool, streamed: bool
 ) -> tuple[list[Any], dict[str, str]]:
     """The methods to check with their settings, and those that `ALL` leaves out, with the reason."""
     from jaxspec.bench.columns import default_methods
@@ -205,11 +227,13 @@ def _make_methods(
     names = [name.strip() for name in text.split(",")]
     skipped: dict[str, str] = {}
     if names == [ALL]:
-        names = default_methods(has_draft, apart)
+        names = default_methods(has_draft, apart, streamed)
         for name in METHODS:
             if name not in names:
                 needs = method_class(name).needs_draft and not has_draft
                 own = "runs the draft on the target's devices (--draft-devices, --draft-platform)"
+                if streamed and method_class(name).own_layers:
+                    own = "drafts with the target's own layers, which --offload streams"
                 skipped[name] = "needs a draft model (--draft-model)" if needs else own
         names.remove(PLAIN)
         if not names:

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli.run import VersionOption, raise_lost_interrupt, run_app, run_command
+from jaxspec.cli.run import VersionOption, interrupts_noted, run_app, run_command
+from jaxspec.errors import ConfigError
 
 NAME = "jaxspec-convert"
 
@@ -19,16 +20,23 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def convert(
-    src: Annotated[str, typer.Argument(help="Hugging Face folder, GGUF file, native checkpoint, or the word default.")],
-    dst: Annotated[Path, typer.Argument(help="The checkpoint to make: a folder that does not exist yet.")],
+    src: Annotated[
+        str | None, typer.Argument(help="Hugging Face folder, GGUF file, native checkpoint, or the word default.")
+    ] = None,
+    dst: Annotated[
+        Path | None, typer.Argument(help="The checkpoint to make: a folder that does not exist yet.")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="auto, float32 or bfloat16; auto keeps every weight as SRC holds it, in blocks too.")
     ] = "auto",
     quantize: Annotated[
-        str | None, typer.Option(help="q8_0 or q4_0: round the weights to blocks of 8 or 4 bits; not with --dtype.")
+        str | None, typer.Option(help="q8_0, q6_k, q5_k, q4_k or q4_0: round the weights to blocks; not with --dtype.")
     ] = None,
     layers: Annotated[
         int | None, typer.Option(help="Keep only the first N layers: a rough draft model, untrained.")
+    ] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="Convert nothing: read this native checkpoint, and compare all its checksums.")
     ] = None,
     version: VersionOption = False,
 ) -> None:
@@ -36,7 +44,18 @@ def convert(
 
     It is written whole or not at all: an interrupted conversion leaves nothing that loads.
     """
-    run_command(NAME, lambda: _run(src, dst, dtype, quantize, layers), cleans_up=True)
+
+    def run() -> None:
+        if verify is not None:
+            if src is not None or dtype != "auto" or quantize is not None or layers is not None:
+                raise ConfigError("--verify converts nothing: give it one folder, and no other argument")
+            _verify(verify)
+        elif src is None or dst is None:
+            raise ConfigError(f"give SRC and DST, or --verify and a folder; {NAME} --help says more")
+        else:
+            _run(src, dst, dtype, quantize, layers)
+
+    run_command(NAME, run)
 
 
 def main() -> None:
@@ -48,7 +67,7 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
     from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from jaxspec.checkpoint.convert import ConvertProgress, find_leftovers
+    from jaxspec.checkpoint.convert import ConvertProgress, find_leftovers, partial_folder
     from jaxspec.checkpoint.convert import convert as convert_checkpoint
 
     for leftover in find_leftovers(dst):
@@ -62,11 +81,12 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
     size = TextColumn("{task.fields[size]}")
     columns = (TextColumn("tensors"), MofNCompleteColumn(), BarColumn(), size, TimeRemainingColumn())
     with ExitStack() as stack:
+        # Before there is a folder to remove, an interrupt ends the process at once.
+        noted = stack.enter_context(interrupts_noted(partial_folder(dst).exists))
         bar = Progress(*columns, console=console, transient=True)
         task = bar.add_task("", total=None, size="")
 
         def show(progress: ConvertProgress) -> None:
-            raise_lost_interrupt()
             # Shown once work begins, and to people only: refusals and log files hold nothing but their line.
             if progress.arrays == 0:
                 if layers is None and progress.num_bytes > source_bytes:
@@ -79,8 +99,17 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
             megabytes = f"{progress.bytes / 1e6:.0f}/{progress.num_bytes / 1e6:.0f} MB"
             bar.update(task, completed=progress.arrays, total=progress.num_arrays, size=megabytes)
 
-        checkpoint = convert_checkpoint(source, dst, dtype, show, layers, quantize, _save_tokenizer)
+        checkpoint = convert_checkpoint(source, dst, dtype, show, layers, quantize, _save_tokenizer, noted.is_set)
     print(f"{checkpoint.path}: {checkpoint.num_bytes / 1e6:.1f} MB, {checkpoint.storage}")
+
+
+def _verify(folder: Path) -> None:
+    from jaxspec.checkpoint.native.manifest import verify_native
+
+    checkpoint = verify_native(folder)
+    files = checkpoint.files or {}
+    num_bytes = sum(entry["bytes"] for entry in files.values())
+    print(f"{checkpoint.path}: {len(files)} files, {num_bytes / 1e6:.1f} MB, all as they were written")
 
 
 def _warn(message: str) -> None:

@@ -1,4 +1,7 @@
-"""`jaxspec-decode`: a prompt in, streamed text out."""
+"""`jaxspec-decode`: a prompt in, streamed text out.
+
+This file exceeds 400 lines because every option is declared here.
+"""
 
 import contextlib
 import dataclasses
@@ -6,12 +9,23 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, AnyStr
 
 import typer
 
+from jaxspec.cli.conversation import Conversation
+from jaxspec.cli.offload import (
+    OFFLOAD_OPTIONS,
+    DeviceMemoryOption,
+    OffloadOption,
+    PlanOption,
+    ResidentLayersOption,
+    print_plan,
+)
 from jaxspec.cli.options import (
+    ACTIVATIONS_HELP,
     KERNELS_HELP,
+    KV_DTYPE_HELP,
     METHODS_HELP,
     OptionTypes,
     check_new_file,
@@ -20,9 +34,27 @@ from jaxspec.cli.options import (
     method_from,
     method_options,
 )
-from jaxspec.cli.progress import waiting
-from jaxspec.cli.run import VersionOption, interrupts_noted, leave_after_interrupt, run_app, run_command
+from jaxspec.cli.processes import (
+    CoordinatorOption,
+    DraftProcessOption,
+    NumProcessesOption,
+    ProcessIdOption,
+    asks_for_several,
+    follow_or_lead,
+    is_follower,
+    processes_from,
+)
+from jaxspec.cli.progress import passes_shown, waiting
+from jaxspec.cli.run import (
+    VersionOption,
+    interrupts_noted,
+    leave_after_interrupt,
+    run_app,
+    run_command,
+    without_collection,
+)
 from jaxspec.errors import ConfigError
+from jaxspec.text import guard
 
 if TYPE_CHECKING:
     from jaxspec.bench.timeline import Timeline
@@ -30,6 +62,8 @@ if TYPE_CHECKING:
     from jaxspec.results import Completion, StreamEvent
 
 NAME = "jaxspec-decode"
+
+LONGEST_PROMPT = 64 << 20  # bytes: no context holds as much, and a device such as /dev/zero has no end
 
 SHOWN_HISTORY = 8  # latest entries of the history of a search that are printed; --json has them all
 
@@ -46,13 +80,18 @@ METHOD_CHOICE: dict[str, OptionTypes] = {
     "draft_model": (str,), "method": (str,), "swift_layers": (str,),
 }  # fmt: skip
 LLM_OPTIONS: dict[str, OptionTypes] = {
-    "model": (str,), "dtype": (str,), "kernels": (str,), "target_devices": (int,), "draft_devices": (int,),
-    "draft_platform": (str,), "max_context": (int,), "compile_cache": (str,),
+    "model": (str,), "dtype": (str,), "kernels": (str,), "activations": (str,), "kv_dtype": (str,),
+    "target_devices": (int,), "draft_devices": (int,), "draft_platform": (str,), "max_context": (int,),
+    "compile_cache": (str,), "revision": (str,), "expert_parallel": (bool,),
+    **OFFLOAD_OPTIONS,
+}  # fmt: skip
+PROCESS_OPTIONS: dict[str, OptionTypes] = {
+    "coordinator": (str,), "num_processes": (int,), "process_id": (int,), "draft_process": (int,),
 }  # fmt: skip
 OTHER_OPTIONS: dict[str, OptionTypes] = {
-    "offload": (str,), "chat": (bool,), "system": (str,),
+    "chat": (bool,), "system": (str,),
 }  # fmt: skip
-FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **OTHER_OPTIONS}
+FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **PROCESS_OPTIONS, **OTHER_OPTIONS}
 METHOD_FLAGS = ("num_draft_tokens",)  # settings of methods that have a flag of their own
 
 
@@ -63,8 +102,9 @@ def decode(
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
+        typer.Option("--model", "-m", help="Folder, GGUF file or name on the Hugging Face Hub [the default model]."),
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a name on the hub [main].")] = None,
     draft_model: Annotated[
         str | None,
         typer.Option(help="Checkpoint of a draft model; self:attention=1,3;mlp=2 is the model without these."),
@@ -97,6 +137,8 @@ def decode(
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     kernels: Annotated[str | None, typer.Option(help=KERNELS_HELP)] = None,
+    activations: Annotated[str | None, typer.Option(help=ACTIVATIONS_HELP)] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
     target_devices: Annotated[int | None, typer.Option(help="Devices that share the model [1].")] = None,
     draft_devices: Annotated[
         int | None, typer.Option(help="Devices of the draft model alone, for swiftspec [1 if there is one].")
@@ -104,7 +146,17 @@ def decode(
     draft_platform: Annotated[
         str | None, typer.Option(help="Their platform if not the target's: cpu beside an accelerator.")
     ] = None,
-    offload: Annotated[str | None, typer.Option(help="none.")] = None,
+    coordinator: CoordinatorOption = None,
+    num_processes: NumProcessesOption = None,
+    process_id: ProcessIdOption = None,
+    draft_process: DraftProcessOption = None,
+    expert_parallel: Annotated[
+        bool | None, typer.Option("--expert-parallel", help="Whole experts on each device, for mixtures of experts.")
+    ] = None,
+    offload: OffloadOption = None,
+    device_memory: DeviceMemoryOption = None,
+    resident_layers: ResidentLayersOption = None,
+    plan: PlanOption = False,
     max_context: Annotated[int | None, typer.Option(help="Most tokens of prompt plus output.")] = None,
     compile_cache: Annotated[str | None, typer.Option(help='Folder of compiled programs; "" for none.')] = None,
     config: Annotated[
@@ -117,9 +169,12 @@ def decode(
         Path | None, typer.Option(help="Write when each program ran, as a Chrome/Perfetto trace, to this file.")
     ] = None,
     show_drafted: Annotated[bool, typer.Option("--show-drafted", help="Underline what a draft proposed.")] = False,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="A conversation: questions from the terminal, /help, Ctrl-D.")
+    ] = False,
     version: VersionOption = False,
 ) -> None:
-    """Decode one prompt with the lowest latency, streaming the text.
+    """Decode one prompt with the lowest latency, streaming the text; with --interactive, hold a conversation.
 
     Ctrl-C ends the text there: --json and --stats then say what was decoded, with finish_reason "abort".
     """
@@ -135,24 +190,44 @@ def decode(
                 print(f"{name:<{max(map(len, names))}}  {line}")
             return
         options = merge_options(given, config, set_ or [], FLAGS, method_options)
-        _refuse_unavailable(options)
+        if plan:
+            without = {"a prompt": prompt or prompt_file, "--json": json_, "--interactive": interactive}
+            without |= {"--trace": trace, "--coordinator": options.get("coordinator")}
+            arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
+            print_plan(options.get("draft_model"), method_from(options), arguments, without)
+            return
         if options.get("logprobs") not in (None, False) and not json_:
             raise ConfigError("log-probabilities are part of the JSON object: add --json")
         if show_drafted and json_:
             raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
+        if trace is not None and asks_for_several(options):
+            raise ConfigError("--trace shows the programs of one process: it does not go with several")
         out = check_new_file(trace, "--trace")
-        text = _read_prompt(prompt, prompt_file)
-        from jaxspec.config import SamplingParams  # heavy imports only now: --help and usage errors answer at once
-        from jaxspec.llm import LLM
-
-        sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
-        arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
-        method = method_from(options)
+        if interactive:
+            _check_interactive(options, prompt is not None or prompt_file is not None, json_, trace)
+        follows = is_follower(options)
+        text = "" if interactive or follows else _read_prompt(prompt, prompt_file)
+        if options.get("chat") is not False and not follows:
+            guard.prestart()  # it renders the chat template, and starts beside the imports
         with waiting("loading the model and compiling its programs") as show:
-            llm = LLM(**arguments, draft=options.get("draft_model"), method=method)
+            with without_collection():
+                # Heavy imports only now: --help and usage errors answer at once.
+                from jaxspec.config import SamplingParams
+                from jaxspec.llm import LLM
+
+                sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
+                arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
+                arguments["distributed"] = processes_from(options)
+                llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
+            if follow_or_lead(llm, NAME):
+                return
+            if interactive:
+                show(None)
+                Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary).run()
+                return
             prepared = llm.encode(_messages(llm, text, options))
             show(f"reading {len(prepared)} tokens of the prompt")
-            with _tracing(llm, out) as timeline:
+            with _tracing(llm, out) as timeline, passes_shown(llm, show):
                 completion = _stream(llm, prepared, sampling, lambda: show(None), quiet=json_, underline=show_drafted)
         if timeline is not None:
             summary = dataclasses.asdict(timeline.summary())
@@ -173,9 +248,13 @@ def main() -> None:
     run_app(app, NAME)
 
 
-def _refuse_unavailable(options: dict[str, Any]) -> None:
-    if options.get("offload", "none") != "none":
-        raise ConfigError(f"offload {options['offload']!r} is not available in this version; use none")
+def _check_interactive(options: dict[str, Any], prompt: bool, json_: bool, trace: Path | None) -> None:
+    for given, what in (
+        (prompt, "a prompt"), (json_, "--json"), (trace is not None, "--trace"),
+        (options.get("chat") is False, "--raw"), (options.get("n", 1) != 1, "n"),
+    ):  # fmt: skip
+        if given:
+            raise ConfigError(f"--interactive is a conversation: {what} does not go with it")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -185,19 +264,28 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ConfigError(one)
     try:
         if file is not None:
-            text = file.read_text(encoding="utf-8").removesuffix("\n")
+            with open(file, encoding="utf-8") as opened:
+                text = _check_length(opened.read(LONGEST_PROMPT + 1))
         elif prompt == "-" or piped:
-            # The newline that a shell or an editor adds is no part of the prompt.
-            text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+            text = _check_length(sys.stdin.buffer.read(LONGEST_PROMPT + 1)).decode("utf-8")
         else:
             text = str(prompt)
     except OSError as error:
-        raise ConfigError(f"prompt file {file} cannot be read: {error.strerror}") from error
+        where = "standard input" if file is None else f"prompt file {file}"
+        raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 text: {error}") from error
+    if file is not None or prompt == "-" or piped:
+        text = text.removesuffix("\n")  # that a shell or an editor adds; it is no part of the prompt
     if not text:
         raise ConfigError(one if piped else "the prompt is empty: it has 0 characters and at least 1 is needed")
     return text
+
+
+def _check_length(content: AnyStr) -> AnyStr:
+    if len(content) > LONGEST_PROMPT:
+        raise ConfigError(f"the prompt is longer than {LONGEST_PROMPT} bytes")
+    return content
 
 
 def _messages(llm: "LLM", text: str, options: dict[str, Any]) -> Any:
@@ -234,12 +322,7 @@ def _stream(
 ) -> "Completion":
     """Print the text as it comes; `begin` is called before the first of it. An interrupt ends the text."""
 
-    def show(event: "StreamEvent") -> None:
-        if not quiet:
-            for text, drafted in event.spans:
-                typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
-            sys.stdout.flush()
-
+    show = (lambda event: None) if quiet else _shower(underline)
     with contextlib.closing(llm.stream(prompt, sampling)) as events:
         # Until there is a token, there is nothing to keep, and an interrupt ends the process at once.
         event = next(events)
@@ -252,6 +335,17 @@ def _stream(
     if not quiet:
         typer.echo()
     return event.completion
+
+
+def _shower(underline: bool) -> Callable[["StreamEvent"], None]:
+    """What prints a piece of an answer."""
+
+    def show(event: "StreamEvent") -> None:
+        for text, drafted in event.spans:
+            typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
+        sys.stdout.flush()
+
+    return show
 
 
 def _summary(completion: "Completion") -> str:
@@ -274,11 +368,23 @@ def _summary(completion: "Completion") -> str:
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
     lines = [" · ".join(parts)]
+    if stats.offload is not None:
+        lines.append(_offload_line(stats.offload))
     if completion.method == "swift" and stats.choice is not None and stats.speculative_decoding is not None:
         lines.append(_swift_line(stats.choice, stats.speculative_decoding))
     if stats.timeline is not None:
         lines.append(_timeline_line(stats.timeline))
     return "\n".join(lines)
+
+
+def _offload_line(counts: dict[str, Any]) -> str:
+    rate = counts["bytes"] / counts["read_s"] / 1e9 if counts["read_s"] else 0.0
+    parts = [
+        f"streamed {counts['bytes'] / 1e9:.2f} GB in {counts['reads']} reads at {rate:.2f} GB/s",
+        f"{counts['passes']} passes of {counts['pass_s'] / max(counts['passes'], 1):.2f} s",
+        f"waited {counts['stalls']} times, {counts['stall_s']:.2f} s",
+    ]
+    return " · ".join(parts + ([] if counts["overlap"] is None else [f"overlap {counts['overlap']:.0%}"]))
 
 
 def _swift_line(choice: dict[str, Any], counters: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.errors import ConfigError, suggest
+from jaxspec.errors import ConfigError, shown, suggest
 from jaxspec.methods.registry import METHODS, make_method, setting_fields
 from pallas_kernels import KERNEL_NAMES
 
@@ -28,7 +28,6 @@ FOREIGN_NAMES = {
     ),
     "draft_model": (
         "model-draft", "-md", "hf-repo-draft", "speculative-model", "speculative-draft-model-path", "assistant-model",
-        "speculative-config",
     ),
     "draft_devices": ("speculative-draft-tensor-parallel-size",),
     "method": ("speculative-algorithm", "spec-type", "gen-type"),
@@ -40,22 +39,46 @@ FOREIGN_NAMES = {
     "system": ("system-prompt", "-sys"),
     "stop": ("reverse-prompt", "-r"),
     "min_probability": ("draft-p-min", "spec-draft-p-min"),
+    "revision": ("hf-revision", "model-revision"),
+    "interactive": ("conversation", "-cnv", "interactive-first"),
     "model": ("model-path", "hf-repo", "-hf"),
     "compile_cache": ("compilation-cache-dir",),
+    "kv_dtype": ("kv-cache-dtype", "cache-type-k", "cache-type-v", "-ctk", "-ctv"),
 }  # fmt: skip
-_SHORT_FOREIGN = {"-p", *(name for names in FOREIGN_NAMES.values() for name in names if name.startswith("-"))}
+# What has no single option here: what to write, and an option that the command must have for that.
+FOREIGN_HINTS = {
+    "--draft": ("use --draft-model for a checkpoint, --num-draft-tokens for a number of tokens", "--draft-model"),
+    "--speculative-config": ("use --method, --draft-model and --num-draft-tokens", "--draft-model"),
+    "--do-sample": ("give a --temperature above 0", "--temperature"),
+    "--device": ("JAX chooses the devices; the variable JAX_PLATFORMS=cpu names a platform", "--kernels"),
+    "--quantization": ("the checkpoint says how its weights are quantised; jaxspec-convert quantises", "--dtype"),
+    "--prompt": ("give the prompt without an option", "--prompt-file"),
+    "-p": ("give the prompt without an option", "--prompt-file"),
+    "-ngl": ("all layers run on the devices; --offload says where else they are kept", "--offload"),
+}
+# Of the commands that run in several processes.
+_OF_SEVERAL_PROCESSES = ("--coordinator", "--num-processes", "--process-id", "--draft-process")
+_SHORT_FOREIGN = {*(name for names in FOREIGN_NAMES.values() for name in names if name.startswith("-"))}
 _FOREIGN = {name.lstrip("-").replace("-", "_"): ours for ours, names in FOREIGN_NAMES.items() for name in names}
 
 METHODS_HELP = f"{', '.join([*METHODS][:-1])} or {[*METHODS][-1]}; --set gives its settings."
+ACTIVATIONS_HELP = "What rows are rounded to before weights in blocks: auto, float32, int16 or int8."
+KV_DTYPE_HELP = "Of cached keys and values: auto, float32, bfloat16 or float16."
 KERNELS_HELP = f"What multiplies and attends: {', '.join(KERNEL_NAMES[:-1])} or {KERNEL_NAMES[-1]}."
 
 
 def foreign_option_hint(option: str, known: Collection[str]) -> str | None:
-    """What to write for another project's option, such as "-md", if this command, which has those `known`, has it."""
-    if not option.startswith("-") or (not option.startswith("--") and option not in _SHORT_FOREIGN):
+    """What to write for another project's option, such as "-md", if this command, which has those `known`, has it.
+
+    Of options of other commands, those of several processes are explained.
+    """
+    if not option.startswith("-") or (not option.startswith("--") and option not in {*_SHORT_FOREIGN, *FOREIGN_HINTS}):
         return None
-    if option in ("--prompt", "-p"):
-        return "give the prompt without an option" if "--prompt-file" in known else None
+    if option in FOREIGN_HINTS:
+        hint, needed = FOREIGN_HINTS[option]
+        return hint if needed in known else None
+    if option in _OF_SEVERAL_PROCESSES:
+        return "this command runs in one process"
     ours = _FOREIGN.get(option.lstrip("-").replace("-", "_"))
     if ours is None:
         return None
@@ -181,7 +204,7 @@ def _read_preset(preset: str | Path) -> dict[str, Any]:
         if path.suffix or path.name != str(preset):
             raise ConfigError(f"preset {preset} cannot be read: {error.strerror}") from error
         raise ConfigError(f"preset {preset!r} is no file and no name; {suggest(preset, sorted(shipped))}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of 5,000 digits, brackets without end
         raise ConfigError(f"preset {preset} is not TOML: {error}") from error
 
 
@@ -195,11 +218,11 @@ def _check_options(options: Mapping[str, Any], known: Mapping[str, OptionTypes],
         # In Python, but not to a user, True is an integer.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join("list (written [2,2])" if t is list else t.__name__ for t in types)
-            raise ConfigError(f"{where}: {name} must be of type {wanted}, got {value!r}")
+            raise ConfigError(f"{where}: {name} must be of type {wanted}, got {shown(value)}")
 
 
 def _parse(value: str) -> Any:
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # as in presets
         return value

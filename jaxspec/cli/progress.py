@@ -3,6 +3,14 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxspec.llm import LLM
+
+# A pass over streamed weights is shown once it has taken so long.
+_LONG_PASS_S = 0.5
+_BAR_WIDTH = 20
 
 
 class Bar:
@@ -42,3 +50,40 @@ def waiting(what: str) -> Iterator[Callable[[str | None], None]]:
     status = Console(stderr=True).status(escape(what), refresh_per_second=4)
     with status:
         yield lambda what: status.stop() if what is None else status.update(escape(what))
+
+
+@contextlib.contextmanager
+def passes_shown(llm: "LLM", show: Callable[[str | None], None]) -> Iterator[None]:
+    """Show how far a long pass over streamed weights is, while nothing else is printed: after the text so far."""
+    stream = llm.layer_stream
+    if stream is None or not sys.stderr.isatty():
+        yield
+        return
+    drawn = False
+
+    def draw(layers: int, total: int, nbytes: int, seconds: float) -> None:
+        nonlocal drawn
+        if layers == total:
+            if drawn:
+                _write("\x1b[K")
+            drawn = False
+        elif seconds > _LONG_PASS_S:
+            done = _BAR_WIDTH * layers // total
+            bar = "#" * done + "-" * (_BAR_WIDTH - done)
+            # Saves the cursor and puts it back; what does not fit into the line is cut off.
+            _write(
+                f"\x1b7\x1b[?7l\x1b[K [{bar}] {layers}/{total} layers, {nbytes / seconds / 1e9:.2f} GB/s\x1b[?7h\x1b8"
+            )
+            drawn = True
+
+    stream.progress = draw
+    try:
+        yield
+    finally:
+        stream.progress = None
+
+
+def _write(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()

@@ -4,6 +4,7 @@ Exit status: 0 done, 1 the run failed, 2 usage error, 130 interrupted.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -16,10 +17,8 @@ import typer
 
 from jaxspec import __version__
 from jaxspec.cli.options import foreign_option_hint
-from jaxspec.errors import ConfigError, JaxspecError
-
-STDOUT, STDERR = 1, 2
-INTERRUPTED = 130
+from jaxspec.cli.start import INTERRUPTED, STDERR, STDOUT, begin, leave_interrupted
+from jaxspec.errors import ConfigError, JaxspecError, one_line
 
 
 def _print_version(context: typer.Context, wanted: bool) -> None:
@@ -35,35 +34,42 @@ VersionOption = Annotated[
 
 def run_app(app: typer.Typer, name: str) -> None:
     """Run a command line; an option that other projects use is refused with the name of the right one."""
-    known = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
-    for word in sys.argv[1:]:
-        if word == "--":
-            break
-        option = word.partition("=")[0]
-        if option not in known and (hint := foreign_option_hint(option, known)):
-            _fail(name, f"no such option: {option}; {hint}", 2)
-    app(prog_name=name)
+    begin()
+    with _reporting_errors(name):
+        known = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
+        for word in sys.argv[1:]:
+            if word == "--":
+                break
+            option = word.partition("=")[0]
+            if option not in known and (hint := foreign_option_hint(option, known)):
+                _fail(name, f"no such option: {option}; {hint}", 2)
+        try:
+            app(prog_name=name)
+        finally:
+            sys.stdout.flush()  # here, where a full disk is an error of one line
 
 
-def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = False) -> None:
-    """Run a command's body and exit with its status; `name` begins error lines.
-
-    An interrupt is raised in a body that `cleans_up`, which has something to undo; else it ends the process at once.
-    """
-    warnings.showwarning = lambda message, *_: print(f"{name}: warning: {message}", file=sys.stderr)
-    signal.signal(signal.SIGINT, _raise_interrupt if cleans_up else lambda number, frame: _leave_interrupted())
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:
-            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # closed before, as by a shell's `>&-`
-        getattr(sys, stream).reconfigure(errors="replace")  # a character that a terminal lacks must not stop the run
-    try:
+def run_command(name: str, command: Callable[[], object]) -> None:
+    """Run a command's body and exit with its status; `name` begins error lines. An interrupt ends the process."""
+    warnings.showwarning = lambda message, *_: print(f"{name}: warning: {one_line(message)}", file=sys.stderr)
+    begin()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue] # what a terminal lacks
+    with _reporting_errors(name):
         command()
         sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _reporting_errors(name: str) -> Iterator[None]:
+    """Turn errors that a user can cause into one line and an exit status."""
+    try:
+        yield
     except KeyboardInterrupt:
-        _leave_interrupted()
+        leave_interrupted()
     except BrokenPipeError:
-        # The reader of the pipe has left, as `head` does. Python flushes stdout once more at exit: let it go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+        # The reader of the pipe has left, as `head` does.
+        _drop_output()
         sys.exit(0)
     except ConfigError as error:
         _fail(name, error, 2)
@@ -77,23 +83,18 @@ def run_command(name: str, command: Callable[[], object], *, cleans_up: bool = F
         _fail(name, error, 1)
 
 
-_was_interrupted = threading.Event()  # Python drops an exception that is raised while a library calls back into it
-
-
-def raise_lost_interrupt() -> None:
-    """Raise an interrupt again that got lost; a command that cleans up calls this now and then."""
-    if _was_interrupted.is_set():
-        raise KeyboardInterrupt
-
-
 @contextlib.contextmanager
-def interrupts_noted() -> Iterator[threading.Event]:
-    """Within, the first interrupt only sets the event that is yielded; a second one ends the process at once."""
+def interrupts_noted(matters: Callable[[], bool] = lambda: True) -> Iterator[threading.Event]:
+    """Within, the first interrupt only sets the event that is yielded; a second one ends the process at once.
+
+    While there is nothing to finish or to undo (`matters` says so), the first one ends it, too. No interrupt raises an
+    exception, which a library that is being imported or calls back could lose.
+    """
     noted = threading.Event()
 
     def note(number: int, frame: object) -> None:
-        if noted.is_set():
-            _leave_interrupted()
+        if noted.is_set() or not matters():
+            leave_interrupted()
         noted.set()
 
     before = signal.signal(signal.SIGINT, note)
@@ -103,25 +104,45 @@ def interrupts_noted() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _raise_interrupt(number: int, frame: object) -> None:
-    _was_interrupted.set()
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Within, Python looks for no garbage: it finds none while modules are imported, and takes a fifth of that time.
+
+    What is there at the end stays, and is never looked at again.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def leave_after_interrupt() -> NoReturn:
     """End the process of a command that was interrupted and has finished its work, with the status of an interrupt."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if (hosts := sys.modules.get("jaxspec.runtime.hosts")) is not None:
+        hosts.end_commands()
+        sys.modules["jaxspec.runtime.watch"].leave()
     os._exit(INTERRUPTED)
 
 
 def _fail(name: str, error: object, status: int) -> NoReturn:
-    print(f"{name}: error: {error}", file=sys.stderr)
+    if (watch := sys.modules.get("jaxspec.runtime.watch")) is not None:
+        watch.report(error, status)  # other processes of the model end, too
+    try:
+        print(f"{name}: error: {one_line(error)}", file=sys.stderr, flush=True)
+    except OSError:
+        status = status or 1  # standard error is full or gone: the status alone has to say it
+    _drop_output()
     sys.exit(status)
 
 
-def _leave_interrupted() -> NoReturn:
-    # Streaming leaves an unfinished line, and a status line hides the cursor. The interrupt may have caught Python's
-    # buffers half-way. A compilation in another thread would keep the process alive for seconds.
-    os.write(STDERR, b"\r\x1b[2K\x1b[?25h\n" if os.isatty(STDERR) else b"\n")
-    os._exit(INTERRUPTED)
+def _drop_output() -> None:
+    """Let what Python writes out at exit go nowhere, if it cannot go where it should."""
+    for stream, descriptor in ((sys.stdout, STDOUT), (sys.stderr, STDERR)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

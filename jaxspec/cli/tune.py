@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.options import KERNELS_HELP, check_new_file, check_output
+from jaxspec.cli.offload import OffloadOption, ResidentLayersOption, offload_from, print_plan
+from jaxspec.cli.options import ACTIVATIONS_HELP, KERNELS_HELP, KV_DTYPE_HELP, check_new_file, check_output
+from jaxspec.cli.processes import refuse_several
 from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import VersionOption, run_app, run_command
 from jaxspec.errors import ConfigError, suggest
@@ -44,6 +46,8 @@ def tune(
     repeats: Annotated[int, typer.Option(min=1, help="Of the confirming run.")] = 2,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
+    activations: Annotated[str, typer.Option(help=ACTIVATIONS_HELP)] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     target_devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
     method: Annotated[
         str | None,
@@ -53,6 +57,15 @@ def tune(
         ),
     ] = None,
     devices: Annotated[int | None, typer.Option(min=2, help="For swiftspec: devices to be split [all].")] = None,
+    offload: OffloadOption = None,
+    resident_layers: ResidentLayersOption = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="For swiftspec and with --offload: print what devices hold, and end.")
+    ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="With --offload, and for swiftspec, memory of a device, such as 6GiB [as reported]."),
+    ] = None,
     ratios: Annotated[str, typer.Option(help="For swift: shares of blocks to skip, by comma.")] = RATIOS,
     steps: Annotated[int, typer.Option(min=1, help="For swift: sets that are tried for each ratio.")] = STEPS,
     interval: Annotated[int, typer.Option(min=1, help="For swift: of so many sets one is Bayesian.")] = INTERVAL,
@@ -66,14 +79,36 @@ def tune(
     json_: Annotated[Path | None, typer.Option("--json", help="Write every number here; - is standard output.")] = None,
     version: VersionOption = False,
 ) -> None:
-    """Measure step costs and acceptance, predict, confirm the best against plain decoding, write a preset."""
+    """Measure step costs and acceptance, predict, confirm the best against plain decoding, write a preset.
+
+    With --plan, only print what the devices would hold.
+    """
 
     def run() -> None:
+        refuse_several(NAME)
         out = check_output(json_)
         check_new_file(preset, "the preset")
         for_swift = {"--ratios": ratios != RATIOS, "--steps": steps != STEPS, "--interval": interval != INTERVAL}
         for_swift |= {"--task": task != TASK, "--swift-layers": swift_layers is not None, "--plot": plot is not None}
         _check_method(method, devices, target_devices, draft_model, [name for name, set_ in for_swift.items() if set_])
+        streaming = offload_from({"offload": offload, "resident_layers": resident_layers})
+        streamed = offload not in (None, "none")
+        if streamed and method in ("swiftspec", "swift"):
+            raise ConfigError(f"--method {method} is not tuned with --offload: leave one of them out")
+        if not streamed and method != "swiftspec" and (plan or device_memory is not None):
+            raise ConfigError("--plan and --device-memory are for --method swiftspec and for --offload")
+        from jaxspec.config import parse_bytes
+
+        memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
+        streaming |= {"device_memory": memory} if streamed and memory is not None else {}
+        numerics: Any = {"dtype": dtype, "kernels": kernels, "activations": activations, "kv_dtype": kv_dtype}
+        if plan and streamed:
+            arguments = {"model": model, "target_devices": target_devices, **numerics, **streaming}
+            print_plan(draft_model, method or "auto", arguments, {"a preset": preset, "--json": json_})
+            return
+        if plan:
+            _print_plan((model, draft_model, dtype, kernels, activations, kv_dtype), devices, memory)
+            return
         shares = _parse_ratios(ratios)
         if not task:
             raise ConfigError("--task must not be empty")
@@ -87,27 +122,26 @@ def tune(
         from jaxspec.llm import LLM
         from jaxspec.tune.run import compare_methods
         from jaxspec.tune.run import tune as find_fastest
+        from jaxspec.tune.streamed import tune_streamed
 
         command = shlex.join([NAME, *sys.argv[1:]])
         chosen = select_prompts(load_prompts(prompts), None, max_prompts)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        given: dict[str, Any] = {"model": model, "draft_model": draft_model, "dtype": dtype, "kernels": kernels}
+        given: dict[str, Any] = {"model": model, "draft_model": draft_model, **numerics, **streaming}
 
         def load(**options: Any) -> LLM:
-            return LLM(model, draft=draft_model, dtype=dtype, kernels=kernels, **options)  # pyright: ignore[reportArgumentType]
+            return LLM(model, draft=draft_model, session_memory=0, **numerics, **streaming, **options)
 
         with Bar() as bar:
             bar.show("loading", 0, 1)
             if method == "swiftspec":
-                trials = _split_devices(load, devices, bar.show)
+                files = (model, draft_model, dtype, kernels, activations, kv_dtype)
+                trials = _split_devices(load, files, devices, memory, bar.show)
             elif method == "swift":
                 from jaxspec.methods.swift.settings import layer_store
                 from jaxspec.tune.swift import LayerOptions, tune_layers
 
-                llm = LLM(
-                    model, draft="none", method="ar", dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
-                    target_devices=target_devices,
-                )  # fmt: skip
+                llm = LLM(model, draft="none", method="ar", target_devices=target_devices, session_memory=0, **numerics)
                 store = layer_store(llm.engine.store, llm.engine.target.cfg, swift_layers or "")
                 if store is None:
                     raise ConfigError("without a compile cache layer sets need a file: name one with --swift-layers")
@@ -117,7 +151,8 @@ def tune(
                 trials = tune_layers(llm, options, store, chosen, sampling, bar.show)
             else:
                 llm = load(method=method if method not in (None, "ar") else "auto", target_devices=target_devices)
-                trials = compare_methods(llm, method, chosen, sampling, bar.show)
+                compare = tune_streamed if streamed else compare_methods
+                trials = compare(llm, method, chosen, sampling, bar.show)
             if method != "swiftspec":
                 given["target_devices"] = target_devices
             tuning = find_fastest(trials, chosen, sampling, repeats, command, bar.show)
@@ -125,6 +160,8 @@ def tune(
         console = Console(stderr=str(out) == "-")
         _print(tuning, console if console.is_terminal else Console(stderr=str(out) == "-", width=PIPE_WIDTH))
         notes = Console(stderr=True)
+        if method == "swiftspec" and (path := _save_profile(tuning, given, command)) is not None:
+            notes.print(f"method auto will use this profile: {path}", highlight=False, soft_wrap=True)
         if method == "swift":
             notes.print(f"the layer sets are in {store.path}", highlight=False, soft_wrap=True)
             if plot is not None:
@@ -175,10 +212,9 @@ def _parse_ratios(text: str) -> tuple[float, ...]:
     return ratios
 
 
-def _split_devices(load: Any, devices: int | None, progress: Any) -> "Iterator[Trial]":
+def _count_devices(devices: int | None) -> int:
+    """Devices to be split: as asked for, else all there are."""
     import jax
-
-    from jaxspec.tune.swiftspec import split_devices
 
     available = len(jax.devices())
     devices = available if devices is None else devices
@@ -187,12 +223,63 @@ def _split_devices(load: Any, devices: int | None, progress: Any) -> "Iterator[T
             f"--method swiftspec splits at least 2 devices and at most the {available} there are, got {devices}; "
             "on CPU, JAX_NUM_CPU_DEVICES=N makes N of them"
         )
+    return devices
+
+
+def _print_plan(files: tuple[Any, ...], devices: int | None, device_memory: int | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jaxspec.tune.plan import PairFiles, list_splits, memory_limit, plan_lines
+
+    count, limit = _count_devices(devices), memory_limit(device_memory)
+    pair = PairFiles(*files)
+    head, *rows = plan_lines([pair.plan(*split) for split in list_splits(count)], limit)
+    table = Table(title="a device's part of each model, by split")
+    for index, name in enumerate(head):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
+
+
+def _split_devices(
+    load: Any, files: tuple[Any, ...], devices: int | None, device_memory: int | None, progress: Any
+) -> "Iterator[Trial]":
+    from jaxspec.tune.plan import PairFiles, memory_limit
+    from jaxspec.tune.swiftspec import split_devices
+
+    count, limit = _count_devices(devices), memory_limit(device_memory)
+    pair = PairFiles(*files)
+
+    def refuse(target: int, draft: int | None) -> str | None:
+        planned = pair.plan(target, draft)
+        if planned.fits(limit) or limit is None:
+            return None
+        return f"needs {planned.most_bytes / 2**30:.2f} GiB of a device's {limit / 2**30:.2f}"
 
     def place(target: int, draft: int | None) -> Any:
         # A draft on shared devices is loaded with a method that never takes devices of its own.
         return load(method="swiftspec" if draft else "chain", target_devices=target, draft_devices=draft)
 
-    return split_devices(place, devices, progress)
+    return split_devices(place, count, progress, refuse)
+
+
+def _save_profile(tuning: "Tuning", given: dict[str, Any], command: str) -> Path | None:
+    """Keep the speeds for method `auto`; returns the file, or None without a compile cache."""
+    from jaxspec.methods.core.device_profile import profile_path, save_profile
+    from jaxspec.runtime.compile_cache import enable_compile_cache
+    from jaxspec.tune.plan import PairFiles
+    from jaxspec.tune.run import profile_rows
+
+    folder = enable_compile_cache(None)
+    model, draft = PairFiles(given["model"], given["draft_model"], given["dtype"], given["kernels"]).paths
+    if folder is None or draft is None:
+        return None
+    path = profile_path(folder, model, draft, given["dtype"], given["kernels"])
+    save_profile(path, profile_rows(tuning), command)
+    return path
 
 
 def _print(tuning: "Tuning", console: Any) -> None:

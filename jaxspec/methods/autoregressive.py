@@ -7,11 +7,11 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.executor import ResidentExecutor
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, Round
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import SequenceState, cache_slots
 from jaxspec.methods.core.settings import check_range
+from jaxspec.methods.core.streaming import make_executor
 from jaxspec.sampling.request import Request
 
 
@@ -45,7 +45,8 @@ class AutoregressiveRunner(Runner):
     def __init__(self, models: Models, tokens: int, steps: int):
         """Declare the programs; nothing is compiled yet."""
         self.slots = cache_slots(tokens, steps)
-        self.executor = ResidentExecutor(models.target, self.slots, steps=steps)
+        self.executor = make_executor(models.target, self.slots, steps=steps)
+        self.held = (self.executor.state, self.executor.verified)
         self.programs = self.executor.programs
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
@@ -53,6 +54,9 @@ class AutoregressiveRunner(Runner):
 
     def prefill(self, params: ModelParams, state: SequenceState, tokens: np.ndarray) -> SequenceState:
         return self.executor.prefill(params.target, state, tokens)
+
+    def resume(self, params: ModelParams, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
+        return self.executor.resume(params.target, state, tokens, common)
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return self.executor.place_request(sampling, seed, prompt_tokens)

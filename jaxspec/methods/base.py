@@ -4,14 +4,16 @@ A method is a frozen dataclass that derives from `Method`. `bind` joins it to mo
 `Runner`, which the engine drives (`core/runner.py`). CONTRIBUTING.md shows how to add one.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from jaxspec.methods.core.device_profile import DeviceChoice
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_draft, check_same_devices
+from jaxspec.methods.core.settings import check_draft, check_fed, check_same_devices, check_settings
 
 # What a method promises: the very tokens of plain decoding (same seed), or their distribution.
 Exactness = Literal["tokens", "distribution"]
@@ -24,18 +26,32 @@ class Store:
     model_path: Path | None = None  # the target's checkpoint; None where there is none
     cache_folder: Path | None = None  # folder of compiled programs; None where nothing is kept
     shipped_draft: str | None = None  # name of the draft that ships with jaxspec, if that is the one in use
+    # Of a target whose layers are streamed, the least time of a pass over what one row would take to compute.
+    stream_ratio: float = 0.0
 
 
 NO_STORE = Store()
 
 
-class Method:
+class Method(abc.ABC):
     """Settings of a decoding method."""
 
     name: ClassVar[str]  # what users type
     drafts: ClassVar[bool] = False  # whether it may use a draft model
     needs_draft: ClassVar[bool] = False  # whether it cannot do without one
+    own_layers: ClassVar[bool] = False  # whether it drafts with the target's own layers, which cannot be streamed then
     own_devices: ClassVar[bool] = False  # whether the draft may live on devices of its own
+
+    def __init_subclass__(cls, **keywords: object) -> None:
+        """Surround a method's `__post_init__` with the checks that all settings share."""
+        super().__init_subclass__(**keywords)
+        own = cls.__dict__.get("__post_init__")
+        if own is not None:
+
+            def check_all(self: Method) -> None:
+                check_settings(self, lambda: own(self))
+
+            cls.__post_init__ = check_all  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def exact(self) -> Exactness:
@@ -43,9 +59,9 @@ class Method:
         return "tokens"
 
     @property
+    @abc.abstractmethod
     def num_rows(self) -> int:
         """bs: rows of a target pass, the root included."""
-        raise NotImplementedError
 
     @property
     def max_path(self) -> int:
@@ -63,17 +79,26 @@ class Method:
             check_draft(self.name, models.draft is not None)
         if self.drafts and not self.own_devices:
             check_same_devices(self.name, models)
+        if self.drafts:
+            check_fed(self.name, models)
+
+    def choose_devices(self, profile: Path | None, devices: int) -> DeviceChoice | None:
+        """Another method or placement where that was measured to be faster; None where the method weighs none.
+
+        `profile` is the file of the pair's measured speeds (`core/device_profile.py`), on the `devices` at hand.
+        """
+        return None
 
     def configure(self, models: Models, store: Store) -> "Method":
         """The settings for these models and files, before anything is loaded or compiled; may raise `ConfigError`."""
         return self
 
+    @abc.abstractmethod
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         """Join the method to its models, for sequences of `tokens` tokens; compiles nothing yet.
 
         `previous` is the runner of a smaller capacity that this one replaces; what it learned is taken over.
         """
-        raise NotImplementedError
 
     def variants(self, models: Models) -> "Sequence[Method]":
         """Settings of this method that `jaxspec-tune` tries on these models."""

@@ -81,6 +81,7 @@ class Chain(Method):
         return SpeculativeRunner(
             models.target, tokens, matched if exact else sampled, max_path=self.max_path, num_rows=self.num_rows,
             rule=match if exact else rejection(shape, replacement=True), dynamic_rows=self.min_probability > 0,
+            draft=draft,
         )  # fmt: skip
 
     def variants(self, models: Models) -> Sequence[Method]:

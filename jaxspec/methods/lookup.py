@@ -77,7 +77,7 @@ class PromptLookup(Method):
         settings = LookupSettings(self.num_rows, self.ngram, self.candidates, self.max_path - 1, self.adaptive)
 
         def make_drafter(verified: Verified) -> Drafter:
-            return NGramDrafter(target, cache_slots(tokens, self.num_rows), settings, costs.rounds, verified)
+            return NGramDrafter(target, cache_slots(tokens, self.num_rows), settings, costs, verified)
 
         return SpeculativeRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True
@@ -151,27 +151,34 @@ class NGramDrafter(Drafter):
     idle_steps = STEPS_PER_DISPATCH
 
     def __init__(
-        self, placement: Placement, slots: int, settings: LookupSettings, costs: np.ndarray, verified: Verified
+        self, placement: Placement, slots: int, settings: LookupSettings, costs: CostModel, verified: Verified
     ):
-        """Declare the programs; for `costs` see `keep_worthwhile`, `verified` are shapes."""
+        """Declare the programs; `verified` are shapes."""
+        self._placement = placement
+        self.use_costs(costs)
         self._text = TokenText(placement, slots, settings, verified.tokens.shape[0])
-        self.shapes, scalar = draft_shapes(placement, settings.num_rows), placement.array((), jnp.int32)
+        self.shapes = draft_shapes(placement, settings.num_rows)
 
-        def draft(state, verified):
+        def draft(state, verified, costs):
             state, candidates, matched = find_candidates(state, verified, settings)
             if settings.adaptive:
-                candidates, _ = keep_worthwhile(candidates, costs)
+                candidates, _ = keep_worthwhile(candidates, costs.rounds)
             state, batch = draft_candidates(state, candidates, matched, settings)
             return state, Draft(batch, jnp.int32(0))
 
         def skip(state, verified):
-            state = take_in(state, verified).forget_batch()
-            return state, state.length
+            return take_in(state, verified).forget_batch()
 
-        state, plan = self._text.state, placement.plan
-        self._draft = Program("lookup", draft, plan, [state, verified], (state, self.shapes), donate=[0])
-        self._skip = Program("lookup skip", skip, plan, [state, verified], (state, scalar), donate=[0])
+        self.state = state = self._text.state
+        plan = placement.plan
+        args = [state, verified, costs.shapes(placement)]
+        self._draft = Program("lookup", draft, plan, args, (state, self.shapes), donate=[0])
+        self._skip = Program("lookup skip", skip, plan, [state, verified], state, donate=[0])
         self.programs = (*self._text.programs, self._draft, self._skip)
+
+    def use_costs(self, costs: CostModel) -> None:
+        """Weigh copies with these figures from now on."""
+        self._costs = costs.place(self._placement)
 
     def start(self, root: int, state: TokenBuffer | None) -> TokenBuffer:
         return self._text.start()
@@ -182,10 +189,10 @@ class NGramDrafter(Drafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: TokenBuffer, verified: Verified, request: Request
     ) -> tuple[SequenceState, TokenBuffer, Draft]:
-        return target, *self._draft(state, verified)
+        return target, *self._draft(state, verified, self._costs)
 
-    def skip(self, state: TokenBuffer, verified: Verified) -> TokenBuffer:
-        return self._skip(state, verified)[0]
+    def skip(self, params: ModelParams, state: TokenBuffer, verified: Verified) -> TokenBuffer:
+        return self._skip(state, verified)
 
 
 def append(state: TokenBuffer, token: Array, count: Array) -> TokenBuffer:
@@ -294,7 +301,7 @@ def keep_worthwhile(candidates: Candidates, costs: np.ndarray | Array) -> tuple[
     """Drop what does not pay: keep the number of tokens with the most expected output per time.
 
     The expected output of a batch is 1 + the sum of its tokens' probabilities (docs/algorithms.md). `costs`, [bs], are
-    those of a batch of 1, 2, ... rows, each with its share of what a round costs besides. Returns the candidates that
+    those of a batch of 1, 2, ... rows, each with its share of a round's other costs. Returns the candidates that
     stay, and the expected output per time, float32 [].
     """
     wanted = min(costs.shape[0] - 1, candidates.score.shape[0])

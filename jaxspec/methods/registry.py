@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.errors import ConfigError, suggest
+from jaxspec.errors import ConfigError, shown, suggest
 
 if TYPE_CHECKING:
     from jaxspec.methods.base import Method
@@ -23,10 +23,18 @@ METHODS: dict[str, tuple[str, str]] = {
 }
 
 
+# What vLLM, SGLang and llama.cpp call these methods, and words for none at all.
+FOREIGN_NAMES = {
+    "ngram": "lookup", "n-gram": "lookup", "draft_model": "chain", "draft": "chain", "standalone": "chain",
+    "none": "ar", "off": "ar", "plain": "ar", "tree": "specexec",
+}  # fmt: skip
+
+
 def method_class(name: str) -> "type[Method]":
     """The class of a method's settings; raises `ConfigError` for an unknown name, with the nearest known one."""
     if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; {suggest(name, METHODS)}")
+        meant = FOREIGN_NAMES.get(str(name).lower())
+        raise ConfigError(f"unknown method {name!r}; " + (f"use {meant!r}" if meant else suggest(name, METHODS)))
     module, cls = METHODS[name]
     return getattr(importlib.import_module(module), cls)
 
@@ -57,7 +65,7 @@ def resolve_method(method: "str | Method") -> "Method":
     if isinstance(method, str):
         method = make_method(method)
     if not isinstance(method, Method):
-        raise ConfigError(f"method must be a name or a method object such as Autoregressive(), got {method!r:.80}")
+        raise ConfigError(f"method must be a name or a method object such as Autoregressive(), got {shown(method)}")
     return method
 
 

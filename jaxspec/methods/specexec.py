@@ -4,17 +4,17 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.best_first import BestFirstDrafter, tree_rows
-from jaxspec.methods.core.proposals import most_probable
+from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_branch, check_range, log_threshold, renamed_settings
+from jaxspec.methods.core.settings import check_branch, check_choice, check_range, log_threshold, renamed_settings
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
@@ -24,22 +24,25 @@ LARGEST_DEPTH = 128
 LARGEST_TREE = 16384
 
 
-@renamed_settings(budget=("num_draft_tokens", 0))
+@renamed_settings(
+    budget=("num_draft_tokens", 0), score_temperature=("ranking", {"one": "probability", "sampling": "sampling"})
+)
 @dataclasses.dataclass(frozen=True)
 class SpecExec(Method):
     """Verify the most probable prefixes of a draft in one target pass, and sample along them until one is missing.
 
     The draft is searched best-first by cumulative log-probability, `width` prefixes a pass, until no further pass can
-    change the result (paper, section 4). The tree does not depend on the target's noise, and each emitted token is the
-    target's own draw (rule R4): at any temperature the output equals plain sampling with the same seed.
+    change the result (paper, section 4). Each emitted token is the target's own draw (rule R4): at any temperature the
+    output equals plain sampling with the same seed.
 
     Attributes:
       num_draft_tokens: K, the paper's budget: tokens of the tree, the root not counted.
       width: prefixes evaluated in one draft pass; None is an eighth of `num_draft_tokens`, 64 at most.
       branch: children of a prefix; None is `num_draft_tokens`, 32 at most.
       depth: most draft passes and so the longest path; None is `num_draft_tokens`, 32 at most.
-      score_temperature: "one" ranks prefixes by the draft's plain probabilities, as the paper does; "sampling" at the
-        request's temperature.
+      ranking: what prefixes are ranked by: "noise", the chance that the target chooses them with the noise of its own
+        draws, which the draft knows; "probability", the draft's plain probabilities, as in the paper; "sampling", those
+        at the request's temperature. "noise" accepts more at temperature > 0, and is "probability" at 0.
       decay: factor on a prefix's probability per token (the authors' code has 0.95); 1 is off.
       min_probability: prefixes that the draft finds less probable are not searched further.
     """
@@ -48,7 +51,7 @@ class SpecExec(Method):
     width: int | None = None
     branch: int | None = None
     depth: int | None = None
-    score_temperature: Literal["one", "sampling"] = "one"
+    ranking: Ranking = "noise"
     decay: float = 1.0
     min_probability: float = 0.0
 
@@ -72,8 +75,7 @@ class SpecExec(Method):
             raise ConfigError(
                 f"width {self.width} and depth {self.depth} make a draft tree of {rows} rows, at most {LARGEST_TREE}"
             )
-        if self.score_temperature not in ("one", "sampling"):
-            raise ConfigError(f"score_temperature must be 'one' or 'sampling', got {self.score_temperature!r}")
+        check_choice("ranking", self.ranking, RANKINGS)
         if isinstance(self.decay, bool) or not isinstance(self.decay, numbers.Real) or not 0 < self.decay <= 1:
             raise ConfigError(f"decay must lie above 0 and be at most 1, got {self.decay!r}")
         log_threshold("min_probability", self.min_probability)
@@ -101,8 +103,7 @@ class SpecExec(Method):
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft, width, branch, depth = models.draft, self.width, self.branch, self.depth
         assert draft is not None and width is not None and branch is not None and depth is not None
-        at_temperature = self.score_temperature == "sampling"
-        propose = most_probable(draft.vocab, branch, loss=math.log(self.decay), sampling_temperature=at_temperature)
+        propose = tree_proposals(self.ranking, draft.vocab, branch, loss=math.log(self.decay))
 
         def make_drafter(verified: Verified) -> Drafter:
             return BestFirstDrafter(
@@ -113,7 +114,7 @@ class SpecExec(Method):
 
         return SpeculativeRunner(
             models.target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match,
-            dynamic_rows=self.min_probability > 0,
+            dynamic_rows=self.min_probability > 0, draft=draft,
         )  # fmt: skip
 
     def variants(self, models: Models) -> Sequence[Method]:

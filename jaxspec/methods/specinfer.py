@@ -39,7 +39,7 @@ class SpecInfer(Method):
         if isinstance(self.expansion, str) or not isinstance(self.expansion, Sequence) or not self.expansion:
             raise ConfigError(f"expansion must list the children per level, such as (2, 2, 1), got {self.expansion!r}")
         object.__setattr__(
-            self, "expansion", tuple(check_int("every entry of expansion", k, 1) for k in self.expansion)
+            self, "expansion", tuple(check_int("every entry of expansion", k, 1, 2**63) for k in self.expansion)
         )
         if not isinstance(self.replacement, bool):
             raise ConfigError(f"replacement must be True or False, got {self.replacement!r}")
@@ -81,5 +81,5 @@ class SpecInfer(Method):
 
         return SpeculativeRunner(
             models.target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows,
-            rule=rejection(shape, replacement=self.replacement), dynamic_rows=False,
+            rule=rejection(shape, replacement=self.replacement), dynamic_rows=False, draft=draft,
         )  # fmt: skip

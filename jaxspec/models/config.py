@@ -9,14 +9,15 @@ import itertools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxspec.errors import ConfigError, suggest
+from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.families import FAMILIES
+from jaxspec.models.features import FeatureConfig
 from jaxspec.models.layer_set import LayerSet
+from jaxspec.models.rope import RopeConfig
 
 # The mesh axis over which weights, heads, vocabulary and caches are split.
 TENSOR_AXIS = "tensor"
@@ -25,49 +26,6 @@ TENSOR_AXIS = "tensor"
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise ConfigError(problem)
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding.
-
-    `scaling` "linear" divides positions by `factor`; "llama3" is Llama 3.1's frequency-dependent
-    scaling, which needs all four of its numbers.
-    """
-
-    theta: float = 10000.0
-    scaling: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    def __post_init__(self):
-        """Refuse frequencies that cannot be computed."""
-        low, high = self.low_freq_factor, self.high_freq_factor
-        known = self.scaling in ("default", "linear", "llama3")
-        _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
-        _require(known, f"rope scaling {self.scaling!r} is not supported (default, linear, llama3 are)")
-        _require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
-        ordered = self.scaling != "llama3" or low < high
-        _require(ordered, f"rope low_freq_factor {low} must be below high_freq_factor {high}")
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # float32 [H / 2]
-    """Radians per position of each rotated pair."""
-    frequency = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
-    if rope.scaling == "linear":
-        return frequency / np.float32(rope.factor)
-    if rope.scaling == "default":
-        return frequency
-    # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the band between interpolated.
-    wavelength = 2 * math.pi / frequency
-    longest = rope.original_context / rope.low_freq_factor
-    shortest = rope.original_context / rope.high_freq_factor
-    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    stretched = frequency / rope.factor
-    scaled = np.where(wavelength > longest, stretched, (1 - blend) * stretched + blend * frequency)
-    return np.where(wavelength < shortest, frequency, scaled).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +41,22 @@ class ModelConfig:
     A draft may be made for one target and share its vocabulary (`shares_embedding`): it has no embedding and no head of
     its own. Such a draft may score some tokens only: `head_ids`, ascending; empty for all of them.
 
+    A draft that is fed the target's hidden states says which ones in `features`. It may have a head of its own for some
+    tokens only (`head_ids`), with its own embedding or the target's.
+
     A draft that consists of its target's layers may lack attention or MLP blocks: `units` are those it has.
+
+    What families differ in beyond that:
+
+    * `activation` of the MLP: "silu", or "gelu", its approximation by tanh.
+    * `norms`: where the norms of a block are. "pre" before it, "post" on its result, or "both".
+    * `qk_norm` of each query and key head; with `wide_qk_norm` one norm goes over all query heads, one over all keys.
+    * `query_scale` multiplies queries, before the division by the root of the head width.
+    * `attention_softcap` and `logit_softcap` bound scores and logits x to c tanh(x / c).
+    * `local_rope` is the rotary embedding of layers with a sliding window, where it differs from `rope`.
+    * `experts` replaces the MLP.
+    * `attention_sinks`: each query head has a score beside those of its keys, which weighs no value.
+    * `out_bias` of attention's output projection.
     """
 
     family: str
@@ -106,6 +79,17 @@ class ModelConfig:
     head_ids: tuple[int, ...] = ()
     units: LayerSet | None = None
     embed_scale: float = 1.0
+    activation: Literal["silu", "gelu"] = "silu"
+    norms: Literal["pre", "post", "both"] = "pre"
+    wide_qk_norm: bool = False
+    query_scale: float = 1.0
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    local_rope: RopeConfig | None = None
+    experts: ExpertsConfig | None = None
+    attention_sinks: bool = False
+    out_bias: bool = False
+    features: FeatureConfig | None = None
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -121,17 +105,50 @@ class ModelConfig:
         _require(N % K == 0, f"num_heads {N} is not a multiple of num_kv_heads {K}")
         _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
         _require(0 < self.norm_eps < 1, f"norm_eps must lie between 0 and 1, got {self.norm_eps}")
-        _require(self.embed_scale > 0, f"embed_scale must be positive, got {self.embed_scale}")
+        for name in ("embed_scale", "query_scale", "attention_softcap", "logit_softcap"):
+            factor = getattr(self, name)
+            _require(factor is None or factor > 0, f"{name} must be positive, got {factor}")
+        known = self.activation in ("silu", "gelu")
+        _require(known, f"activation {self.activation!r} is not supported (silu, gelu are)")
+        _require(self.norms in ("pre", "post", "both"), f"norms {self.norms!r} is not one of pre, post, both")
+        _require(self.qk_norm or not self.wide_qk_norm, "wide_qk_norm says how qk_norm is done; it needs qk_norm")
         _require(window is None or window >= 1, f"sliding_window must be at least 1, got {window}")
         listed = len(self.sliding_layers)
         _require(listed in (0, L), f"sliding_layers names {listed} layers, the model has {L}")
         blocks = self.units.num_layers if self.units is not None else L
         _require(blocks == L, f"units are of {blocks} layers, the model has {L}")
+        for rope in (self.rope, self.local_rope):
+            pairs, divisors = self.head_dim // 2, len(rope.divisors) if rope is not None else 0
+            _require(divisors in (0, pairs), f"rope longrope has {divisors} factors for {pairs} pairs")
+        if self.experts is not None:
+            _require(self.activation == "silu", f"experts with activation {self.activation!r} are not supported")
+            listed = len(self.experts.layers)
+            _require(listed in (0, L), f"experts layers names {listed} layers, the model has {L}")
         if ids:
             problem = "head_ids restricts the head of a draft with shares_embedding; this model has its own"
-            _require(self.shares_embedding, problem)
+            _require(self.shares_embedding or self.has_own_head, problem)
             ascending = 0 <= ids[0] <= ids[-1] < self.vocab_size and all(a < b for a, b in itertools.pairwise(ids))
             _require(ascending, f"head_ids must be ascending token ids below {self.vocab_size}, each once")
+
+        if self.features is not None:
+            plain = self.units is None and self.experts is None and self.norms == "pre" and not self.tied
+            _require(plain, "a draft that is fed hidden states has plain layers and an untied head")
+            _require(self.has_own_head or not ids, "head_ids restricts a feature draft's own head; it has the target's")
+            if self.shares_embedding:
+                widths = f"an embedding of width {self.features.target_dim}, the draft has {self.embed_dim}"
+                _require(self.embed_dim == self.features.target_dim, f"features and shares_embedding need {widths}")
+            if self.features.kind == "eagle1":
+                _require(self.embed_dim == self.features.target_dim, "an EAGLE-1 draft is as wide as its target")
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether it is a feature draft with a head of its own, maybe for some tokens only."""
+        return self.features is not None and self.features.own_head
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it has the embedding or the head of its target."""
+        return self.shares_embedding or (self.features is not None and not self.features.own_head)
 
     @property
     def group(self) -> int:
@@ -143,24 +160,60 @@ class ModelConfig:
         """Layers that have an attention block: those with keys and values."""
         return tuple(index for index in range(self.num_layers) if self.layer_units(index)[0])
 
+    def attention_inputs(self, layer: int) -> int:
+        """Width of what a layer's attention projects: D, or twice that where a token and a state lie side by side."""
+        joins = layer == 0 and self.features is not None and self.features.kind == "eagle3"
+        return self.embed_dim * (2 if joins else 1)
+
     def layer_units(self, layer: int) -> tuple[bool, bool]:
         """Whether a layer has attention and whether it has an MLP."""
         return (True, True) if self.units is None else (self.units.attention[layer], self.units.mlp[layer])
+
+    def layer_experts(self, layer: int) -> ExpertsConfig | None:
+        """The experts of one layer, or None where it has an MLP."""
+        if self.experts is None or (self.experts.layers and not self.experts.layers[layer]):
+            return None
+        return self.experts
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """The rotary embedding of one layer."""
+        return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer in positions, or None where it sees everything."""
         return None if self.sliding_layers and not self.sliding_layers[layer] else self.sliding_window
 
 
+# Fields that older versions of jaxspec do not know: they are left out where they say nothing.
+_LATER_FIELDS = (
+    "units", "embed_scale", "activation", "norms", "wide_qk_norm", "query_scale", "attention_softcap", "logit_softcap",
+    "local_rope", "experts", "attention_sinks", "out_bias", "features",
+)  # fmt: skip
+_LATER_ROPE_FIELDS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors")
+_LATER_EXPERTS_FIELDS = ("chosen_scores", "biases", "limit", "alpha")
+
+
 def config_to_data(cfg: ModelConfig) -> dict[str, Any]:
     """Plain data that `config_from_data` reads back; tuples become lists, as in JSON."""
-    data = dataclasses.asdict(cfg)
-    data["sliding_layers"] = list(cfg.sliding_layers)
-    data["head_ids"] = list(cfg.head_ids)
-    if cfg.units is not None:
-        data["units"] = {"attention": list(cfg.units.attention), "mlp": list(cfg.units.mlp)}
-    # Older versions of jaxspec know neither field: they are left out where they say nothing.
-    return {key: value for key, value in data.items() if (key, value) not in (("units", None), ("embed_scale", 1.0))}
+    data = _as_lists(dataclasses.asdict(cfg))
+    for name in ("rope", "local_rope"):
+        if data[name] is not None:
+            data[name] = _without_defaults(RopeConfig, data[name], _LATER_ROPE_FIELDS)
+    if data["experts"] is not None:
+        data["experts"] = _without_defaults(ExpertsConfig, data["experts"], _LATER_EXPERTS_FIELDS)
+    return _without_defaults(ModelConfig, data, _LATER_FIELDS)
+
+
+def _without_defaults(kind: type, data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The data without those of the named fields that have their default."""
+    defaults = {field.name: _as_lists(field.default) for field in dataclasses.fields(kind) if field.name in names}
+    return {key: value for key, value in data.items() if key not in defaults or value != defaults[key]}
+
+
+def _as_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [_as_lists(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def config_from_data(data: Mapping[str, Any], where: str) -> ModelConfig:
@@ -207,3 +260,13 @@ def _read_value(hint: Any, value: Any, where: str) -> Any:
         return tuple(_read_value(choices[0], item, where) for item in value)
     wanted = f"one of {', '.join(choices)}" if origin is Literal else getattr(hint, "__name__", str(hint))
     raise ConfigError(f"{where} must be {wanted}, got {value!r}")
+
+
+def keep_layers(cfg: ModelConfig, kept: Iterable[int]) -> ModelConfig:
+    """The geometry of a model with only some of the layers, by number."""
+    kept = list(kept)
+    sliding = tuple(cfg.sliding_layers[i] for i in kept) if cfg.sliding_layers else ()
+    experts = cfg.experts
+    if experts is not None and experts.layers:
+        experts = dataclasses.replace(experts, layers=tuple(experts.layers[i] for i in kept))
+    return dataclasses.replace(cfg, num_layers=len(kept), sliding_layers=sliding, experts=experts)

@@ -13,6 +13,7 @@ from flax import struct
 
 from jaxspec.models.config import ModelConfig
 from pallas_kernels import registry
+from pallas_kernels.move_rows import move_rows
 
 
 @struct.dataclass
@@ -20,7 +21,8 @@ class KVCache:
     """Keys and values of one sequence.
 
     Attributes:
-      key: per layer that has attention `[K, S, H]`, rotary positions applied; `value` likewise.
+      key: per layer that has attention `[K, S, H]`, rotary positions applied; `value` likewise. Where a device has KV
+        heads of two kinds (`jaxspec/models/heads.py`), all layers of the first kind, then all of the second.
       length: int32 scalar, committed tokens.
     """
 
@@ -34,10 +36,11 @@ class KVCache:
         return self.key[0].shape[1]
 
 
-def init_cache(cfg: ModelConfig, kv_heads: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache with `kv_heads` heads (padded to the mesh) and `slots` slots."""
-    shape = (kv_heads, slots, cfg.head_dim)
-    key, value = (tuple(jnp.zeros(shape, dtype) for _ in cfg.attention_layers) for _ in range(2))
+def init_cache(cfg: ModelConfig, kv_heads: int | tuple[int, ...], slots: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache of a shard with `slots` slots and `kv_heads` heads, one number for each kind of them."""
+    kinds = (kv_heads,) if isinstance(kv_heads, int) else kv_heads
+    shapes = [(heads, slots, cfg.head_dim) for heads in kinds for _ in cfg.attention_layers]
+    key, value = (tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(2))
     return KVCache(key, value, jnp.int32(0))
 
 
@@ -66,21 +69,18 @@ def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = N
     matters = True if count is None else places < count
     source = cache.length + jnp.clip(slots, 0, cache.slots - 1 - cache.length)
 
-    def move(layer: jax.Array) -> jax.Array:
-        # Read before anything is written: fused with the write, the two would need a copy of the whole layer.
-        rows = jax.lax.optimization_barrier(jnp.take(layer, source, axis=1, mode="clip"))  # [K, P, H]
-        return jax.lax.dynamic_update_slice(layer, rows, (0, cache.length, 0))
-
     def move_all(carry: tuple) -> tuple:
-        return jnp.bool_(False), *(tuple(map(move, layers)) for layers in carry[1:])
+        key, value = carry[1:]
+        moved = move_rows((*key, *value), source, cache.length)
+        return jnp.bool_(False), moved[: len(key)], moved[len(key) :]
 
     with jax.named_scope("cache/permute"):
         displaced = (matters & (slots != places)).any()
         carry = (displaced, cache.key, cache.value)
-        if registry.current().platform == "cpu":
+        if registry.current().branches:
             # A loop of at most one turn: a conditional would copy the caches.
             _, key, value = jax.lax.while_loop(lambda carry: carry[0], move_all, carry)
         else:
-            # The host waits for every branch on an accelerator's data; moving a few rows costs less.
+            # Moving a few rows costs less than a branch.
             _, key, value = move_all(carry)
         return dataclasses.replace(cache, key=key, value=value)

@@ -10,7 +10,7 @@ As text, a set is the list of its skipped units: `attention=1,3-5;mlp=2`, or `no
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -125,13 +125,12 @@ def _format_ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _parse_ranges(text: str, whole: str) -> list[int]:
-    numbers: list[int] = []
+def _parse_ranges(text: str, whole: str) -> Iterator[int]:
+    # One at a time: the first layer that does not exist ends a range, however long.
     for piece in text.split(","):
         first, dash, last = piece.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ConfigError(f"layer set {whole!r}: {piece!r} is neither a layer nor a range such as 3-5")
         if len(first) > 6 or len(last) > 6:
             raise ConfigError(f"layer set {whole!r}: {piece!r} is no layer of any model")
-        numbers.extend(range(int(first), int(last or first) + 1))
-    return numbers
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ConfigError(f"layer set {whole!r}: {piece!r} is neither a layer nor a range such as 3-5")
+        yield from range(int(first), int(last or first) + 1)

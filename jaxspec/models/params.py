@@ -5,8 +5,9 @@ one-token step is then a row-major matrix-vector product, the fastest form on CP
 value share one tensor grouped by KV head; gate and up share another. Sharding the first named axis then gives each
 device whole heads with their keys.
 
-A weight is kept as numbers or in a file's blocks (`jaxspec.models.quantization`). Blocks replace the last dimension
-`I` by two, `I / values` and `nbytes`; those before them, and with them the shards, stay what they are.
+A weight is kept as numbers or in blocks (`jaxspec.models.quantization`). Blocks replace the last dimension `I` by two,
+`I / values` and `nbytes`; those before them, and with them the shards, stay what they are. Blocks whose inputs are
+permuted come with an array of their name and `_order`, int32 `[I]`: column i of the weight takes input `order[i]`.
 """
 
 import dataclasses
@@ -16,13 +17,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.features import FeatureConfig
+from jaxspec.models.heads import KV_ROWS, QKV_ROWS, QUERY_ROWS
 from jaxspec.models.quantization import PARTS, LeafType, Storage, as_storage, crosses_heads, weight_leaves
 from pallas_kernels.linear.blocks import FORMATS, Blocks
 
 Params = dict[str, Any]
 
 # Parameters of a layer's MLP block; the others are its attention's.
-MLP_PARAMS = ("mlp_norm", "gate_up", "down")
+MLP_PARAMS = (
+    "mlp_norm", "mlp_post_norm", "gate_up", "down", "gate_up_order", "down_order", "router", "shared_gate",
+    "shared_gate_up", "shared_down", "router_bias", "gate_up_bias", "down_bias",
+)  # fmt: skip
+
+# Those of which a mixture of experts has one for each expert.
+ROUTED_PARAMS = ("gate_up", "down", "gate_up_bias", "down_bias")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +44,7 @@ class ArrayInfo:
       axes: one logical axis name per dimension, or None.
       format: name of the block format; None for numbers.
       multiple: a device's part of the split dimension is padded to a multiple of this number.
+      group: G, query heads per KV head, where an axis is "kv_heads"; the axis after it says what its rows are.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +52,7 @@ class ArrayInfo:
     axes: tuple[str | None, ...]
     format: str | None = None
     multiple: int = 1
+    group: int = 0
 
     def __post_init__(self):
         """Every dimension has a logical name or None."""
@@ -62,60 +73,124 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     Raises:
       ValueError: the storage names a leaf that the model does not have, or blocks that do not fill a leaf's rows.
     """
-    D, F, K, G, H, V = cfg.embed_dim, cfg.mlp_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
+    D, K, G, H, V = cfg.embed_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
     storage = as_storage(storage)
     if unknown := {leaf for leaf, _ in storage.leaves} - set(weight_leaves(cfg)):
         raise ValueError(f"the storage names {min(unknown)!r}, which is no weight of this model")
-    norm = ArrayInfo((D,), jnp.float32, (None,))
+    norm, features = ArrayInfo((D,), jnp.float32, (None,)), cfg.features
 
     def declare_out(leaf: str) -> Any:
         leaf_type = storage.type_of(leaf)
-        shape, axes = (D, K, G, H), ("embed", "kv_heads", None, None)
+        shape, axes = (D, K, G, H), ("embed", "kv_heads", QUERY_ROWS, None)
         if crosses_heads(cfg, leaf_type):
             shape, axes = (D, 1, K * G * H), ("embed", "uncut", None)
         elif leaf_type in FORMATS:
-            shape, axes = (D, K, G * H), ("embed", "kv_heads", None)
-        return _declare_weight(leaf, leaf_type, shape, axes)
+            shape, axes = (D, K, G * H), ("embed", "kv_heads", QUERY_ROWS)
+        return _declare_weight(leaf, leaf_type, shape, axes, group=G)
 
     def declare_qkv(leaf: str) -> Any:
-        leaf_type, axes = storage.type_of(leaf), ("kv_heads", None, None, "embed")
+        leaf_type = storage.type_of(leaf)
+
+        def declare(name: str, kind: LeafType, rows: str, n: int) -> Any:
+            return _declare_weight(name, kind, (K, n, H, inputs), ("kv_heads", rows, None, "embed"), group=G)
+
+        inputs = cfg.attention_inputs(int(leaf.split(".")[1]))
         if isinstance(leaf_type, str):
-            return _declare_weight(leaf, leaf_type, (K, G + 2, H, D), axes)
-        parts = zip(PARTS, leaf_type, (G, 1, 1), strict=True)
-        return {part: _declare_weight(f"{leaf}.{part}", kind, (K, n, H, D), axes) for part, kind, n in parts}
+            return declare(leaf, leaf_type, QKV_ROWS, G + 2)
+        parts = zip(PARTS, leaf_type, (QUERY_ROWS, KV_ROWS, KV_ROWS), (G, 1, 1), strict=True)
+        return {part: declare(f"{leaf}.{part}", kind, rows, n) for part, kind, rows, n in parts}
+
+    def declare_orders(name: str, **inputs: int) -> Params:
+        """The order of a weight's inputs, for those that have one."""
+        kept = {leaf: count for leaf, count in inputs.items() if f"{name}.{leaf}" in storage.ordered}
+        return {f"{leaf}_order": ArrayInfo((count,), jnp.int32, (None,)) for leaf, count in kept.items()}
+
+    def declare_attention(index: int) -> Params:
+        name = f"layers.{index}"
+        layer = {"qkv": declare_qkv(f"{name}.qkv"), "out": declare_out(f"{name}.out")}
+        layer |= declare_orders(name, qkv=cfg.attention_inputs(index), out=K * G * H)
+        if cfg.qkv_bias:
+            layer["qkv_bias"] = ArrayInfo((K, G + 2, H), jnp.float32, ("kv_heads", QKV_ROWS, None), group=G)
+        if cfg.out_bias:
+            layer["out_bias"] = ArrayInfo((D,), jnp.float32, (None,))
+        if cfg.attention_sinks:
+            layer["sinks"] = ArrayInfo((K, G), jnp.float32, ("kv_heads", QUERY_ROWS), group=G)
+        if cfg.wide_qk_norm:
+            for leaf, rows, n in (("q_norm", QUERY_ROWS, G), ("k_norm", KV_ROWS, 1)):
+                layer[leaf] = ArrayInfo((K, n, H), jnp.float32, ("kv_heads", rows, None), group=G)
+        elif cfg.qk_norm:
+            layer["q_norm"] = layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
+        return layer
+
+    def declare_mlp(index: int) -> Params:
+        name, experts = f"layers.{index}", cfg.layer_experts(index)
+        if experts is None:
+            layer = _declare_swiglu(storage, name, "", (), cfg.mlp_dim, D)
+            return layer | declare_orders(name, gate_up=D, down=cfg.mlp_dim)
+        router = ArrayInfo((experts.count, D), jnp.float32, (None, "embed"))
+        layer = {"router": router} | _declare_swiglu(storage, name, "", (experts.count,), experts.dim, D)
+        if experts.biases:
+            # Their columns are those of the weights, padding included.
+            columns = _swiglu_multiple(storage.type_of(f"{name}.down"))
+            layer["router_bias"] = ArrayInfo((experts.count,), jnp.float32, (None,))
+            shape, axes = (experts.count, 2, experts.dim), ("experts", None, "expert_mlp")
+            layer["gate_up_bias"] = ArrayInfo(shape, jnp.float32, axes, multiple=columns)
+            layer["down_bias"] = ArrayInfo((experts.count, D), jnp.float32, ("experts", "embed"))
+        if experts.shared_dim:
+            layer["shared_gate"] = ArrayInfo((1, D), jnp.float32, (None, "embed"))
+            layer |= _declare_swiglu(storage, name, "shared_", (), experts.shared_dim, D)
+        return layer
+
+    def declare_input_norms(index: int, block: str) -> Params:
+        if features is not None and index == 0 and block == "attn":
+            # Of the token and of the state; EAGLE-1 has neither.
+            return {"attn_norm": norm, "hidden_norm": norm} if features.kind == "eagle3" else {}
+        return {f"{block}_norm": norm} if cfg.norms != "post" else {}
 
     def declare_layer(index: int) -> Params:
-        name, units, gate_up = f"layers.{index}", cfg.layer_units(index), f"layers.{index}.gate_up"
-        down_type = storage.type_of(f"{name}.down")
-        # Where the down projection is in blocks, each device's columns are whole ones.
-        multiple = FORMATS[down_type].values if down_type in FORMATS else 1
-        layer = {
-            "attn_norm": norm,
-            "qkv": declare_qkv(f"{name}.qkv"),
-            "out": declare_out(f"{name}.out"),
-            "mlp_norm": norm,
-            "gate_up": _declare_weight(gate_up, storage.type_of(gate_up), (2, F, D), (None, "mlp", "embed"), multiple),
-            "down": _declare_weight(f"{name}.down", down_type, (D, F), ("embed", "mlp")),
-        }
-        if cfg.qkv_bias:
-            layer["qkv_bias"] = ArrayInfo((K, G + 2, H), jnp.float32, ("kv_heads", None, None))
-        if cfg.qk_norm:
-            layer["q_norm"] = layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
-        return {leaf: info for leaf, info in layer.items() if units[leaf in MLP_PARAMS]}
+        layer: Params = {}
+        blocks = {"attn": declare_attention, "mlp": declare_mlp}
+        for (block, declare_block), runs in zip(blocks.items(), cfg.layer_units(index), strict=True):
+            if runs:
+                layer |= declare_input_norms(index, block)
+                layer |= declare_block(index)
+                layer |= {f"{block}_post_norm": norm} if cfg.norms != "pre" else {}
+        return layer
 
     params: Params = {"final_norm": norm, "layers": [declare_layer(index) for index in range(cfg.num_layers)]}
-    for leaf in ("embed", "head"):
-        if not cfg.shares_embedding and not (leaf == "head" and cfg.tied):
-            params[leaf] = _declare_weight(leaf, storage.type_of(leaf), (V, D), ("vocab", "embed"))
+    if features is not None:
+        params |= _declare_fusion(cfg, features, storage)
+        if features.kind == "eagle1":
+            del params["final_norm"]
+    if not cfg.shares_embedding:
+        params["embed"] = _declare_weight("embed", storage.type_of("embed"), (V, D), ("vocab", "embed"))
+    if cfg.has_own_head or (features is None and not cfg.shares_embedding and not cfg.tied):
+        rows, axis = (len(cfg.head_ids), "head_rows") if cfg.head_ids else (V, "vocab")
+        params["head"] = _declare_weight("head", storage.type_of("head"), (rows, D), (axis, "embed"))
     return params
 
 
+def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage) -> Params:
+    """What makes the target's hidden states, or a token and a state, as wide as the draft."""
+    D, inputs = cfg.embed_dim, features.states_dim if features.kind == "eagle3" else 2 * cfg.embed_dim
+    made: Params = {"fc": _declare_weight("fc", storage.type_of("fc"), (D, inputs), (None, "embed"))}
+    if features.fc_bias:
+        made["fc_bias"] = ArrayInfo((D,), jnp.float32, (None,))
+    if features.fc_norm != "none":
+        shape = (inputs,) if features.fc_norm == "whole" else (features.num_states, features.target_dim)
+        made["fc_norm"] = ArrayInfo(shape, jnp.float32, (None,) * len(shape))
+    return made
+
+
 def declare_shared(cfg: ModelConfig, storage: Storage, target: Params) -> Params:
-    """Declare what a draft with `shares_embedding` takes from its target: `embed`, and `head` where it needs one.
+    """Declare what a draft takes from its target: `embed` with `shares_embedding`, and `head` where it needs one.
 
     A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type. `cfg`
     and `storage` are the draft's, `target` is the target's declaration.
     """
+    if cfg.features is not None:
+        shared = {"embed": target["embed"]} if cfg.shares_embedding else {}
+        return shared | ({} if cfg.has_own_head else {"head": target.get("head", target["embed"])})
     if cfg.head_ids:
         shape, axes = (len(cfg.head_ids), cfg.embed_dim), ("head_rows", "embed")
         return {"embed": target["embed"], "head": _declare_weight("head", storage.default, shape, axes)}
@@ -140,18 +215,37 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def _declare_swiglu(storage: Storage, layer: str, prefix: str, outer: tuple[int, ...], F: int, D: int) -> Params:
+    """Gate, up and down projections of an MLP of F columns, or of `outer` experts of F columns each."""
+    gate_up, down = f"{layer}.{prefix}gate_up", f"{layer}.{prefix}down"
+    down_type = storage.type_of(down)
+    multiple = _swiglu_multiple(down_type)
+    experts, columns = ("experts",) * len(outer), "expert_mlp" if outer else "mlp"
+    axes = (*experts, None, columns, "embed")
+    return {
+        f"{prefix}gate_up": _declare_weight(gate_up, storage.type_of(gate_up), (*outer, 2, F, D), axes, multiple),
+        f"{prefix}down": _declare_weight(down, down_type, (*outer, D, F), (*experts, "embed", columns)),
+    }
+
+
+def _swiglu_multiple(down_type: LeafType) -> int:
+    """What a device's columns of an MLP are a multiple of: whole blocks where the down projection is in blocks."""
+    return FORMATS[down_type].values if down_type in FORMATS else 1
+
+
 def _declare_weight(
-    leaf: str, leaf_type: LeafType, shape: tuple[int, ...], axes: tuple[str | None, ...], multiple: int = 1
-) -> Any:
+    leaf: str, leaf_type: LeafType, shape: tuple[int, ...], axes: tuple[str | None, ...], multiple: int = 1,
+    group: int = 0,
+) -> Any:  # fmt: skip
     """A weight of one type: the array of `shape`, or the blocks that its last dimension is cut into."""
     assert isinstance(leaf_type, str)  # a `Storage` has three types for qkv only
     block_format = FORMATS.get(leaf_type)
     if block_format is None:
-        return ArrayInfo(shape, jnp.dtype(leaf_type), axes, multiple=multiple)
+        return ArrayInfo(shape, jnp.dtype(leaf_type), axes, multiple=multiple, group=group)
     *outer, inputs = shape
     if inputs % block_format.values:
         whole = f"a whole number of {leaf_type} blocks of {block_format.values}"
         raise ValueError(f"{leaf}: rows of {inputs} values are not {whole}")
     shape = (*outer, inputs // block_format.values, block_format.nbytes)
-    info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), format=leaf_type, multiple=multiple)
+    info = ArrayInfo(shape, jnp.dtype(jnp.uint8), (*axes, None), format=leaf_type, multiple=multiple, group=group)
     return Blocks(info, leaf_type)  # pyright: ignore[reportArgumentType]

@@ -1,13 +1,13 @@
-"""How the weights of a model are kept: as numbers of a dtype, or in the blocks that a GGUF file holds.
+"""How the weights of a model are kept: as numbers of a dtype, or in blocks: a GGUF file's, or groups.
 
-Blocks become numbers, and numbers blocks, on the host with the `gguf` package's arithmetic.
+GGUF's blocks become numbers, and numbers blocks, on the host with the `gguf` package's arithmetic.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,12 +16,19 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from jaxspec.models.config import ModelConfig
-from pallas_kernels.linear.blocks import FORMATS
+from jaxspec.models.heads import head_layout
+from jaxspec.models.k_quants import K_QUANTS, quantise_k
+from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS
+from pallas_kernels.linear.groups import decode_groups, quantise_groups
 
 WEIGHT_TYPES = ("float32", "bfloat16", "float16", *FORMATS)
 
 # The parts of a `qkv` leaf whose tensors differ in type, in the order of the fused one.
 PARTS = ("query", "key", "value")
+
+# Formats that stay in blocks where XLA multiplies on a CPU: those of which a file has no smaller or more exact form.
+# Accelerators keep all of `FORMATS`.
+KEPT_ON_CPU = (*GROUP_FORMATS, "mxfp4")
 
 # Values converted at once: enough that numpy's fixed costs vanish, few enough to stay in a core's cache. The package's
 # own loop takes 16 rows at a time, which for narrow models is mostly overhead.
@@ -38,10 +45,13 @@ class Storage:
     Attributes:
       default: a name in `WEIGHT_TYPES`.
       leaves: names, such as `layers.3.qkv`, and types of the weight leaves that differ from the default.
+      ordered: names of the weight leaves in blocks whose inputs are permuted. The parameter `{name}_order` says which
+        input each column takes.
     """
 
     default: str
     leaves: tuple[tuple[str, LeafType], ...] = ()
+    ordered: frozenset[str] = frozenset()
 
     def __post_init__(self):
         """Refuse unknown types, and parts of a leaf that cannot have them."""
@@ -80,23 +90,54 @@ def as_storage(storage: Any) -> Storage:
     return Storage(storage if isinstance(storage, str) else jnp.dtype(storage).name)
 
 
-def collect_storage(types: Mapping[str, LeafType]) -> Storage:
-    """The storage of a whole model, from the type of each of its weight leaves; the default is the most common one."""
+def collect_storage(types: Mapping[str, LeafType], ordered: Iterable[str] = ()) -> Storage:
+    """The storage of a whole model, from the type of each of its weight leaves; the default is the most common one.
+
+    Of `ordered`, only the leaves that are in blocks count.
+    """
     default = Counter(t for t in types.values() if isinstance(t, str)).most_common(1)[0][0]
-    return Storage(default, tuple((leaf, t) for leaf, t in types.items() if t != default))
+    kept = frozenset(leaf for leaf in ordered if leaf in types and types[leaf] in FORMATS)
+    return Storage(default, tuple((leaf, t) for leaf, t in types.items() if t != default), kept)
 
 
 def restrict_storage(storage: Storage, cfg: ModelConfig) -> Storage:
     """The types of the leaves of `cfg` alone, which may have fewer layers, in the form of `collect_storage`."""
-    return collect_storage({leaf: storage.type_of(leaf) for leaf in weight_leaves(cfg)})
+    return collect_storage({leaf: storage.type_of(leaf) for leaf in weight_leaves(cfg)}, storage.ordered)
 
 
 def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the weight leaves of a model: what a storage gives types to."""
     top = () if cfg.shares_embedding else ("embed",) if cfg.tied else ("embed", "head")
-    units = (("qkv", "out"), ("gate_up", "down"))
-    layers = [itertools.compress(units, cfg.layer_units(index)) for index in range(cfg.num_layers)]
+    if cfg.features is not None:
+        own = {"fc": True, "embed": not cfg.shares_embedding, "head": cfg.has_own_head}
+        top = tuple(leaf for leaf, is_own in own.items() if is_own)
+    layers = [
+        itertools.compress((("qkv", "out"), mlp_weights(cfg, index)), cfg.layer_units(index))
+        for index in range(cfg.num_layers)
+    ]
     return top + tuple(f"layers.{index}.{name}" for index, own in enumerate(layers) for unit in own for name in unit)
+
+
+def mlp_weights(cfg: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Names of the weights of a layer's MLP or experts. A router is no weight: it is float32 always."""
+    experts = cfg.layer_experts(layer)
+    shared = ("shared_gate_up", "shared_down") if experts is not None and experts.shared_dim else ()
+    return ("gate_up", "down", *shared)
+
+
+def leaf_inputs(cfg: ModelConfig, leaf: str) -> int:
+    """Inputs of a weight leaf, the values of one of its rows."""
+    if leaf == "fc" and cfg.features is not None:
+        return cfg.features.states_dim if cfg.features.kind == "eagle3" else 2 * cfg.embed_dim
+    if not leaf.startswith("layers."):
+        return cfg.embed_dim
+    _, index, kind = leaf.split(".")
+    if kind == "qkv":
+        return cfg.attention_inputs(int(index))
+    experts = cfg.layer_experts(int(index))
+    down = cfg.mlp_dim if experts is None else experts.dim
+    shared = 0 if experts is None else experts.shared_dim
+    return {"out": cfg.num_heads * cfg.head_dim, "down": down, "shared_down": shared}.get(kind, cfg.embed_dim)
 
 
 def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:
@@ -104,14 +145,38 @@ def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:
 
     The heads of an `out` leaf are split over the devices. Where those of a KV head do not fill whole blocks (K-quants
     of small heads), blocks cross from one device's heads to the next one's: several devices keep that leaf in float32.
+    So do devices that share the queries of a KV head, where a single query does not fill whole blocks. Where the inputs
+    of an `out` or `down` leaf are permuted, columns of one device would take inputs of another: that leaf is float32.
     """
+
+    splits = head_layout(cfg.num_kv_heads, cfg.group, degree).splits
 
     def fit(leaf: str) -> LeafType:
         leaf_type = storage.type_of(leaf)
-        crosses = degree > 1 and leaf.endswith(".out") and crosses_heads(cfg, leaf_type)
-        return "float32" if crosses else leaf_type
+        if degree == 1 or not leaf.endswith((".out", ".down")):
+            return leaf_type
+        if leaf in storage.ordered:
+            return "float32"
+        if leaf.endswith(".down"):
+            return leaf_type
+        block_format = FORMATS.get(leaf_type) if isinstance(leaf_type, str) else None
+        cut = splits and block_format is not None and cfg.head_dim % block_format.values != 0
+        return "float32" if cut or crosses_heads(cfg, leaf_type) else leaf_type
 
-    return collect_storage({leaf: fit(leaf) for leaf in weight_leaves(cfg)})
+    return collect_storage({leaf: fit(leaf) for leaf in weight_leaves(cfg)}, storage.ordered)
+
+
+def keep_blocks(storage: Storage, cfg: ModelConfig, dtype: str, formats: Collection[str]) -> Storage:
+    """Weights in blocks of `formats` as they are, every other weight in `dtype`.
+
+    A `qkv` whose parts differ keeps them if all of them are blocks of `formats`; else it becomes one weight.
+    """
+
+    def keep(leaf: str) -> LeafType:
+        leaf_type = storage.type_of(leaf)
+        return leaf_type if all(part in formats for part in parts_of(leaf_type)) else dtype
+
+    return collect_storage({leaf: keep(leaf) for leaf in weight_leaves(cfg)}, storage.ordered)
 
 
 def crosses_heads(cfg: ModelConfig, leaf_type: LeafType) -> bool:
@@ -120,12 +185,29 @@ def crosses_heads(cfg: ModelConfig, leaf_type: LeafType) -> bool:
     return block_format is not None and cfg.group * cfg.head_dim % block_format.values != 0
 
 
-def decode_blocks(raw: np.ndarray, block_type: str) -> np.ndarray:
-    """The values of blocks of any GGUF tensor type that the package dequantises.
+def undo_order(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """The numbers `[O, I]` of a weight whose columns take inputs `order`, with its inputs in order again.
 
-    `raw` is uint8, whole blocks in any shape; `block_type` names their type, such as "q4_k". The result is float32
-    `[number of values]`.
+    `values` has any shape whose last dimensions are the inputs.
     """
+    columns = values.reshape(-1, len(order))
+    numbers = np.empty_like(columns)
+    numbers[:, order] = columns
+    return numbers
+
+
+def decode_blocks(raw: np.ndarray, block_type: str) -> np.ndarray:
+    """The values of blocks of groups, or of any GGUF tensor type that the package dequantises.
+
+    `raw` is uint8, whole blocks in any shape; `block_type` names their type, such as "q4_k" or "int4_g128". The result
+    is float32 `[number of values]`.
+    """
+    if block_type in GROUP_FORMATS:
+        group = GROUP_FORMATS[block_type]
+        return _convert_chunks(
+            raw.reshape(-1, group.nbytes), group.values, (group.values, np.float32),
+            lambda chunk: decode_groups(chunk.reshape(-1, 1, group.nbytes), block_type),
+        ).reshape(-1)  # fmt: skip
     kind = GGMLQuantizationType[block_type.upper()]
     values, nbytes = GGML_QUANT_SIZES[kind]
     blocks = raw.reshape(-1, nbytes)
@@ -134,8 +216,19 @@ def decode_blocks(raw: np.ndarray, block_type: str) -> np.ndarray:
 
 def encode_blocks(numbers: np.ndarray, block_format: str) -> np.ndarray:
     """Quantise float32 `[..., I]`, whole blocks, to a format of `FORMATS`: uint8 `[number of blocks, nbytes]`."""
-    shape, kind = FORMATS[block_format], GGMLQuantizationType[block_format.upper()]
+    shape = FORMATS[block_format]
     rows = numbers.reshape(-1, shape.values)
+    if block_format in GROUP_FORMATS:
+        return _convert_chunks(
+            rows, shape.values, (shape.nbytes, np.uint8),
+            lambda chunk: quantise_groups(chunk.reshape(-1, shape.values), block_format),
+        )  # fmt: skip
+    if block_format in K_QUANTS:
+        return _convert_chunks(
+            rows, shape.values, (shape.nbytes, np.uint8),
+            lambda chunk: quantise_k(chunk.reshape(-1, shape.values), block_format),
+        )  # fmt: skip
+    kind = GGMLQuantizationType[block_format.upper()]
     return _convert_chunks(rows, shape.values, (shape.nbytes, np.uint8), lambda chunk: quantize(chunk, kind))
 
 

@@ -2,6 +2,8 @@
 
 Every function runs inside `jax.shard_map` over the mesh axis "tensor" and sees its own heads, MLP columns and
 vocabulary rows. A layer needs two all-reduces, the embedding one; logits stay vocabulary-parallel.
+
+This file exceeds 400 lines because one layer serves all families, resident and streamed.
 """
 
 import dataclasses
@@ -11,19 +13,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from jaxspec.models.config import TENSOR_AXIS, ModelConfig, rope_frequencies
+from jaxspec.models.config import TENSOR_AXIS, ModelConfig
+from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.features import NORMED
+from jaxspec.models.heads import head_layout, split_slots
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params
 from jaxspec.models.quantization import PARTS
+from jaxspec.models.rope import RopeConfig, rope_frequencies
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
-from pallas_kernels.linear import as_matrix, linear, take_rows
+from pallas_kernels.experts import experts as mix
+from pallas_kernels.linear import Blocks, as_matrix, linear, row_dtype, take_rows
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
-from pallas_kernels.swiglu import norm_swiglu
+from pallas_kernels.swiglu import geglu, norm_swiglu, swiglu
 from pallas_kernels.tree_attention import tree_attention
 
 
@@ -72,9 +80,42 @@ def forward(
       Hidden states `[T, D]` float32 after the final norm, and the cache with the rows written.
     """
     window = Window(window_mask, position if window_position is None else window_position, offset, active_rows)
-    x, cache = _run_layers(params, cfg, token, position, cache, window, units)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params["final_norm"], cfg.norm_eps), cache
+    x, cache, _ = run_layers(params, cfg, token, position, cache, window, units)
+    return finish_rows(params, cfg, x), cache
+
+
+def forward_with_states(
+    params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, cache: KVCache, window_mask: jax.Array,
+    layers: tuple[int, ...], active_rows: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache, jax.Array | None]:  # fmt: skip
+    """`forward`, and the rows' hidden states of some `layers` beside each other, float32 [T, n * D]; None for none.
+
+    State i is the residual stream that enters layer i, before its norm; `NORMED` is what leaves the final norm.
+    """
+    window = Window(window_mask, position, None, active_rows)
+    x, cache, states = run_layers(params, cfg, token, position, cache, window, None, layers=layers)
+    hidden = finish_rows(params, cfg, x)
+    return hidden, cache, join_states(states, hidden, layers)
+
+
+def prefill_with_states(
+    params: Params, cfg: ModelConfig, token: jax.Array, count: jax.Array, cache: KVCache, layers: tuple[int, ...]
+) -> tuple[KVCache, jax.Array]:
+    """`prefill`, and the rows' hidden states of some `layers`; see `forward_with_states`."""
+    position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
+    x, written, states = run_layers(params, cfg, token, position, cache, None, None, layers=layers)
+    # Only a state after the last layer takes all of it.
+    hidden = finish_rows(params, cfg, x) if NORMED in layers else x
+    joined = join_states(states, hidden, layers)
+    assert joined is not None
+    return dataclasses.replace(written, length=cache.length + count), joined
+
+
+def join_states(states: dict[int, jax.Array], hidden: jax.Array, layers: tuple[int, ...]) -> jax.Array | None:
+    """Hidden states `[T, D]` of a pass beside each other, in the order of `layers`; `hidden` is that of `NORMED`."""
+    if not layers:
+        return None
+    return jnp.concatenate([hidden if layer == NORMED else states[layer] for layer in layers], axis=1)
 
 
 def prefill(params: Params, cfg: ModelConfig, token: jax.Array, count: jax.Array, cache: KVCache) -> KVCache:
@@ -84,11 +125,13 @@ def prefill(params: Params, cfg: ModelConfig, token: jax.Array, count: jax.Array
     state is returned, so the last layer only computes keys and values.
     """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
-    _, written = _run_layers(params, cfg, token, position, cache, None, None)
-    return written.replace(length=cache.length + count)
+    _, written, _ = run_layers(params, cfg, token, position, cache, None, None)
+    return dataclasses.replace(written, length=cache.length + count)
 
 
-def vocab_logits(params: Params, hidden: jax.Array, active_rows: jax.Array | None = None) -> jax.Array:
+def vocab_logits(
+    params: Params, cfg: ModelConfig, hidden: jax.Array, active_rows: jax.Array | None = None
+) -> jax.Array:
     """Logits of this shard's vocabulary rows, [T, D] -> [T, V / shards] float32; the caller masks padded rows.
 
     For `active_rows` see `forward`.
@@ -96,7 +139,8 @@ def vocab_logits(params: Params, hidden: jax.Array, active_rows: jax.Array | Non
     with jax.named_scope("head"):
         head = params["head"] if "head" in params else params["embed"]
         head = as_matrix(head, head.shape[0])
-        return map_active_rows(lambda active_rows, rows: linear(rows, head, active_rows), active_rows, hidden)
+        logits = map_active_rows(lambda active_rows, rows: linear(rows, head, active_rows), active_rows, hidden)
+        return logits if cfg.logit_softcap is None else jnp.tanh(logits / cfg.logit_softcap) * cfg.logit_softcap
 
 
 def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D] float32
@@ -110,62 +154,144 @@ def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D]
     return jax.lax.psum(jnp.where(mine[:, None], rows, 0.0), TENSOR_AXIS)
 
 
-def _run_layers(params, cfg, token, position, cache, window, units):
-    """All layers; without a window the rows are a causal chunk, of which only the cache is wanted."""
+@struct.dataclass
+class Frame:
+    """What all layers of a pass of T rows share; see `forward`. Without a window the rows are a causal chunk."""
+
+    ropes: tuple[tuple[jax.Array, jax.Array], ...]  # tables, one for each of `rope_settings`
+    position: jax.Array  # int32 [T]
+    length: jax.Array  # int32 [], of the cache
+    window: Window | None
+
+
+def begin_rows(
+    params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, length: jax.Array, window: Window | None
+) -> tuple[jax.Array, Frame]:
+    """The first step of a pass that runs layer by layer: embedded rows, float32 [T, D], and what all layers share."""
     with jax.named_scope("embed"):
         x = embed(params, token)
         if cfg.embed_scale != 1:
             x = x * cfg.embed_scale
-    rope = rope_tables(position, jnp.asarray(rope_frequencies(cfg.rope, cfg.head_dim)))
-    cut = {None: window}
+    ropes = tuple(make_tables(rope, cfg.head_dim, position) for rope in rope_settings(cfg))
+    return x, Frame(ropes, position, length, window)
+
+
+def rope_settings(cfg: ModelConfig) -> tuple[RopeConfig, ...]:
+    """The rotary settings of a model's layers, each once."""
+    return tuple(dict.fromkeys(cfg.layer_rope(index) for index in range(cfg.num_layers)))
+
+
+def run_one_layer(
+    layer: Params, cfg: ModelConfig, index: int, x: jax.Array, frame: Frame, key: tuple[jax.Array, ...],
+    value: tuple[jax.Array, ...],
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:  # fmt: skip
+    """Layer `index` of a pass that runs layer by layer.
+
+    `key` and `value` are the layer's arrays of the cache, one for each kind of KV head; they come back written.
+    """
+    window, sliding = frame.window, cfg.window(index)
+    if window is not None and sliding is not None:
+        window = window.cut(frame.position, sliding)
+    return _run_layer(
+        layer, x, frame.ropes[rope_settings(cfg).index(cfg.layer_rope(index))], key, value, frame.length,
+        frame.position, window, None, runs=cfg.layer_units(index), cfg=cfg, experts=cfg.layer_experts(index),
+        sliding=sliding, cache_only=False, kernels=registry.current(),
+    )  # fmt: skip
+
+
+def finish_rows(params: Params, cfg: ModelConfig, x: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
+    """The last step of a pass: the final norm."""
+    with jax.named_scope("final_norm"):
+        return rms_norm(x, params["final_norm"], cfg.norm_eps)
+
+
+def run_layers(
+    params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, cache: KVCache, window: Window | None,
+    units: LayerSet | jax.Array | None, *, layers: tuple[int, ...] = (),
+    enter: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]] | None = None,
+) -> tuple[jax.Array, KVCache, dict[int, jax.Array]]:  # fmt: skip
+    """All layers; without a window the rows are a causal chunk, of which only the cache is wanted.
+
+    `layers` are those of `forward_with_states`; the last result has their states, but that of `NORMED`. `enter` makes
+    the residual stream from the embedded tokens, and what the first layer's attention projects in its place, or None.
+    """
+    x, frame = begin_rows(params, cfg, token, position, cache.length, window)
+    x, joined = (x, None) if enter is None else enter(x)
+    wants_end = cfg.num_layers in layers or NORMED in layers
+    states: dict[int, jax.Array] = {}
+    ropes = dict(zip(rope_settings(cfg), frame.ropes, strict=True))
+    cut: dict[int | None, Window | None] = {None: window}
     if window is not None:
-        cut |= {w: window.cut(position, w) for w in {cfg.window(i) for i in range(cfg.num_layers)} - {None}}
+        windows = {cfg.window(index) for index in range(cfg.num_layers)}
+        cut |= {sliding: window.cut(position, sliding) for sliding in windows if sliding is not None}
     keys, values = list(cache.key), list(cache.value)
-    slot_of = {index: place for place, index in enumerate(cfg.attention_layers)}
+    count = len(cfg.attention_layers)
+    # Of each layer, its arrays of the cache: one for each kind of KV head.
+    slot_of = {index: slice(place, None, count) for place, index in enumerate(cfg.attention_layers)}
     for index, layer in enumerate(params["layers"]):
+        states |= {index: x} if index in layers else {}
         sliding, place = cfg.window(index), slot_of.get(index)
-        key, value = (None, None) if place is None else (keys[place], values[place])
+        key, value = ((), ()) if place is None else (tuple(keys[place]), tuple(values[place]))
         x, key, value = _run_layer(
-            layer, x, rope, key, value, cache.length, position,
+            layer, x, ropes[cfg.layer_rope(index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
-            units[index] if isinstance(units, jax.Array) else None,
+            units[index] if isinstance(units, jax.Array) else None, joined if index == 0 else None,
             runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.layer_units(index),
-            cfg=cfg, sliding=sliding, cache_only=window is None and index == cfg.num_layers - 1,
-            kernels=registry.current(),
+            cfg=cfg, experts=cfg.layer_experts(index), sliding=sliding,
+            cache_only=window is None and index == cfg.num_layers - 1 and not wants_end, kernels=registry.current(),
         )  # fmt: skip
         if place is not None:
             keys[place], values[place] = key, value
-    return x, cache.replace(key=tuple(keys), value=tuple(values))
+    states |= {cfg.num_layers: x} if cfg.num_layers in layers else {}
+    return x, dataclasses.replace(cache, key=tuple(keys), value=tuple(values)), states
 
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the
 # operations ask the registry for: it is an argument so that no trace is used for another choice.
-@functools.partial(jax.jit, static_argnames=("runs", "cfg", "sliding", "cache_only", "kernels"))
+@functools.partial(jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "kernels"))
 def _run_layer(
-    layer: Params, x, rope, key, value, length, position, window, units,
-    *, runs: tuple[bool, bool], cfg: ModelConfig, sliding, cache_only, kernels,
+    layer: Params, x, rope, key, value, length, position, window, units, joined=None,
+    *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None, sliding, cache_only, kernels,
 ):  # fmt: skip
     active_rows = None if window is None else window.active_rows
 
     def project_rows(active_rows, x):
-        return project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), active_rows)
+        # What is joined to a token's state is normed already.
+        return project(layer, cfg, norm_input(layer, cfg, "attn_norm", x) if joined is None else x, active_rows)
+
+    def attend_each(qkv, key, value, sinks):
+        cos, sin = rope
+        tree = (None, None, None) if window is None else (window.mask, position, window.offset)
+        return tree_attention(
+            qkv, cos, sin, key, value, length, *tree,
+            sliding_window=sliding, active_rows=active_rows, write_only=cache_only, softcap=cfg.attention_softcap,
+            sinks=sinks,
+            dtype=row_dtype(layer["out"]),
+        )  # fmt: skip
 
     def attend(x, key, value):
         with jax.named_scope("attention"):
-            qkv = map_active_rows(project_rows, active_rows, x)
-            cos, sin = rope
-            tree = (None, None, None) if window is None else (window.mask, position, window.offset)
-            return tree_attention(
-                qkv, cos, sin, key, value, length, *tree,
-                sliding_window=sliding, active_rows=active_rows, write_only=cache_only,
-            )  # fmt: skip
+            kinds = split_slots(map_active_rows(project_rows, active_rows, x if joined is None else joined), cfg.group)
+            if cfg.wide_qk_norm:
+                kinds = norm_all_heads(layer, cfg, kinds)
+            elif "q_norm" in layer:
+                kinds = tuple(norm_heads(layer, cfg, qkv) for qkv in kinds)
+            if cfg.query_scale != 1:
+                kinds = tuple(scale_queries(qkv, cfg.query_scale) for qkv in kinds)
+            done = [attend_each(*kind) for kind in zip(kinds, key, value, split_sinks(layer, kinds), strict=True)]
+            heads = [kind.reshape(kind.shape[0], -1, cfg.head_dim) for kind, _, _ in done]
+            return jnp.concatenate(heads, axis=1), tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
 
     def add_attention(active_rows, x, heads):
-        return x + _all_reduce(project_out(layer, heads, active_rows))
+        result = _all_reduce(project_out(layer, heads, active_rows))
+        if "out_bias" in layer:
+            result = result + layer["out_bias"]
+        return x + norm_result(layer, cfg, "attn_post_norm", result)
 
     def add_mlp(active_rows, x):
         with jax.named_scope("mlp"):
-            return x + _all_reduce(feed_forward(layer, cfg, x, active_rows))
+            block = feed_forward if experts is None else functools.partial(mix_experts, experts=experts)
+            return x + norm_result(layer, cfg, "mlp_post_norm", _all_reduce(block(layer, cfg, x, active_rows)))
 
     def attention_unit(x, key, value):
         heads, key, value = attend(x, key, value)
@@ -205,21 +331,94 @@ def _all_reduce(x: jax.Array) -> jax.Array:
     return x if jax.lax.axis_size(TENSOR_AXIS) == 1 else jax.lax.psum(x, TENSOR_AXIS)
 
 
+def make_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of rows, each float32 [T, H / 2]."""
+    tables = rope_tables(position, jnp.asarray(rope_frequencies(rope, head_dim)))
+    if rope.attention_factor == 1:
+        return tables
+    cos, sin = tables
+    return cos * rope.attention_factor, sin * rope.attention_factor
+
+
+def norm_input(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.Array:  # [T, D]
+    """A block's input: normalised, for models whose norms come before blocks."""
+    return rms_norm(x, layer[leaf], cfg.norm_eps) if leaf in layer else x
+
+
+def norm_result(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.Array:  # [T, D]
+    """A block's result: normalised, for models whose norms come after blocks."""
+    return rms_norm(x, layer[leaf], cfg.norm_eps) if leaf in layer else x
+
+
 def project(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
-    """Queries, key and value of each KV head of this shard, before rotation: [T, D] -> [T, K, G + 2, H] float32."""
-    qkv = multiply_heads(layer["qkv"], x, active_rows)
-    if "qkv_bias" in layer:
-        qkv = qkv + layer["qkv_bias"]
-    if cfg.qk_norm:
-        query = rms_norm(qkv[:, :, :-2], layer["q_norm"], cfg.norm_eps)
-        key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
-        qkv = jnp.concatenate([query, key, qkv[:, :, -1:]], axis=2)
-    return qkv
+    """Queries, key and value of each KV head of this shard, not rotated: [T, D] -> [T, K, G + 2, H] float32.
+
+    Where devices share KV heads (`jaxspec/models/heads.py`), [T, 1, rows, H]: all queries, all keys, all values.
+    """
+    qkv = multiply_heads(layer["qkv"], _order(layer, "qkv", x), active_rows)
+    return qkv + layer["qkv_bias"] if "qkv_bias" in layer else qkv
 
 
-def project_out(layer: Params, heads: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, K, G, H] -> [T, D]
-    """Output projection of this shard's heads; a partial sum over shards."""
-    return linear(heads.reshape(heads.shape[0], -1), as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
+def norm_heads(layer: Params, cfg: ModelConfig, qkv: jax.Array) -> jax.Array:  # [T, K, G + 2, H]
+    """Norm of queries and keys, for models that have one."""
+    query = rms_norm(qkv[:, :, :-2], layer["q_norm"], cfg.norm_eps)
+    key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
+    return jnp.concatenate([query, key, qkv[:, :, -1:]], axis=2)
+
+
+def norm_all_heads(layer: Params, cfg: ModelConfig, kinds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """One norm over the queries of all heads of all devices, and one over all keys; `kinds` are `split_slots`'s.
+
+    Padding is zeros and adds nothing. A key head that several devices hold counts once.
+    """
+    T, H, shards = kinds[0].shape[0], cfg.head_dim, jax.lax.axis_size(TENSOR_AXIS)
+    counts = [kind.shape[1] * (kind.shape[2] - 2) for kind in kinds]
+    query = jnp.concatenate([kind[:, :, :-2].reshape(T, -1, H) for kind in kinds], axis=1)
+    key = jnp.concatenate([kind[:, :, -2] for kind in kinds], axis=1)
+
+    def norm(x: jax.Array, leaf: str, heads: int, counted: jax.Array | None) -> jax.Array:  # [T, n, H]
+        scale = layer[leaf].reshape(-1)
+        if shards == 1:
+            return rms_norm(x.reshape(T, -1), scale, cfg.norm_eps).reshape(x.shape)
+        squares = jnp.sum(x * x, axis=-1) if counted is None else jnp.sum(x * x, axis=-1) * counted
+        mean = jax.lax.psum(jnp.sum(squares, axis=-1), TENSOR_AXIS) / (heads * H)
+        return x * jax.lax.rsqrt(mean + cfg.norm_eps)[:, None, None] * scale.reshape(x.shape[1:])
+
+    slots = head_layout(cfg.num_kv_heads, cfg.group, shards).kv_of_slots()
+    slots = slots[:, : key.shape[1]].reshape(-1)
+    first = [bool(kv >= 0 and kv not in slots[:place]) for place, kv in enumerate(slots)]
+    counted = jnp.asarray(np.array(first, np.float32).reshape(shards, -1))[jax.lax.axis_index(TENSOR_AXIS)]
+    query = norm(query, "q_norm", cfg.num_heads, None)
+    key = norm(key, "k_norm", cfg.num_kv_heads, counted)
+    normed, q, k = [], 0, 0
+    for kind, count in zip(kinds, counts, strict=True):
+        own = query[:, q : q + count].reshape(*kind.shape[:2], -1, H)
+        normed.append(jnp.concatenate([own, key[:, k : k + kind.shape[1], None], kind[:, :, -1:]], axis=2))
+        q, k = q + count, k + kind.shape[1]
+    return tuple(normed)
+
+
+def scale_queries(qkv: jax.Array, factor: float) -> jax.Array:  # [T, K, G + 2, H]
+    """Queries times a factor."""
+    return jnp.concatenate([qkv[:, :, :-2] * factor, qkv[:, :, -2:]], axis=2)
+
+
+def split_sinks(layer: Params, kinds: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
+    """The sinks of each kind's query heads, [slots, queries] float32; `kinds` are `split_slots`'s."""
+    if "sinks" not in layer:
+        return (None,) * len(kinds)
+    flat, sinks = layer["sinks"].reshape(-1), []
+    for _, slots, rows, _ in (kind.shape for kind in kinds):
+        count = slots * (rows - 2)
+        sinks.append(flat[:count].reshape(slots, rows - 2))
+        flat = flat[count:]
+    return tuple(sinks)
+
+
+def project_out(layer: Params, heads: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, ..., H] -> [T, D]
+    """Output projection of this shard's query heads; a partial sum over shards."""
+    heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
+    return linear(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
 
 
 def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, D] -> [T, K, n, H]
@@ -231,7 +430,57 @@ def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> 
 
 
 def feed_forward(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
-    """Norm and SwiGLU with the MLP columns of this shard, [T, D] -> [T, D] float32; a partial sum over shards."""
+    """Norm and gated MLP with the columns of this shard, [T, D] -> [T, D] float32; a partial sum over shards."""
     gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
-    hidden = norm_swiglu(x, layer["mlp_norm"], gate_up, cfg.norm_eps, active_rows)  # [T, F]
-    return linear(hidden, as_matrix(layer["down"], layer["down"].shape[0]), active_rows)
+    if cfg.activation == "silu" and "mlp_norm" in layer and "gate_up_order" not in layer:
+        dtype = row_dtype(layer["down"])
+        hidden = norm_swiglu(x, layer["mlp_norm"], gate_up, cfg.norm_eps, active_rows, dtype)  # [T, F]
+    else:
+        gated = swiglu if cfg.activation == "silu" else geglu
+        hidden = gated(_order(layer, "gate_up", norm_input(layer, cfg, "mlp_norm", x)), gate_up, active_rows)
+    down = as_matrix(layer["down"], layer["down"].shape[0])
+    return linear(_order(layer, "down", hidden), down, active_rows)
+
+
+def _order(layer: Params, name: str, x: jax.Array) -> jax.Array:  # [T, I] -> [T, I]
+    """Inputs in the order in which a weight takes them."""
+    order = layer.get(f"{name}_order")
+    return x if order is None else jnp.take(x, order, axis=1, mode="clip")
+
+
+def mix_experts(
+    layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None, *, experts: ExpertsConfig
+) -> jax.Array:
+    """Norm and mixture of experts, [T, D] -> [T, D] float32; a partial sum over shards.
+
+    A shard has a part of every expert, or, where it has fewer experts than there are, all of some.
+    """
+    x = norm_input(layer, cfg, "mlp_norm", x)
+    gate_up, down = layer["gate_up"], layer["down"]
+    first, biases = 0, {}
+    is_whole = gate_up.shape[0] == experts.count
+    if not is_whole:
+        first = jax.lax.axis_index(TENSOR_AXIS) * gate_up.shape[0]
+    logits = linear(x, layer["router"], active_rows)
+    if experts.biases:
+        logits = logits + layer["router_bias"]
+        biases = {"gate_up_bias": merge_gate_up(layer["gate_up_bias"]), "down_bias": layer["down_bias"]}
+        if is_whole and jax.lax.axis_size(TENSOR_AXIS) > 1:
+            # Every shard has a part of each expert: one of them adds its bias.
+            biases["down_bias"] = jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, layer["down_bias"], 0)
+    mixed = mix(
+        x, logits, merge_gate_up(gate_up), down, experts.per_token, scores=experts.scores, first=first,
+        active_rows=active_rows, clamp=experts.clamp, **biases,
+    )  # fmt: skip
+    if not experts.shared_dim:
+        return mixed
+    hidden = swiglu(x, as_matrix(layer["shared_gate_up"], 2 * layer["shared_gate_up"].shape[1]), active_rows)
+    shared = linear(hidden, as_matrix(layer["shared_down"], layer["shared_down"].shape[0]), active_rows)
+    return mixed + jax.nn.sigmoid(linear(x, layer["shared_gate"], active_rows)) * shared
+
+
+def merge_gate_up(weight: Any) -> Any:
+    """`[e, 2, F, ...]` as `[e, 2F, ...]`; nothing moves in memory."""
+    if isinstance(weight, Blocks):
+        return Blocks(merge_gate_up(weight.data), weight.format)
+    return weight.reshape(weight.shape[0], -1, *weight.shape[3:])

@@ -1,15 +1,26 @@
-"""The persistent compile cache: on by default, in the user's cache folder."""
+"""The persistent compile cache: on by default, in the user's cache folder.
 
+The entries are JAX's own. Beside each lies its SHA-256, by which a damaged one is known: it is removed, compiled again
+and written again, without a word. JAX itself would warn of it at every start and never replace it.
+"""
+
+import contextlib
+import functools
+import hashlib
 import logging
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
 import platformdirs
+from jax._src import compilation_cache as jax_cache
+from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.errors import ConfigError
+from jaxspec.runtime import hosts, program_store
 
 ENVIRONMENT = "JAXSPEC_COMPILE_CACHE"
 
@@ -34,12 +45,13 @@ def enable_compile_cache(folder: str | None) -> Path | None:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         if named:
-            raise ConfigError(f"the compile cache {path} cannot be written: {error.strerror}") from error
+            raise ConfigError(f"the compile cache {path} cannot be written: {reason}") from error
         logging.getLogger(__name__).warning(
             "no compile cache: %s cannot be written (%s); every start compiles anew. %s names another folder",
-            path, error.strerror, ENVIRONMENT,
+            path, reason, ENVIRONMENT,
         )  # fmt: skip
         return _use(None)
     return _use(path)
@@ -51,6 +63,75 @@ def _use(path: Path | None) -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(path))
     # JAX opens its cache once; without this a later choice would be ignored.
     compilation_cache.reset_cache()
+    # A stored program belongs to the devices of one process.
+    program_store.use(None if path is None or hosts.several() else path / "ready")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if path is not None:
+        _check_entries(path)
     return path
+
+
+class _CheckedCache(LRUCache):
+    """JAX's cache without a limit of size, whose entries are checked when they are read and replaced when written."""
+
+    def get(self, key: str) -> bytes | None:
+        """An entry that is as it was written, or None."""
+        entry, checksum = self._paths(key)
+        try:
+            value = entry.read_bytes()
+        except OSError:
+            return None
+        try:
+            if checksum.read_text(encoding="ascii") == hashlib.sha256(value).hexdigest():
+                program_store.note_entry(value)
+                return value
+        except FileNotFoundError:
+            # JAX alone wrote the entry. What it compressed is whole if it can be decompressed.
+            with contextlib.suppress(Exception):
+                jax_cache.decompress_executable(value)
+                self._write(checksum, hashlib.sha256(value).hexdigest().encode())
+                program_store.note_entry(value)
+                return value
+        except (OSError, ValueError):
+            pass  # a checksum that cannot be read is no better than a wrong one
+        for path in (checksum, entry):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Write an entry, also in place of one that is there."""
+        entry, checksum = self._paths(key)
+        try:
+            self._write(entry, value)
+            self._write(checksum, hashlib.sha256(value).hexdigest().encode())
+        except OSError as error:
+            _say_full(self._path, error.strerror)
+
+    def _paths(self, key: str) -> tuple[Path, Path]:
+        folder = Path(str(self._path))
+        return folder / f"{key}-cache", folder / f"{key}-sha256"
+
+    @staticmethod
+    def _write(path: Path, content: bytes) -> None:
+        """Write a file that other processes see whole or not at all."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@functools.cache
+def _say_full(folder: object, reason: str) -> None:
+    logging.getLogger(__name__).warning("compiled programs are not kept: %s cannot be written (%s)", folder, reason)
+
+
+def _check_entries(path: Path) -> None:
+    """Let JAX use a `_CheckedCache`, unless it was told to bound the cache or to verify it."""
+    plain = jax_cache.get_file_cache(str(path))
+    if plain is not None and type(plain[0]) is LRUCache and not plain[0].eviction_enabled:
+        # What `_initialize_cache` of JAX sets; there is no public way to name another cache.
+        jax_cache._cache, jax_cache._cache_initialized = _CheckedCache(str(path), max_size=-1), True

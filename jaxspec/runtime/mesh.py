@@ -23,6 +23,8 @@ class MeshPlan:
 
     devices: tuple[Any, ...]  # of one platform
     kernels: Kernels  # implementations that programs on them are traced with
+    # Whether a mixture's experts lie whole on the devices; else each device has a part of every expert.
+    expert_parallel: bool = False
 
     def __post_init__(self):
         """Refuse empty or repeated device lists."""
@@ -47,13 +49,15 @@ class MeshPlan:
 
 
 def plan_mesh(
-    count: int = 1, offset: int = 0, kernels: str = "auto", platform: str | None = None, beside: int = 0
-) -> MeshPlan:
+    count: int = 1, offset: int = 0, kernels: str = "auto", platform: str | None = None, beside: int = 0,
+    expert_parallel: bool = False,
+) -> MeshPlan:  # fmt: skip
     """Take `count` devices after the first `offset`, so that two models can have disjoint ones.
 
     `platform` is "cpu" for instance, None the default one. `kernels` is one of `KERNEL_NAMES` (see
     `pallas_kernels.selection.choose`). `beside` counts devices of another mesh that compute at the same time and share
-    a CPU's cores. Raises `ConfigError` where fewer devices exist than asked for, or the kernels cannot run on them.
+    a CPU's cores. `expert_parallel` is the plan's. Raises `ConfigError` where fewer devices exist than asked for, or
+    the kernels cannot run on them.
     """
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
@@ -69,9 +73,10 @@ def plan_mesh(
         )
     devices = tuple(available[offset : offset + count])
     try:
-        return MeshPlan(devices, selection.choose(kernels, devices[0].platform, count + beside, devices[0]))
+        chosen = selection.choose(kernels, devices[0].platform, count + beside, devices[0])
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return MeshPlan(devices, chosen, expert_parallel)
 
 
 def plan_pair(

@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
+from jaxspec.models.heads import HeadLayout, head_layout
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params, declare_params, declare_shared
 from jaxspec.models.quantization import Storage, as_storage
@@ -18,13 +19,20 @@ from jaxspec.runtime.sharding import placed_shapes, round_up
 from jaxspec.sampling.processors import History, history_specs, init_history, processor_specs
 from jaxspec.sampling.request import Request, make_request
 from jaxspec.sampling.vocab import VocabShard
+from pallas_kernels.linear.blocks import FORMATS, Blocks, find_format, packed_name
+from pallas_kernels.linear.planes import planes_name
+from pallas_kernels.registry import Kernels
+
+# How rows are multiplied by weights in blocks: as they are, or as integers of 8 or 16 bits, which takes packed blocks.
+Activations = Literal["float32", "int16", "int8"]
 
 
 class SharedEmbedding(NamedTuple):
-    """The target whose embedding a draft shares: its geometry, and how its weights are kept."""
+    """The target whose embedding a draft shares: its geometry, how its weights are kept, and how it multiplies."""
 
     cfg: ModelConfig
     storage: Storage
+    activations: Activations = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Placement:
 
     cfg: ModelConfig  # geometry, unpadded
     plan: MeshPlan  # devices
-    dtype: Any  # of the cache, and of the weights where `storage` is None
+    dtype: Any  # of the weights where `storage` is None, and of the cache where `cache_dtype` is
     # Least number of vocabulary rows: a draft and its target need equally many, so that each device holds the same
     # tokens of both.
     vocab_rows: int = 0
@@ -41,6 +49,25 @@ class Placement:
     storage: Storage | None = None  # how each weight is kept, fitted to the plan (see `fit_storage`)
     # The target whose embedding this model shares; None for a model with its own.
     shared_embedding: SharedEmbedding | None = None
+    # Integers: weights in blocks are packed after they are loaded, and rows are rounded before they are multiplied by
+    # them. Other weights are multiplied in float32.
+    activations: Activations = "float32"
+    cache_dtype: Any = None  # of keys and values
+    # Layers whose weights stay on the devices while the others pass by (`jaxspec/offload`); None keeps all of them.
+    resident_layers: int | None = None
+
+    @property
+    def kv_dtype(self) -> Any:
+        """Of keys and values."""
+        return self.dtype if self.cache_dtype is None else self.cache_dtype
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Layers whose weights pass by, spread evenly, so that reading goes on while resident layers compute."""
+        if self.resident_layers is None:
+            return ()
+        layers, count = self.cfg.num_layers, self.cfg.num_layers - self.resident_layers
+        return tuple(i for i in range(layers) if (i + 1) * count // layers > i * count // layers)
 
     @property
     def weights(self) -> Storage:
@@ -71,20 +98,33 @@ class Placement:
         return bisect.bisect_left(self.cfg.head_ids, self._limit) if self.cfg.head_ids else self._limit
 
     @property
-    def local_kv_heads(self) -> int:
-        """KV heads of one shard, padding included."""
-        return round_up(self.cfg.num_kv_heads, self.plan.tensor) // self.plan.tensor
+    def heads(self) -> HeadLayout:
+        """How the attention heads lie on the devices."""
+        return head_layout(self.cfg.num_kv_heads, self.cfg.group, self.plan.tensor)
+
+    @property
+    def local_kv_heads(self) -> tuple[int, ...]:
+        """KV heads of one shard by kind, padding included: those with all of their queries, and shared ones."""
+        return self.heads.slots
 
     def params(self) -> Params:
-        """Padded, sharded shapes of the parameters, those that the model shares included."""
-        return self.own_params() | self.shared_params()
+        """Padded, sharded shapes of the parameters as programs take them, those that the model shares included."""
+        own, shared = self.own_params(), self.shared_params()
+        own = pack_shapes(own, self.activations, self.plan.kernels)
+        lender = self.shared_embedding
+        for leaf in shared:
+            # A head of some of the target's rows is the model's own copy.
+            copied = leaf == "head" and bool(self.cfg.head_ids)
+            activations = self.activations if copied or lender is None else lender.activations
+            shared[leaf] = pack_shapes(shared[leaf], activations, self.plan.kernels)
+        return own | shared
 
     def own_params(self) -> Params:
-        """Shapes of what the model's checkpoint holds."""
+        """Shapes of what the model's checkpoint holds, before anything is packed."""
         return placed_shapes(declare_params(self.cfg, self.weights), self.plan, {"vocab": self.vocab_rows})
 
     def shared_params(self) -> Params:
-        """Shapes of what the model has of its target."""
+        """Shapes of what the model has of its target, before anything is packed."""
         if self.shared_embedding is None:
             return {}
         target = declare_params(self.shared_embedding.cfg, self.shared_embedding.storage)
@@ -109,9 +149,10 @@ class Placement:
         return self._place(example, Request(processor_specs(TENSOR_AXIS), PartitionSpec(), PartitionSpec()))  # pyright: ignore[reportArgumentType]
 
     def cache(self, slots: int) -> KVCache:
-        """Shapes of a KV cache, split by (padded) KV heads."""
-        layer = self.array((self.local_kv_heads * self.plan.tensor, slots, self.cfg.head_dim), self.dtype, TENSOR_AXIS)
-        layers = (layer,) * len(self.cfg.attention_layers)
+        """Shapes of a KV cache, split by KV heads: padded or replicated where the devices do not divide them."""
+        degree, H = self.plan.tensor, self.cfg.head_dim
+        kinds = [self.array((heads * degree, slots, H), self.kv_dtype, TENSOR_AXIS) for heads in self.local_kv_heads]
+        layers = tuple(kind for kind in kinds for _ in self.cfg.attention_layers)
         return KVCache(layers, layers, self.array((), jnp.int32))
 
     @property
@@ -120,6 +161,32 @@ class Placement:
 
     def _place(self, tree: Any, specs: Any) -> Any:
         return jax.tree.map(lambda leaf, spec: self.array(leaf.shape, leaf.dtype, *spec), tree, specs)
+
+
+def pack_shapes(tree: Any, activations: Activations, kernels: Kernels) -> Any:
+    """Shapes of the same parameters as kernels take them; each device packs its own shard.
+
+    Blocks are packed for integers, or laid out in planes for GPU kernels.
+    """
+
+    def pack(leaf: Any) -> Any:
+        name = _packed_format(leaf.format, activations, kernels) if isinstance(leaf, Blocks) else None
+        if name is None:
+            return leaf
+        packed_format, data = find_format(name), leaf.data
+        assert packed_format is not None
+        shape = (*data.shape[:-1], packed_format.nbytes)
+        packed: Any = jax.ShapeDtypeStruct(shape, data.dtype, sharding=data.sharding)
+        return Blocks(packed, name)
+
+    return jax.tree.map(pack, tree, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+
+
+def _packed_format(name: str, activations: Activations, kernels: Kernels) -> str | None:
+    """The format that blocks of a format are packed to, or None."""
+    if activations != "float32":
+        return packed_name(name, activations) if FORMATS[name].has_integers else None
+    return planes_name(name) if kernels.reads_planes else None
 
 
 def resolve_dtype(name: str, plan: MeshPlan) -> Any:

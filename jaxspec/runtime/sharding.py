@@ -3,7 +3,7 @@
 Padding lets every tensor-parallel degree divide every split dimension (SwiftSpec, section 4: TP padding). Padded heads
 have zero query, key, value and output weights, padded MLP columns zero gate, up and down weights: they add exact zeros
 to the residual stream (zero bytes are zeros in every block format). Padded vocabulary rows are masked where logits are
-made.
+made. Attention is cut finer than by KV heads where that saves queries (`jaxspec/models/heads.py`).
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.heads import (
+    KV_ROWS,
+    QKV_ROWS,
+    QUERY_ROWS,
+    HeadLayout,
+    arrange_heads,
+    collect_heads,
+    head_layout,
+    placed_rows,
+)
 from jaxspec.models.params import ArrayInfo, is_info
 from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.transfer import read_whole
 
 # A dimension that holds all heads at once, where blocks cross from head to head: it fits on one device only.
 UNCUT = "uncut"
@@ -26,9 +37,17 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "head_rows": TENSOR_AXIS,
     "kv_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
+    "experts": None,
+    "expert_mlp": TENSOR_AXIS,
     "embed": None,
+    QUERY_ROWS: None,
+    KV_ROWS: None,
+    QKV_ROWS: None,
     UNCUT: None,
 }
+
+# The same with whole experts on the devices: each computes the rows of its own.
+EXPERT_PARALLEL: Mapping[str, str | None] = {**TENSOR_PARALLEL, "experts": TENSOR_AXIS, "expert_mlp": None}
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -36,12 +55,12 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def partition_spec(info: ArrayInfo) -> PartitionSpec:
+def partition_spec(info: ArrayInfo, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> PartitionSpec:
     """Partition spec of one declared array; `ValueError` where an axis has no rule, or claims a mesh axis twice."""
     for axis in info.axes:
-        if axis is not None and axis not in TENSOR_PARALLEL:
-            raise ValueError(f"logical axis {axis!r} has no rule; known: {', '.join(TENSOR_PARALLEL)}")
-    names = [None if axis is None else TENSOR_PARALLEL[axis] for axis in info.axes]
+        if axis is not None and axis not in rules:
+            raise ValueError(f"logical axis {axis!r} has no rule; known: {', '.join(rules)}")
+    names = [None if axis is None else rules[axis] for axis in info.axes]
     if names.count(TENSOR_AXIS) > 1:
         raise ValueError(f"axes {info.axes} claim one mesh axis twice: {names}")
     return PartitionSpec(*names)
@@ -63,12 +82,49 @@ def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = 
                 f"heads of {info.format} blocks {info.shape} cannot be split over {plan.tensor} devices: "
                 "their blocks cross from head to head; `fit_storage` keeps such a weight in float32"
             )
-        spec, multiple = partition_spec(info), plan.tensor * info.multiple
+        spec = partition_spec(info, EXPERT_PARALLEL if plan.expert_parallel else TENSOR_PARALLEL)
+        if (layout := split_layout(info, plan.tensor)) is not None:
+            axis = info.axes.index("kv_heads")
+            rows = placed_rows(layout, info.axes[axis + 1] or "", info.shape[axis + 1])
+            placed = (*info.shape[:axis], plan.tensor, rows, *info.shape[axis + 2 :])
+            return jax.ShapeDtypeStruct(placed, info.dtype, sharding=NamedSharding(mesh, spec))
+        # Experts are whole: only the columns of a device are padded to whole blocks.
+        multiple = plan.tensor * (1 if plan.expert_parallel and "experts" in info.axes else info.multiple)
         shape = (n if a is None else max(n, sizes.get(a, 0)) for n, a in zip(info.shape, info.axes, strict=True))
         padded = tuple(n if name is None else round_up(n, multiple) for n, name in zip(shape, spec, strict=True))
         return jax.ShapeDtypeStruct(padded, info.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, infos, is_leaf=is_info)
+
+
+def split_layout(info: ArrayInfo, degree: int) -> HeadLayout | None:
+    """The layout of an array's heads where devices share KV heads; None where the array is cut or padded as it is."""
+    if "kv_heads" not in info.axes:
+        return None
+    layout = head_layout(info.shape[info.axes.index("kv_heads")], info.group, degree)
+    return layout if layout.splits else None
+
+
+def place_declared(array: np.ndarray, info: ArrayInfo, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """One whole array as it is declared, on its devices: heads arranged, then padded and sharded as `target` says."""
+    return place_array(arrange_declared(array, info, len(target.sharding.device_set)), target)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def arrange_declared(array: np.ndarray, info: ArrayInfo, degree: int) -> np.ndarray:
+    """One whole array as it is declared, its heads in the order of `degree` devices."""
+    if (layout := split_layout(info, degree)) is None:
+        return array
+    axis = info.axes.index("kv_heads")
+    return arrange_heads(array, layout, axis, info.axes[axis + 1] or "")
+
+
+def collect_declared(array: jax.Array, info: ArrayInfo) -> np.ndarray:
+    """The reverse of `place_declared`, on the host."""
+    if (layout := split_layout(info, len(array.sharding.device_set))) is not None:
+        axis = info.axes.index("kv_heads")
+        return collect_heads(read_whole(array), layout, axis, info.axes[axis + 1] or "", info.shape[axis + 1])
+    # Padding comes last.
+    return read_whole(array)[tuple(slice(n) for n in info.shape)]
 
 
 def place_array(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:

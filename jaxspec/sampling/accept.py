@@ -31,8 +31,9 @@ from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
 from jaxspec.sampling.processors import History, Processors, process, update_history
 from jaxspec.sampling.request import Request
+from jaxspec.sampling.variant import decide
 from jaxspec.sampling.vocab import VocabShard
-from jaxspec.tree.tree import Batch
+from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Streams of the seed; 0 is the noise that chooses tokens.
 ACCEPT_ROLE, DRAFT_ROLE = 1, 2
@@ -49,6 +50,9 @@ class Verified:
     # The most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32 [P, K]; see
     # `rank_tokens`. None once the round is packed.
     top: tuple[Array, Array] | None = None
+    # float32 [P, n * D], hidden states of the target beside each other, of the row that each token was drawn after.
+    # None where no draft takes them.
+    states: Array | None = None
 
 
 # (row, history) -> token, log-probability, batch row of the child that has the token or -1; scalars.
@@ -102,6 +106,68 @@ def walk(
     with jax.named_scope("accept/walk"):
         verified, _, history = lax.while_loop(go_on, step, (start, jnp.int32(0), history))
     return verified, history
+
+
+# (row, its logits [1, V_local], its history) -> the same as `Decide`, and the most probable tokens after it as `Rank`
+# gives them.
+RowDecide = Callable[[Array, Array, History], tuple[tuple[Array, Array, Array], tuple[Array, Array]]]
+
+
+def walk_at_once(
+    decide_row: RowDecide, logits: Callable[[Array], Array], hidden: Array, batch: Batch, history: History,
+    request: Request, steps: int, vocab: VocabShard, *, most_rows: int,
+) -> tuple[Verified, History]:  # fmt: skip
+    """The result of `walk`, without a loop whose end depends on data: every row decides, and the path is picked out.
+
+    The host of an accelerator waits for every turn of such a loop, longer than all rows take.
+
+    Args:
+      decide_row: decides one row; it is mapped over all of them.
+      logits: from hidden states [n, D] to logits [n, V_local].
+      hidden: of the batch's rows, [bs, D].
+      batch, history, steps, vocab: as for `walk`.
+      request: says whether penalties look at the rows' paths.
+      most_rows: rows that are decided at a time; this bounds the logits that are held.
+    """
+    ancestors = ancestor_matrix(batch.parent, steps - 1)
+    place = jnp.arange(batch.rows, dtype=jnp.int32)
+    below_root = ancestors & (place > 0)[None, :]  # the root is in the history
+    looks = request.processors.knows("penalised") is not False
+
+    def decide_some(rows: Array, on_path: Array, hidden: Array) -> Any:
+        own = history
+        if looks:
+
+            def add(mask: Array) -> History:
+                return update_history(history, batch.token, mask, vocab, generated=True)
+
+            own = jax.vmap(add)(on_path)
+        return jax.vmap(decide_row, in_axes=(0, 0, 0 if looks else None))(rows, logits(hidden)[:, None], own)
+
+    with jax.named_scope("accept/rows"):
+        if batch.rows <= most_rows:
+            decided = decide_some(place, below_root, hidden)
+        else:
+            pad = -batch.rows % most_rows
+            chunks = jax.tree.map(
+                lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, most_rows, *x.shape[1:]),
+                (jnp.minimum(place, batch.rows - 1), below_root, hidden),
+            )
+            decided = lax.map(lambda chunk: decide_some(*chunk), chunks)
+            decided = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: batch.rows], decided)
+    (token, logprob, child), ranked = decided
+    with jax.named_scope("accept/path"):
+        # A row is reached if each row on its path, itself included, is the child that its parent decided for.
+        chosen = (child[batch.parent] == place) & (batch.parent != place)
+        reached = (chosen[None, :] | ~below_root).all(axis=1) & (chosen | (place == 0))
+        count = reached.sum(dtype=jnp.int32)
+        depth = jnp.arange(steps, dtype=jnp.int32)
+        here = reached[None, :] & (batch.depth[None, :] == depth[:, None])  # one row of each depth up to the last
+        path = jnp.argmax(here, axis=1).astype(jnp.int32)
+        live = depth < count
+        top = jax.tree.map(lambda x: x[path, 0], ranked)
+        verified = Verified(jnp.where(live, token[path], 0), count, path, jnp.where(live, logprob[path], 0.0), top)
+        return verified, update_history(history, verified.tokens, live, vocab, generated=True)
 
 
 def set_top(top: Any, index: Array, ranked: tuple[Array, Array]) -> Any:
@@ -191,7 +257,10 @@ def rejection_rule(
         return token, vocab.take(logprob, token[None])[0], accepted.astype(jnp.int32)
 
     def decide(row: Array, history: History) -> tuple[Array, Array, Array]:
-        return lax.cond(jnp.asarray(request.processors.temperature) > 0, reject, match, row, history)
+        known, hot = request.processors.knows("draws"), jnp.asarray(request.processors.temperature) > 0
+        if known is None:
+            return lax.cond(hot, reject, match, row, history)
+        return (reject if known else match)(row, history)
 
     return decide
 
@@ -220,7 +289,8 @@ def draw_children(
         return jnp.stack(tokens, axis=-1), jnp.broadcast_to(vocab.row_max(logprob) > -jnp.inf, (len(logprob), draws))
 
     sampled = independent if replacement else lambda: top(logprob + gumbel_rows(stream, position, vocab))
-    return lax.cond(jnp.asarray(processors.temperature) > 0, sampled, lambda: top(logprob))
+    hot = jnp.asarray(processors.temperature) > 0
+    return decide(processors.knows("draws"), hot, sampled, lambda: top(logprob))
 
 
 def _normalise(weights: Array, fallback: Array, vocab: VocabShard) -> Array:

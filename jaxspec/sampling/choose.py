@@ -13,6 +13,7 @@ from jax import Array, lax, named_scope
 
 from jaxspec.sampling.noise import gumbel_rows
 from jaxspec.sampling.processors import Processors, clean, log_mass, penalise, score
+from jaxspec.sampling.variant import decide
 from jaxspec.sampling.vocab import VocabShard
 
 Key = Array | np.ndarray
@@ -30,7 +31,10 @@ def choose(
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
         token = vocab.argmax(ranks)
         wanted, rows = processors.want_logprob, token.shape[0]
-        return token, lax.cond(wanted, lambda: _logprob(scores, token, vocab), lambda: jnp.zeros(rows, jnp.float32))
+        return token, decide(
+            processors.knows("logprob"), wanted,
+            lambda: _logprob(scores, token, vocab), lambda: jnp.zeros(rows, jnp.float32),
+        )  # fmt: skip
 
     with named_scope("sampling/choose"):
         return _rank(best, logits, processors, seen, counts, key, positions, vocab)
@@ -79,6 +83,27 @@ def choose_ranked(
         return token, possible, jnp.exp(_logprob(raw, token[:, 0], vocab))
 
 
+def rank_draws(
+    logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard,
+    count: int,
+) -> tuple[Array, Array]:  # fmt: skip
+    """What another model may choose with the same noise: the `count` (k) best ids, int32 [T, k], and their chances.
+
+    The chances are logarithms, float32 [T, k], -inf where the processed distribution has no further token. They are the
+    softmax of the logits plus temperature times noise, which order the tokens: exact if the other model's logits differ
+    from these by independent standard Gumbel errors. At temperature 0 that is the softmax of the penalised logits.
+    """
+    temperature = jnp.asarray(processors.temperature)
+
+    def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
+        ranks = ranks * jnp.where(temperature > 0, temperature, 1.0)
+        value, token = vocab.top_k(ranks, count)
+        return token, value - _log_total(ranks, vocab)
+
+    with named_scope("sampling/rank_draws"):
+        return _rank(best, logits, processors, seen, counts, key, positions, vocab)
+
+
 def rank_tokens(
     logits: Callable[[], Array], processors: Processors, seen: Array, counts: Array, positions: Array,
     vocab: VocabShard, count: int,
@@ -91,7 +116,8 @@ def rank_tokens(
 
     def compute() -> tuple[Array, Array]:
         rows = logits()
-        scores = lax.cond(
+        scores = decide(
+            processors.knows("draws"),
             jnp.asarray(processors.temperature) > 0,
             lambda: score(rows, processors, seen, counts, vocab, positions),
             lambda: penalise(rows, processors, seen, counts, vocab, positions),
@@ -104,7 +130,7 @@ def rank_tokens(
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     with named_scope("sampling/rank"):
-        return lax.cond(jnp.asarray(processors.num_logprobs) > 0, compute, nothing)
+        return decide(processors.knows("ranked"), jnp.asarray(processors.num_logprobs) > 0, compute, nothing)
 
 
 def _rank(
@@ -129,6 +155,9 @@ def _rank(
         # The barrier keeps XLA from computing the noise anew in each of the argmax's reductions.
         return best(scores, lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
 
+    if processors.variant is not None:
+        greedy = penalised if processors.variant.penalised else plain
+        return draw() if processors.variant.draws else greedy()
     # The cheap case first and alone: its branch reads the logits and nothing else.
     branch = jnp.where(jnp.asarray(processors.temperature) > 0, 2, jnp.asarray(processors.penalised, jnp.int32))
     return lax.switch(branch, [plain, penalised, draw])

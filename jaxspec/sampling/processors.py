@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.sampling.variant import Variant, decide
 from jaxspec.sampling.vocab import VocabShard, sum_rows
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -49,6 +50,12 @@ class Processors:
     penalised: ArrayLike
     want_logprob: ArrayLike  # bool; False lets `choose` skip the log-probability of a greedy token
     num_logprobs: ArrayLike  # int32, most probable tokens to report at each place; 0 lets `rank_tokens` skip them
+    # What of these the program is compiled for; None for a program that serves every request.
+    variant: Variant | None = flax.struct.field(pytree_node=False, default=None)
+
+    def knows(self, name: str) -> bool | None:
+        """A field of the variant, by name; None where there is none."""
+        return None if self.variant is None else getattr(self.variant, name)
 
 
 @flax.struct.dataclass
@@ -105,7 +112,7 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, pro
 def processor_specs(axis_name: str | None) -> Processors:
     """Partition specs of `Processors`: what has columns is split over `axis_name`, the scalars are replicated."""
     columns = ("bias", "ends")
-    names = Processors.__dataclass_fields__
+    names = [name for name in Processors.__dataclass_fields__ if name != "variant"]
     return Processors(**{n: PartitionSpec(axis_name) if n in columns else PartitionSpec() for n in names})  # pyright: ignore
 
 
@@ -180,17 +187,20 @@ def score(
     A draw from the scores does not depend on the rounding of the normalising sum.
     """
     with jax.named_scope("sampling/process"):
-        scores = lax.cond(
+        scores = decide(
+            processors.knows("penalised"),
             processors.penalised,
             lambda: shift(penalise(logits, processors, seen, counts, vocab, positions), processors, vocab),
             lambda: shift(clean(logits, vocab), processors, vocab),
         )
-        lowest = lax.cond(
+        lowest = decide(
+            processors.knows("top_k"),
             jnp.asarray(processors.top_k) > 0,
             lambda: cut_top_k(scores, processors.top_k, vocab),
             lambda: jnp.full((scores.shape[0], 1), -_LARGEST),
         )
-        lowest = lax.cond(
+        lowest = decide(
+            processors.knows("top_p"),
             jnp.asarray(processors.top_p) < 1,
             lambda: cut_top_p(jnp.where(scores >= lowest, scores, -jnp.inf), processors.top_p, vocab),
             lambda: lowest,

@@ -1,16 +1,16 @@
 """What one generation asks of every round: processors and a random key, as traced values."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.config import SamplingParams
+from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.sampling.noise import seed_key
 from jaxspec.sampling.processors import Processors, from_sampling
-
-# Tokens of a request that names no number: more than any context holds.
-UNLIMITED = 2**30
+from jaxspec.sampling.variant import Variant
 
 
 @struct.dataclass
@@ -19,7 +19,16 @@ class Request:
 
     processors: Processors  # logits processors
     key: jax.Array | np.ndarray  # uint32 [2], key of the seed
-    max_tokens: jax.Array | np.int32 = np.int32(UNLIMITED)  # int32 [], where the text ends if nothing else ends it
+    max_tokens: jax.Array | np.int32 = np.int32(MOST_TOKENS)  # int32 [], where the text ends if nothing else ends it
+
+    @property
+    def variant(self) -> Variant | None:
+        """What of it a program is compiled for; see `Processors.variant`."""
+        return self.processors.variant
+
+    def of_variant(self, variant: Variant | None) -> "Request":
+        """The same request for programs of a variant."""
+        return dataclasses.replace(self, processors=dataclasses.replace(self.processors, variant=variant))
 
     def left(self, generated: jax.Array) -> jax.Array:
         """Tokens to come after so many, int32 []; at least 1, for a round that was launched ahead and is not read."""
@@ -30,5 +39,5 @@ def make_request(
     sampling: SamplingParams, seed: int, vocab_size: int, padded_size: int, prompt_tokens: int = 0
 ) -> Request:
     """A request on the host; see `from_sampling`."""
-    max_tokens = np.int32(UNLIMITED if sampling.max_tokens is None else sampling.max_tokens)
+    max_tokens = np.int32(MOST_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
     return Request(from_sampling(sampling, vocab_size, padded_size, prompt_tokens), seed_key(seed), max_tokens)

@@ -14,19 +14,12 @@ from tokenizers.models import BPE
 
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.text.hf_tokenizer import TokenizerParts
+from jaxspec.text.tokenizer_risks import GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, TEKKEN_SPLIT, naming_failures_at_load
+
+_MAX_CUTTING = 500_000_000  # a vocabulary of 256,000 tokens of 10 characters takes 25,600,000
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types; the others (normal, unknown, unused, byte) need no treatment
 
-_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_TEKKEN_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _CJK_SPLIT = "[一-龥ࠀ-一가-퟿]+"
 # The letters that DeepSeek's tokenizer lists one range at a time: what \p{L} was to it, CJK left out.
 _DEEPSEEK_LETTERS = (
@@ -48,12 +41,12 @@ class _PreTokenizer:
     add_bos: bool = False  # a beginning-of-sequence token comes first unless the file says otherwise
 
 
-_GPT2 = _PreTokenizer((_GPT2_SPLIT,))
-_DIGITS_THEN_GPT2 = _PreTokenizer((r"\p{N}", _GPT2_SPLIT))
-_LLAMA3 = _PreTokenizer((_LLAMA3_SPLIT,), whole_words=True, add_bos=True)
-_QWEN2 = _PreTokenizer((_LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}"),), nfc=True)
+_GPT2 = _PreTokenizer((GPT2_SPLIT,))
+_DIGITS_THEN_GPT2 = _PreTokenizer((r"\p{N}", GPT2_SPLIT))
+_LLAMA3 = _PreTokenizer((LLAMA3_SPLIT,), whole_words=True, add_bos=True)
+_QWEN2 = _PreTokenizer((QWEN2_SPLIT,), nfc=True)
 _PRE_TOKENIZERS = {
-    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
     "smollm": _DIGITS_THEN_GPT2,
@@ -62,11 +55,11 @@ _PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "dbrx": _PreTokenizer((_LLAMA3_SPLIT,)),
-    "smaug-bpe": _PreTokenizer((_LLAMA3_SPLIT,)),
+    "dbrx": _PreTokenizer((LLAMA3_SPLIT,)),
+    "smaug-bpe": _PreTokenizer((LLAMA3_SPLIT,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "tekken": _PreTokenizer((_TEKKEN_SPLIT,), whole_words=True, add_bos=True),
+    "tekken": _PreTokenizer((TEKKEN_SPLIT,), whole_words=True, add_bos=True),
     "deepseek-llm": _PreTokenizer(
         ("[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK_SPLIT, r"\p{N}+")
     ),
@@ -114,7 +107,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
         bos_id=ids["bos"],
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         special_tokens={f"{name}_token": tokens[i] for name, i in ids.items() if i is not None},
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=_take_chat_template(metadata),
     )
 
 
@@ -130,6 +123,13 @@ def _take(metadata: Mapping[str, Any], key: str, kind: type, default: Any = _REQ
     if not isinstance(value, kind) and value is not default:
         raise CheckpointError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     return value
+
+
+def _take_chat_template(metadata: Mapping[str, Any]) -> str | None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"tokenizer.chat_template must be a str, got {type(template).__name__}")
+    return template
 
 
 def _take_tokens(metadata: Mapping[str, Any]) -> list[str]:
@@ -207,6 +207,15 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Toke
 
 def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores highest: merges of all pairs, best union first."""
+    if any(isinstance(score, bool) or not isinstance(score, int | float) for score in scores):
+        raise CheckpointError("tokenizer.ggml.scores must be numbers, one for each token")
+    # Every cut of every token is tried, and a cut copies the token.
+    if (effort := sum(len(token) ** 2 for token in tokens)) > _MAX_CUTTING:
+        longest = max(map(len, tokens))
+        raise CheckpointError(
+            f"tokenizer.ggml.tokens are too long to be cut into pairs: the longest has {longest} characters, and the "
+            f"squares of all lengths add up to {effort}, {_MAX_CUTTING} at most"
+        )
     ids = {token: index for index, token in enumerate(tokens)}
     ranked = []
     for token, score in zip(tokens, scores, strict=True):
@@ -220,10 +229,8 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, 
 
 def _make_bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
-    try:
+    with naming_failures_at_load("the file's tokens and merges do not fit together"):
         return Tokenizer(BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:  # the library raises nothing more precise
-        raise CheckpointError(f"the file's tokens and merges do not fit together: {error}") from error
 
 
 def _token_at_end(tokens: list[str], token_id: int | None, name: str) -> tuple[str, int]:
@@ -234,7 +241,9 @@ def _token_at_end(tokens: list[str], token_id: int | None, name: str) -> tuple[s
 
 def _add_ends(backend: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
     """Put the tokens `bos` and `eos` around every text that is encoded with special tokens."""
-    ends = [end for end in (bos, eos) if end is not None]
+    # Under names of their own: the library reads "$B" or "x:9" in a template as something else than a token.
+    ends = {name: end for name, end in (("bos", bos), ("eos", eos)) if end is not None}
     if ends:
-        single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
-        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ends)
+        single = [*(["bos"] if bos else []), "$A", *(["eos"] if eos else [])]
+        tokens: Any = [{"id": name, "ids": [end[1]], "tokens": [end[0]]} for name, end in ends.items()]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)

@@ -10,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.json_file import read_json
+from jaxspec.text import guard
+from jaxspec.text.tokenizer_risks import may_panic_at_load, naming_failures_at_load, needs_guard
 
 _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
@@ -18,6 +20,7 @@ _COPIED = (
     _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG, _CHAT_TEMPLATE, "chat_template.json",
     "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
+_MAX_BYTES = 256 << 20  # the largest published tokenizer.json takes 33 megabytes
 _TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -42,10 +45,7 @@ def load_folder_tokenizer(folder: Path) -> TokenizerParts:
     """
     config = _read_json(folder / _TOKENIZER_CONFIG)
     if (folder / _TOKENIZER).is_file():
-        try:
-            backend = Tokenizer.from_file(str(folder / _TOKENIZER))
-        except Exception as error:  # the library raises nothing more precise
-            raise CheckpointError(f"{folder / _TOKENIZER} is damaged: {error}") from error
+        backend = _read_tokenizer(folder / _TOKENIZER)
     elif any((folder / name).is_file() for name in _OLDER_FILES):
         backend, config = _load_older(folder, config)
     else:
@@ -86,6 +86,20 @@ def copy_folder_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a file; one that might crash the library is tried in the guarded process first."""
+    try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise CheckpointError(f"{path}: has {size} bytes, more than any tokenizer ({_MAX_BYTES})")
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if may_panic_at_load(content):
+        guard.check_loads(content.decode("utf-8", "replace"), path)
+    with naming_failures_at_load(f"{path} is damaged"):
+        return Tokenizer.from_buffer(content)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in an optional file; {} where there is none."""
     return read_json(path) if path.is_file() else {}
@@ -97,19 +111,16 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _load_older(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Let transformers convert a tokenizer that has no tokenizer.json; its special tokens join `config`."""
-    from transformers import AutoTokenizer  # takes a second, which every start would pay for these rare folders
-
     try:
-        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a converter meets in a foreign file
+        converted = guard.convert_older(folder)
+    except guard.GuardError as error:
         raise ConfigError(
-            f"{folder} has no {_TOKENIZER}, and transformers cannot make one: {error}; save it where the model's own "
-            f"packages are installed (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-        ) from error
-    backend = getattr(found, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise ConfigError(f"{folder} has no {_TOKENIZER}, and its {type(found).__name__} cannot be turned into one")
-    return backend, found.special_tokens_map | config
+            f"{folder} has no {_TOKENIZER}, and transformers cannot make one: {error!s:.400}; save it where the "
+            f"model's own packages are installed (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        ) from None
+    with naming_failures_at_load(f"{folder}: its tokenizer is damaged"):
+        backend = Tokenizer.from_str(converted["tokenizer"])
+    return backend, converted["special_tokens"] | config
 
 
 def _take_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -118,10 +129,21 @@ def _take_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]
     for name, token in (_read_json(folder / "special_tokens_map.json") | config).items():
         text = token.get("content") if isinstance(token, dict) else token
         if name in _SPECIAL_TOKENS and text is not None:
-            if not isinstance(text, str):
+            if not _is_text(text):
                 raise CheckpointError(f"{folder / _TOKENIZER_CONFIG}: {name} must be a string, got {text!r}")
             found[name] = text
     return found
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value of JSON is a string that has a form in UTF-8: no half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _add_missing_tokens(
@@ -134,21 +156,29 @@ def _add_missing_tokens(
         raise CheckpointError(f"{folder / _TOKENIZER_CONFIG}: added_tokens_decoder must be an object")
     try:
         entries = sorted((int(number), dict(token)) for number, token in declared.items())
+        missing: dict[str, tuple[int, dict[str, Any]]] = {}
         for number, token in entries:
-            if token["content"] in present:
-                continue
-            flags = {flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS}
-            backend.add_tokens([AddedToken(token["content"], **flags)])
-            if backend.token_to_id(token["content"]) != number:
-                raise CheckpointError(
-                    f"{folder / _TOKENIZER_CONFIG} gives {token['content']!r} the id {number}, and {_TOKENIZER} "
-                    f"leaves it {backend.token_to_id(token['content'])}"
-                )
-            present.add(token["content"])
+            content = token["content"]
+            if not _is_text(content):
+                raise TypeError(f"the content of {number} is no text")
+            if content not in present and content not in missing:
+                flags = {flag: bool(token.get(flag)) for flag in _TOKEN_FLAGS}
+                missing[content] = number, {"content": content} | flags
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{folder / _TOKENIZER_CONFIG}: added_tokens_decoder is malformed: {error!r}") from error
+    added = [token for _, token in missing.values()]
+    if added and needs_guard(backend):
+        # The tokens pass through the normalizer.
+        guard.check_loads(backend.to_str(), folder / _TOKENIZER, added)
+    with naming_failures_at_load(f"{folder / _TOKENIZER_CONFIG}: added_tokens_decoder is malformed"):
+        for token in added:
+            backend.add_tokens([AddedToken(**token)])
+    for content, (number, _) in missing.items():
+        if (found := backend.token_to_id(content)) != number:
+            raise CheckpointError(
+                f"{folder / _TOKENIZER_CONFIG} gives {content!r} the id {number}, and {_TOKENIZER} leaves it {found}"
+            )
+    present |= missing.keys()
     # A token that the model does not have would get an id of its own here, which the embedding does not cover.
     named = {token for token in special_tokens.values() if backend.token_to_id(token) is not None}
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(named - present)])

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.checkpoint.gguf_header import read_header
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.text import guard
 from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.detokenizer import Detokenizer, TokenBytes
 from jaxspec.text.gguf_tokenizer import build_gguf_tokenizer
@@ -16,6 +17,9 @@ from jaxspec.text.hf_tokenizer import (
     load_folder_tokenizer,
     save_folder_tokenizer,
 )
+from jaxspec.text.tokenizer_risks import naming_failures, needs_guard
+
+_MAX_IDS = 1 << 24  # no vocabulary has as many; an id beyond would ask for a table of that size
 
 
 def load_tokenizer(path: Path | str) -> "Tokenizer":
@@ -55,6 +59,9 @@ class Tokenizer:
         self._backend = parts.backend
         self._parts = parts
         self._bytes = TokenBytes(parts.backend)
+        self._guarded = guard.GuardedTokenizer(parts.backend.to_str()) if needs_guard(parts.backend) else None
+        if parts.chat_template is not None:
+            guard.prestart()  # its first text is then ready when it is needed
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -63,6 +70,7 @@ class Tokenizer:
 
         `add_special_tokens` puts the tokens around it that the model expects around a text (BOS, seldom EOS).
         ConfigError: `text` is not a string, or holds a lone surrogate, which no encoding can represent.
+        CheckpointError: the tokenizer fails, or exceeds the limits of the guarded process.
         """
         if not isinstance(text, str):
             raise ConfigError(f"text must be a string, got {type(text).__name__}")
@@ -70,7 +78,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the text holds a lone surrogate at character {error.start}") from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if self._guarded is not None:
+            return self._guarded.encode(text, add_special_tokens)
+        with naming_failures("the model's tokenizer cannot encode this text"):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, U+FFFD for bytes that are not UTF-8; unknown ids (embedding padding) are no text."""
@@ -87,6 +98,8 @@ class Tokenizer:
     @functools.cached_property
     def _token_strings(self) -> tuple[str, ...]:
         vocab = self._backend.get_vocab(with_added_tokens=True)
+        if (highest := max(vocab.values(), default=-1)) >= _MAX_IDS:
+            raise CheckpointError(f"the tokenizer gives a token the id {highest}; ids below {_MAX_IDS} are supported")
         strings = [""] * (max(vocab.values(), default=-1) + 1)
         for token, token_id in vocab.items():
             strings[token_id] = token

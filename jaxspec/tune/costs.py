@@ -17,7 +17,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core.cost_model import ROUND_COST
+from jaxspec.methods.core.cost_model import ROUND_COST, fill_rows
 from jaxspec.methods.core.round import StepOutput
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -34,23 +34,18 @@ Progress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Median seconds of single passes after `CONTEXT` tokens, and what rounds cost besides."""
+    """Median seconds of single passes after `CONTEXT` tokens, and what rounds cost apart from their passes."""
 
     target_s: Mapping[int, float]  # of the target, by number of rows
     draft_s: float  # of the draft, one row; 0 without a draft
-    # Of a round with a draft besides its passes, in target passes of one row.
+    # Of a round with a draft, apart from its passes, in target passes of one row.
     round_cost: float | None = None  # at least 0; None where too few were seen
     plain_cost: float = 0.0  # the same of a plain token
     quicker: bool = False  # whether some rounds took less than their passes alone; such a cost is 0
 
     def pass_cost(self) -> tuple[float, ...]:
         """Target passes of 1, 2, ... rows over that of one row; never decreasing."""
-        rows, costs = list(self.target_s), [s / self.target_s[1] for s in self.target_s.values()]
-        costs = list(itertools.accumulate(costs, max))
-        filled = []
-        for (low, cheap), (high, dear) in itertools.pairwise(zip(rows, costs, strict=True)):
-            filled += [cheap + (dear - cheap) * n / (high - low) for n in range(high - low)]
-        return tuple(round(cost, 3) for cost in [*filled, costs[-1]])
+        return fill_rows({rows: seconds / self.target_s[1] for rows, seconds in self.target_s.items()})
 
     @property
     def draft_cost(self) -> float:
@@ -72,8 +67,8 @@ class Costs:
             lines.append(f"draft pass: {1e3 * self.draft_s:.2f} ms")
             lines.append("accepted by depth of a chain: " + ", ".join(f"{share:.2f}" for share in acceptance))
         drafted = "too few to tell" if self.round_cost is None else f"{self.round_cost:.3f}"
-        besides = f"a plain token {self.plain_cost:.3f}, a round with a draft {drafted}"
-        lines.append(f"cost besides passes, in one-row passes: {besides}")
+        others = f"a plain token {self.plain_cost:.3f}, a round with a draft {drafted}"
+        lines.append(f"cost apart from passes, in one-row passes: {others}")
         if self.quicker:
             lines.append("rounds took less time than their passes alone: such a cost counts as 0")
         return lines
@@ -95,7 +90,7 @@ def measure_costs(llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingPa
 def measure_rounds(
     llm: Any, costs: Costs, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
 ) -> Costs:
-    """Add what rounds cost besides their passes: searches, bookkeeping, dispatch.
+    """Add what rounds cost apart from their passes: searches, bookkeeping, dispatch.
     Plain decoding and `auto`, with rounds at no cost so that it drafts a little more, answer a few prompts in turn. One
     round runs while the one before is read, so the time between two reads is that of a round. Its passes are taken off
     at the times in `costs`, scaled by one-row passes timed before each answer, since a machine's speed drifts. The
@@ -162,6 +157,6 @@ def measure_acceptance(
 def predict_chain(costs: Costs, acceptance: Sequence[float], tokens: int) -> float:
     """Speed-up of a chain of so many tokens over plain decoding, by the cost model."""
     length = 1 + sum(itertools.accumulate(acceptance[:tokens], lambda reached, share: reached * share))
-    besides = ROUND_COST if costs.round_cost is None else costs.round_cost
-    round_ = costs.pass_cost()[tokens] + tokens * costs.draft_cost + besides
+    other = ROUND_COST if costs.round_cost is None else costs.round_cost
+    round_ = costs.pass_cost()[tokens] + tokens * costs.draft_cost + other
     return round(length * (1 + costs.plain_cost) / round_, 3)

@@ -16,6 +16,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Method
+from jaxspec.methods.core.device_profile import Measured
 from jaxspec.methods.registry import METHODS, method_class
 from jaxspec.tune.costs import Costs, measure_acceptance, measure_costs, predict_chain
 
@@ -65,6 +66,7 @@ class Trial:
     suffix: str = ""  # part of plain decoding's label, where there are several trials
     known: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # findings on the way, for the report
     lines: Sequence[str] = ()  # findings for people
+    smallest: bool = False  # whether of trees that are equally fast the smallest is to be used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Tuning:
         """TOML for `--config`; `given` are options of the models."""
         options: dict[str, Any] = {"method": self.best.method.name, **self.best.settings}
         given = {**given, **self.best.placed}
-        options |= {name: value for name, value in given.items() if value not in (None, "auto", 1)}
+        plain = {"target_devices": 1, "offload": "none"}
+        options |= {n: value for n, value in given.items() if value not in (None, "auto", plain.get(n))}
         if not self.best.method.drafts and options.get("draft_model") != "none":
             options.pop("draft_model", None)  # a method that drafts without a model refuses one
         # A comment ends at a line break and holds no control characters.
@@ -116,12 +119,20 @@ def tune(
     run: list[Candidate] = []
     rest: list[Candidate] = []
     lines: list[str] = []
-    reports = []
+    reports, smallest = [], False
     while (trial := next(trials, None)) is not None:
         chosen = _shortlist(trial.candidates)
         plain = Candidate(f"{BASELINE}{trial.suffix}", Autoregressive(), 1.0, placed=trial.placed)
         columns = [Column(BASELINE, plain.method), *(Column(c.label, c.method) for c in chosen)]
-        measured = measure(trial.llm, columns, prompts, sampling, repeats, progress)
+        try:
+            measured = measure(trial.llm, columns, prompts, sampling, repeats, progress)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            progress(f"out of memory, left out{trial.suffix}", 0, 1)
+            del trial
+            gc.collect()
+            continue
         draft, tensor = trial.llm.draft_path, trial.llm.engine.target.plan.tensor
         report = make_report(measured, command, str(trial.llm.model_path), draft and str(draft), tensor)
         rows = report["overall"]["columns"]
@@ -134,23 +145,38 @@ def tune(
         run += [dataclasses.replace(c, row=rows[c.label], placed={**trial.placed, **c.placed}) for c in chosen]
         rest += [c for c in trial.candidates if c not in chosen]
         lines += trial.lines
+        smallest = smallest or trial.smallest
         reports.append({**trial.known, "placed": trial.placed, "report": report})
         del trial, measured, columns
         gc.collect()  # programs and their buffers hold on to each other
     if not run:
         raise ConfigError("no placement of the models fits these devices")
     run = _score(run)
-    return Tuning((*run, *rest), pick(run), tuple(lines), tuple(reports))
+    return Tuning((*run, *rest), pick(run, smallest=smallest), tuple(lines), tuple(reports))
 
 
-def pick(run: Sequence[Candidate]) -> Candidate:
-    """The candidate to use, of those that were run, the fastest first."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that devices or host have no memory left."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def pick(run: Sequence[Candidate], *, smallest: bool = False) -> Candidate:
+    """The candidate to use, of those that were run, the fastest first.
+
+    With `smallest` it is the tree at the knee: of the fastest method's settings that are no more than noise slower,
+    that with the fewest draft tokens.
+    """
     plain = next(c for c in run if c.method.name == BASELINE)
     default = next((c for c in run if c.label == DEFAULT), None)
     fastest = run[0].score or 0.0
     if fastest < LEAST_GAIN:
         return plain
-    return default if default is not None and fastest < LEAST_GAIN * (default.score or 0.0) else run[0]
+    if default is not None and fastest < LEAST_GAIN * (default.score or 0.0):
+        return default
+    if not smallest:
+        return run[0]
+    equal = [c for c in run if c.method.name == run[0].method.name and fastest < LEAST_GAIN * (c.score or 0.0)]
+    return min(equal, key=lambda c: c.method.num_rows)
 
 
 def compare_methods(
@@ -178,6 +204,15 @@ def list_candidates(models: Any, name: str | None, costs: Costs, acceptance: Seq
             predicted = predict_chain(costs, acceptance, method.max_path - 1) if known == "chain" else None
             candidates.append(Candidate(_label(method), method, predicted))
     return [*candidates, Candidate(TUNED, costs.auto())] if name in (None, "auto") else candidates
+
+
+def profile_rows(tuning: Tuning) -> list[Measured]:
+    """What was run, on which devices: rows of a device profile, in speeds that compare across placements."""
+    plain = max(c.row["tokens_per_s"]["mean"] for c in tuning.candidates if c.row and c.method.name == BASELINE)
+    return [
+        Measured(c.method.name, c.settings, c.placed["target_devices"], c.placed.get("draft_devices"), c.score * plain)
+        for c in tuning.candidates if c.score is not None
+    ]  # fmt: skip
 
 
 def _label(method: Any) -> str:

@@ -1,11 +1,15 @@
 """The linear layer: every matrix product of a model goes through it."""
 
+from types import ModuleType
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native, registry
-from pallas_kernels.linear.blocks import FORMATS, Blocks, Weight
-from pallas_kernels.linear.reference import as_numbers, linear_on_cpu
+from pallas_kernels.linear.blocks import PLANES, Blocks, Weight, find_format
+from pallas_kernels.linear.config import MAX_ROWS
+from pallas_kernels.linear.reference import as_numbers, linear_in_tiles, linear_on_cpu
 from pallas_kernels.linear.reference import linear as linear_reference
 
 
@@ -13,8 +17,10 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
     """Multiply rows by a weight stored `[out, in]`; float32 results.
 
     Args:
-      x: `[T, I]` activations. Native kernels multiply them as float32. XLA rounds them to the dtype of a bfloat16 or
-        float16 weight first, as accelerators do, and accumulates in float32.
+      x: `[T, I]` activations. Native kernels multiply them as float32, and by packed blocks as integers of 8 or 16
+        bits that share a scale in groups of 32 inputs of a row. XLA rounds them to the dtype of a bfloat16 or
+        float16 weight first, as accelerators do, and accumulates in float32. Blocks become numbers a tile at a time;
+        on accelerators these are bfloat16.
       weight: `[O, I]` float32, bfloat16 or float16, or `Blocks` with data `[O, I / values, nbytes]`.
       active_rows: int32 [], at least 1: the rows that matter, which come first. The others come out arbitrary but
         finite. None for all. Only native kernels save time by it.
@@ -28,14 +34,33 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
     check_operands(x, weight)
     kernels = registry.current()
     if not kernels.native:
+        if isinstance(weight, Blocks):
+            fused = find_packed(x, weight)
+            return fused.linear(x, weight) if fused else linear_in_tiles(x, weight, kernels.platform)
         multiply = linear_on_cpu if kernels.platform == "cpu" else linear_reference
-        return multiply(x, as_numbers(weight))
+        return multiply(x, weight)
     data, weight_format = native_weight(weight)
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
     return native.call(
         "linear", out, x.astype(jnp.float32), data, native.row_count(active_rows, x),
         format=weight_format, threads=kernels.threads,
     )  # fmt: skip
+
+
+def row_dtype(weight: Weight) -> Any:
+    """The dtype that `linear` rounds rows to before it multiplies them: what makes the rows may round them to it.
+
+    On accelerators that of the weight, bfloat16 beside blocks. Else float32: a CPU's forms round for themselves.
+    """
+    if registry.current().platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.bfloat16 if isinstance(weight, Blocks) else weight.dtype)
+
+
+def find_packed(x: jax.Array, weight: Weight) -> ModuleType | None:
+    """The GPU kernel that multiplies by a weight in planes, or None. More than `MAX_ROWS` rows go to XLA silently."""
+    in_planes = isinstance(weight, Blocks) and weight.format in PLANES
+    return registry.current().find("linear", x, weight) if in_planes and x.shape[0] <= MAX_ROWS else None
 
 
 def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [T] -> [T, I] float32
@@ -66,8 +91,8 @@ def check_operands(x: jax.Array, weight: Weight) -> None:
 def check_weight(weight: Weight) -> None:
     """Raise ValueError unless the weight is a matrix in a format that kernels read."""
     if isinstance(weight, Blocks):
-        known = weight.format in FORMATS and weight.data.dtype == jnp.uint8
-        if not known or weight.ndim != 3 or weight.shape[2] != FORMATS[weight.format].nbytes:
+        known = find_format(weight.format) if weight.data.dtype == jnp.uint8 else None
+        if known is None or weight.ndim != 3 or weight.shape[2] != known.nbytes:
             raise ValueError(
                 f"{weight.format!r} blocks of {weight.data.dtype} {weight.shape} are no uint8 [O, I / values, bytes]"
             )
@@ -82,5 +107,7 @@ def native_weight(weight: Weight) -> tuple[jax.Array, str]:
 
 def _inputs(weight: Weight) -> int:
     if isinstance(weight, Blocks):
-        return weight.shape[1] * FORMATS[weight.format].values
+        block_format = find_format(weight.format)
+        assert block_format is not None  # see `check_weight`
+        return weight.shape[1] * block_format.values
     return weight.shape[1]

@@ -1,12 +1,12 @@
-// How weights lie in memory, one type per format: plain numbers, and the GGUF blocks (described in ggml's documentation of
-// its formats) that `blocks.py` lists.
+// How weights lie in memory, one type per format: plain numbers, the GGUF blocks (described in ggml's documentation of
+// its formats) that `blocks.py` lists, and the groups that `groups.py` describes.
 //
 // `unpack(row, step, w)` gives weights `[step * kStep, (step + 1) * kStep)` of a row. Every weight is the float32 that
 // dequantising gives: a scale of eleven bits times a small code is exact, so at most one rounding takes place, and the
-// order of the arithmetic cannot matter.
+// order of the arithmetic cannot matter. A zero point is taken off as an integer, before the one product that rounds.
 #pragma once
 
-#include "../native/lanes.h"
+#include "../native/small_floats.h"
 
 namespace jaxspec {
 
@@ -96,9 +96,12 @@ struct Q5_0 : Block32<22> {
   static Lanes value(Codes codes, float scale) { return fma(to_float(codes), set(scale), set(-16 * scale)); }
 };
 
-// Scale of scales, scale of minima, 8 scales and 8 minima of six bits in 12 bytes, 256 codes of four bits: the low
-// halves of 32 bytes are one part, the high ones the next.
-struct Q4_K : Block256<144> {
+// Scale of scales, scale of minima, 8 scales and 8 minima of six bits in 12 bytes. Of 256 codes of four or five bits, 32
+// are a part: the low halves of 32 bytes are one part's lowest bits, the high ones the next one's. Fifth bits come before.
+template <int kBytes_, bool kFifth>
+struct KBlock : Block256<kBytes_> {
+  using Block256<kBytes_>::kBytes;
+
   static void unpack(const uint8_t* row, int64_t step, Lanes (&w)[2]) {
     const uint8_t* block = row + step / 8 * kBytes;
     int part = static_cast<int>(step % 8);
@@ -111,13 +114,25 @@ struct Q4_K : Block256<144> {
       scale = (packed[part + 4] & 15) | (packed[part - 4] >> 6 << 4);
       minimum = (packed[part + 4] >> 4) | (packed[part] >> 6 << 4);
     }
-    Levels levels(read_half(block) * scale, -(read_half(block + 2) * minimum));
-    const uint8_t* codes = block + 16 + part / 2 * 32;
+    float each = read_half(block) * scale, offset = -(read_half(block + 2) * minimum);
+    const uint8_t* low = block + (kFifth ? 48 : 16) + part / 2 * 32;
     int shift = part % 2 * 4;
-    w[0] = levels[shift_right(load_codes(codes), shift)];
-    w[1] = levels[shift_right(load_codes(codes + 16), shift)];
+    if constexpr (kFifth) {
+      for (int i = 0; i < 2; i++) {
+        Codes codes = keep_bits(shift_right(load_codes(low + 16 * i), shift), 15) |
+                      shift_left(keep_bits(shift_right(load_codes(block + 16 + 16 * i), part), 1), 4);
+        w[i] = fma(to_float(codes), set(each), set(offset));
+      }
+    } else {
+      Levels levels(each, offset);
+      w[0] = levels[shift_right(load_codes(low), shift)];
+      w[1] = levels[shift_right(load_codes(low + 16), shift)];
+    }
   }
 };
+
+using Q4_K = KBlock<144, false>;
+using Q5_K = KBlock<176, true>;
 
 // Low four bits and high two bits of 256 codes, 16 scales of int8, scale of scales. A code stands for `code - 32`.
 struct Q6_K : Block256<210> {
@@ -135,5 +150,78 @@ struct Q6_K : Block256<210> {
     }
   }
 };
+
+// Scale, 32 codes of four bits in the order of Q4_0: numbers of one sign bit, two of exponent and one of fraction.
+struct MXFP4 : Block32<17> {
+  static void unpack(const uint8_t* row, int64_t step, Lanes (&w)[2]) {
+    const uint8_t* block = row + offset(step);
+    const Lanes half = set(half_power(block[0]));
+    w[0] = load_e2m1_doubled<0>(block + 1) * half;
+    w[1] = load_e2m1_doubled<4>(block + 1) * half;
+  }
+};
+
+// A group of `kValues`: head, codes. `kBits` is the size of a code.
+template <int kBits, int kValues_, int kHead>
+struct GroupBlock {
+  static constexpr int kStep = 32, kValues = kValues_, kBytes = kHead + kBits * kValues / 8, kSteps = kValues / kStep;
+
+  static int64_t offset(int64_t step) { return step / kSteps * kBytes + step % kSteps * (kBytes / kSteps); }
+  static const uint8_t* block_of(const uint8_t* row, int64_t step) { return row + step / kSteps * kBytes; }
+  static const uint8_t* codes_of(const uint8_t* row, int64_t step) {
+    return block_of(row, step) + kHead + step % kSteps * (4 * kBits);
+  }
+};
+
+inline float read_float(const uint8_t* p) {
+  float x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+template <int kValues, int kHead = 5>
+struct Int4Group : GroupBlock<4, kValues, kHead> {
+  using Base = GroupBlock<4, kValues, kHead>;
+  static void unpack(const uint8_t* row, int64_t step, Lanes (&w)[2]) {
+    const uint8_t* head = Base::block_of(row, step);
+    const float scale = kHead == 5 ? read_float(head) : short_scale(head[1] | head[2] << 8, head[0]);
+    const int zero = kHead == 5 ? static_cast<int8_t>(head[4]) + 8 : head[0] & 15;
+    const Steps steps(scale, static_cast<float>(zero));
+    const Codes codes = load_codes(Base::codes_of(row, step));
+    w[0] = steps[codes];
+    w[1] = steps[shift_right(codes, 4)];
+  }
+};
+
+template <int kValues>
+struct Int8Group : GroupBlock<8, kValues, 5> {
+  using Base = GroupBlock<8, kValues, 5>;
+  static void unpack(const uint8_t* row, int64_t step, Lanes (&w)[2]) {
+    const uint8_t* head = Base::block_of(row, step);
+    const uint8_t* codes = Base::codes_of(row, step);
+    const Lanes scale = set(read_float(head)), zero_point = set(static_cast<int8_t>(head[4]));
+    w[0] = (load_int8(codes) - zero_point) * scale;
+    w[1] = (load_int8(codes + 16) - zero_point) * scale;
+  }
+};
+
+template <int kValues>
+struct FP8Group : GroupBlock<8, kValues, 4> {
+  using Base = GroupBlock<8, kValues, 4>;
+  static void unpack(const uint8_t* row, int64_t step, Lanes (&w)[2]) {
+    const uint8_t* codes = Base::codes_of(row, step);
+    const Lanes scale = set(read_float(Base::block_of(row, step)));
+    w[0] = load_e4m3(codes) * scale;
+    w[1] = load_e4m3(codes + 16) * scale;
+  }
+};
+
+using Int4G32 = Int4Group<32, 3>;
+using Int4G64 = Int4Group<64>;
+using Int4G128 = Int4Group<128>;
+using Int8G32 = Int8Group<32>;
+using Int8G128 = Int8Group<128>;
+using FP8G32 = FP8Group<32>;
+using FP8G128 = FP8Group<128>;
 
 }  // namespace jaxspec

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "../native/parallel.h"
+#include "../native/prefetch.h"
 #include "formats.h"
 
 namespace jaxspec {
@@ -45,13 +46,6 @@ struct Matrix {
 struct Ahead {
   int64_t distance, stride;
 };
-
-// Into the second-level cache: it keeps more requests to the memory going than the first one can.
-inline void prefetch(const uint8_t* p) {
-#if defined(__GNUC__)
-  __builtin_prefetch(p, 0, 2);
-#endif
-}
 
 namespace detail {
 
@@ -192,6 +186,15 @@ void linear(Pool& pool, int64_t threads, const float* x, int64_t rows, Matrix w,
   });
 }
 
+// y = silu(gate) * up.
+inline void activate(const float* gate, const float* up, int64_t count, float* y) {
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const int n = static_cast<int>(std::min<int64_t>(kLanes, count - c));
+    Lanes g = load(gate + c, n), u = load(up + c, n);
+    store(y + c, g / (set(1.0f) + exp(zero() - g)) * u, n);
+  }
+}
+
 // SwiGLU of a weight whose first half of rows is the gate: y[r * columns + c] = silu(gate) * up.
 template <class Format, class Pool>
 void swiglu(Pool& pool, int64_t threads, const float* x, int64_t rows, Matrix w, int64_t columns, float* y) {
@@ -202,13 +205,7 @@ void swiglu(Pool& pool, int64_t threads, const float* x, int64_t rows, Matrix w,
     float* up = gate + rows * unit;
     multiply<Format>(x, rows, w, first, count, gate, unit);
     multiply<Format>(x, rows, w, columns + first, count, up, unit);
-    for (int64_t r = 0; r < rows; r++) {
-      for (int64_t c = 0; c < count; c += kLanes) {
-        const int n = static_cast<int>(std::min<int64_t>(kLanes, count - c));
-        Lanes g = load(gate + r * unit + c, n), u = load(up + r * unit + c, n);
-        store(y + r * columns + first + c, g / (set(1.0f) + exp(zero() - g)) * u, n);
-      }
-    }
+    for (int64_t r = 0; r < rows; r++) activate(gate + r * unit, up + r * unit, count, y + r * columns + first);
   });
 }
 
@@ -229,7 +226,16 @@ bool with_format(std::string_view name, F f) {
   if (name == "q4_1") return f(Q4_1()), true;
   if (name == "q5_0") return f(Q5_0()), true;
   if (name == "q4_k") return f(Q4_K()), true;
+  if (name == "q5_k") return f(Q5_K()), true;
   if (name == "q6_k") return f(Q6_K()), true;
+  if (name == "mxfp4") return f(MXFP4()), true;
+  if (name == "int4_g32") return f(Int4G32()), true;
+  if (name == "int4_g64") return f(Int4G64()), true;
+  if (name == "int4_g128") return f(Int4G128()), true;
+  if (name == "int8_g32") return f(Int8G32()), true;
+  if (name == "int8_g128") return f(Int8G128()), true;
+  if (name == "fp8_g32") return f(FP8G32()), true;
+  if (name == "fp8_g128") return f(FP8G128()), true;
   return false;
 }
 

@@ -1,5 +1,5 @@
 """The native library of CPU operations: its shared C++ headers, its loading, and calls from JAX."""
 
-from pallas_kernels.native.library import call, row_count
+from pallas_kernels.native.library import REINSTALL, call, pack, row_count
 
-__all__ = ["call", "row_count"]
+__all__ = ["REINSTALL", "call", "pack", "row_count"]

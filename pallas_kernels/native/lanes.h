@@ -350,6 +350,31 @@ inline float read_half(const uint8_t* p) {
 #endif
 }
 
+// Write one float16: to nearest, ties to even; a NaN stays one.
+inline void store_half(uint8_t* p, float x) {
+#if defined(__F16C__)
+  const uint16_t h = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
+  uint32_t half;
+  if (magnitude > 0x7F800000) {
+    half = 0x7E00;
+  } else if (magnitude >= 0x477FF000) {  // from 65520 on
+    half = 0x7C00;
+  } else if (magnitude < 0x38800000) {  // below the smallest normal number: a multiple of 2^-24
+    float positive;
+    std::memcpy(&positive, &magnitude, sizeof positive);
+    half = static_cast<uint32_t>(std::nearbyint(positive * 16777216.0f));
+  } else {
+    half = (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+  }
+  const uint16_t h = static_cast<uint16_t>(sign | half);
+#endif
+  std::memcpy(p, &h, sizeof h);
+}
+
 // e^x within 2 units in the last place; arguments are cut to [-87.3, 88.3], NaN stays.
 // 2^n * e^r with |r| <= ln(2) / 2: Taylor's polynomial of degree 7 leaves 1e-8.
 inline Lanes exp(Lanes x) {

@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 TARGET_PREFIX = "jaxspec_"
-TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_attention")
+TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_attention", "experts")
 
 # From the best to the one that every machine can run.
-LEVELS = ("avx512", "avx2", "portable")
+LEVELS = ("vnni", "avx512", "avx2", "portable")
 
 REINSTALL = "reinstall jaxspec"
 BUILD = f"install a C++17 compiler (such as g++) and {REINSTALL}"
@@ -30,10 +31,12 @@ class Library:
     Attributes:
       level: instruction set of the library in use, or None.
       problem: why there is none, or None.
+      functions: the library itself, or None.
     """
 
     level: str | None
     problem: str | None
+    functions: ctypes.CDLL | None = None
 
 
 @functools.cache
@@ -78,6 +81,16 @@ def call(target: str, out: Any, *operands: Any, aliases: dict[int, int] | None =
     return function(*operands, **attributes)
 
 
+def pack(packed: str, rows: np.ndarray, outputs: int, blocks: int, out: np.ndarray) -> int:
+    """Pack `outputs` rows of `blocks` blocks each into `out`; 1, or 0 if `packed` is no packed format."""
+    functions = load().functions
+    if functions is None:
+        return 0
+    count = functions.jaxspec_pack
+    count.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    return count(packed.encode(), rows.ctypes.data, outputs, blocks, out.ctypes.data)
+
+
 def row_count(active_rows: jax.Array | None, x: jax.Array) -> jax.Array:
     """The int32 operand that tells an operation how many rows of `x` to compute; None stands for all."""
     return jnp.int32(x.shape[0]) if active_rows is None else active_rows.astype(jnp.int32)
@@ -98,4 +111,4 @@ def _register(level: str, path: Path) -> Library:
     for target in TARGETS:
         handler = getattr(library, TARGET_PREFIX + target)
         jax.ffi.register_ffi_target(TARGET_PREFIX + target, jax.ffi.pycapsule(handler), platform="cpu")
-    return Library(level, None)
+    return Library(level, None, library)

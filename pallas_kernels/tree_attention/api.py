@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import native, registry
 from pallas_kernels.tree_attention.xla import tree_attention as attend_by_xla
@@ -28,7 +29,10 @@ def tree_attention(
     sliding_window: int | None = None,
     active_rows: jax.Array | None = None,  # int32 []
     write_only: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, K, G, H] float32, [K, S, H], [K, S, H]
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,  # [K, G] float32
+    dtype: Any = jnp.float32,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # [T, K, G, H], [K, S, H], [K, S, H]
     """Rotate the rows' queries and keys, write keys and values into the cache, and attend.
 
     Each row attends to the prefix and to the window slots in its mask. Those are its tree ancestors and itself, and
@@ -50,6 +54,10 @@ def tree_attention(
       active_rows: the rows that matter, which come first, at least 1; the others come out arbitrary but finite. None
         for all.
       write_only: only the cache is wanted, and the first result is arbitrary.
+      softcap: scores s become c tanh(s / c). No GPU kernel does that. None leaves them.
+      sinks: a score of each query head beside those of its keys, which weighs no value (gpt-oss). No GPU kernel does
+        that. None for none.
+      dtype: of the first result, which is rounded to it from float32: what reads it may round it to that anyway.
 
     Returns:
       Attention output per query head, and the cache with the rows written.
@@ -59,18 +67,24 @@ def tree_attention(
     Raises:
       ValueError: shapes do not fit together.
     """
-    _check(qkv, cos, sin, key, value, window_mask, position, offset)
+    _check(qkv, cos, sin, key, value, window_mask, position, offset, sinks)
     kernels = registry.current()
     if not kernels.native:
         operands = (qkv, cos, sin, key, value, length, window_mask, position)
         options: dict[str, Any] = {
             "offset": offset, "sliding_window": sliding_window, "active_rows": active_rows, "write_only": write_only,
         }  # fmt: skip
+        if softcap is not None or sinks is not None:
+            heads, key, value = attend_by_xla(*operands, **options, softcap=softcap, sinks=sinks)
+            return heads.astype(dtype), key, value
         # Without attention XLA's update in place is as good as a kernel.
         fused = None if write_only else kernels.find("tree_attention", *operands, **options)
-        return (fused.tree_attention if fused else attend_by_xla)(*operands, **options)
+        if fused is not None:
+            return fused.tree_attention(*operands, **options, dtype=dtype)
+        heads, key, value = attend_by_xla(*operands, **options)
+        return heads.astype(dtype), key, value
     T, K, rows, H = qkv.shape
-    return native.call(
+    heads, key, value = native.call(
         "tree_attention",
         (
             jax.ShapeDtypeStruct((T, K, rows - 2, H), jnp.float32),
@@ -80,12 +94,14 @@ def tree_attention(
         qkv, key, value, length, jnp.int32(0) if offset is None else offset, native.row_count(active_rows, qkv),
         jnp.zeros((T, 0), bool) if window_mask is None else window_mask,
         jnp.zeros(T, jnp.int32) if position is None else position, cos, sin,
+        jnp.zeros((0, 0), jnp.float32) if sinks is None else sinks,
         aliases={1: 1, 2: 2}, causal=window_mask is None, write_only=write_only,
-        sliding=sliding_window or 0, threads=kernels.threads,
+        sliding=sliding_window or 0, softcap=np.float32(softcap or 0), threads=kernels.threads,
     )  # fmt: skip
+    return heads.astype(dtype), key, value
 
 
-def _check(qkv, cos, sin, key, value, window_mask, position, offset) -> None:
+def _check(qkv, cos, sin, key, value, window_mask, position, offset, sinks) -> None:
     if qkv.ndim != 4 or qkv.shape[2] < 3 or qkv.dtype != jnp.float32:
         raise ValueError(f"qkv must be float32 [T, K, G + 2, H], got {qkv.dtype} {qkv.shape}")
     T, K, _, H = qkv.shape
@@ -95,11 +111,13 @@ def _check(qkv, cos, sin, key, value, window_mask, position, offset) -> None:
         raise ValueError(
             f"qkv {qkv.shape}, key {key.dtype} {key.shape} and value {value.dtype} {value.shape} do not fit together"
         )
-    if key.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"the cache must be float32 or bfloat16, got {key.dtype}")
+    if key.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"the cache must be float32, bfloat16 or float16, got {key.dtype}")
     for table in (cos, sin):
         if table.shape != (T, H // 2) or table.dtype != jnp.float32:
             raise ValueError(f"rotary tables must be float32 {(T, H // 2)}, got {table.dtype} {table.shape}")
+    if sinks is not None and (sinks.shape != (K, qkv.shape[2] - 2) or sinks.dtype != jnp.float32):
+        raise ValueError(f"sinks must be float32 {(K, qkv.shape[2] - 2)}, got {sinks.dtype} {sinks.shape}")
     if (window_mask is None) != (position is None):
         raise ValueError("window_mask and position are given together, or neither for a causal chunk")
     if window_mask is None:

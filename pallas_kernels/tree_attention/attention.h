@@ -13,6 +13,7 @@
 
 #include "../linear/formats.h"
 #include "../native/parallel.h"
+#include "../native/prefetch.h"
 
 namespace jaxspec {
 
@@ -26,6 +27,8 @@ struct AttentionShape {
   int64_t length;    // of the prefix
   int64_t offset;    // window slot of the first row
   int64_t sliding;   // positions that a row sees; 0 for all
+  float softcap = 0; // scores s become c tanh(s / c); 0 leaves them
+  const float* sinks = nullptr;  // [K, G]: a score beside each query's own that weighs no value; null for none
 };
 
 namespace detail {
@@ -56,10 +59,13 @@ inline void store_element(BFloat16, uint8_t* p, int64_t i, float x) {
   std::memcpy(p + 2 * i, &half, 2);
 }
 
+inline void store_element(Float16, uint8_t* p, int64_t i, float x) { store_half(p + 2 * i, x); }
+
 // Whether a number is finite once it is stored.
 inline bool stays_finite(Float32, float x) { return std::isfinite(x); }
 // From the middle between the largest bfloat16 and what would come next, numbers are rounded to infinity.
 inline bool stays_finite(BFloat16, float x) { return std::abs(x) < 0x1.FFp127f; }
+inline bool stays_finite(Float16, float x) { return std::abs(x) < 65520.0f; }
 
 // Softmax parts of one query: largest score, sum of weights, weighted values; the values follow it in memory.
 struct Part {
@@ -215,10 +221,18 @@ void score_four_of(int64_t queries, const float* query, const uint8_t* const* ke
   }
 }
 
+// c tanh(s / c), by e^(2s / c), which `exp` keeps finite.
+inline Lanes bound(Lanes s, float softcap) {
+  const Lanes e = exp(s * set(2.0f / softcap)), one = set(1.0f);
+  return (e - one) / (e + one) * set(softcap);
+}
+
 // Weights of the tokens `[begin, end)` of a chunk from their scores, in place: e^(score - largest), and zero for the
 // places beside them up to whole lanes, which change no sum.
-inline Part weigh(float* score, int begin, int end) {
+inline Part weigh(float* score, int begin, int end, float softcap) {
   const int first = begin / kLanes * kLanes;
+  if (softcap > 0)
+    for (int i = first; i < end; i += kLanes) store(score + i, bound(load(score + i), softcap));
   for (int i = first; i < begin; i++) score[i] = -kInfinity;
   for (int i = end; i % kLanes; i++) score[i] = -kInfinity;
   Lanes most = set(-kInfinity);
@@ -241,21 +255,27 @@ inline Part weigh(float* score, int begin, int end) {
 // Attention of `queries` queries, which see the same tokens `[begin, end)` of a chunk, to them.
 template <class Element>
 void attend(const float* query, int64_t queries, const uint8_t* const* key, const uint8_t* const* value, int begin,
-            int end, int64_t width, float* weight, float* part, int64_t part_stride) {
+            int end, int64_t width, float softcap, float* weight, float* part, int64_t part_stride) {
   constexpr int64_t kTogether = 4;
   const Lanes scale = set(1.0f / std::sqrt(static_cast<float>(width)));
   for (int i = begin / 4 * 4; i < end; i += 4) {
     // Places that no row sees are scored as their neighbours, and weigh nothing below.
     const uint8_t* keys[4];
-    for (int j = 0; j < 4; j++) keys[j] = key[std::clamp(i + j, begin, end - 1)];
+    for (int j = 0; j < 4; j++) {
+      const int place = std::clamp(i + j, begin, end - 1);
+      keys[j] = key[place];
+      // The values come next, and after them the keys of the next chunk (`add_values`).
+      prefetch_bytes(value[place], width * Element::kBytes);
+    }
     for (int64_t q = 0; q < queries; q += kTogether)
       score_four_of<Element>(std::min(kTogether, queries - q), query + q * width, keys, width, scale,
                              weight + q * kChunk + i);
   }
   for (int64_t q = 0; q < queries; q++) {
-    const Part head = weigh(weight + q * kChunk, begin, end);
+    const Part head = weigh(weight + q * kChunk, begin, end, softcap);
     std::memcpy(part + q * part_stride, &head, sizeof head);
   }
+  for (int i = begin; i < end; i++) prefetch_bytes(key[i] + kChunk * width * Element::kBytes, width * Element::kBytes);
   for (int64_t q = 0; q < queries; q += kTogether)
     add_values_of<Element>(std::min(kTogether, queries - q), weight + q * kChunk, value, begin, end, width,
                            part + q * part_stride + 2, part_stride);
@@ -352,7 +372,8 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
         keys[i] = key_head + at;
         values[i] = value_head + at;
       }
-      attend<Element>(queries + (k * s.rows + t) * G * H, count * G, keys, values, begin, end, H, weight, own, part_size);
+      attend<Element>(queries + (k * s.rows + t) * G * H, count * G, keys, values, begin, end, H, s.softcap, weight,
+                      own, part_size);
     };
     bool together = true;
     for (int64_t t = first; t < first + rows; t++) together = together && visible.in_prefix(t, chunk);
@@ -364,8 +385,17 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
     for (int64_t q = 0; q < rows * G; q++) {
       const int64_t t = first + q / G;
       float* row = out + ((t * s.kv_heads + k) * G + q % G) * H;
-      const float total = state[q * part_size + 1];
-      for (int64_t h = 0; h < H; h++) row[h] = total == 0 ? 0.0f : state[q * part_size + 2 + h] / total;
+      const float* values = state + q * part_size + 2;
+      float total = state[q * part_size + 1], factor = 1.0f;
+      if (s.sinks && total != 0) {
+        const float largest = state[q * part_size], sink = s.sinks[k * G + q % G], most = sink > largest ? sink : largest;
+        const float less[2] = {largest - most, sink - most};
+        float factors[2];
+        store(factors, exp(load(less, 2)), 2);
+        factor = factors[0];
+        total = total * factor + factors[1];
+      }
+      for (int64_t h = 0; h < H; h++) row[h] = total == 0 ? 0.0f : values[h] * factor / total;
     }
   };
 
@@ -384,9 +414,12 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
   const int64_t all_parts = heads * chunks * tile_size;
   if (heads < 4 * threads && all_parts <= kMostParts) {
     float* parts = scratch<PartScratch>(all_parts);
-    parallel(pool, threads, heads * chunks, [&, parts](int64_t i) {
-      const int64_t unit = i % heads, chunk = i / heads;
-      attend_chunk(unit / s.kv_heads, unit % s.kv_heads, chunk, parts + (unit * chunks + chunk) * tile_size);
+    // A thread takes a few chunks that follow each other, so that what it fetches ahead is its own.
+    const int64_t run = std::clamp<int64_t>(heads * chunks / (4 * threads), 1, 8), runs = (chunks + run - 1) / run;
+    parallel(pool, threads, heads * runs, [&, parts](int64_t i) {
+      const int64_t unit = i / runs, first = i % runs * run;
+      for (int64_t chunk = first; chunk < std::min(first + run, chunks); chunk++)
+        attend_chunk(unit / s.kv_heads, unit % s.kv_heads, chunk, parts + (unit * chunks + chunk) * tile_size);
     });
     parallel(pool, threads, heads, [&, parts](int64_t unit) {
       merge_tile(unit, [&](int64_t chunk) { return parts + (unit * chunks + chunk) * tile_size; });

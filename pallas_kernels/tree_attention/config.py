@@ -3,6 +3,10 @@
 import dataclasses
 import functools
 import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels import tables
 
@@ -10,6 +14,22 @@ TABLE = tables.FOLDER / "tree_attention_triton.json"
 
 # A program's tiles of queries, keys and values must fit the smallest shared memory: 99 KiB on consumer Ampere and Ada.
 SHARED_BYTES = 96 * 1024
+
+
+# Query rows of all KV heads from which Mosaic's attention is faster than Triton's.
+MANY_ROWS = 2048
+
+
+def preferred(qkv: jax.Array, cos: Any, sin: Any, key: jax.Array, *others: Any, **options: Any) -> tuple[str, ...]:
+    """Implementations that are faster than XLA for a call of `tree_attention`, the fastest first.
+
+    Measured on an H100 (docs/results/gpu-h100.md): Triton's with few rows, Mosaic's with many. In float32 neither is,
+    since exact products leave the matrix units idle.
+    """
+    T, K, heads, _ = qkv.shape
+    if key.dtype == jnp.float32:
+        return ()
+    return ("mosaic", "triton") if T * K * (heads - 2) >= MANY_ROWS else ("triton", "mosaic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +78,9 @@ def choose(
     if tuned is not None:
         return tuned
     width = max(power_of_two(head_width), 16)
-    # Results stay in registers. Exact float32 products use registers too, so large tiles would spill.
-    most_q, most_k = (min(128, 16384 // width), 64) if itemsize == 2 else (32, 32)
+    # Results stay in registers. Exact float32 products use registers too: with larger tiles, or four warps, hundreds or
+    # thousands of bytes spill, with these 72 to 180 (none with heads of 64).
+    most_q, most_k = (min(128, 16384 // width), 64) if itemsize == 2 else (16, 32)
     block_q = min(max(power_of_two(T * group), 16), most_q)
     pair = 2 * width * itemsize  # a key and a value
     block_k = min(max(_floor_power(16 * 1024 // pair * 2), 16), most_k)
@@ -70,7 +91,9 @@ def choose(
     # Two programs on a multiprocessor hide each other's waits. A part of fewer than two tiles costs more to merge than
     # it saves.
     splits = min(2 * multiprocessors // programs, slots // (2 * block_k), 64)
-    return Config(block_q, block_k, _floor_power(max(splits, 1)), 8 if block_q * width >= 8192 else 4, stages)
+    return Config(
+        block_q, block_k, _floor_power(max(splits, 1)), 8 if block_q * width >= 8192 or itemsize == 4 else 4, stages
+    )
 
 
 def bucket(T: int, group: int, head_width: int, slots: int, kv_heads: int, itemsize: int = 2) -> str:

@@ -7,9 +7,9 @@ namespace {
 // `key` and `value` are updated in place: the results are the same buffers as the arguments.
 ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer key, ffi::AnyBuffer value, Scalar length,
                               Scalar offset, Scalar active_rows, ffi::Buffer<ffi::PRED> mask, Ints position, Floats cos,
-                              Floats sin, ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> new_key,
-                              ffi::Result<ffi::AnyBuffer> new_value, bool causal, bool write_only, int64_t sliding,
-                              int64_t threads) {
+                              Floats sin, Floats sinks, ffi::ResultBuffer<ffi::F32> out,
+                              ffi::Result<ffi::AnyBuffer> new_key, ffi::Result<ffi::AnyBuffer> new_value, bool causal,
+                              bool write_only, int64_t sliding, float softcap, int64_t threads) {
   const auto sizes = qkv.dimensions(), cache = key.dimensions();
   if (new_key->untyped_data() != key.untyped_data() || new_value->untyped_data() != value.untyped_data())
     return ffi::Error::Internal("tree_attention: the cache is not updated in place");
@@ -24,6 +24,11 @@ ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer k
   s.length = *length.typed_data();
   s.offset = *offset.typed_data();
   s.sliding = sliding;
+  s.softcap = softcap;
+  if (const int64_t count = static_cast<int64_t>(sinks.element_count())) {
+    if (count != s.kv_heads * s.group) return invalid("tree_attention: there must be a sink for each query head");
+    s.sinks = sinks.typed_data();
+  }
   const uint8_t* marked = causal ? nullptr : reinterpret_cast<const uint8_t*>(mask.typed_data());
   const char* wrong = nullptr;
   auto run = [&](auto element) {
@@ -35,7 +40,8 @@ ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer k
   switch (key.element_type()) {
     case ffi::F32: run(Float32()); break;
     case ffi::BF16: run(BFloat16()); break;
-    default: return invalid("tree_attention: the cache is neither float32 nor bfloat16");
+    case ffi::F16: run(Float16()); break;
+    default: return invalid("tree_attention: the cache is neither float32, bfloat16 nor float16");
   }
   if (wrong) return invalid(wrong);
   const int64_t row = s.kv_heads * s.group * s.width;
@@ -59,10 +65,12 @@ JAXSPEC_HANDLER(jaxspec_tree_attention, jaxspec::run_tree_attention,
                                   .Arg<jaxspec::Ints>()
                                   .Arg<jaxspec::Floats>()
                                   .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Floats>()
                                   .Ret<jaxspec::Floats>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<bool>("causal")
                                   .Attr<bool>("write_only")
                                   .Attr<int64_t>("sliding")
+                                  .Attr<float>("softcap")
                                   .Attr<int64_t>("threads"));

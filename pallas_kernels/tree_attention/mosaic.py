@@ -77,6 +77,7 @@ def supports(
 def tree_attention(
     qkv, cos, sin, key, value, length, window_mask, position,
     *, offset, sliding_window, active_rows, write_only=False, config: Config | None = None,
+    dtype: Any = jnp.float32,
 ):  # fmt: skip
     """The operation, with the contract of `api.tree_attention`, for calls that `supports` takes.
 
@@ -114,7 +115,7 @@ def tree_attention(
     if active_rows is not None:
         # Inactive rows may hold anything, and their results must be finite.
         out = jnp.where((jnp.arange(T) < active_rows)[:, None, None, None], out, 0.0)
-    return out, key, value
+    return out.astype(dtype), key, value
 
 
 def interpreter(**options: Any) -> Any:

@@ -17,6 +17,8 @@ def attend_tree(
     position: jax.Array,  # int32 [T]
     sliding_window: int | None = None,
     window_used: jax.Array | None = None,  # int32 []
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,  # [K, G]
 ) -> jax.Array:  # [T, K, G, H] float32
     """Attend from rotated queries to a cache that already holds their keys and values.
 
@@ -29,19 +31,21 @@ def attend_tree(
       position: logical position of each row.
       sliding_window: positions that a row sees, itself included; None for all.
       window_used: number of window slots that any row sees; fast paths read no others. None for all W.
+      softcap: scores s become c tanh(s / c); None leaves them.
+      sinks: a score of each query head beside those of its keys, which weighs no value; None for none.
     """
     mask = slot_mask(key.shape[1], length, window_mask, position, sliding_window)
-    return masked_attention(query, key, value, mask)
+    return masked_attention(query, key, value, mask, softcap, sinks)
 
 
-def attend_chunk(query, key, value, length, sliding_window=None):
+def attend_chunk(query, key, value, length, sliding_window=None, softcap=None, sinks=None):
     """Attend from a chunk of consecutive rows, written at slots `[length, length + T)`.
 
     Equal to `attend_tree` with a lower-triangular window mask and positions `length + t`.
     """
     rows = jnp.arange(query.shape[0], dtype=jnp.int32)
     mask = causal_mask(rows, rows, sliding_window)
-    return attend_tree(query, key, value, length, mask, length + rows, sliding_window)
+    return attend_tree(query, key, value, length, mask, length + rows, sliding_window, softcap=softcap, sinks=sinks)
 
 
 def causal_mask(query_row, key_row, sliding_window):  # int32 [A], int32 [B] -> bool [A, B]
@@ -63,14 +67,27 @@ def slot_mask(slots, length, window_mask, position, sliding_window):  # -> bool 
     return jnp.where(in_window, _spread(window_mask, length, slots), mask)
 
 
-def masked_attention(query, key, value, mask):  # [T, K, G, H], [K, S, H] x2, bool [T, S] -> [T, K, G, H] float32
+def bound_scores(scores, softcap):
+    """Scores s as c tanh(s / c), or as they are."""
+    return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
+
+
+def masked_attention(
+    query, key, value, mask, softcap=None, sinks=None
+):  # [T, K, G, H], [K, S, H] x2, bool [T, S] -> [T, K, G, H] float32
     """Softmax attention with an explicit mask and grouped KV heads; the softmax is float32."""
     T, K, G, H = query.shape
     q = fold_rows(query).astype(key.dtype)
     scores = jnp.einsum("krh,ksh->krs", q, key, precision=PRECISION, preferred_element_type=jnp.float32)
     scores = scores.reshape(K, T, G, -1) * (H**-0.5)
-    scores = jnp.where(mask[None, :, None, :], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).reshape(K, T * G, -1).astype(value.dtype)
+    scores = jnp.where(mask[None, :, None, :], bound_scores(scores, softcap), MASKED)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, :, None], (K, T, G, 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    weights = weights.reshape(K, T * G, -1).astype(value.dtype)
     out = jnp.einsum("krs,ksh->krh", weights, value, precision=PRECISION, preferred_element_type=jnp.float32)
     return unfold_rows(out, T)
 

@@ -52,6 +52,7 @@ def supports(
 def tree_attention(
     qkv, cos, sin, key, value, length, window_mask, position,
     *, offset, sliding_window, active_rows, write_only=False, config: Config | None = None,
+    dtype: Any = jnp.float32,
 ):  # fmt: skip
     """The operation, with the contract of `api.tree_attention`, for calls that `supports` takes.
 
@@ -64,7 +65,7 @@ def tree_attention(
     config = config or choose(
         kernels.device_kind, kernels.multiprocessors, T, G, H, S, kv_heads=K, itemsize=key.dtype.itemsize
     )
-    call = Call(T, K, G, H, S, config, window_mask is None, offset is not None, sliding_window)
+    call = Call(T, K, G, H, S, config, window_mask is None, offset is not None, sliding_window, jnp.dtype(dtype))
     mask_bits, call = _pack_window(call, window_mask, offset)
     numbers = [length, 0 if offset is None else offset, T if active_rows is None else jnp.minimum(active_rows, T)]
     operands = [
@@ -91,6 +92,7 @@ class Call(NamedTuple):
       causal: whether the rows are a causal chunk, without a mask.
       grown: whether the window holds older rows before the new ones.
       sliding: positions that a row sees, or None.
+      dtype: of the result.
       old_words: words of a row's mask bits that belong to older rows; those of the new rows come after them.
     """
 
@@ -103,6 +105,7 @@ class Call(NamedTuple):
     causal: bool
     grown: bool
     sliding: int | None
+    dtype: Any
     old_words: int = 0
 
     @property
@@ -136,7 +139,7 @@ def _pack_window(call: Call, mask, offset) -> tuple[jax.Array, Call]:
 def _attend(call: Call, operands: list[Any], interpret: bool) -> list[jax.Array]:
     """Run the kernel: the result [T, K, G, H], or its parts, and the cache."""
     config, f32 = call.config, jnp.float32
-    out = [jax.ShapeDtypeStruct((call.T, call.K, call.G, call.H), f32)]
+    out = [jax.ShapeDtypeStruct((call.T, call.K, call.G, call.H), call.dtype)]
     if config.splits > 1:
         parts = (call.K, config.splits, call.rows)
         out = [jax.ShapeDtypeStruct(shape, f32) for shape in (parts, parts, (*parts, call.H))]
@@ -236,7 +239,8 @@ def _attend_block(call: Call, numbers, position, mask_bits, qkv, cos, sin, key, 
     both = inside[:, None] & (column < H)[None, :]
     if config.splits == 1:
         place = (rows.row[:, None], kv_head, rows.head[:, None], column[None, :])
-        plt.store(result[0].at[place], _divide(rows.real, state.values, state.total), mask=both)
+        attended = _divide(rows.real, state.values, state.total).astype(call.dtype)
+        plt.store(result[0].at[place], attended, mask=both)
         return
     plt.store(result[0].at[kv_head, split, query_row], state.largest, mask=inside)
     plt.store(result[1].at[kv_head, split, query_row], state.total, mask=inside)
@@ -392,7 +396,7 @@ def _merge(call: Call, numbers, largest, total, values, *, interpret: bool) -> l
     size = min(max(MERGE_NUMBERS // (call.config.splits * call.width), 1), power_of_two(call.rows))
     return pl.pallas_call(
         functools.partial(_merge_block, call, size),
-        out_shape=[jax.ShapeDtypeStruct((call.T, call.K, call.G, call.H), jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct((call.T, call.K, call.G, call.H), call.dtype)],
         grid=(pl.cdiv(call.rows, size), call.K),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -418,4 +422,4 @@ def _merge_block(call: Call, size: int, numbers, largest, total, values, out) ->
     )  # fmt: skip
     row, head = query_row // call.G, query_row % call.G
     merged = _divide(row < numbers[2], (parts * weight[:, :, None]).sum(axis=0), (sums * weight).sum(axis=0))
-    plt.store(out.at[row[:, None], kv_head, head[:, None], column[None, :]], merged, mask=both)
+    plt.store(out.at[row[:, None], kv_head, head[:, None], column[None, :]], merged.astype(call.dtype), mask=both)

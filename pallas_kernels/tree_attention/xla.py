@@ -11,8 +11,9 @@ from pallas_kernels.tree_attention.reference import attend_tree as reference_tre
 
 
 def tree_attention(
-    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
-):
+    qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only,
+    softcap=None, sinks=None,
+):  # fmt: skip
     """The operation, with the contract of `api.tree_attention`."""
     query, new_key, new_value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
     slot = length if offset is None else length + offset
@@ -27,12 +28,12 @@ def tree_attention(
     query = rotate(query, cos, sin)
     if window_mask is None:
         chunk = attend_chunk if on_cpu else reference_chunk
-        return chunk(query, key, value, length, sliding_window), key, value
+        return chunk(query, key, value, length, sliding_window, softcap, sinks), key, value
     used = None if offset is None else offset + query.shape[0]
 
     def attend(_, query, position, mask):
         tree = attend_tree if on_cpu else reference_tree
-        return tree(query, key, value, length, mask, position, sliding_window, used)
+        return tree(query, key, value, length, mask, position, sliding_window, used, softcap, sinks)
 
     return map_active_rows(attend, active_rows, query, position, window_mask), key, value
 

@@ -1,6 +1,7 @@
 """The arrays of a native checkpoint: an Orbax tree of Zarr 3 arrays, made, written and read a few at a time."""
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,12 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jaxspec.checkpoint.native.manifest import MANIFEST, count_bytes
+from jaxspec.checkpoint.shards import count_read, empty, is_elsewhere
 from jaxspec.errors import CheckpointError
 from jaxspec.json_file import read_json
 from jaxspec.models.params import ArrayInfo
-from jaxspec.models.quantization import decode_blocks
-from jaxspec.runtime.sharding import pad_to, partition_spec, place_array
+from jaxspec.models.quantization import decode_blocks, undo_order
+from jaxspec.runtime.sharding import pad_to, partition_spec, place_declared, split_layout
 
 # A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
 MIN_CHUNK_BYTES = 4 << 20
@@ -42,11 +44,15 @@ class PendingLeaf:
 
 
 class Reading(NamedTuple):
-    """An array to be read: how it is stored, its unpadded shape in memory, and its shards there."""
+    """An array to be read: how it is stored, how it is declared in memory, its shards there.
+
+    `has_order` says that it is stored with its inputs in the order of the array of its name and `_order`.
+    """
 
     stored: ArrayInfo
-    shape: tuple[int, ...]
+    declared: ArrayInfo
     target: jax.ShapeDtypeStruct
+    has_order: bool = False
 
 
 @contextmanager
@@ -87,6 +93,17 @@ def read_array(folder: Path) -> np.ndarray:
     """One whole array, on the host; CheckpointError where its chunks are missing, truncated or corrupted."""
     with _naming_damage(folder):
         return _open(folder).read().result()
+
+
+def array_chunks(folder: Path, info: ArrayInfo) -> Iterator[tuple[Path, tuple[slice, ...], tuple[int, ...]]]:
+    """Files of an array that `check_array` accepts, each with the part of the array in it and the shape of a chunk.
+
+    A chunk at the edge holds padding. After the values of a chunk comes their CRC-32C, 4 bytes.
+    """
+    shape: tuple[int, ...] = tuple(read_json(folder / "zarr.json")["chunk_grid"]["configuration"]["chunk_shape"])
+    for place in itertools.product(*(range(-(-n // c)) for n, c in zip(info.shape, shape, strict=True))):
+        part = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(place, shape, info.shape, strict=True))
+        yield folder.joinpath("c", *map(str, place)), part, shape
 
 
 class _Interrupted(Exception):
@@ -133,21 +150,36 @@ class _LeafHandler(ocp.type_handlers.NumpyHandler):
 
 def _read_placed(folder: Path, reading: Reading) -> jax.Array:
     """Read one array shard by shard, and pad it with zeros for its mesh."""
-    stored, shape, target = reading
+    stored, declared, target, has_order = reading
+    if is_elsewhere(target):
+        return empty(target)
     with _naming_damage(folder):
         store = _open(folder)
         if stored.format is not None and target.dtype != stored.dtype:
             # The whole array, because shards of numbers may begin within a block.
-            numbers = decode_blocks(store.read().result(), stored.format).reshape(shape)
-            return place_array(numbers.astype(target.dtype, copy=False), target)
+            numbers = decode_blocks(_read_whole(store), stored.format)
+            if has_order:
+                numbers = undo_order(numbers, _open(folder.with_name(f"{folder.name}_order")).read().result())
+            numbers = numbers.reshape(declared.shape)
+            return place_declared(numbers.astype(target.dtype, copy=False), declared, target)
+        if split_layout(declared, len(target.sharding.device_set)) is not None:  # pyright: ignore[reportOptionalMemberAccess]
+            return place_declared(_read_whole(store).astype(target.dtype, copy=False), declared, target)
 
         def read_shard(index: Any) -> np.ndarray:
             bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
             stored = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, store.shape, strict=True))
-            shard = store[stored].read().result().astype(target.dtype, copy=False)
+            held = store[stored].read().result()
+            count_read(held)
+            shard = held.astype(target.dtype, copy=False)
             return pad_to(shard, tuple(stop - start for start, stop in bounds))
 
-        return jax.make_array_from_callback(target.shape, target.sharding, read_shard)
+        return jax.make_array_from_callback(target.shape, target.sharding, read_shard, dtype=target.dtype)
+
+
+def _read_whole(store: ts.TensorStore) -> np.ndarray:
+    held = store.read().result()
+    count_read(held)
+    return held
 
 
 def _open(folder: Path, *, create: bool = False, **spec: Any) -> ts.TensorStore:

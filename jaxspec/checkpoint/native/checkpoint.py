@@ -4,7 +4,8 @@ A folder holds
 
 * `jaxspec.json`: format version, geometry, the type of most weights, end-of-sequence ids, and the shape, dtype and
   block format of every array. It makes the folder a checkpoint and is written last. A draft that shares its target's
-  embedding names the digest of the target's vocabulary here, and has no tokenizer;
+  embedding names the digest of the target's vocabulary here, and has no tokenizer. Every other file is listed here
+  with its size and SHA-256;
 * `arrays/`: an Orbax checkpoint of the unpadded parameters of `declare_params`, in Zarr 3 chunks with a CRC-32C each,
   so that a flipped bit is an error and not a wrong answer (no measurable cost). Blocks are arrays of bytes under the
   name of their weight;
@@ -12,6 +13,9 @@ A folder holds
 """
 
 import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxspec.checkpoint.native.arrays import Reading, check_array, orbax_checkpointer, read_array
-from jaxspec.checkpoint.native.manifest import NativeCheckpoint
+from jaxspec.checkpoint.native.arrays import Reading, array_chunks, check_array, orbax_checkpointer, read_array
+from jaxspec.checkpoint.native.files import check_sizes
+from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.json_file import read_json
 from jaxspec.models import quantization
-from jaxspec.models.params import ArrayInfo, Params, declare_leaves, declare_params, leaf_name
+from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import PARTS, LeafType, Storage, parts_of
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.sharding import placed_shapes
@@ -55,16 +60,27 @@ def restore_native(
     wanted = stored if storage is None else quantization.as_storage(storage)
     # Orbax restores the stored tree, in which query, key and value may be separate arrays.
     apart = _split_alike(checkpoint, wanted)
-    targets = placed_shapes(declare_params(cfg, apart), plan, {"vocab": vocab_rows})
+    declared_tree = declare_params(cfg, apart)
+    # So are orders of inputs, where the weight itself is wanted as numbers.
+    for name in checkpoint.storage.ordered - apart.ordered:
+        _, index, leaf = name.split(".")
+        declared_tree["layers"][int(index)][f"{leaf}_order"] = checkpoint.infos[f"{name}_order"]
+    targets = placed_shapes(declared_tree, plan, {"vocab": vocab_rows})
     named = {leaf_name(path): target for path, target in jax.tree.flatten_with_path(targets)[0]}
-    declared = declare_leaves(cfg, apart)
-    readings = {name: Reading(checkpoint.infos[name], info.shape, named[name]) for name, info in declared.items()}
+    leaves, _ = jax.tree.flatten_with_path(declared_tree, is_leaf=is_info)
+    declared = {leaf_name(path): info for path, info in leaves}
+    readings = {
+        name: Reading(checkpoint.infos[name], info, named[name], f"{name}_order" in checkpoint.infos)
+        for name, info in declared.items()
+    }
     arrays = _without_blocks(targets)
     restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=jax.Array), arrays)
     folder = checkpoint.path / ARRAYS
     tree = read_json(folder / "_METADATA")
     if tree.get("use_zarr3") is not True or (folder / "manifest.ocdbt").exists():
         raise CheckpointError(f"{folder}: is not an Orbax checkpoint of separate Zarr 3 arrays")
+    if checkpoint.files is not None:
+        check_sizes(checkpoint.path, checkpoint.files, MANIFEST)
     # A restore that pads would accept any shape.
     for name, info in checkpoint.infos.items():
         check_array(folder / name, info)
@@ -77,6 +93,9 @@ def restore_native(
     except Exception as error:  # Orbax raises errors of many types on a damaged tree
         raise CheckpointError(f"{folder}: damaged or incomplete: {error}") from error
     params = jax.tree.unflatten(jax.tree.structure(targets), jax.tree.leaves(restored))
+    for name in checkpoint.storage.ordered - apart.ordered:
+        _, index, leaf = name.split(".")
+        del params["layers"][int(index)][f"{leaf}_order"]
     for index, layer in enumerate(params["layers"]):
         leaf = f"layers.{index}.qkv"
         if wanted.type_of(leaf) != apart.type_of(leaf):
@@ -86,11 +105,17 @@ def restore_native(
     return params
 
 
-def read_leaf(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo | None = None) -> np.ndarray:
+ReadBytes = Callable[[Path, int, int], np.ndarray]
+
+
+def read_leaf(
+    checkpoint: NativeCheckpoint, name: str, info: ArrayInfo | None = None, read_bytes: ReadBytes | None = None
+) -> np.ndarray:
     """One whole unpadded array by leaf name, on the host, as `info` declares it: numbers, or the stored blocks.
 
     Without `info` the array is as stored: blocks are bytes. A query, key and value that are stored apart are joined
-    where `name` is that of all three.
+    where `name` is that of all three. `read_bytes`, a function of path, offset and size that gives uint8 arrays, reads
+    the files in place of Orbax; each is compared with its checksum in the manifest then.
 
     Raises:
       CheckpointError: its files are missing, truncated or corrupted.
@@ -99,15 +124,51 @@ def read_leaf(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo | None = 
         K, rows, *inner = info.shape
         parts = zip(PARTS, (rows - 2, 1, 1), strict=True)
         infos = {f"{name}.{part}": dataclasses.replace(info, shape=(K, heads, *inner)) for part, heads in parts}
-        return np.concatenate([read_leaf(checkpoint, part, info) for part, info in infos.items()], axis=1)
+        parts = (read_leaf(checkpoint, part, info, read_bytes) for part, info in infos.items())
+        return np.concatenate([*parts], axis=1)
     folder, stored = checkpoint.path / ARRAYS / name, checkpoint.infos[name]
     check_array(folder, stored)
-    value = read_array(folder)
+    value = read_array(folder) if read_bytes is None else _read_chunks(checkpoint, folder, stored, read_bytes)
     if info is None:
         return value
     if stored.format is not None and info.format is None:
-        value = quantization.decode_blocks(value, stored.format).reshape(info.shape)
+        value = quantization.decode_blocks(value, stored.format)
+        if f"{name}_order" in checkpoint.infos:
+            value = quantization.undo_order(value, read_leaf(checkpoint, f"{name}_order"))
+        value = value.reshape(info.shape)
     return value.astype(info.dtype, copy=False)
+
+
+def leaf_bytes(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo) -> int:
+    """Bytes of the files that hold a leaf as `read_leaf` reads it, checksums of chunks included."""
+    if name not in checkpoint.infos:
+        return sum(leaf_bytes(checkpoint, f"{name}.{part}", info) for part in PARTS)
+    stored, folder = checkpoint.infos[name], checkpoint.path / ARRAYS / name
+    check_array(folder, stored)
+    return sum(_chunk_bytes(shape, stored) for _, _, shape in array_chunks(folder, stored))
+
+
+def _chunk_bytes(shape: tuple[int, ...], info: ArrayInfo) -> int:
+    return math.prod(shape) * np.dtype(info.dtype).itemsize + 4
+
+
+def _read_chunks(checkpoint: NativeCheckpoint, folder: Path, info: ArrayInfo, read_bytes: ReadBytes) -> np.ndarray:
+    """An array from its files, each compared with the manifest's checksum."""
+    files, value = checkpoint.files, np.empty(info.shape, info.dtype)
+    if files is None:
+        raise CheckpointError(f"{checkpoint.path}: is of a version without checksums of files; convert it again")
+    for path, part, shape in array_chunks(folder, info):
+        entry = files.get(path.relative_to(checkpoint.path).as_posix())
+        if entry is None or entry["bytes"] != _chunk_bytes(shape, info):
+            raise CheckpointError(f"{path}: {MANIFEST} does not list it as a chunk of this array")
+        raw = read_bytes(path, 0, entry["bytes"])
+        if (digest := hashlib.sha256(raw.data).hexdigest()) != entry["sha256"]:
+            says = f"has SHA-256 {digest:.12}, and {MANIFEST} says {entry['sha256']:.12}"
+            raise CheckpointError(f"{path}: {says}: damaged or changed; convert the model again")
+        # Chunks at the edge of an array are padded.
+        chunk = raw[:-4].view(info.dtype).reshape(shape)
+        value[part] = chunk[tuple(slice(s.stop - s.start) for s in part)]
+    return value
 
 
 def write_arrays(folder: Path, leaves: Any) -> None:
@@ -131,7 +192,9 @@ def _split_alike(checkpoint: NativeCheckpoint, wanted: Storage) -> Storage:
             kept, asked = ", ".join(stored), ", ".join(want)
             raise ConfigError(f"{checkpoint.path}: {leaf} is stored as {kept}, it cannot be loaded as {asked}")
         types[leaf] = want if len(stored) > 1 else want[0]
-    return quantization.collect_storage(types)
+    if unknown := wanted.ordered - checkpoint.storage.ordered:
+        raise ConfigError(f"{checkpoint.path}: {min(unknown)} is stored with its inputs in order")
+    return quantization.collect_storage(types, wanted.ordered)
 
 
 def _without_blocks(tree: Any) -> Any:

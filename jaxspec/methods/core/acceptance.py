@@ -62,10 +62,10 @@ def class_of(logprob: Array, second: bool = False) -> Array:
 def chain_outcome(first: Array, count: Array, tokens: Array, num_tokens: Array) -> Array:
     """Which tokens of a drafted chain the verified text says something about, bool [n].
 
-    `first`, int32 [n], is the chain, of length `count`; `tokens`, int32 [P], are `num_tokens` verified ones.
+    `first`, int32 [n], is the chain, of length `count`; `tokens`, int32 [P], are `num_tokens` verified ones, and P is
+    at least n.
     """
     n = first.shape[0]
-    verified = jnp.pad(tokens, (0, max(0, n - tokens.shape[0])))[:n]
-    hit = first == verified
+    hit = first == tokens[:n]
     before = jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(hit[:-1]).astype(bool)])
     return before & (jnp.arange(n) < jnp.minimum(count, num_tokens))

@@ -1,17 +1,19 @@
 """Drafting by best-first search: one pass over the best leaves, and a fresh tree in every round."""
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxspec.methods.core.feature_sequence import keep_states, run_draft, take_verified
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
 from jaxspec.methods.core.runner import ModelDrafter
 from jaxspec.methods.core.sequence import SequenceState, catch_up
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import KVCache, commit_path
-from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.models.transformer import vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
@@ -51,10 +53,10 @@ class BestFirstDrafter(ModelDrafter):
 
         def draft(params, state, verified, history, request):
             model = DraftModel(params, placement, propose, request)
-            cache, tree, passes = search(
+            state, passes = search(
                 model, state, verified, history, num_rows=num_rows, width=width, depth=depth, least=least
             )
-            return BestFirstState(SequenceState(cache), tree), Draft(select_batch(tree, num_rows), passes)
+            return state, Draft(select_batch(state.tree, num_rows), passes)
 
         self.declare(verified, state, draft)
         self.declare_begin(state, begin)
@@ -65,63 +67,99 @@ def tree_rows(width: int, depth: int) -> int:
     return 1 + width * (depth - 1)
 
 
+@struct.dataclass
+class Grown:
+    """A draft's cache, the tree in its window, and the states of its nodes."""
+
+    cache: KVCache
+    tree: Tree
+    states: jax.Array | None  # float32 [M, D], own states of the rows of a draft that is fed them; else None
+
+
+def plant_root(
+    model: DraftModel, sequence: SequenceState, tree: Tree, history: History, verified: Verified, reached: jax.Array
+) -> tuple[Grown, SequenceState, jax.Array]:
+    """Take in what was verified, of which the first `reached` rows of a plain draft's window are known; plant the root.
+
+    Returns the tree of one node, the sequence, and the position of the root's children in the text.
+    """
+    cfg = model.placement.cfg
+    with jax.named_scope("draft/root"):
+        if cfg.features is None:
+            pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
+            token, logits, cache = catch_up(model.params, cfg, sequence.cache, pending, num_pending)
+            sequence, states, produced = dataclasses.replace(sequence, cache=cache), None, cache.length + 1
+        else:
+            root = take_verified(model.params, cfg, sequence, verified)
+            token, logits, sequence, produced = root.token, root.logits, root.sequence, root.produced
+            states = jnp.zeros((tree.rows, cfg.embed_dim)).at[0].set(root.states[0])
+    nowhere = jnp.zeros((1, tree.rows), bool)
+    paths = PathHistory(history, tree.token, nowhere)
+    child_token, child_logprob = model.propose(logits, paths, model.request, produced[None])
+    return Grown(sequence.cache, plant(tree, token, child_token[0], child_logprob[0]), states), sequence, produced
+
+
 def expand(
-    model: DraftModel, cache: KVCache, tree: Tree, history: History, *, width: int, least: float = -math.inf
-) -> tuple[KVCache, Tree]:
+    model: DraftModel, grown: Grown, history: History, produced: jax.Array, *, width: int, least: float = -math.inf
+) -> Grown:
     """Evaluate the `width` best leaves that score at least `least`; `tree.size + width` must not exceed M.
 
     The tree's root is evaluated. The cache's prefix holds the verified text without the root, its window the tree;
-    `history` holds the root, too.
+    `history` holds the root, too. `produced` is the position of the root's children in the text, int32 [].
     """
+    cache, tree = grown.cache, grown.tree
     picked = pick_leaves(tree, width, least)
     mask = picked_mask(tree, picked)
     # The rows see themselves, and are not in the tree yet.
     token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
     slot_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
-    hidden, cache = forward(
-        model.params, model.placement.cfg, picked.token, cache.length + picked.depth, cache, mask,
+    above = None if grown.states is None else grown.states[picked.parent]
+    hidden, own, cache = run_draft(
+        model.params, model.placement.cfg, picked.token, above, cache.length + picked.depth, cache, mask,
         window_position=cache.length + slot_depth, offset=tree.size,
     )  # fmt: skip
     paths = PathHistory(history, token, mask.at[:, 0].set(False))
-    produced = cache.length + 1 + picked.depth
-    child_token, child_logprob = model.propose(vocab_logits(model.params, hidden), paths, model.request, produced)
-    return cache, add_rows(tree, picked, mask, child_token, child_logprob)
+    logits = vocab_logits(model.params, model.placement.cfg, hidden)
+    child_token, child_logprob = model.propose(logits, paths, model.request, produced + picked.depth)
+    states = keep_states(grown.states, own, tree.size)
+    return Grown(cache, add_rows(tree, picked, mask, child_token, child_logprob), states)
 
 
 def search(
     model: DraftModel, state: BestFirstState, verified: Verified, history: History, *, num_rows: int, width: int,
     depth: int, least: float,
-) -> tuple[KVCache, Tree, jax.Array]:  # fmt: skip
+) -> tuple[BestFirstState, jax.Array]:  # fmt: skip
     """Keep what the last tree knows of the verified path, plant the new root, grow until the batch is certain.
 
-    Returns the draft's cache with the tree in its window, the tree, and the number of draft passes.
+    A draft that is fed hidden states keeps nothing: its nodes stand on states of its own. Returns the state with the
+    tree in the window of its cache, and the number of draft passes.
     """
-    path, reached = follow(state.tree, verified.tokens, verified.count)
-    # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
-    reached = jnp.minimum(reached, verified.count)
-    with jax.named_scope("draft/commit"):
-        cache = commit_path(state.sequence.cache, path, reached)
-    pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
-    with jax.named_scope("draft/root"):
-        root, logits, cache = catch_up(model.params, model.placement.cfg, cache, pending, num_pending)
-    produced = cache.length + 1  # position of the root's children
-    nowhere = jnp.zeros((1, state.tree.rows), bool)
-    paths = PathHistory(history, state.tree.token, nowhere)
-    child_token, child_logprob = model.propose(logits, paths, model.request, produced[None])
-    tree = plant(state.tree, root, child_token[0], child_logprob[0])
+    sequence, reached = state.sequence, jnp.int32(0)
+    if model.placement.cfg.features is None:
+        path, reached = follow(state.tree, verified.tokens, verified.count)
+        # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
+        reached = jnp.minimum(reached, verified.count)
+        with jax.named_scope("draft/commit"):
+            sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, path, reached))
+    planted, sequence, produced = plant_root(model, sequence, state.tree, history, verified, reached)
 
     def go_on(carry: tuple) -> jax.Array:
-        _, tree, passes = carry
-        return (passes < depth) & ~is_complete(tree, num_rows - 1, least)
+        grown, passes = carry
+        return (passes < depth) & ~is_complete(grown.tree, num_rows - 1, least)
 
     def grow(carry: tuple) -> tuple:
-        cache, tree, passes = carry
-        cache, tree = expand(model, cache, tree, history, width=width, least=least)
-        return cache, tree, passes + 1
+        grown, passes = carry
+        return expand(model, grown, history, produced, width=width, least=least), passes + 1
 
     with jax.named_scope("draft/grow"):
-        if depth > 1:
-            cache, tree, passes = jax.lax.while_loop(go_on, grow, (cache, tree, jnp.int32(1)))
+        # A chain is complete after its last pass and never before, unless it stops at an improbable token.
+        start = (planted, jnp.int32(1))
+        chain = width == 1 and state.tree.branch == 1 and least == -math.inf and num_rows - 1 >= depth
+        if depth > 1 and chain and not model.placement.plan.kernels.branches:
+            grown, passes = jax.lax.fori_loop(1, depth, lambda _, carry: grow(carry), start)
+        elif depth > 1:
+            # Accelerators loop until data says so, too: a pass that is spared saves more than the wait costs.
+            grown, passes = jax.lax.while_loop(go_on, grow, start)
         else:
-            passes = jnp.int32(1)
-    return cache, tree, passes
+            grown, passes = start
+    return BestFirstState(dataclasses.replace(sequence, cache=grown.cache), grown.tree), passes

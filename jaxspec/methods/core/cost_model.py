@@ -3,17 +3,22 @@
 import dataclasses
 import importlib.resources
 import itertools
+import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH
+from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.params import MLP_PARAMS
+from jaxspec.models.params import MLP_PARAMS, ROUTED_PARAMS, Params
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.transfer import place
 from pallas_kernels.active_rows import computed_rows
 from pallas_kernels.linear.blocks import FORMATS
 from pallas_kernels.registry import Kernels
@@ -24,10 +29,28 @@ XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 
 NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
 # Of weights in blocks, whose single rows cost a third as much.
 BLOCKS_PASS_COST = ((1, 1.0), (2, 1.11), (4, 1.45), (8, 2.1), (16, 4.0), (32, 7.9))
+# Of packed blocks, multiplied by integers of 8 or 16 bits (docs/results/integer-cpu.md).
+INT8_PASS_COST = ((1, 1.0), (2, 1.03), (4, 1.12), (8, 1.5), (16, 2.6), (32, 4.9))
+INT16_PASS_COST = ((1, 1.0), (2, 1.05), (4, 1.25), (8, 2.0), (16, 3.8), (32, 7.4))
+_NATIVE_PASS_COSTS = {
+    "numbers": NATIVE_PASS_COST, "blocks": BLOCKS_PASS_COST, "int16": INT16_PASS_COST, "int8": INT8_PASS_COST,
+}  # fmt: skip
 # On an accelerator, each further row.
 ROW_COST = 0.003
-# What a draft pass costs besides reading its weights, and a round besides its passes.
+# What a draft pass costs apart from reading its weights, and a round apart from its passes.
 FIXED_DRAFT_COST, ROUND_COST = 0.01, 0.05
+# Tokens per pass of SpecExec by its draft tokens, where nothing was measured of a draft: only their ratios count. About
+# so many draft passes grow a tree, or more where they are narrow.
+USUAL_RATES = {1: 1.42, 4: 1.9, 16: 2.53, 64: 2.78, 256: 3.0, 1024: 3.2}
+USUAL_DEPTH = 12
+
+
+@struct.dataclass
+class PlacedCosts:
+    """A `CostModel` on the devices, where it is data: programs do not depend on what a machine's passes cost."""
+
+    rounds: jax.Array  # float32 [bs], see `CostModel.rounds`
+    draft: jax.Array  # float32 [], of a draft pass of one row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +59,30 @@ class CostModel:
 
     passes: np.ndarray  # float64 [bs], of target passes of 1, 2, ... rows
     draft: float = 0.0  # of a draft pass of one row; 0 without a draft
-    round: float = ROUND_COST  # what a round costs besides its passes
-    source: str = "built in"  # where the figures come from: "built in", "shipped", "given", or two of them
+    round: float = ROUND_COST  # what a round costs apart from its passes
+    # Where the figures come from: "built in", "shipped", "measured", "given", or two of them.
+    source: str = "built in"
 
     @property
     def rounds(self) -> np.ndarray:
         """Of rounds with 1, 2, ... rows, without their draft passes; float64 [bs].
 
-        Rounds without a draft decode several tokens per dispatch, which share what a round costs besides.
+        Rounds without a draft decode several tokens per dispatch, which share the round's other costs.
         """
         rounds = self.passes + self.round
         rounds[0] = self.passes[0] + self.round / STEPS_PER_DISPATCH
         return rounds
+
+    def place(self, placement: Placement) -> PlacedCosts:
+        """The figures on a model's devices."""
+        shapes = self.shapes(placement)
+        rounds, draft = self.rounds.astype(np.float32), np.float32(self.draft)
+        return PlacedCosts(place(rounds, shapes.rounds.sharding), place(draft, shapes.draft.sharding))
+
+    def shapes(self, placement: Placement) -> PlacedCosts:
+        """Shapes of what `place` gives."""
+        rounds = placement.array(self.passes.shape, jnp.float32)
+        return PlacedCosts(rounds, placement.array((), jnp.float32))
 
     def report(self) -> dict[str, Any]:
         """For the statistics of a generation."""
@@ -58,11 +93,11 @@ class CostModel:
 def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> np.ndarray:
     """Times of target passes of 1, 2, ... `rows` rows over that of one row, float64 [rows].
 
-    The target's kernels, and whether most of its weights are in blocks, say which built-in figures hold. `measured`
-    gives the first of these times; the rest grows as the built-in figures do.
+    The target's kernels, and the form of most of its weights, say which built-in figures hold. `measured`
+    gives the first of these times; the rest grows as the built-in figures do. Of a mixture of experts a pass reads more
+    weights the more rows it has (`distinct_experts`).
     """
-    blocks = target.weights.default in FORMATS
-    costs = np.array([_built_in_cost(1 + n, rows, target.plan.kernels, blocks) for n in range(rows)])
+    costs = np.array([_built_in_cost(1 + n, rows, target) for n in range(rows)])
     known = np.array(measured[:rows], np.float64)
     if known.size:
         costs *= known[-1] / costs[known.size - 1]
@@ -70,17 +105,46 @@ def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> 
     return costs
 
 
+def fill_rows(costs: Mapping[int, float]) -> tuple[float, ...]:
+    """Costs of 1, 2, ... rows from those of some numbers of rows, ascending from 1; never decreasing."""
+    filled: list[float] = []
+    known = zip(costs, itertools.accumulate(costs.values(), max), strict=True)
+    for (low, cheap), (high, dear) in itertools.pairwise(known):
+        filled += [cheap + (dear - cheap) * n / (high - low) for n in range(high - low)]
+    return tuple(round(cost, 3) for cost in [*filled, max(costs.values())])
+
+
 def shipped_costs(draft: str, target: Placement) -> dict[str, Any]:
     """Figures that `jaxspec-tune` measured for a shipped draft: `draft_cost`, `pass_cost`, `round_cost`; or none.
 
-    The target's kernels, and whether most of its weights are in blocks, say which figures hold.
+    The target's kernels, and the form of most of its weights, say which figures hold.
     """
     file = importlib.resources.files("jaxspec_configs").joinpath("costs", f"{draft}.toml")
     if not file.is_file():
         return {}
     tables, kernels = tomllib.loads(file.read_text(encoding="utf-8")), target.plan.kernels
-    form = "blocks" if target.weights.default in FORMATS else "numbers"
-    return tables.get(kernels.platform, {}).get(kernels.name, {}).get(form, {})
+    return tables.get(kernels.platform, {}).get(kernels.name, {}).get(weight_form(target), {})
+
+
+def shipped_rates(draft: str) -> dict[int, float]:
+    """Tokens per target pass of SpecExec with a shipped draft, greedy, by the number of draft tokens; or none."""
+    file = importlib.resources.files("jaxspec_configs").joinpath("costs", f"{draft}.toml")
+    if not file.is_file():
+        return {}
+    rates = tomllib.loads(file.read_text(encoding="utf-8")).get("rates", {})
+    return {int(tokens): rate for tokens, rate in rates.items()}
+
+
+def tree_passes(budget: int, width: int) -> int:
+    """About how many draft passes of `width` rows grow a tree of `budget` tokens best-first."""
+    return min(budget, max(USUAL_DEPTH, -(-budget // width)))
+
+
+def weight_form(target: Placement) -> str:
+    """The form of most weights: "numbers", "blocks", or "int8" or "int16" where those are multiplied by integers."""
+    if target.weights.default not in FORMATS:
+        return "numbers"
+    return "blocks" if target.activations == "float32" else target.activations
 
 
 def relative_draft_cost(target: Placement, draft: Placement) -> float:
@@ -90,33 +154,85 @@ def relative_draft_cost(target: Placement, draft: Placement) -> float:
 
 def relative_set_cost(target: Placement, layers: LayerSet) -> float:
     """A pass of one row through some of the target's layers over one through all, by the bytes of weights read."""
-    skipped = 0
-    for layer, runs in zip(target.params()["layers"], layers.runs, strict=True):
-        for name, leaf in layer.items():
-            skipped += 0 if runs[int(name in MLP_PARAMS)] else _bytes_of(leaf)
+    skipped = 0.0
+    for index, (layer, runs) in enumerate(zip(target.params()["layers"], layers.runs, strict=True)):
+        for name in layer:
+            skipped += 0 if runs[int(name in MLP_PARAMS)] else _layer_bytes(target, index, {name: layer[name]})
     return 1 - skipped / _bytes_read(target) + FIXED_DRAFT_COST
 
 
-def _built_in_cost(active_rows: int, rows: int, kernels: Kernels, blocks: bool) -> float:
+def distinct_experts(experts: ExpertsConfig, rows: float) -> float:
+    """Experts that some of so many rows are sent to, if each row's are drawn at random.
+
+    The rows of a text have more in common: this is an upper estimate (docs/results/moe-cpu.md).
+    """
+    return experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)
+
+
+def _built_in_cost(active_rows: int, rows: int, target: Placement) -> float:
     """Time of a pass with so many active rows of `rows` over that of a one-row pass: a rough, fixed figure."""
+    kernels, form, experts = target.plan.kernels, weight_form(target), target.cfg.experts
+    cost = _dense_cost(active_rows, rows, kernels, form)
+    if experts is None or active_rows == 1:
+        return cost
+    computed = active_rows
+    if not kernels.native:
+        computed = computed_rows(active_rows, rows, kernels)
+    if kernels.native:
+        read = distinct_experts(experts, computed)
+        # Rows of an expert, which are multiplied together.
+        together = computed * experts.per_token / read
+    else:
+        # XLA gathers the experts of a few rows, and sends more rows through all of them.
+        few = computed * experts.per_token <= experts.count
+        read, together = (computed * experts.per_token, 1) if few else (experts.count, active_rows)
+    mixed = read / experts.per_token * _dense_cost(together, rows, kernels, form)
+    share = _routed_bytes(target) / _bytes_read(target)
+    return (1 - share) * cost + share * mixed
+
+
+def _dense_cost(active_rows: float, rows: int, kernels: Kernels, form: str) -> float:
+    """`_built_in_cost` where all rows pass the same weights."""
     if kernels.platform != "cpu":
         return 1.0 + ROW_COST * (active_rows - 1)
     table = XLA_CPU_PASS_COST
     if kernels.native:
-        table = BLOCKS_PASS_COST if blocks else NATIVE_PASS_COST
-    computed = computed_rows(active_rows, rows, kernels)
+        table = _NATIVE_PASS_COSTS[form]
+    computed = active_rows if kernels.native else computed_rows(math.ceil(active_rows), rows, kernels)
+    computed = min(computed, rows)
     for (low, cheap), (high, dear) in itertools.pairwise(table):
         if computed <= high:
             return cheap + (dear - cheap) * (computed - low) / (high - low)
     return table[-1][1] * computed / table[-1][0]
 
 
-def _bytes_read(placement: Placement) -> int:
+def _bytes_read(placement: Placement) -> float:
+    """Bytes of weights that a pass of one row reads."""
     params = placement.params()
-    if "head" in params:
-        # Of the embedding a pass reads a row.
-        params = {name: leaf for name, leaf in params.items() if name != "embed"}
-    return _bytes_of(params)
+    layers = sum(_layer_bytes(placement, index, layer) for index, layer in enumerate(params["layers"]))
+    # Of the embedding a pass reads a row, unless it is the head, too.
+    skipped = ("layers", "embed") if "head" in params else ("layers",)
+    return layers + _bytes_of({name: leaf for name, leaf in params.items() if name not in skipped})
+
+
+def _routed_bytes(placement: Placement) -> float:
+    """Those of them that are of the experts that the row is sent to."""
+    layers = enumerate(placement.params()["layers"])
+    return sum(
+        _layer_bytes(placement, index, {name: layer[name] for name in ROUTED_PARAMS if name in layer})
+        for index, layer in layers
+        if placement.cfg.layer_experts(index) is not None
+    )
+
+
+def _layer_bytes(placement: Placement, index: int, layer: Params) -> float:
+    """Bytes of some leaves of a layer that a pass of one row reads."""
+    experts, total = placement.cfg.layer_experts(index), 0.0
+    for name, leaf in layer.items():
+        # A shape's first dimension is that of the experts, padding included.
+        part = 1.0 if experts is None or name not in ROUTED_PARAMS else experts.per_token / leaf.shape[0]
+        total += part * _bytes_of(leaf)
+    return total
 
 
 def _bytes_of(tree: Any) -> int:

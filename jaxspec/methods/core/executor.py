@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -10,26 +10,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingParams
+from jaxspec.methods.core.feature_sequence import TargetSequence
 from jaxspec.methods.core.round import Round, pack_round, round_shapes, verified_shapes
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState
 from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from jaxspec.runtime.transfer import place
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, make_request
+from jaxspec.sampling.variant import find_variant
 
 # What `verify` and `decode` return.
 Checked = tuple[SequenceState, Any, Round]
 Decoded = tuple[SequenceState, Verified, Round, int]
+Meanwhile = Callable[[], None] | None
 
 
 class TargetExecutor(Protocol):
     """The target's passes over one sequence; each call dispatches and returns, and donates the state that it takes.
 
-    `start` makes an empty sequence whose last verified token is `root`. `prefill` commits int32 `tokens` `[n]`. The
-    second result of `verify` has the form of `verified`. `decode` needs no draft; its last result says how many tokens
-    it decodes, about `steps`.
+    `start` makes an empty sequence whose last verified token is `root`. `prefill` commits int32 `tokens` `[n]`.
+    `resume` begins with the `common` first tokens of another sequence, see `ModelSequence.resume`. The second result of
+    `verify` has the form of `verified`. Where a pass has several programs, it calls `meanwhile` between them, for what
+    other devices may do. `decode` needs no draft; its last result says how many tokens it decodes, about `steps`.
+    `feeding` commits prompts for a draft that is fed hidden states; RuntimeError where no `layers` are given.
     """
 
     placement: Placement
@@ -37,20 +43,28 @@ class TargetExecutor(Protocol):
     state: SequenceState  # shapes
     verified: Any  # shapes of what a round verifies, a `Verified` or what is sent of it
     programs: Sequence[Program]  # everything that it may call
+    in_flight: int  # rounds that are worth dispatching before the first of them is read
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState: ...
+    def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState: ...
     def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState: ...
-    def verify(self, params: Params, state: SequenceState, draft: Any, request: Request) -> Checked: ...
+    def verify(
+        self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None
+    ) -> Checked: ...
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded: ...
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int) -> Request: ...
+    def feeding(self) -> TargetSequence: ...
 
 
 class ResidentExecutor:
     """A `TargetExecutor` whose weights stay on the devices: a pass is one compiled program."""
 
+    in_flight = 2
+
     def __init__(
         self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,
         dynamic_rows: bool = False, idle_steps: int = 0, receive: Any = None, reply: Any = None,
+        layers: tuple[int, ...] = (),
     ):  # fmt: skip
         """Declare the programs; nothing is compiled yet.
 
@@ -61,26 +75,29 @@ class ResidentExecutor:
           rule, dynamic_rows, idle_steps: see `verify`; on accelerators `idle_steps` is 0, whatever is given.
           receive: from what `verify` is given to a `Draft`; None takes a `Draft` as it is.
           reply: from a `Verified` to what a draft on other devices is sent; None hands out the `Verified`.
+          layers: hidden states of the target that the draft is fed, see `forward_with_states`.
         """
         self.placement, self.slots = target, slots
         self._steps = steps
-        self._sequence = ModelSequence(target, slots, "target")
-        self.state = self._sequence.state
-        self.verified: Any = verified_shapes(target, max(max_path, steps))
+        self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         max_path = self.verified.tokens.shape[0]
+        self._sequence = (
+            TargetSequence(target, slots, layers, max_path) if layers else ModelSequence(target, slots, "target")
+        )
+        self.state = self._sequence.state
         round_, request, params = round_shapes(target, max_path), target.request(), target.params()
-        # On an accelerator the host would wait for a number of passes that is data.
-        self._counts_on_device = target.plan.kernels.platform == "cpu"
+        # Whether the number of passes is data. Not `self` but the flag belongs to what is compiled and stored.
+        self._counts_on_device = counts_on_device = target.plan.kernels.branches
         self.programs: Sequence[Program] = tuple(self._sequence.programs)
 
         def decode(params, state, request, steps):
-            state, verified = decode_steps(params, target, state, request, steps, max_path)
+            state, verified = decode_steps(params, target, state, request, steps, max_path, layers)
             return state, dataclasses.replace(verified, top=None), pack_round(verified, 0, 0, 0)
 
         def check(params, state, draft, request):
             state, verified, round_ = verify(
                 params, target, state, receive(draft) if receive else draft, request, max_path=max_path, rule=rule,
-                dynamic_rows=dynamic_rows, idle_steps=idle_steps if self._counts_on_device else 0,
+                dynamic_rows=dynamic_rows, idle_steps=idle_steps if counts_on_device else 0, layers=layers,
             )  # fmt: skip
             return state, reply(verified) if reply else verified, round_
 
@@ -108,7 +125,17 @@ class ResidentExecutor:
     def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
         return self._sequence.prefill(params, state, tokens)
 
-    def verify(self, params: Params, state: SequenceState, draft: Any, request: Request) -> Checked:
+    def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
+        return self._sequence.resume(params, state, tokens, common)
+
+    def feeding(self) -> TargetSequence:
+        if not isinstance(self._sequence, TargetSequence):
+            raise RuntimeError("no draft is fed hidden states here")
+        return self._sequence
+
+    def verify(
+        self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None
+    ) -> Checked:
         return self._verify(params, state, draft, request)
 
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
@@ -128,4 +155,5 @@ def place_request(
 ) -> Request:
     """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
     request = make_request(sampling, seed, vocab_size, placement.padded_vocab, prompt_tokens)
-    return jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), request, placement.request())
+    request = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), request, placement.request())
+    return request if placement.plan.kernels.branches else request.of_variant(find_variant(sampling))

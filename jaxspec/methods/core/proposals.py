@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,10 @@ from jax import Array
 
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.choose import choose, choose_two
+from jaxspec.sampling.choose import choose, choose_two, rank_draws
 from jaxspec.sampling.processors import History, Processors, clean, log_mass, penalise, shift, update_history
 from jaxspec.sampling.request import Request
+from jaxspec.sampling.variant import decide
 from jaxspec.sampling.vocab import VocabShard
 
 
@@ -36,7 +37,7 @@ class PathHistory:
         def nothing() -> History:
             return jax.tree.map(lambda leaf: jnp.zeros((rows, vocab.local_size), leaf.dtype), self.text)
 
-        return jax.lax.cond(processors.penalised, every, nothing)
+        return decide(processors.knows("penalised"), processors.penalised, every, nothing)
 
 
 # (logits [w, V_local], path histories, request, position int32 [w] of the proposed tokens) -> tokens int32 [w, k],
@@ -44,8 +45,13 @@ class PathHistory:
 Propose = Callable[[Array, PathHistory, Request, Array], tuple[Array, Array]]
 
 
+# What the prefixes of a tree are ranked by; see `tree_proposals`.
+Ranking = Literal["noise", "probability", "sampling"]
+RANKINGS = get_args(Ranking)
+
+
 class DraftModel(NamedTuple):
-    """A draft model inside a program: what its passes need besides a cache and rows."""
+    """A draft model inside a program: what its passes need in addition to a cache and rows."""
 
     params: Params
     placement: Placement
@@ -62,7 +68,8 @@ def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
     def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
         processors = request.processors
         if scored:
-            processors = dataclasses.replace(processors, want_logprob=jnp.bool_(True))
+            variant = processors.variant and dataclasses.replace(processors.variant, logprob=True)
+            processors = dataclasses.replace(processors, want_logprob=jnp.bool_(True), variant=variant)
         history = paths.build(processors, vocab)
         token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
         return token[:, None], logprob[:, None]
@@ -80,6 +87,33 @@ def same_two_draws(vocab: VocabShard) -> Propose:
     return propose
 
 
+def tree_proposals(ranking: Ranking, vocab: VocabShard, branch: int, *, loss: float = 0.0) -> Propose:
+    """The children of a tree's nodes, `branch` (k) of them, and what they are ranked by.
+
+    "noise" is `same_draws`, "probability" is `most_probable`, and "sampling" too, at the request's temperature. `loss`,
+    at most 0, is added to every log-probability: the logarithm of a decay per level.
+    """
+    if ranking == "noise":
+        return same_draws(vocab, branch, loss=loss)
+    return most_probable(vocab, branch, loss=loss, sampling_temperature=ranking == "sampling")
+
+
+def same_draws(vocab: VocabShard, branch: int, *, loss: float = 0.0) -> Propose:
+    """Children are the `branch` likeliest tokens given the noise that the target chooses with, after all processors.
+
+    A child's log-probability is its chance to be the target's choice, see `rank_draws`; `loss` is added to it. At
+    temperature 0 these are the children of `most_probable`.
+    """
+
+    def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
+        history = paths.build(request.processors, vocab)
+        seen, counts = history.seen, history.counts
+        token, chance = rank_draws(logits, request.processors, seen, counts, request.key, position, vocab, branch)
+        return token, chance + loss
+
+    return propose
+
+
 def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling_temperature: bool = False) -> Propose:
     """Children are the draft's `branch` most probable tokens, after the request's penalties and bias.
 
@@ -90,7 +124,8 @@ def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling
     def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
         processors = request.processors
         histories = paths.build(processors, vocab)
-        z = jax.lax.cond(
+        z = decide(
+            processors.knows("penalised"),
             processors.penalised,
             lambda: penalise(logits, processors, histories.seen, histories.counts, vocab, position),
             lambda: clean(logits, vocab),

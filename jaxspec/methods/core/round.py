@@ -4,7 +4,7 @@ Letters: P `max_path`, the most tokens that a round can add.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxspec.results import TopTokens
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified, num_ranked
 
-# Tokens that plain decoding computes in one dispatch: they share what a round costs besides its passes.
+# Tokens that plain decoding computes in one dispatch: they share what a round costs apart from its passes.
 STEPS_PER_DISPATCH = 4
 # Integers before the tokens in `Round.packed`.
 ROUND_HEADER = 4
@@ -79,11 +79,15 @@ def round_shapes(target: Placement, max_path: int) -> Round:
     return Round(target.array((ROUND_HEADER + max_path,), jnp.int32), target.array((max_path,), jnp.float32), top)
 
 
-def verified_shapes(target: Placement, max_path: int) -> Verified:
-    """Shapes of a `Verified` on the target's devices; it has room for a round without a draft, too."""
+def verified_shapes(target: Placement, max_path: int, layers: Sequence[int] = ()) -> Verified:
+    """Shapes of a `Verified` on the target's devices; it has room for a round without a draft, too.
+
+    `layers` are the hidden states that a draft takes of the target.
+    """
     max_path = max(max_path, STEPS_PER_DISPATCH)
     row = target.array((max_path,), jnp.int32)
-    return Verified(row, target.array((), jnp.int32), row, target.array((max_path,), jnp.float32))
+    states = target.array((max_path, len(layers) * target.cfg.embed_dim), jnp.float32) if layers else None
+    return Verified(row, target.array((), jnp.int32), row, target.array((max_path,), jnp.float32), states=states)
 
 
 @dataclasses.dataclass(frozen=True)

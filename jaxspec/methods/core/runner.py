@@ -1,5 +1,6 @@
 """What runs a method: the contract with the engine, and the runner of every method that drafts and verifies in turn."""
 
+import abc
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,24 +11,29 @@ import numpy as np
 from flax import struct
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.executor import ResidentExecutor, TargetExecutor
+from jaxspec.methods.core.cost_model import CostModel
+from jaxspec.methods.core.executor import TargetExecutor
+from jaxspec.methods.core.feature_sequence import DraftSequence, StatesChunk, kept_with_states
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Round, StepOutput, verified_shapes
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots, fit_kept
+from jaxspec.methods.core.streaming import make_executor
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, Rule, draft_shapes
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from jaxspec.runtime.transfer import place, read_scalar
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request
 
 
-class Runner:
+class Runner(abc.ABC):
     """A method bound to models and a capacity: compiled programs and what the host remembers.
 
     The engine calls
 
         state = runner.start(root, state)                  # a new sequence; reuses the buffers of a finished one
         state = runner.prefill(params, state, tokens)      # every prompt token but the last, the root
+        state = runner.resume(params, state, tokens, common)   # both, after a sequence with the same first tokens
         state, round_, least = runner.round(params, state, request, room)   # again and again; dispatches only
         runner.observe(state, output)                      # once for each round, in order, when it was read
         runner.close()                                     # the generation has ended
@@ -36,30 +42,60 @@ class Runner:
     """
 
     slots: int  # of the target's cache
+    held: Any  # shapes of what an answer holds on the devices: state, and what is drafted and verified
     programs: Sequence[Program]  # everything that a generation may call, to be compiled before it starts
+    late: frozenset[str] = frozenset()  # names of those that no first token needs
+    executor: TargetExecutor  # of the target
+    calibrated: bool = True  # False as long as `calibrate` has to choose something before a generation can start
 
+    @property
+    def in_flight(self) -> int:
+        """Rounds that run or wait on the devices while one is read."""
+        return self.executor.in_flight
+
+    def calibrate(self, params: ModelParams, state: Any | None) -> Any:
+        """Measure passes with the loaded weights, and settle what depends on their times; may compile.
+
+        The engine calls it once, when the weights are there. `state`, if there is one, is donated; returns the state of
+        some sequence, or None.
+        """
+        return state
+
+    @abc.abstractmethod
     def start(self, root: int, state: Any | None) -> Any:
         """State of an empty sequence whose last verified token is `root`; `state` is donated."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
         """Commit int32 `tokens` `[n]` to the caches."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
+    def resume(self, params: ModelParams, state: Any, tokens: np.ndarray, common: int) -> Any:
+        """Begin a sequence of int32 `tokens` `[n]`, the last of which is the root, computing only what is new.
+
+        `state`, which is donated, is that of a sequence with the same first `common` tokens, below n, whose capacity
+        may be smaller. What comes is what `start` and `prefill` give.
+        """
+
+    @abc.abstractmethod
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Any:
         """What `round` needs to know of a generation, on the devices; `min_tokens` counts from the prompt's end."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
         """Dispatch one round; returns before it has run.
 
         `room` is the most tokens that are wanted of a round without a draft, at least 1. Returns the state, the round,
         and the least number of tokens that it brings.
         """
-        raise NotImplementedError
+
+    def num_cached(self, state: Any, common: int, count: int) -> int:
+        """How many of `common` tokens `resume` keeps, of a text with `count` tokens before its root."""
+        return fit_kept(common, count, self.slots)
 
     def observe(self, state: Any, output: StepOutput) -> None:
         """Take in a round that the host has read; rounds of one sequence come in order."""
+        return None
 
     def report(self) -> dict[str, Any] | None:
         """What the method chose and why, for `DecodeStats.choice`."""
@@ -67,23 +103,31 @@ class Runner:
 
     def close(self) -> None:
         """A generation has ended, or its caller stopped listening."""
+        return None
 
 
-class Drafter:
+class Drafter(abc.ABC):
     """The draft's half of a method."""
 
     shapes: Draft  # of what `draft` gives
+    state: Any  # shapes of what `start` gives
     programs: Sequence[Program]  # everything that it may call
     idle_steps: int = 0  # tokens that a round may decode where it proposed none; 0 verifies the root as a batch
+    slots: int = 0  # of the draft's cache, where it is fed hidden states
 
+    @abc.abstractmethod
     def start(self, root: int, state: Any | None) -> Any:
         """State of an empty sequence; `state` is donated."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
         """Commit int32 `tokens` `[n]`."""
-        raise NotImplementedError
 
+    def resume(self, params: ModelParams, state: Any, tokens: np.ndarray, common: int) -> Any:
+        """See `Runner.resume`; the default, of a drafter without a model, begins anew."""
+        return self.prefill(params, self.start(int(tokens[-1]), state), tokens[:-1])
+
+    @abc.abstractmethod
     def draft(
         self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
     ) -> tuple[SequenceState, Any, Draft]:
@@ -91,10 +135,29 @@ class Drafter:
 
         `state` is donated. A draft made of the target's own layers runs in the target's cache: so is `target` then.
         """
+
+    def use_costs(self, costs: CostModel) -> None:
+        """Weigh drafts with these figures from now on; the default weighs nothing."""
+        return None
+
+    def skip(self, params: ModelParams, state: Any, verified: Verified) -> Any:
+        """Take in what the last round verified, and propose nothing: the next round decodes plainly."""
         raise NotImplementedError
 
-    def skip(self, state: Any, verified: Verified) -> Any:
-        """Take in what the last round verified, and propose nothing: the next round decodes plainly."""
+    def prefill_with_states(
+        self, params: ModelParams, state: Any, tokens: np.ndarray, chunks: Sequence[StatesChunk]
+    ) -> Any:
+        """`prefill` of a draft that is fed the hidden states of `chunks`; see `DraftSequence`."""
+        raise NotImplementedError
+
+    def resume_with_states(
+        self, params: ModelParams, state: Any, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
+    ) -> Any:
+        """`resume` of such a draft, of which the first `kept` rows stay."""
+        raise NotImplementedError
+
+    def num_rows_kept(self, state: Any) -> int:
+        """Rows of such a draft's cache that stand on true states; waits for what runs on `state`."""
         raise NotImplementedError
 
 
@@ -104,12 +167,15 @@ class ModelDrafter(Drafter):
     def __init__(self, placement: Placement, slots: int, num_rows: int, extra: Any = None):
         """Declare the programs of a cache of `slots` slots; `extra` are shapes of `Draft.extra`."""
         self._placement = placement
-        self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
+        features = placement.cfg.features
+        kind = ModelSequence if features is None else DraftSequence
+        self._sequence = kind(placement, slots, "draft", keeps_text=False)
+        self.slots = slots
         self.shapes = draft_shapes(placement, num_rows, extra)
 
     def declare(self, verified: Verified, state: Any, draft: Callable[..., Any]) -> None:
         """Declare how a batch is proposed: a function of parameters, state, `verified`, history and request."""
-        placement = self._placement
+        placement, self.state = self._placement, state
         args = [placement.params(), state, verified, placement.history(), placement.request()]
         self._draft = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
         self.programs = (*self._sequence.programs, self._draft)
@@ -127,6 +193,31 @@ class ModelDrafter(Drafter):
         assert params.draft is not None
         return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
 
+    def resume(self, params: ModelParams, state: Any, tokens: np.ndarray, common: int) -> Any:
+        assert params.draft is not None
+        return self._begin(self._sequence.resume(params.draft, state.sequence, tokens, common))
+
+    @property
+    def _fed(self) -> DraftSequence:
+        assert isinstance(self._sequence, DraftSequence)
+        return self._sequence
+
+    def prefill_with_states(
+        self, params: ModelParams, state: Any, tokens: np.ndarray, chunks: Sequence[StatesChunk]
+    ) -> Any:
+        assert params.draft is not None
+        sequence = self._fed.prefill_with_states(params.draft, state.sequence, tokens, chunks)
+        return dataclasses.replace(state, sequence=sequence)
+
+    def resume_with_states(
+        self, params: ModelParams, state: Any, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
+    ) -> Any:
+        assert params.draft is not None
+        return self._begin(self._fed.resume_with_states(params.draft, state.sequence, tokens, kept, chunks))
+
+    def num_rows_kept(self, state: Any) -> int:
+        return read_scalar(state.sequence.cache.length)
+
     def draft(
         self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
     ) -> tuple[SequenceState, Any, Draft]:
@@ -137,8 +228,8 @@ class ModelDrafter(Drafter):
 class HostState:
     """What the host knows of one generation."""
 
-    # Of each round that was launched and not read yet, whether it could draft.
-    allowed: collections.deque[bool] = dataclasses.field(default_factory=collections.deque)
+    # Of each round that was launched and not read yet, whether it could draft; None while programs were loaded.
+    allowed: collections.deque[bool | None] = dataclasses.field(default_factory=collections.deque)
 
 
 @struct.dataclass
@@ -157,23 +248,28 @@ class SpeculativeRunner(Runner):
     def __init__(
         self, target: Placement, tokens: int, make_drafter: Callable[[Verified], Drafter], *, max_path: int,
         num_rows: int, rule: Rule, dynamic_rows: bool, timer: RoundTimer | None = None,
-        report: Callable[[], dict[str, Any]] | None = None,
+        draft: Placement | None = None,
     ):  # fmt: skip
         """Join a drafter to a target for sequences of `tokens` tokens; `make_drafter` takes shapes of a `Verified`.
 
         A batch has `num_rows` (bs) rows, the root included. `max_path` (P) is its longest path and the bonus token.
-        `rule` and `dynamic_rows` are those of `verify`, `report` is that of `Runner`. Where `timer` finds that drafts
-        do not pay, rounds are those of plain decoding; None drafts always.
+        `rule` and `dynamic_rows` are those of `verify`. Where `timer` finds that drafts do not pay, rounds are those of
+        plain decoding; None drafts always. `draft` is the drafter's model: where it is fed hidden states of the target,
+        every round gives them.
         """
-        verified = verified_shapes(target, max_path)
+        layers = () if draft is None or draft.cfg.features is None else draft.cfg.features.layers
+        verified = verified_shapes(target, max_path, layers)
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
         self.drafter, self.timer = make_drafter(verified), timer
-        self.executor: TargetExecutor = ResidentExecutor(
+        self._layers = layers
+        self.executor: TargetExecutor = make_executor(
             target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
-            rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps,
+            rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps, layers=layers,
         )  # fmt: skip
-        self._report = report
+        self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
+        if timer is not None:  # its first rounds are plain
+            self.late = frozenset({"draft", "verify", "verify open", "verify close"})
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         if self.timer is not None:
@@ -186,11 +282,46 @@ class SpeculativeRunner(Runner):
         )
 
     def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
+        if self._layers:
+            target, chunks, states = self.executor.feeding().prefill_with_states(
+                params.target, state.target, tokens, self._shared_slots
+            )
+            draft = self.drafter.prefill_with_states(params, state.draft, tokens, chunks)
+            return SpeculativeState(target, draft, _with_states(state.verified, states), state.host)
         return dataclasses.replace(
             state,
             target=self.executor.prefill(params.target, state.target, tokens),
             draft=self.drafter.prefill(params, state.draft, tokens),
         )
+
+    def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
+        if self.timer is not None:
+            self.timer.begin_text()
+        if self._layers:
+            kept, root = self.num_cached(state, common, len(tokens) - 1), int(tokens[-1])
+            target, chunks, states = self.executor.feeding().resume_with_states(
+                params.target, state.target, tokens, kept, self._shared_slots
+            )
+            draft = self.drafter.resume_with_states(params, state.draft, tokens, kept, chunks)
+            verified = _with_states(first_verified(self.executor.verified, root), states)
+            return SpeculativeState(target, draft, verified, HostState())
+        return SpeculativeState(
+            self.executor.resume(params.target, state.target, tokens, common),
+            self.drafter.resume(params, state.draft, tokens, common),
+            first_verified(self.executor.verified, int(tokens[-1])),
+            HostState(),
+        )
+
+    @property
+    def _shared_slots(self) -> int:
+        """Slots that the chunks of a prompt must fit into, in both caches."""
+        return min(self.slots, self.drafter.slots)
+
+    def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
+        if not self._layers:
+            return super().num_cached(state, common, count)
+        common = min(common, self.drafter.num_rows_kept(state.draft) + 1)
+        return kept_with_states(common, count, (self.slots, self.drafter.slots))
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return self.executor.place_request(sampling, seed, prompt_tokens)
@@ -198,10 +329,12 @@ class SpeculativeRunner(Runner):
     def round(
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
-        allowed = self.timer is None or self.timer.may_draft()
-        state.host.allowed.append(allowed)
+        # A round that would wait for programs decodes plainly, and its time says nothing of the rounds to come.
+        loading = self.timer is not None and any(program.is_coming() for program in self.programs)
+        allowed = not loading and (self.timer is None or self.timer.may_draft())
+        state.host.allowed.append(None if loading else allowed)
         if not allowed:
-            draft = self.drafter.skip(state.draft, state.verified)
+            draft = self.drafter.skip(params, state.draft, state.verified)
             target, verified, round_, least = self.executor.decode(params.target, state.target, request, room)
             return SpeculativeState(target, draft, verified, state.host), round_, least
         target, draft, batch = self.drafter.draft(params, state.target, state.draft, state.verified, request)
@@ -210,20 +343,26 @@ class SpeculativeRunner(Runner):
 
     def observe(self, state: SpeculativeState, output: StepOutput) -> None:
         allowed = state.host.allowed.popleft()
-        if self.timer is not None:
+        if self.timer is None:
+            return
+        if allowed is None:
+            self.timer.leave_out()
+        else:
             self.timer.observe(output, allowed=allowed)
 
-    def report(self) -> dict[str, Any] | None:
-        if self._report is None:
-            return None
-        return self._report() | ({} if self.timer is None else self.timer.report())
+
+def _with_states(verified: Verified, states: Any) -> Verified:
+    """The same with the hidden states before the root; as it is where the root is the first token."""
+    return verified if states is None else dataclasses.replace(verified, states=states)
 
 
 def first_verified(shapes: Verified, root: int) -> Verified:
     """What a sequence begins with: its root, verified by definition; on the devices."""
     tokens = np.zeros(shapes.tokens.shape, np.int32)
     tokens[0] = root
-    values = (tokens, np.int32(1), np.zeros(shapes.path.shape, np.int32), np.zeros(shapes.logprob.shape, np.float32))
-    return Verified(
-        *(jax.device_put(value, shape.sharding) for value, shape in zip(values, jax.tree.leaves(shapes), strict=True))
-    )
+    values = [tokens, np.int32(1), np.zeros(shapes.path.shape, np.int32), np.zeros(shapes.logprob.shape, np.float32)]
+    if shapes.states is not None:
+        values.append(np.zeros(shapes.states.shape, np.float32))
+    placed: Any = (place(value, shape.sharding) for value, shape in zip(values, jax.tree.leaves(shapes), strict=True))
+    tokens, count, path, logprob, *states = placed
+    return Verified(tokens, count, path, logprob, states=states[0] if states else None)

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from jaxspec.methods.core.feature_sequence import keep_states, run_draft, take_verified
 from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.runner import ModelDrafter
 from jaxspec.methods.core.sequence import SequenceState, catch_up
@@ -17,7 +18,7 @@ from jaxspec.methods.core.verify import Draft, Rule
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.models.transformer import vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Decide, RowLogits, Verified, draw_children, rejection_rule
 from jaxspec.sampling.processors import History, process
@@ -145,22 +146,31 @@ def draw_tree(
     padded = np.eye(shape.rows + width, dtype=bool)
     padded[: shape.rows, : shape.rows] = shape.ancestors()
     window = shape.inner_rows + width
+    above_rows = jnp.pad(parent, (0, width))
     ancestors = jnp.array(padded[:, :window])
 
-    known = (verified.path < state.evaluated) & (jnp.arange(verified.path.shape[0]) < verified.count)
-    reached = jnp.cumprod(known.astype(jnp.int32)).sum()
-    with jax.named_scope("draft/commit"):
-        cache = commit_path(state.sequence.cache, verified.path, reached)
-    pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
-    with jax.named_scope("draft/root"):
-        root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
+    sequence, states = state.sequence, None
+    if cfg.features is None:
+        known = (verified.path < state.evaluated) & (jnp.arange(verified.path.shape[0]) < verified.count)
+        reached = jnp.cumprod(known.astype(jnp.int32)).sum()
+        with jax.named_scope("draft/commit"):
+            cache = commit_path(sequence.cache, verified.path, reached)
+        pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
+        with jax.named_scope("draft/root"):
+            root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
+        produced = cache.length + 1
+    else:
+        with jax.named_scope("draft/root"):
+            taken = take_verified(params, cfg, sequence, verified)
+        root, logits, sequence, produced = taken.token, taken.logits, taken.sequence, taken.produced
+        cache, states = sequence.cache, jnp.zeros((window, cfg.embed_dim)).at[0].set(taken.states[0])
 
     def sample(growth: _Growth, level: Array, logits: Array, on_path: Array) -> _Growth:
         """Draw the children of a level from its rows' logits `[w, V_local]`."""
         rows = starts[level] + jnp.arange(logits.shape[0])
         real = jnp.arange(logits.shape[0]) < sizes[level]
         histories = PathHistory(history, growth.token, on_path).build(request.processors, vocab)
-        position = jnp.broadcast_to(cache.length + level + 1, rows.shape)
+        position = jnp.broadcast_to(produced + level, rows.shape)
         logprob = process(logits, request.processors, histories.seen, histories.counts, vocab, position)
         token, valid = draw_children(
             logprob, request.key, position, shape.draws, replacement, request.processors, vocab
@@ -181,21 +191,23 @@ def draw_tree(
         )
 
     def go_on(carry: tuple) -> Array:
-        _, growth, level = carry
+        _, _, growth, level = carry
         here = (depth == level) & growth.valid & (growth.score >= least)
         return (level < levels) & here.any()
 
     def run_level(carry: tuple) -> tuple:
-        cache, growth, level = carry
+        cache, states, growth, level = carry
         token = jax.lax.dynamic_slice_in_dim(jnp.pad(growth.token, (0, width)), starts[level], width)
         mask = jax.lax.dynamic_slice_in_dim(ancestors, starts[level], width)
         slot_depth = jnp.minimum(jnp.pad(depth, (0, width), mode="edge"), level)[:window]
-        hidden, cache = forward(
-            params, cfg, token, jnp.broadcast_to(cache.length + level, (width,)), cache, mask,
+        above = None if states is None else states[jax.lax.dynamic_slice_in_dim(above_rows, starts[level], width)]
+        hidden, own, cache = run_draft(
+            params, cfg, token, above, jnp.broadcast_to(cache.length + level, (width,)), cache, mask,
             window_position=cache.length + slot_depth, offset=starts[level],
         )  # fmt: skip
+        states = keep_states(states, own, starts[level])
         on_path = jnp.pad(mask, ((0, 0), (0, shape.rows)))[:, : shape.rows].at[:, 0].set(False)
-        return cache, sample(growth, level, vocab_logits(params, hidden), on_path), level + 1
+        return cache, states, sample(growth, level, vocab_logits(params, cfg, hidden), on_path), level + 1
 
     empty = _Growth(
         token=jnp.zeros(shape.rows, jnp.int32).at[0].set(root),
@@ -205,7 +217,8 @@ def draw_tree(
     )
     growth = sample(empty, jnp.int32(0), logits, jnp.zeros((1, shape.rows), bool))
     with jax.named_scope("draft/levels"):
-        cache, growth, passes = jax.lax.while_loop(go_on, run_level, (cache, growth, jnp.int32(1)))
+        start = (cache, states, growth, jnp.int32(1))
+        cache, _, growth, passes = jax.lax.while_loop(go_on, run_level, start)
 
     rows = jnp.arange(shape.rows, dtype=jnp.int32)
     batch = Batch(
@@ -214,7 +227,8 @@ def draw_tree(
         depth=jnp.where(growth.valid, depth, 0),
         count=jnp.max(jnp.where(growth.valid, rows, 0)) + 1,
     )
-    return SampledState(SequenceState(cache), starts[passes]), Draft(batch, passes, growth.draft_logprob)
+    sequence = dataclasses.replace(sequence, cache=cache)
+    return SampledState(sequence, starts[passes]), Draft(batch, passes, growth.draft_logprob)
 
 
 def rejection(shape: SampledShape, *, replacement: bool) -> Rule:

@@ -1,23 +1,29 @@
 """Checks that the settings of several methods share, and settings that were renamed."""
 
+import dataclasses
 import functools
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxspec.config import check_int
-from jaxspec.errors import ConfigError
+import numpy as np
+
+from jaxspec.config import LARGEST_INT, check_int
+from jaxspec.errors import ConfigError, JaxspecError, shown
 from jaxspec.methods.core.round import Models
+
+_LONGEST_LIST, _LARGEST_NUMBER = 1000, 2**63
 
 Settings = TypeVar("Settings", bound=type)
 
 
-def renamed_settings(**renamed: tuple[str, int]) -> Callable[[Settings], Settings]:
+def renamed_settings(**renamed: tuple[str, int | Mapping[str, str]]) -> Callable[[Settings], Settings]:
     """Class decorator: keep the former names of settings, with a warning.
 
-    Each former name maps to the present one, and what has to be added to a value given under the former.
+    Each former name maps to the present one, and to what has to be added to a value given under the former, or to the
+    present words of former ones.
     """
 
     def decorate(cls: Settings) -> Settings:
@@ -32,9 +38,15 @@ def renamed_settings(**renamed: tuple[str, int]) -> Callable[[Settings], Setting
                     raise ConfigError(f"{new} and its former name {old} are both given; leave {old} out")
                 value = settings.pop(old)
                 is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-                settings[new] = value + shift if is_number else value
-                counts = f"; it does not count the root: {new} = {old} - {-shift}" if shift else ""
-                warnings.warn(f"{old} is now called {new}{counts}", FutureWarning, stacklevel=2)
+                hint = ""
+                if not isinstance(shift, int):
+                    value = shift.get(value, value) if isinstance(value, str) else value
+                    hint = f", with the values {', '.join(map(repr, shift.values()))}"
+                elif shift:
+                    value = value + shift if is_number else value
+                    hint = f"; it does not count the root: {new} = {old} - {-shift}"
+                settings[new] = value
+                warnings.warn(f"{old} is now called {new}{hint}", FutureWarning, stacklevel=2)
             create(self, *args, **settings)
 
         cls.__init__ = init
@@ -44,28 +56,74 @@ def renamed_settings(**renamed: tuple[str, int]) -> Callable[[Settings], Setting
     return decorate
 
 
-def renamed_of(cls: type) -> Mapping[str, tuple[str, int]]:
+def renamed_of(cls: type) -> Mapping[str, tuple[str, int | Mapping[str, str]]]:
     """Former names of a method's settings; see `renamed_settings`."""
     return getattr(cls, "renamed", {})
 
 
 def check_range(name: str, value: object, low: int, high: int) -> None:
     """Raise `ConfigError` unless the value is an integer between two limits, both allowed."""
-    if check_int(name, value, low) > high:
-        raise ConfigError(f"{name} must be at most {high}, got {value}")
+    check_int(name, value, low, high)
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise `ConfigError` unless the value is true or false."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {value!r}")
+        raise ConfigError(f"{name} must be true or false, got {shown(value)}")
 
 
-def log_threshold(name: str, probability: object) -> float:
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise `ConfigError` unless the value is one of some words."""
+    if not isinstance(value, str) or value not in choices:
+        words = " or ".join(repr(choice) for choice in choices)
+        raise ConfigError(f"{name} must be {words}, got {shown(value)}")
+
+
+def log_threshold(name: str, probability: Any) -> float:
     """Logarithm of a probability, -inf for 0; raises `ConfigError` outside [0, 1]."""
-    if isinstance(probability, bool) or not isinstance(probability, numbers.Real) or not 0 <= float(probability) <= 1:
-        raise ConfigError(f"{name} must be a probability between 0 and 1, got {probability!r}")
+    if not _is_number(probability) or not 0 <= probability <= 1:
+        raise ConfigError(f"{name} must be a probability between 0 and 1, got {shown(probability)}")
     return math.log(float(probability)) if float(probability) > 0 else -math.inf
+
+
+def check_settings(method: Any, own_checks: Callable[[], object]) -> None:
+    """Run a method's own checks of its settings, between those that all methods share.
+
+    Before: numbers have a size that a message can quote, and a setting that lists numbers does. After: flags are true
+    or false. `ConfigError` also where the own checks fail on a value in a way that they did not foresee.
+    """
+    types = {field.name: str(field.type) for field in dataclasses.fields(method)}
+    for name, kind in types.items():
+        value = getattr(method, name)
+        if isinstance(value, numbers.Integral) and abs(int(value)) > LARGEST_INT:
+            raise ConfigError(f"{name} must be at most {LARGEST_INT}, got {shown(value)}")
+        if kind.startswith(("tuple", "Sequence", "collections.abc.Sequence")):
+            check_numbers(name, value)
+    try:
+        own_checks()
+    except JaxspecError:
+        raise
+    except Exception as error:  # whatever a value does when it is compared or printed
+        given = {name: getattr(method, name) for name in types}
+        raise ConfigError(f"the settings of method {method.name!r} do not fit: {shown(given)}: {error}") from error
+    for name, kind in types.items():
+        if kind in ("bool", "<class 'bool'>"):
+            check_flag(name, getattr(method, name))
+
+
+def check_numbers(name: str, value: object) -> None:
+    """Raise `ConfigError` unless the value lists numbers, at most 1,000."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence | np.ndarray):
+        raise ConfigError(f"{name} must be a list of numbers, got {shown(value)}")
+    if len(value) > _LONGEST_LIST:
+        raise ConfigError(f"{name} must have at most {_LONGEST_LIST} numbers, got {len(value)}")
+    for number in value:
+        if not _is_number(number) or not abs(number) < _LARGEST_NUMBER:
+            raise ConfigError(f"{name} must be a list of numbers, got {shown(number)} in it")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_draft(name: str, given: bool) -> None:
@@ -80,6 +138,20 @@ def check_branch(name: str, value: int, models: Models) -> None:
     tokens = models.draft.num_tokens
     if value > tokens:
         raise ConfigError(f"{name} {value} exceeds the {tokens} tokens that the draft can propose")
+
+
+def check_fed(name: str, models: Models) -> None:
+    """Raise `ConfigError` where a draft that is fed hidden states cannot be: the target's layers are streamed."""
+    if is_fed(models) and models.target.resident_layers is not None:
+        raise ConfigError(
+            f"method {name!r} cannot feed this draft: it takes the target's hidden states, and the target's layers are "
+            "streamed (offload); leave offload out, or give another draft"
+        )
+
+
+def is_fed(models: Models) -> bool:
+    """Whether the draft takes the target's hidden states."""
+    return models.draft is not None and models.draft.cfg.features is not None
 
 
 def check_same_devices(name: str, models: Models) -> None:

@@ -1,15 +1,14 @@
 """Where the time of rounds goes, measured on the host: what drafting gains, and when it should pause.
 
-The decision follows a clock. With several processes it has to come from one of them; there is one place to put that,
-`RoundTimer.may_draft`.
+The decision follows a clock, which is that of process 0 where there are several: `hosts.clock`.
 """
 
 import collections
 import statistics
-import time
 from typing import Any
 
 from jaxspec.methods.core.round import StepOutput
+from jaxspec.runtime import hosts
 
 # Rounds without a draft that are measured at first and again after so many rounds; rounds of each kind that are
 # remembered.
@@ -17,8 +16,6 @@ PLAIN_ROUNDS, PLAIN_EVERY, REMEMBERED = 3, 256, 64
 # Drafted rounds after which the measured gain counts (half as many once it was too low), and rounds without drafts
 # while it is too low: the first time, and at most.
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
-# Rounds in a row that were allowed to draft and did not, by their own reckoning, after which only every so many are.
-DECLINED = 3
 # Rounds slower than this many times the expected time are outliers, such as a paused consumer.
 OUTLIER = 10
 
@@ -30,19 +27,18 @@ class RoundTimer:
     is read. The first round of a text has none before it and is not timed.
     """
 
-    def __init__(self, now: Any = time.perf_counter, *, ask_every: int = 1):
-        """Nothing measured. Where rounds decline to draft, only every `ask_every`th is asked; `now` is the clock."""
+    def __init__(self, now: Any = hosts.clock):
+        """Nothing measured; `now` is the clock."""
         self.now = now  # tells the time in seconds; tests give their own
         self.total_s = 0.0  # seconds of timed rounds
         # Seconds of one pass that ran beside a round, such as a step of a search; and of all such passes.
         self.pass_s: float | None = None
         self.spent_s = 0.0
-        self._ask_every = ask_every
         self._last: float | None = None
         self._plain: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
         self._drafted: collections.deque[tuple[int, float]] = collections.deque(maxlen=REMEMBERED)
         self._ever = [0, 0.0]  # tokens and seconds of drafted rounds
-        self._declined = self._rounds = self._paused_until = 0
+        self._rounds = self._paused_until = 0
         self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
 
     @property
@@ -64,12 +60,16 @@ class RoundTimer:
     def begin_text(self) -> None:
         """Another text starts: the time until its first round is not attributed, and a pause ends."""
         self._last = None
-        self._declined = self._paused_until = 0
+        self._paused_until = 0
+
+    def leave_out(self) -> None:
+        """A round was read that is not to be timed, nor is the one after it."""
+        self._last = None
 
     def forget_drafts(self) -> None:
         """Drafts are made in another way from now on: what was measured of them says nothing."""
         self._drafted.clear()
-        self._declined = self._paused_until = 0
+        self._paused_until = 0
         self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
 
     def may_draft(self) -> bool:
@@ -83,8 +83,6 @@ class RoundTimer:
             self._enough = ENOUGH_ROUNDS // 2
         elif len(self._drafted) == REMEMBERED:
             self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
-        if self._declined >= DECLINED and self._rounds % self._ask_every:
-            return False
         return self._rounds > self._paused_until
 
     def observe(self, output: StepOutput, *, allowed: bool, delayed: bool = False) -> None:
@@ -95,8 +93,6 @@ class RoundTimer:
         now = self.now()
         last, self._last = self._last, now
         drafted = output.draft_passes > 0 or output.drafted > 0
-        if allowed:
-            self._declined = 0 if drafted else self._declined + 1
         if last is None:
             return
         tokens = len(output.tokens)

@@ -11,14 +11,14 @@ from jax import Array
 
 from jaxspec.methods.core.round import Round, pack_round
 from jaxspec.methods.core.sequence import SequenceState
-from jaxspec.models.kv_cache import commit_path, commit_rows
+from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.models.transformer import forward_with_states, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import Decide, RowLogits, Verified
 from jaxspec.sampling.choose import choose, rank_tokens
-from jaxspec.sampling.processors import update_history
+from jaxspec.sampling.processors import History, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
 from jaxspec.tree.tree import Batch, ancestor_matrix
@@ -36,7 +36,7 @@ class Draft:
 
     batch: Batch  # rows to verify; the root alone asks for plain decoding
     passes: Array  # int32 [], draft passes that it took
-    extra: Any = None  # what the acceptance rule needs besides, such as the q of a sampled tree; None for `match_rule`
+    extra: Any = None  # what else the acceptance rule needs, such as the q of a sampled tree; None for `match_rule`
 
 
 def draft_shapes(placement: Placement, num_rows: int, extra: Any = None) -> Draft:
@@ -56,74 +56,90 @@ def match(logits: RowLogits, draft: Draft, request: Request, position: Array, vo
 
 def verify(
     params: Params, target: Placement, state: SequenceState, draft: Draft, request: Request, *, max_path: int,
-    rule: Rule, dynamic_rows: bool, idle_steps: int,
+    rule: Rule, dynamic_rows: bool, idle_steps: int, layers: tuple[int, ...] = (),
 ) -> tuple[SequenceState, Verified, Round]:  # fmt: skip
     """Run a batch through the target, accept what its distribution confirms, commit; written for one shard.
 
     `max_path` (P) is the size of the results; `rule` says which tokens are accepted. `dynamic_rows` makes passes of few
     rows cost less, for batches that often have few; it takes more to compile. `idle_steps` is the most tokens that are
     decoded where the batch is the root alone; 0 verifies that batch like any other. It takes a loop of data-dependent
-    length, for which the host of an accelerator would wait.
+    length, for which the host of an accelerator would wait. `layers` are the hidden states that a draft takes, see
+    `forward_with_states`.
     """
     alone = draft.batch.count == 1
     before = state.idle
 
     def verify_batch(state: SequenceState) -> tuple[SequenceState, Verified, Round]:
-        return _verify_batch(params, target, state, draft, request, max_path, rule, dynamic_rows)
+        return _verify_batch(params, target, state, draft, request, max_path, rule, dynamic_rows, layers)
 
     if not idle_steps:
         state, verified, round_ = verify_batch(state)
-        return dataclasses.replace(state, idle=_count_idle(before, alone, verified)), verified, round_
+        return dataclasses.replace(state, idle=count_idle(before, alone, verified)), verified, round_
     # A pass of one row costs less than a batch of which one row is active.
     several = jnp.where(state.idle >= IDLE_ROUNDS, jnp.minimum(request.left(state.generated), idle_steps), 1)
     steps = jnp.where(alone, several, 0)
-    state, verified = decode_steps(params, target, state, request, steps, max_path)
+    state, verified = decode_steps(params, target, state, request, steps, max_path, layers)
     round_, verified = pack_round(verified, 0, 0, draft.passes), dataclasses.replace(verified, top=None)
     # A loop of at most one turn: XLA would copy the cache for a conditional.
     state, verified, round_ = jax.lax.fori_loop(
         0, (~alone).astype(jnp.int32), lambda _, done: verify_batch(done[0]), (state, verified, round_)
     )
-    return dataclasses.replace(state, idle=_count_idle(before, alone, verified)), verified, round_
+    return dataclasses.replace(state, idle=count_idle(before, alone, verified)), verified, round_
 
 
-def _count_idle(idle: Array, alone: Array, verified: Verified) -> Array:
+def count_idle(idle: Array, alone: Array, verified: Verified) -> Array:
     """Rounds in a row to which no draft added a token; a refused draft promises nothing of the next one."""
     return jnp.where(alone | (verified.count == 1), idle + 1, 0)
 
 
 def decode_steps(
-    params: Params, target: Placement, state: SequenceState, request: Request, steps: Array | int, max_path: int
-) -> tuple[SequenceState, Verified]:
-    """Decode `steps` tokens without a draft, at most `max_path`; for one shard."""
+    params: Params, target: Placement, state: SequenceState, request: Request, steps: Array | int, max_path: int,
+    layers: tuple[int, ...] = (),
+) -> tuple[SequenceState, Verified]:  # fmt: skip
+    """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` see `verify`."""
 
     def step(index: Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
         state, verified = done
-        state, logprob, ranked = next_token(params, target, state, request)
+        state, logprob, ranked, states = next_token(params, target, state, request, layers)
+        kept = verified.states
         return state, dataclasses.replace(
             verified,
             tokens=verified.tokens.at[index].set(state.root),
             count=verified.count + 1,
             logprob=verified.logprob.at[index].set(logprob),
             top=accept.set_top(verified.top, index, ranked),
+            states=None if states is None or kept is None else kept.at[index].set(states[0]),
         )
 
     blank = accept.blank_verified(max_path, accept.num_ranked(target.vocab))
+    if layers:
+        blank = dataclasses.replace(blank, states=jnp.zeros((max_path, len(layers) * target.cfg.embed_dim)))
     with jax.named_scope("decode"):
         return jax.lax.fori_loop(0, steps, step, (state, blank))
 
 
 def next_token(
-    params: Params, target: Placement, state: SequenceState, request: Request
-) -> tuple[SequenceState, Array, tuple[Array, Array]]:
+    params: Params, target: Placement, state: SequenceState, request: Request, layers: tuple[int, ...] = ()
+) -> tuple[SequenceState, Array, tuple[Array, Array], Array | None]:
     """Run the root through the target and draw the token after it, the new root; for one shard.
 
     The root sits at position n - 1, which is the cache's length; the new token gets absolute position n. Returns the
-    state; the token's log-probability under the processed distribution, float32 []; and the most probable tokens in its
-    place with theirs, [1, K] each, see `rank_tokens`.
+    state; the token's log-probability under the processed distribution, float32 []; the most probable tokens in its
+    place with theirs, [1, K] each, see `rank_tokens`; and the root's hidden states of `layers`, None for none.
     """
     position = state.cache.length[None]
-    hidden, cache = forward(params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool))
-    logits = vocab_logits(params, hidden)
+    hidden, cache, states = forward_with_states(
+        params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool), layers
+    )
+    return *take_token(params, target, state, request, hidden, cache), states
+
+
+def take_token(
+    params: Params, target: Placement, state: SequenceState, request: Request, hidden: Array, cache: KVCache
+) -> tuple[SequenceState, Array, tuple[Array, Array]]:
+    """What `next_token` does after the pass: `hidden` float32 [1, D] is its result, `cache` has its row written."""
+    position = state.cache.length[None]
+    logits = vocab_logits(params, target.cfg, hidden)
     seen, counts = state.history.seen[None], state.history.counts[None]
     processors, vocab = request.processors, target.vocab
     token, logprob = choose(logits, processors, seen, counts, request.key, position + 1, vocab)
@@ -137,19 +153,51 @@ def next_token(
 
 def _verify_batch(
     params: Params, target: Placement, state: SequenceState, draft: Draft, request: Request, max_path: int,
-    rule: Rule, dynamic_rows: bool,
+    rule: Rule, dynamic_rows: bool, layers: tuple[int, ...],
 ) -> tuple[SequenceState, Verified, Round]:  # fmt: skip
     batch = draft.batch
-    position = state.cache.length + batch.depth
+    position, mask, active_rows = batch_rows(state.cache.length, draft, max_path, dynamic_rows)
+    hidden, cache, states = forward_with_states(
+        params, target.cfg, batch.token, position, state.cache, mask, layers, active_rows
+    )
+    state, verified, round_ = judge_batch(
+        params, target, state, draft, request, max_path, rule, active_rows, hidden, cache
+    )
+    return state, verified if states is None else dataclasses.replace(verified, states=states[verified.path]), round_
+
+
+def batch_rows(length: Array, draft: Draft, max_path: int, dynamic_rows: bool) -> tuple[Array, Array, Array | None]:
+    """Positions, mask and number of active rows of a batch after `length` tokens; see `forward`."""
+    batch = draft.batch
     mask = ancestor_matrix(batch.parent, max_path - 1)
-    active_rows = batch.count if dynamic_rows else None
-    hidden, cache = forward(params, target.cfg, batch.token, position, state.cache, mask, active_rows=active_rows)
+    return length + batch.depth, mask, batch.count if dynamic_rows else None
+
+
+def judge_batch(
+    params: Params, target: Placement, state: SequenceState, draft: Draft, request: Request, max_path: int,
+    rule: Rule, active_rows: Array | None, hidden: Array, cache: KVCache,
+) -> tuple[SequenceState, Verified, Round]:  # fmt: skip
+    """The walk and the commit after a pass over a batch; `hidden` is its result, `cache` has its rows written."""
+    batch = draft.batch
+    if not target.plan.kernels.branches:
+
+        def decide_row(row: Array, row_logits: Array, history: History) -> Any:
+            # Of the one row that it is mapped over.
+            here = (lambda _: row_logits), draft, request, state.cache.length, target.vocab
+            ranked = accept.rank_rows(here[0], batch, *here[2:])(row, history)
+            return rule(*here)(row, history), ranked
+
+        verified, history = accept.walk_at_once(
+            decide_row, lambda hidden: vocab_logits(params, target.cfg, hidden), hidden, batch, state.history, request,
+            max_path, target.vocab, most_rows=LAZY_HEAD_ROWS,
+        )  # fmt: skip
+        return _commit(state, cache, draft, verified, history)
     if batch.rows > LAZY_HEAD_ROWS:
 
         def logits(row: Array) -> Array:
-            return vocab_logits(params, jax.lax.dynamic_slice_in_dim(hidden, row, 1))
+            return vocab_logits(params, target.cfg, jax.lax.dynamic_slice_in_dim(hidden, row, 1))
     else:
-        every = vocab_logits(params, hidden, active_rows)
+        every = vocab_logits(params, target.cfg, hidden, active_rows)
 
         def logits(row: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(every, row, 1)
@@ -157,6 +205,14 @@ def _verify_batch(
     decide = rule(logits, draft, request, state.cache.length, target.vocab)
     rank = accept.rank_rows(logits, draft.batch, request, state.cache.length, target.vocab)
     verified, history = accept.walk(decide, state.history, max_path, target.vocab, rank)
+    return _commit(state, cache, draft, verified, history)
+
+
+def _commit(
+    state: SequenceState, cache: KVCache, draft: Draft, verified: Verified, history: History
+) -> tuple[SequenceState, Verified, Round]:
+    """The state after a walk, with the path's rows in the cache's prefix, and the round."""
+    batch = draft.batch
     with jax.named_scope("commit"):
         cache = commit_path(cache, verified.path, verified.count)
     root, generated = verified.tokens[verified.count - 1], state.generated + verified.count

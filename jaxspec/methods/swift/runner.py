@@ -85,6 +85,10 @@ class SwiftRunner(SpeculativeRunner):
         text.prompt = len(text.tokens)
         return super().prefill(params, state, tokens)
 
+    def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
+        text = HostText(tokens=tokens.tolist(), prompt=len(tokens))
+        return dataclasses.replace(super().resume(params, state, tokens, common), host=text)
+
     def round(
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
@@ -113,7 +117,10 @@ class SwiftRunner(SpeculativeRunner):
         text, timer, search = _text(state), self.timer, self.search
         allowed, scored = text.allowed.popleft(), text.scored.popleft()
         total_s, spent_s = timer.total_s, timer.spent_s
-        timer.observe(output, allowed=allowed, delayed=scored)
+        if allowed is None:
+            timer.leave_out()
+        else:
+            timer.observe(output, allowed=allowed, delayed=scored)
         text.tokens += output.tokens
         if search.stopped is None:
             search.decoded_s += timer.total_s - total_s

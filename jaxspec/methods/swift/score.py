@@ -46,7 +46,7 @@ def matchness_program(target: Placement, state: SequenceState, sets: int, window
         runs = units[0] if branching else jnp.repeat(units, window, axis=0).transpose(1, 2, 0)  # [L, 2] or [L, 2, T]
         with jax.named_scope("matchness"):
             hidden, scratch = forward(params, target.cfg, tokens[:-1][step], start + step, scratch, mask, units=runs)
-            said = target.vocab.argmax(clean(vocab_logits(params, hidden), target.vocab))
+            said = target.vocab.argmax(clean(vocab_logits(params, target.cfg, hidden), target.vocab))
             matches = (said.reshape(sets, window) == tokens[1:]).sum(axis=1, dtype=jnp.int32)
 
         def restore(layer: jax.Array, held: jax.Array) -> jax.Array:

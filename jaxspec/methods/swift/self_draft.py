@@ -19,8 +19,8 @@ from jaxspec.methods.core.cost_model import CostModel, relative_set_cost
 from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.runner import Drafter
-from jaxspec.methods.core.sequence import SequenceState
-from jaxspec.methods.core.verify import Draft
+from jaxspec.methods.core.sequence import SequenceState, sequence_shapes
+from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.methods.lookup import keep_worthwhile
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
@@ -28,6 +28,7 @@ from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from jaxspec.runtime.transfer import place
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.choose import choose_ranked
 from jaxspec.sampling.request import Request
@@ -116,10 +117,9 @@ class SelfDrafter(Drafter):
         If `branching`, one program skips the blocks of any set, by branches on the device; else each set has its own.
         """
         self._target, self._branching = target, branching
-        scalar, rows, plan = target.array((), jnp.int32), target.array((spine.num_rows,), jnp.int32), target.plan
-        self.shapes = Draft(Batch(rows, rows, rows, scalar), scalar)
-        state = SequenceState(target.cache(slots), target.history(), scalar, scalar, scalar)
-        memory = target.replicated(jax.eval_shape(lambda: init_memory(spine)))
+        plan, state = target.plan, sequence_shapes(target, slots)
+        self.shapes = draft_shapes(target, spine.num_rows)
+        self.state = memory = target.replicated(jax.eval_shape(lambda: init_memory(spine)))
         choice = (target.array((target.cfg.num_layers, 2), jnp.bool_), target.array((), jnp.float32))
         args = [target.params(), state, memory, verified, target.request(), *choice]
 
@@ -168,7 +168,7 @@ class SelfDrafter(Drafter):
     ) -> tuple[SequenceState, SpineMemory, Draft]:
         return self._draft(params.target, target, state, verified, request, *self._choice)
 
-    def skip(self, state: SpineMemory, verified: Verified) -> SpineMemory:
+    def skip(self, params: ModelParams, state: SpineMemory, verified: Verified) -> SpineMemory:
         return self._skip(state, verified)
 
     def adopt(self, layers: LayerSet) -> bool:
@@ -193,7 +193,7 @@ class SelfDrafter(Drafter):
         self.layers, self._draft = layers, self._drafts[None if self._branching else layers]
         self.cost = relative_set_cost(self._target, layers)
         values = zip((layers.runs, np.float32(self.cost)), self._choice_shapes, strict=True)
-        self._choice = [jax.device_put(value, shape.sharding) for value, shape in values]
+        self._choice = [place(value, shape.sharding) for value, shape in values]
 
 
 def init_memory(spine: SpineSettings) -> SpineMemory:
@@ -285,7 +285,7 @@ def grow_spine(
         )  # fmt: skip
         history = PathHistory(text, done.token[:, 0], (place < at)[None]).build(request.processors, vocab)
         choices, possible, confidence = choose_ranked(
-            vocab_logits(params, hidden), request.processors, history.seen, history.counts, request.key,
+            vocab_logits(params, cfg, hidden), request.processors, history.seen, history.counts, request.key,
             (cache.length + 1 + at)[None], vocab, k,
         )  # fmt: skip
         kind = class_of(jnp.log(confidence[0]))

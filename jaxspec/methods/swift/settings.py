@@ -91,6 +91,7 @@ class Swift(Method):
     layers_file: str = ""
 
     name: ClassVar[str] = "swift"
+    own_layers: ClassVar[bool] = True
 
     def __post_init__(self):
         for name, low, high in (
@@ -148,6 +149,8 @@ class Swift(Method):
         return SpineSettings(self.length, threshold, self.siblings, self.adaptive, min(rows, most))
 
     def check(self, models: Models) -> None:
+        if models.target.resident_layers is not None:
+            raise ConfigError("method swift drafts with the target's own layers, which offload streams: use another")
         self._fixed(models.target)
         if max(self.siblings) > models.target.num_tokens:
             raise ConfigError(

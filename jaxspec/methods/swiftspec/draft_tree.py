@@ -7,6 +7,7 @@ and chooses the next batch.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.best_first import expand
+from jaxspec.methods.core.best_first import Grown, expand
+from jaxspec.methods.core.feature_sequence import DraftSequence, StatesChunk
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
 from jaxspec.methods.core.round import DraftCounts
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_batch, unpack_verified
+from jaxspec.models.feature_draft import forward_draft, fuse
 from jaxspec.models.kv_cache import commit_rows, permute_window
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
@@ -30,6 +33,9 @@ from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, p
 from jaxspec.tree.reroot import Rerooted, reroot
 from jaxspec.tree.select import pack_best, proposals
 from jaxspec.tree.tree import Tree, init_tree
+
+# Passes of the program that times one: several, so that its dispatch counts little.
+PROBE_PASSES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +53,17 @@ class Growth:
     # One pass in every advance, whatever happened, in place of a branch on whether there is something to catch up with.
     # Growth on demand, without `leaves`, is a loop on device data all the same.
     branch_free: bool
+    # Passes of growth that a batch waits for after a root that the draft had not evaluated; with `branch_free` in every
+    # advance.
+    refill: int = 0
+    most_refill: int = 0  # passes that the tree has room for there, at least `refill`
 
     @property
     def rows(self) -> int:
-        """M: what survives, what grows until the next advance, and one pass more within it."""
-        advanced = max(self.survivors + max(2, self.width), self.num_rows + self.width)
-        return advanced + self.room * self.width
+        """M: what survives, what grows until the next advance, and the passes within it."""
+        waited = self.most_refill * self.width
+        hit = self.survivors + max(2, self.width) + (waited if self.branch_free else 0)
+        return max(hit, 1 + waited, self.num_rows + self.width) + self.room * self.width
 
 
 @struct.dataclass
@@ -64,30 +75,56 @@ class DraftTreeState:
     tree: Tree  # evaluated nodes are rows of the cache's window
     passes: Array  # int32 [], since the last advance
     computed: Array  # int32 [], tokens that these ran
+    # float32 [M, D], own states of the nodes of a draft that is fed hidden states. The root's row has true states of
+    # the target; those below it stand on the draft's own.
+    states: Array | None = None
+
+    @property
+    def produced(self) -> Array:
+        """Position of the root's children in the text, int32 []."""
+        return self.text.cache.length + 1 if self.states is None else self.text.seen
 
 
 class TreeDrafter:
     """Compiled functions of the draft's side, for one placement and capacity."""
 
     def __init__(self, placement: Placement, slots: int, propose: Propose, growth: Growth, *, path: int):
-        """Declare the programs; nothing is compiled yet.
+        """Declare the programs of a sequence; nothing is compiled yet.
 
-        `slots` is the capacity of the draft's cache, at least M and P (`path`) more than the longest text.
+        `slots` is the capacity of the draft's cache, at least M and P (`path`) more than the longest text. The programs
+        of a round follow in `declare_rounds`. `probe` makes `PROBE_PASSES` passes, to time one.
         """
-        self._sequence = ModelSequence(placement, slots, "draft")
+        self._placement, self._propose = placement, propose
+        features = placement.cfg.features
+        self._sequence = (ModelSequence if features is None else DraftSequence)(placement, slots, "draft")
+        self.slots = slots
         scalar = placement.array((), jnp.int32)
         tree = placement.replicated(jax.eval_shape(lambda: init_tree(growth.rows, growth.branch)))
-        state = DraftTreeState(self._sequence.state, tree, scalar, scalar)
+        width = None if features is None else placement.cfg.embed_dim
+        states = None if width is None else placement.array((growth.rows, width), jnp.float32)
+        state = DraftTreeState(self._sequence.state, tree, scalar, scalar, states)
         batch = batch_shapes(placement, growth.num_rows)
         counts = placement.array((len(DraftCounts._fields),), jnp.int32)
-        verified = placement.array((1 + path,), jnp.int32)
+        verified: Any = placement.array((1 + path,), jnp.int32)
+        if features is not None:
+            verified = verified, placement.array((path, features.states_dim), jnp.float32)
 
         def begin(text):
-            return DraftTreeState(text, init_tree(growth.rows, growth.branch), jnp.int32(0), jnp.int32(0))
+            states = None if width is None else jnp.zeros((growth.rows, width))
+            return DraftTreeState(text, init_tree(growth.rows, growth.branch), jnp.int32(0), jnp.int32(0), states)
 
-        def expand_by(passes, params, state, request):
-            grown = expand_tree(DraftModel(params, placement, propose, request), state, growth, passes)
-            return grown, grown.tree.size
+        self._growth = growth
+        self.state = state  # shapes
+        self._shapes = state, batch, counts, verified
+        self._begin = Program("draft begin", begin, placement.plan, [self._sequence.state], state, donate=[0])
+        self.probe = self._declare_expand("probe", growth, PROBE_PASSES)
+        self.programs = (*self._sequence.programs, self._begin)
+
+    def declare_rounds(self, depth: int, refill: int) -> None:
+        """Declare the programs of a round: `depth` is at most `room`, `refill` at most `most_refill`."""
+        state, batch, counts, verified = self._shapes
+        placement, propose = self._placement, self._propose
+        growth = dataclasses.replace(self._growth, depth=depth, refill=refill)
 
         def advance_by(passes, params, state, packed, request):
             model = DraftModel(params, placement, propose, request)
@@ -96,19 +133,26 @@ class TreeDrafter:
                 advanced, exposed = expand_tree(model, advanced, growth, passes), exposed + passes
             return choose_batch(model, advanced, exposed, moved, state.tree.size, growth)
 
-        plan, params, request = placement.plan, placement.params(), placement.request()
-        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
+        args, out = [placement.params(), state, verified, placement.request()], (state, batch, counts)
 
-        def declare(name: str, function: Any, passes: int, args: list, out: tuple) -> Program:
-            return Program(name, functools.partial(function, passes), plan, args, out, donate=[1])
+        def declare(name: str, passes: int) -> Program:
+            return Program(name, functools.partial(advance_by, passes), placement.plan, args, out, donate=[1])
 
-        args, out = [params, state, request], (state, scalar)
-        self.expand = declare("expand", expand_by, growth.depth, args, out)
-        self.expand_once = declare("expand once", expand_by, 1, args, out)
-        args, out = [params, state, verified, request], (state, batch, counts)
-        self.advance = declare("advance", advance_by, 0, args, out)
-        self.advance_and_expand = declare("advance and expand", advance_by, growth.depth, args, out)
-        self.programs = (*self._sequence.programs, self._begin)
+        self.advance = declare("advance", 0)
+        self.advance_and_expand = declare("advance and expand", depth)
+        self.expand = self._declare_expand("expand", growth, depth)
+        self.expand_once = self._declare_expand("expand once", growth, 1)
+
+    def _declare_expand(self, name: str, growth: Growth, passes: int) -> Program:
+        placement, state = self._placement, self._shapes[0]
+
+        def expand_by(params, state, request):
+            model = DraftModel(params, placement, self._propose, request)
+            grown = expand_tree(model, state, growth, passes)
+            return grown, grown.tree.size
+
+        args, out = [placement.params(), state, placement.request()], (state, placement.array((), jnp.int32))
+        return Program(name, expand_by, placement.plan, args, out, donate=[1])
 
     def start(self, root: int, state: DraftTreeState | None) -> DraftTreeState:
         """State of an empty sequence; `state` is donated."""
@@ -118,30 +162,56 @@ class TreeDrafter:
         """Commit int32 `tokens` `[n]`."""
         return dataclasses.replace(state, text=self._sequence.prefill(params, state.text, tokens))
 
+    def resume(self, params: Params, state: DraftTreeState, tokens: np.ndarray, common: int) -> DraftTreeState:
+        """Begin with the `common` first tokens of another sequence; see `ModelSequence.resume`."""
+        return self._begin(self._sequence.resume(params, state.text, tokens, common))
 
-def expand_tree(model: DraftModel, state: DraftTreeState, growth: Growth, passes: int) -> DraftTreeState:
+    @property
+    def fed(self) -> DraftSequence:
+        """The sequence of a draft that is fed hidden states; RuntimeError of another."""
+        if not isinstance(self._sequence, DraftSequence):
+            raise RuntimeError("this draft takes no hidden states")
+        return self._sequence
+
+    def prefill_with_states(
+        self, params: Params, state: DraftTreeState, tokens: np.ndarray, chunks: Sequence[StatesChunk]
+    ) -> DraftTreeState:
+        """`prefill` of a draft that is fed the hidden states of `chunks`."""
+        return dataclasses.replace(state, text=self.fed.prefill_with_states(params, state.text, tokens, chunks))
+
+    def resume_with_states(
+        self, params: Params, state: DraftTreeState, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
+    ) -> DraftTreeState:
+        """`resume` of such a draft, of which the first `kept` rows stay."""
+        return self._begin(self.fed.resume_with_states(params, state.text, tokens, kept, chunks))
+
+
+def expand_tree(model: DraftModel, state: DraftTreeState, growth: Growth, passes: int | Array) -> DraftTreeState:
     """EXPAND a number of times; there must be room for them. Written for one shard, as all that follows."""
 
-    def once(_: Array, carry: tuple) -> tuple:
-        cache, tree = carry
-        return expand(model, cache, tree, state.text.history, width=growth.width)
+    def once(_: Array, grown: Grown) -> Grown:
+        return expand(model, grown, state.text.history, state.produced, width=growth.width)
 
     with jax.named_scope("draft/grow"):
-        cache, tree = jax.lax.fori_loop(0, passes, once, (state.text.cache, state.tree))
-    computed = state.computed + tree.size - state.tree.size
-    return DraftTreeState(dataclasses.replace(state.text, cache=cache), tree, state.passes + passes, computed)
+        grown = jax.lax.fori_loop(0, passes, once, Grown(state.text.cache, state.tree, state.states))
+    computed = state.computed + grown.tree.size - state.tree.size
+    text = dataclasses.replace(state.text, cache=grown.cache)
+    return DraftTreeState(text, grown.tree, state.passes + passes, computed, grown.states)
 
 
 def follow_verified(
-    model: DraftModel, state: DraftTreeState, packed: Array, growth: Growth
+    model: DraftModel, state: DraftTreeState, message: Any, growth: Growth
 ) -> tuple[DraftTreeState, Rerooted, Array]:
     """REROOT, COMPACT and CATCH_UP; the last result is the number of passes that the target waits for, int32 []."""
+    packed, sent = (message, None) if state.states is None else message
     tokens, count = unpack_verified(packed)
     moved = reroot(state.tree, tokens, count, limit=growth.survivors, reuse=growth.reuse)
-    with jax.named_scope("draft/compact"):
-        order = moved.order[: growth.rows]
-        live = moved.committed + moved.tree.size
-        cache = commit_rows(permute_window(state.text.cache, order, live), moved.committed)
+    cache = state.text.cache
+    if sent is None:
+        with jax.named_scope("draft/compact"):
+            order = moved.order[: growth.rows]
+            live = moved.committed + moved.tree.size
+            cache = commit_rows(permute_window(cache, order, live), moved.committed)
     # What a sequence begins with is a root that the history has already.
     fresh = (jnp.arange(tokens.shape[0]) < count) & (state.tree.size > 0)
     history = update_history(state.text.history, tokens, fresh, model.placement.text_vocab, generated=True)
@@ -149,10 +219,67 @@ def follow_verified(
     missed = moved.num_pending > 0
     grown = dataclasses.replace(state, text=text, tree=moved.tree)
     with jax.named_scope("draft/catch_up"):
-        advance = advance_branch_free if growth.branch_free else advance_on_miss
-        grown = advance(model, grown, moved, growth)
-    exposed = jnp.int32(1) if growth.branch_free else missed.astype(jnp.int32)
-    return dataclasses.replace(grown, passes=grown.passes + exposed), moved, exposed
+        if sent is not None:
+            grown = replace_path(model, grown, moved, tokens, count, sent)
+        else:
+            advance = advance_branch_free if growth.branch_free else advance_on_miss
+            grown = advance(model, grown, moved, growth)
+    exposed = jnp.int32(1) if growth.branch_free or sent is not None else missed.astype(jnp.int32)
+    grown = dataclasses.replace(grown, passes=grown.passes + exposed)
+    if growth.refill:
+        # Where a branch is to be avoided the passes run in every advance; after a hit they are growth like any other.
+        wanted = growth.refill if growth.branch_free else missed * growth.refill
+        grown, exposed = expand_tree(model, grown, growth, wanted), exposed + wanted
+    return grown, moved, exposed
+
+
+def replace_path(
+    model: DraftModel, state: DraftTreeState, moved: Rerooted, tokens: Array, count: Array, sent: Array
+) -> DraftTreeState:
+    """Run what was verified with the states that were `sent`, float32 [P, n * D]; what survives goes after it.
+
+    The path's rows are computed again, because they stood on the draft's own states, and so is the new root's, whose
+    state its further children take. Nodes below the new root stay as they are (`moved.tree`). It is planted with its
+    true state where nothing survives. One pass of fixed shape in every case.
+    """
+    cfg, text, rows = model.placement.cfg, state.text, tokens.shape[0]
+    M = moved.tree.rows
+    # Whether the old root, which has true states, lies in slot 0.
+    known = jnp.maximum(text.seen - 1, 0) - text.cache.length
+    place, slot = jnp.arange(rows, dtype=jnp.int32), jnp.arange(M + rows, dtype=jnp.int32)
+    # Beyond the tree, so that nothing of it is lost.
+    beyond = slot - M
+    mask = ((slot == 0) & (known > 0))[None, :] | ((beyond >= 0)[None, :] & (beyond[None, :] <= place[:, None]))
+    start = text.cache.length + known
+    hidden, own, cache = forward_draft(
+        model.params, cfg, tokens, fuse(model.params, cfg, sent), start + place, text.cache, mask,
+        window_position=jnp.where(beyond >= 0, start + beyond, text.cache.length), offset=jnp.int32(M),
+        active_rows=count,
+    )  # fmt: skip
+    path = known + count  # the old root, if it counts, and what was verified
+    at = jnp.arange(M, dtype=jnp.int32)
+    survivors = moved.order[jnp.clip(moved.committed + at - path + 1, 0, moved.order.shape[0] - 1)]
+    order = jnp.where(at < known, 0, jnp.where(at < path, M + at - known, survivors))
+    live = path + jnp.maximum(moved.tree.size - 1, 0)
+    cache = commit_rows(permute_window(cache, order, live), path - 1)
+    seen = text.seen + count
+    last = (count - 1)[None]
+    hidden, own = (jnp.take(x, last, axis=0, mode="clip") for x in (hidden, own))
+    assert state.states is not None
+    states = state.states[jnp.clip(moved.order[jnp.clip(moved.committed + at, 0, moved.order.shape[0] - 1)], 0, M - 1)]
+    paths = PathHistory(text.history, moved.tree.token, jnp.zeros((1, M), bool))
+    child_token, child_logprob = model.propose(
+        vocab_logits(model.params, cfg, hidden), paths, model.request, seen[None]
+    )
+    planted = plant(moved.tree, text.root, child_token[0], child_logprob[0])
+    missed = moved.tree.size == 0
+    return dataclasses.replace(
+        state,
+        text=dataclasses.replace(text, cache=cache, seen=seen),
+        tree=jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, moved.tree),
+        computed=state.computed + count,
+        states=states.at[0].set(own[0]),
+    )
 
 
 def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
@@ -202,7 +329,8 @@ def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Reroote
     on_path = jnp.where(missed, False, leaf_mask.at[:, 0].set(False))
     paths = PathHistory(state.text.history, tree_token, on_path)
     produced = cache.length + 1 + depth
-    child_token, child_logprob = model.propose(vocab_logits(model.params, hidden), paths, model.request, produced)
+    logits = vocab_logits(model.params, model.placement.cfg, hidden)
+    child_token, child_logprob = model.propose(logits, paths, model.request, produced)
     last = jnp.maximum(moved.num_pending - 1, 0)
     planted = plant(tree, state.text.root, child_token[last], child_logprob[last])
     grown = add_rows(tree, picked, leaf_mask, child_token, child_logprob)
@@ -220,18 +348,20 @@ def choose_batch(
 
     Returns the state, the packed batch, and `DraftCounts` as int32 [n].
     """
-    cache, tree, passes = state.text.cache, state.tree, jnp.int32(0)
+    grown, passes = Grown(state.text.cache, state.tree, state.states), jnp.int32(0)
     if not growth.leaves:
 
         def short(carry: tuple) -> Array:
-            return (carry[1].size < growth.num_rows) & (leaf_scores(carry[1]).max() > -jnp.inf)
+            tree = carry[0].tree
+            return (tree.size < growth.num_rows) & (leaf_scores(tree).max() > -jnp.inf)
 
         def refill(carry: tuple) -> tuple:
-            grown = expand(model, carry[0], carry[1], state.text.history, width=growth.width)
-            return *grown, carry[2] + 1
+            more = expand(model, carry[0], state.text.history, state.produced, width=growth.width)
+            return more, carry[1] + 1
 
         with jax.named_scope("draft/refill"):
-            cache, tree, passes = jax.lax.while_loop(short, refill, (cache, tree, passes))
+            grown, passes = jax.lax.while_loop(short, refill, (grown, passes))
+    cache, tree = grown.cache, grown.tree
     candidates = proposals(tree)
     if not growth.leaves:
         evaluated = tree.child_row.reshape(-1) >= 0
@@ -252,4 +382,4 @@ def choose_batch(
     zero = jnp.int32(0)
     text = dataclasses.replace(state.text, cache=cache)
     packed = jnp.stack([jnp.asarray(count, jnp.int32) for count in counts])
-    return DraftTreeState(text, tree, zero, zero), pack_batch(batch), packed
+    return DraftTreeState(text, tree, zero, zero, grown.states), pack_batch(batch), packed

@@ -1,5 +1,7 @@
 """What crosses between the devices of draft and target: two packed int32 arrays, nothing else (SwiftSpec 3.2)."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -8,9 +10,13 @@ from jaxspec.sampling.accept import Verified
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
 
-def pack_verified(verified: Verified) -> Array:  # int32 [1 + P]
-    """Target to draft: how many tokens were verified, then the tokens."""
-    return jnp.concatenate([verified.count[None], verified.tokens]).astype(jnp.int32)
+def pack_verified(verified: Verified) -> Any:  # int32 [1 + P]
+    """Target to draft: how many tokens were verified, then the tokens.
+
+    For a draft that is fed hidden states a pair of that and of the states, float32 [P, n * D].
+    """
+    packed = jnp.concatenate([verified.count[None], verified.tokens]).astype(jnp.int32)
+    return packed if verified.states is None else (packed, verified.states)
 
 
 def unpack_verified(packed: Array) -> tuple[Array, Array]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import logging
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +11,21 @@ import numpy as np
 from flax import struct
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.executor import ResidentExecutor, place_request
-from jaxspec.methods.core.proposals import most_probable
+from jaxspec.methods.core.executor import place_request
+from jaxspec.methods.core.feature_sequence import StatesChunk, kept_with_states
+from jaxspec.methods.core.proposals import Propose
 from jaxspec.methods.core.round import ModelParams, Models, Round, verified_shapes
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import SequenceState, cache_slots
+from jaxspec.methods.core.streaming import make_executor
 from jaxspec.methods.core.verify import Draft
-from jaxspec.methods.swiftspec.draft_tree import DraftTreeState, Growth, TreeDrafter
+from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, TreeDrafter
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, unpack_batch
-from jaxspec.runtime import trace
+from jaxspec.methods.swiftspec.schedule import Schedule, choose_schedule, longest_mean, time_in_turn
+from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.runtime.transfer import replicated, transfer
+from jaxspec.runtime.program import Program, compile_programs
+from jaxspec.runtime.transfer import place, read_scalar, replicated, transfer
 from jaxspec.sampling.request import Request
 
 
@@ -37,54 +42,179 @@ class SwiftSpecState:
 
     target: SequenceState
     draft: DraftTreeState
-    verified: jax.Array
+    verified: Any  # see `pack_verified`
 
 
 class SwiftSpecRunner(Runner):
     """Compiled functions of both sides; one thread dispatches them."""
 
-    def __init__(self, models: Models, growth: Growth, tokens: int, *, overlap: bool, adaptive: bool):
+    def __init__(
+        self, models: Models, growth: Growth, propose: Propose, tokens: int, *, depth: int | None, refill: int | None,
+        overlap: bool, adaptive: bool, schedule: Schedule | None = None,
+    ):  # fmt: skip
         """Declare the programs for sequences of `tokens` tokens; nothing is compiled yet.
 
-        With `overlap` the tree grows while the target verifies, where the devices differ; with `adaptive` until the
-        target's result is there.
+        `propose` gives a node `growth.branch` children. With `overlap` the tree grows while the target verifies, where
+        the devices differ or the target's layers are streamed; with `adaptive` until the target's result is there.
+        `depth` and `refill` are those of the settings; where one is None, `calibrate` chooses it and declares the
+        programs of a round, unless an earlier runner's `schedule` is taken over.
         """
         target, draft = models
         assert draft is not None
         self._target, self._draft, self._growth = target, draft, growth
         self._adaptive = adaptive
-        self._overlap = overlap and target.plan.devices != draft.plan.devices
+        # Devices that wait for the target's layers have time for the draft.
+        idle = target.resident_layers is not None
+        self._overlap = overlap and (idle or target.plan.devices != draft.plan.devices)
+        # What a user should know of devices that both models share; `calibrate` says it.
+        self.note: str | None = None
         if overlap and not self._overlap:
-            logging.getLogger(__name__).warning(
-                "draft and target share their devices: they take turns (%s)", _why_shared(target.plan)
-            )
+            self.note = f"draft and target share their devices: they take turns ({_why_shared(target.plan)})"
         path = verified_shapes(target, growth.num_rows).tokens.shape[0]
+        self._layers = () if draft.cfg.features is None else draft.cfg.features.layers
         self.slots = cache_slots(tokens, path)
-        self.executor = ResidentExecutor(
+        self.executor = make_executor(
             target, self.slots, steps=0, max_path=path, draft=batch_shapes(target, growth.num_rows), dynamic_rows=True,
             receive=lambda packed: Draft(unpack_batch(packed), jnp.int32(0)), reply=pack_verified,
+            layers=self._layers,
         )  # fmt: skip
         slots = cache_slots(tokens, growth.rows + path)
-        self.drafter = TreeDrafter(draft, slots, most_probable(draft.vocab, growth.branch), growth, path=path)
-        if not self._overlap:
-            growing = [self.drafter.advance_and_expand]
+        self.drafter = TreeDrafter(draft, slots, propose, growth, path=path)
+        self.held = (self.executor.state, self.drafter.state, self.executor.verified)
+        # Nothing is left open where a given depth comes without a refill, and where adaptive growth ends by itself.
+        open_refill = refill is None and growth.most_refill > 0
+        self._given = growth.room if adaptive and depth is None else depth, None if open_refill else refill or 0
+        self.programs: Sequence[Program] = (*self.executor.programs, *self.drafter.programs)
+        self.schedule: Schedule | None = None
+        if schedule is None and None not in self._given:
+            schedule = Schedule(*self._given)  # pyright: ignore[reportArgumentType]
+        if schedule is None:
+            self.programs = (*self.programs, self.drafter.probe)
         else:
-            growing = [self.drafter.advance, self.drafter.expand_once if adaptive else self.drafter.expand]
-        self.programs = (*self.executor.programs, *self.drafter.programs, *growing)
+            self._follow(schedule)
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Declare the programs of a round."""
+        self.schedule, drafter = schedule, self.drafter
+        drafter.declare_rounds(schedule.depth, schedule.refill)
+        growing = [drafter.advance_and_expand]
+        if self._overlap:
+            growing = [drafter.advance, drafter.expand_once if self._adaptive else drafter.expand]
+        self.programs = (*self.executor.programs, *drafter.programs, *growing)
+
+    @property
+    def room(self) -> int:
+        """Most draft passes between two batches."""
+        return self._growth.room
+
+    @property
+    def calibrated(self) -> bool:
+        return self.schedule is not None
+
+    def calibrate(self, params: ModelParams, state: SwiftSpecState | None) -> SwiftSpecState:
+        """Time a verification and a draft pass, choose what the settings leave open, and compile the rest.
+
+        A depth that was given is kept. A warning says so where it caps the acceptance length while more passes would
+        fit into a verification.
+        """
+        if self.note is not None:
+            logging.getLogger(__name__).warning(self.note)
+        state = self.start(0, state)
+        known = self.schedule is not None and (self.schedule.ratio is not None or not self._overlap)
+        if known:
+            return state
+        state, ratio = self._measure(params, state)
+        growth, given = self._growth, self.schedule
+        schedule = choose_schedule(
+            ratio, *(self._given if given is None else (given.depth, given.refill)), most_depth=growth.room,
+            most_refill=growth.most_refill, overlap=self._overlap,
+        )  # fmt: skip
+        if given is None:
+            self._follow(schedule)
+            compile_programs(self.programs)
+        self.schedule = schedule
+        length = longest_mean(growth.num_rows, schedule.depth, schedule.refill, branch_free=growth.branch_free)
+        if self._overlap and not self._adaptive and length < growth.num_rows and schedule.depth + 1 <= ratio:
+            fitting = min(growth.num_rows, int(ratio))
+            logging.getLogger(__name__).warning(
+                "depth %d caps the acceptance length at %d tokens per target pass, whatever the draft; %d draft passes "
+                "fit into a verification here: leave depth out, or raise it", schedule.depth, length, fitting,
+            )  # fmt: skip
+        return state
+
+    def _measure(self, params: ModelParams, state: SwiftSpecState) -> tuple[SwiftSpecState, float]:
+        """Time of a verification over that of a draft pass, each alone and with short caches."""
+        assert params.draft is not None
+        requests, rows, held = self.place_request(SamplingParams(), 0), self._growth.num_rows, [state]
+        chain = np.concatenate([[rows], np.zeros(rows), np.maximum(np.arange(rows) - 1, 0)]).astype(np.int32)
+        batch = place(chain, replicated(self._target.plan))
+        passes, expand = PROBE_PASSES, self.drafter.probe
+        if self.schedule is not None:
+            passes, expand = (
+                (1, self.drafter.expand_once) if self._adaptive else (self.schedule.depth, self.drafter.expand)
+            )
+
+        def verify() -> Any:
+            # From the start each time: a round commits what it accepts.
+            held[0] = dataclasses.replace(held[0], target=self.executor.start(0, held[0].target))
+            jax.block_until_ready(held[0].target)
+
+            def dispatch() -> Any:
+                target, verified, _ = self.executor.verify(params.target, held[0].target, batch, requests.target)
+                held[0] = dataclasses.replace(held[0], target=target)
+                return verified
+
+            return dispatch
+
+        def grow() -> Any:
+            def dispatch() -> Any:
+                draft, size = expand(params.draft, held[0].draft, requests.draft)
+                held[0] = dataclasses.replace(held[0], draft=draft)
+                return size
+
+            return dispatch
+
+        seconds = time_in_turn({"verify": verify, "grow": grow})
+        return held[0], seconds["verify"] * passes / max(seconds["grow"], 1e-9)
+
+    def report(self) -> dict[str, Any] | None:
+        schedule = self.schedule
+        if schedule is None:
+            return None
+        ratio = None if schedule.ratio is None else round(schedule.ratio, 2)
+        return {"depth": schedule.depth, "refill": schedule.refill, "draft_passes_per_verification": ratio}
 
     def start(self, root: int, state: SwiftSpecState | None) -> SwiftSpecState:
-        # What a sequence begins with: its root, verified by definition.
-        verified = np.zeros(self.executor.verified.shape, np.int32)  # pyright: ignore[reportAttributeAccessIssue]
-        verified[:2] = 1, root
         return SwiftSpecState(
             self.executor.start(root, None if state is None else state.target),
             self.drafter.start(root, None if state is None else state.draft),
-            jax.device_put(verified, replicated(self._target.plan)),
+            self._first_verified(root),
+        )
+
+    def resume(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray, common: int) -> SwiftSpecState:
+        assert params.draft is not None
+        if self._layers:
+            kept, root = self.num_cached(state, common, len(tokens) - 1), int(tokens[-1])
+            target, chunks, states = self.executor.feeding().resume_with_states(
+                params.target, state.target, tokens, kept, min(self.slots, self.drafter.slots)
+            )
+            draft = self.drafter.resume_with_states(params.draft, state.draft, tokens, kept, self._send(chunks))
+            return SwiftSpecState(target, draft, _with_states(self._first_verified(root), states))
+        return SwiftSpecState(
+            self.executor.resume(params.target, state.target, tokens, common),
+            self.drafter.resume(params.draft, state.draft, tokens, common),
+            self._first_verified(int(tokens[-1])),
         )
 
     def prefill(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray) -> SwiftSpecState:
         """See `Runner.prefill`; both sides at the same time."""
         assert params.draft is not None
+        if self._layers:
+            target, chunks, states = self.executor.feeding().prefill_with_states(
+                params.target, state.target, tokens, min(self.slots, self.drafter.slots)
+            )
+            draft = self.drafter.prefill_with_states(params.draft, state.draft, tokens, self._send(chunks))
+            return SwiftSpecState(target, draft, _with_states(state.verified, states))
         return dataclasses.replace(
             state,
             target=self.executor.prefill(params.target, state.target, tokens),
@@ -102,26 +232,79 @@ class SwiftSpecRunner(Runner):
     ) -> tuple[SwiftSpecState, Round, int]:
         assert params.draft is not None
         advance = self.drafter.advance if self._overlap else self.drafter.advance_and_expand
-        verified = transfer(state.verified, self._draft.plan)
+        verified = jax.tree.map(lambda array: transfer(array, self._draft.plan), state.verified)
         draft, batch, counts = advance(params.draft, state.draft, verified, request.draft)
         sent = transfer(batch, self._target.plan)
-        target, verified, round_ = self.executor.verify(params.target, state.target, sent, request.target)
-        if self._overlap:
-            draft = self._expand(params, draft, verified, request.draft)
+        if self._overlap and not self._adaptive:
+            # It needs nothing of the target, and comes before anything that may keep this thread.
+            draft, _ = self.drafter.expand(params.draft, draft, request.draft)
+        growth = AdaptiveGrowth(self, params, draft, request.draft) if self._overlap and self._adaptive else None
+        # While layers are streamed, this thread comes by between them.
+        target, verified, round_ = self.executor.verify(
+            params.target, state.target, sent, request.target, None if growth is None else growth.come_by
+        )
+        if growth is not None:
+            draft = growth.until(verified[0] if self._layers else verified)
         return SwiftSpecState(target, draft, verified), dataclasses.replace(round_, draft=counts), 1
 
-    def _expand(
-        self, params: ModelParams, draft: DraftTreeState, verified: jax.Array, request: Request
-    ) -> DraftTreeState:
-        assert params.draft is not None
-        if not self._adaptive:
-            return self.drafter.expand(params.draft, draft, request)[0]
-        for _ in range(self._growth.room):
-            draft, size = self.drafter.expand_once(params.draft, draft, request)
-            trace.wait(size)
-            if verified.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
+    def num_cached(self, state: SwiftSpecState, common: int, count: int) -> int:
+        if not self._layers:
+            return super().num_cached(state, common, count)
+        common = min(common, read_scalar(state.draft.text.cache.length) + 1)
+        return kept_with_states(common, count, (self.slots, self.drafter.slots))
+
+    def _send(self, chunks: Sequence[StatesChunk]) -> list[StatesChunk]:
+        """The hidden states of a prompt, on the draft's devices."""
+        return [chunk._replace(states=transfer(chunk.states, self._draft.plan)) for chunk in chunks]
+
+    def _first_verified(self, root: int) -> Any:
+        """What a sequence begins with: its root, verified by definition; packed, on the target's devices."""
+        shapes = self.executor.verified
+        verified = np.zeros((shapes[0] if self._layers else shapes).shape, np.int32)
+        verified[:2] = 1, root
+        packed = place(verified, replicated(self._target.plan))
+        if not self._layers:
+            return packed
+        return packed, place(np.zeros(shapes[1].shape, np.float32), replicated(self._target.plan))
+
+
+class AdaptiveGrowth:
+    """One round's growth that goes on until the target's result is there, one draft pass at a time."""
+
+    def __init__(self, runner: SwiftSpecRunner, params: ModelParams, draft: DraftTreeState, request: Request):
+        """Nothing is dispatched yet."""
+        self._runner, self._params, self._draft, self._request = runner, params.draft, draft, request
+        self._left = runner.room
+        self._size: Any = None  # of the tree after the last pass that was dispatched
+
+    def come_by(self) -> None:
+        """Dispatch a pass, unless one runs; does not wait."""
+        if self._left and (self._size is None or _is_ready(self._size)):
+            self._expand()
+
+    def until(self, verified: jax.Array) -> DraftTreeState:
+        """Dispatch passes until `verified` is there or the tree has no room; returns the draft's state."""
+        while self._left:
+            self._expand()
+            trace.wait(self._size)
+            if all(hosts.gather("verified", _is_ready(verified))):
                 break
-        return draft
+        return self._draft
+
+    def _expand(self) -> None:
+        assert self._params is not None
+        self._draft, self._size = self._runner.drafter.expand_once(self._params, self._draft, self._request)
+        self._left -= 1
+
+
+def _with_states(verified: Any, states: Any) -> Any:
+    """The same message with the hidden states before the root; as it is where the root is the first token."""
+    return verified if states is None else (verified[0], states)
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether this process's part of an array is there; a process without a part has nothing to wait for."""
+    return all(shard.data.is_ready() for shard in array.addressable_shards)
 
 
 def _why_shared(plan: MeshPlan) -> str:

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_branch, check_range, renamed_settings
+from jaxspec.methods.core.settings import check_branch, check_choice, check_range, renamed_settings
 from jaxspec.methods.swiftspec.draft_tree import Growth
 from jaxspec.methods.swiftspec.runner import SwiftSpecRunner
 
@@ -28,11 +29,20 @@ class SwiftSpec(Method):
       width: w, leaves that the draft evaluates in one pass.
       branch: k, proposals per node; None is the larger of `num_draft_tokens` and `width`, with which an evaluated root
         fills a batch. 1, with `width` 1, makes a chain.
-      depth: d, draft passes while one batch is verified.
-      adaptive: go on growing until the target's result is there, up to four times `depth` passes, in place of exactly
-        `depth`. The host waits for the target in every round then.
+      depth: d, draft passes while one batch is verified. None measures both passes once the weights are there, and
+        takes as many as fit into a verification, at most `num_draft_tokens` + 1. No draft can have a mean acceptance
+        length above `depth`, or above 2 + `refill` if that is more.
+      refill: draft passes that a batch waits for after a root that the draft had not evaluated, apart from the one that
+        evaluates it; with `branch_free` they run in every round. None weighs them by the measured times where `depth`
+        is measured too, and is 0 where it is given, and with `branch_free`.
+      ranking: what the tree grows and batches are chosen by: "noise", the chance that the target chooses a prefix with
+        the noise of its own draws, which the draft knows; "probability", the draft's plain probabilities, as in the
+        paper; "sampling", those at the request's temperature. "noise" accepts more at temperature > 0, and is
+        "probability" at 0.
+      adaptive: go on growing until the target's result is there, up to four times `depth` passes (`num_draft_tokens` +
+        1 if that is None), in place of exactly `depth`. The host waits for the target in every round then.
       overlap: False grows the same trees in turn with verification. Draft and target that share their devices always
-        take turns.
+        take turns, unless the target's layers are streamed.
       reuse: False drops the tree in every round.
       leaves: whether a batch may hold proposals that the draft has not evaluated; without them growth on demand
         delays the target.
@@ -45,7 +55,9 @@ class SwiftSpec(Method):
     num_draft_tokens: int = 7
     width: int = 8
     branch: int | None = None
-    depth: int = 2
+    depth: int | None = None
+    refill: int | None = None
+    ranking: Ranking = "noise"
     adaptive: bool = False
     overlap: bool = True
     reuse: bool = True
@@ -61,7 +73,10 @@ class SwiftSpec(Method):
     def __post_init__(self):
         check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
         check_range("width", self.width, 1, 1024)
-        check_range("depth", self.depth, 1, 128)
+        if self.depth is not None:
+            check_range("depth", self.depth, 1, 128)
+        if self.refill is not None:
+            check_range("refill", self.refill, 0, 128)
         for name, default, low in (
             ("branch", max(self.num_draft_tokens, self.width), 1),
             ("survivors", max(8 * self.width, self.num_rows), 2),
@@ -69,6 +84,7 @@ class SwiftSpec(Method):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
             check_range(name, getattr(self, name), low, LARGEST_TREE)
+        check_choice("ranking", self.ranking, RANKINGS)
         for name in ("adaptive", "overlap", "reuse", "leaves", "branch_free"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "branch_free" and value is None):
@@ -97,19 +113,35 @@ class SwiftSpec(Method):
             raise ConfigError("adaptive growth needs a draft on devices of its own (draft_devices)")
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
-        assert self.branch is not None
-        return SwiftSpecRunner(models, self.growth(models), tokens, overlap=self.overlap, adaptive=self.adaptive)
+        assert models.draft is not None and self.branch is not None
+        propose = tree_proposals(self.ranking, models.draft.vocab, self.branch)
+        taken_over = previous.schedule if isinstance(previous, SwiftSpecRunner) else None
+        return SwiftSpecRunner(
+            models, self.growth(models), propose, tokens, depth=self.depth, refill=self.refill, overlap=self.overlap,
+            adaptive=self.adaptive, schedule=taken_over,
+        )  # fmt: skip
 
     def _growth(self, branch_free: bool) -> Growth:
         assert self.branch is not None and self.survivors is not None
-        room = 4 * self.depth if self.adaptive else self.depth
-        return Growth(
-            self.num_rows, self.width, self.branch, self.depth, self.survivors, room, self.reuse, self.leaves,
-            branch_free,
-        )  # fmt: skip
+        refill = self.refill
+        if refill is None:
+            # A tree of survivors has room for them, and no batch is deeper than that.
+            most = min(max(0, self.num_draft_tokens - 1), self.survivors // self.width)
+            refill = 0 if branch_free or self.depth is not None else most
+
+        def grown(room: int) -> Growth:
+            return Growth(
+                self.num_rows, self.width, self.branch or 1, self.depth or room, self.survivors or 2, room, self.reuse,
+                self.leaves, branch_free, self.refill or 0, refill,
+            )  # fmt: skip
+
+        if self.depth is not None:
+            return grown(4 * self.depth if self.adaptive else self.depth)
+        fitting = (LARGEST_TREE - grown(0).rows) // self.width
+        return grown(max(1, min(self.num_rows, fitting)))
 
     def growth(self, models: Models) -> Growth:
-        """How the tree grows on these devices."""
+        """How the tree grows on these devices; a depth that is measured is the most there is room for."""
         assert models.draft is not None
         platform = models.draft.plan.devices[0].platform
         return self._growth(platform != "cpu" if self.branch_free is None else self.branch_free)

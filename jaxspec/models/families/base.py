@@ -1,77 +1,16 @@
-"""What the families of models differ in, and the strict reader of the values that describe a model."""
+"""What the families of models differ in."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.models.families.rope_settings import read_rope
+from jaxspec.models.families.values import ConfigValues
+from jaxspec.models.rope import RopeConfig
+
+if TYPE_CHECKING:
+    from jaxspec.models.config import ModelConfig
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-class ConfigValues:
-    """Named values of a `config.json` or of GGUF metadata. Errors name the file, the key and the value.
-
-    The object remembers which keys were read: a key that is left over may change the model and is refused.
-    """
-
-    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = ""):
-        """Take the keys that begin with `prefix`, which is cut off. `path` is for errors."""
-        self.path, self.prefix = path, prefix
-        self._values = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-        self._read: set[str] = set()
-
-    def __contains__(self, key: str) -> bool:
-        """Whether the key is there, with null too."""
-        return key in self._values
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of any type; the default where the key is absent or null."""
-        self._read.add(key)
-        value = self._values.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer from `least` to 2^31 - 1; without a default the key is required."""
-        value = self._require(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            self.refuse(key, f"an integer of at least {least} is needed", CheckpointError)
-        return value
-
-    def optional_integer(self, key: str, default: int) -> int | None:
-        """A positive integer; the default where the key is absent, None where it is null."""
-        return None if key in self and self.get(key) is None else self.integer(key, default)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; without a default the key is required."""
-        value = self._require(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**62:
-            self.refuse(key, "a finite number is needed", CheckpointError)
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        """True or false; an absent key is false."""
-        value = self.get(key, False)
-        if not isinstance(value, bool):
-            self.refuse(key, "true or false is needed", CheckpointError)
-        return value
-
-    def refuse(self, key: str, why: str, error: type[ValueError] = ConfigError) -> NoReturn:
-        """Raise an error that names the key and its value."""
-        text = repr(self._values.get(key))
-        raise error(f"{self.path}: {self.prefix}{key} is {text if len(text) <= 60 else text[:60] + '...'}; {why}")
-
-    def refuse_unread(self, is_harmless: Callable[[str, Any], bool]) -> None:
-        """Refuse the first key that was not read, unless `is_harmless(key, value)` says that it changes no logit."""
-        for key, value in self._values.items():
-            if key not in self._read and not is_harmless(key, value):
-                self.refuse(key, "this setting is not known to jaxspec and may change the model")
-
-    def _require(self, key: str, default: Any) -> Any:
-        value = self.get(key, default)
-        if value is None:
-            raise CheckpointError(f"{self.path}: lacks {self.prefix}{key}")
-        return value
 
 
 class Family:
@@ -97,6 +36,28 @@ class Family:
     default_head_dim: ClassVar[int | None] = None
     # Whether some layers may have a sliding window while others have none.
     layers_differ: ClassVar[bool] = False
+    # Whether published folders bring code (`auto_map`) that has become transformers' own; it is not run.
+    has_published_code: ClassVar[bool] = False
+    # Whether a Hugging Face folder has the experts of a layer together (`jaxspec.checkpoint.experts_together`).
+    experts_together: ClassVar[bool] = False
+    # Whether the band of yarn scaling of its GGUF files, which do not say it, ends at whole pairs.
+    yarn_truncates: ClassVar[bool] = True
+    # What transformers' class of the family assumes, for drafts whose files say only what differs; empty where no draft
+    # has layers of this family.
+    class_defaults: ClassVar[Mapping[str, Any]] = {}
+    # What absent keys of `config.json` mean.
+    default_eps: ClassVar[float] = 1e-6
+    default_theta: ClassVar[float] = 10000.0
+    default_tied: ClassVar[bool] = False
+    # Keys of the MLP's activation in `config.json`, and the names that mean the one in `features`.
+    activation_keys: ClassVar[tuple[str, ...]] = ("hidden_act",)
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")
+    # Names of a layer's tensors in a Hugging Face folder, less `model.layers.N.` and `.weight`, where they are not
+    # those of Llama (`mlp.down_proj`) or of a mixture of experts in Qwen's spelling (`mlp.experts.N.down_proj`).
+    # The norms of results, which Llama has not, are `attention_post_norm` and `mlp_post_norm`.
+    tensor_names: ClassVar[Mapping[str, str]] = {}
+    # Names of a layer's tensors in a GGUF file, less `blk.N.` and `.weight`, where they mean others than in Llama's.
+    gguf_names: ClassVar[Mapping[str, str]] = {}
 
     def read_config(self, values: ConfigValues, num_layers: int) -> dict[str, Any]:
         """Fields of `ModelConfig` that `config.json` spells in the family's own way.
@@ -105,6 +66,9 @@ class Family:
           CheckpointError, ConfigError: a value is missing or of the wrong type, or asks for what is not supported.
         """
         embed_dim, num_heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+        for key in self.activation_keys:
+            if values.get(key, self.activations[0]) not in self.activations:
+                values.refuse(key, f"only {self.activations[0]} is supported")
         if values.flag("attention_bias") and not self.features.get("qkv_bias"):
             values.refuse("attention_bias", f"attention biases are not supported for models of type {self.name}")
         same_heads = self.optional_kv_heads or "num_key_value_heads" in values
@@ -122,11 +86,35 @@ class Family:
             "sliding_layers": layers,
         }
 
+    def read_rope(self, values: ConfigValues, max_context: int) -> dict[str, RopeConfig]:
+        """The rotary embedding in `config.json`, as fields of `ModelConfig`."""
+        return {"rope": read_rope(values, max_context, self.default_theta)}
+
+    def tensor_name(self, part: str) -> str:
+        """What a layer's tensor is called in a Hugging Face folder; see `tensor_names`."""
+        return self.tensor_names.get(part, part)
+
+    def fused_tensors(self, cfg: "ModelConfig") -> Mapping[str, Sequence[tuple[str, int]]]:
+        """Tensors of a layer in a file that hold several: the parts in order, and the leading entries of each.
+
+        Both are named as in `tensor_names`. GGUF files hold the experts of a layer together.
+        """
+        if cfg.experts is None:
+            return {}
+        names = ("gate_proj", "up_proj", "down_proj")
+        count = cfg.experts.count
+        return {f"mlp.experts.{n}": [(f"mlp.experts.{i}.{n}", 1) for i in range(count)] for n in names}
+
     def read_window(self, values: ConfigValues) -> tuple[int | None, int]:
         """Sliding window in `config.json`, or None, and the first layer that has it."""
         if values.get("sliding_window"):
             values.refuse("sliding_window", f"models of type {self.name} have no sliding windows in jaxspec")
         return None, 0
+
+    def sliding_layers(self, values: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+        """The sliding window, and the layers that have it where `config.json` lists none."""
+        window, first = self.read_window(values)
+        return window, tuple(window is not None and index >= first for index in range(num_layers))
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """Fields of `ModelConfig` that the hyperparameters of a GGUF file spell in the family's own way."""
@@ -136,8 +124,7 @@ class Family:
 
     def _read_layers(self, values: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """`ModelConfig.sliding_window` and `sliding_layers`; a list of layer types wins over a first layer."""
-        window, first = self.read_window(values)
-        layers = tuple(window is not None and index >= first for index in range(num_layers))
+        window, layers = self.sliding_layers(values, num_layers)
         if (types := values.get("layer_types")) is not None:
             if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= {_SLIDING, _FULL}:
                 values.refuse("layer_types", f"a list of {num_layers} of {_SLIDING!r} and {_FULL!r} is supported")

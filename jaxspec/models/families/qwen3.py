@@ -10,6 +10,10 @@ class Qwen3(Qwen2):
     gguf_architecture = "qwen3"
     features = {"qk_norm": True}
     default_head_dim = 128
+    class_defaults = {
+        "hidden_size": 4096, "intermediate_size": 22016, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "vocab_size": 151936,
+    }  # fmt: skip
 
 
 FAMILY = Qwen3()

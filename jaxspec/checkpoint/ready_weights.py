@@ -1,0 +1,192 @@
+"""Weights kept as they lie in memory: a start neither opens the checkpoint's own formats again nor packs.
+
+They lie beside the compiled programs, one file for a target and its draft. A file holds a header, and the bytes of each
+array, on multiples of 64 bytes. Its name is a digest of everything that shapes them: the checkpoints' files (size and
+time of change), the placements, and the code. Every part has a SHA-256, which is compared when it is mapped. A file is
+written once and never changed: it is replaced or removed as a whole, which leaves those who have mapped it what it was.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxspec.models.params import Params
+from jaxspec.runtime import program_store
+from jaxspec.runtime.fingerprint import UnknownError, surroundings
+from jaxspec.runtime.placement import Placement
+
+LOG = logging.getLogger(__name__)
+
+FOLDER = "weights"
+MAGIC = b"jaxspec weights 1\n"
+ALIGNMENT = 64  # of arrays that XLA takes over without a copy
+PART_BYTES = 16 << 20  # that are checked at once
+LONGEST_HEADER = 1 << 24
+# Larger models are read from their checkpoints: there the start is the time of the disk, and a copy would fill it.
+LARGEST_BYTES, MOST_BYTES = 2**30, 2 * 2**30
+_NUM_THREADS = 2
+
+
+class ReadyWeights:
+    """The file of one pair of models; where there is none, or it is damaged, `load` gives None."""
+
+    def __init__(self, folder: Path, name: str, target: Placement, draft: Placement | None):
+        """Use `find`."""
+        self._folder, self._path = folder, folder / name
+        self._writing: Future[None] | None = None
+        self._shapes = [target.params(), None if draft is None else draft.params()]
+
+    @staticmethod
+    def find(
+        cache: Path | None, paths: Sequence[Path], target: Placement, draft: Placement | None
+    ) -> "ReadyWeights | None":
+        """The file of models with checkpoints at `paths`; None where weights are not kept.
+
+        That is without a cache folder, on other devices than one CPU, and where nothing is packed.
+        """
+        placements = [target] if draft is None else [target, draft]
+        single = all(len(p.plan.devices) == 1 and p.plan.devices[0].platform == "cpu" for p in placements)
+        if cache is None or not program_store.is_used() or not single or target.activations == "float32":
+            return None
+        try:
+            words = [surroundings(), *map(_describe, placements), *map(_stamp, paths)]
+        except (UnknownError, OSError) as error:
+            LOG.info("ready weights are not kept: %s", error)
+            return None
+        name = hashlib.sha256(repr(words).encode()).hexdigest()
+        return ReadyWeights(cache / FOLDER, name, target, draft)
+
+    def load(self) -> tuple[Params, Params | None] | None:
+        """Parameters of target and draft, or None; a damaged file is removed."""
+        try:
+            with open(self._path, "rb", buffering=0) as file:
+                header, data = _map(file)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            LOG.info("the ready weights %s are not usable: %s", self._path.name, error)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            return None
+        shapes, treedef = jax.tree.flatten(self._shapes)
+        made: dict[int, jax.Array] = {}
+        leaves = []
+        for shape, place in zip(shapes, header["places"], strict=True):
+            if place not in made:
+                size = int(np.prod(shape.shape)) * shape.dtype.itemsize
+                array = data[place : place + size].view(shape.dtype).reshape(shape.shape)
+                made[place] = jax.device_put(array, shape.sharding)
+            leaves.append(made[place])
+        with contextlib.suppress(OSError):
+            os.utime(self._path)  # it was used
+        return tuple(jax.tree.unflatten(treedef, leaves))
+
+    def save(self, params: Params, draft_params: Params | None) -> None:
+        """Write the file in the background, unless the process ends before."""
+        leaves, treedef = jax.tree.flatten([params, draft_params])
+        shapes, wanted = jax.tree.flatten(self._shapes)
+        unlike = treedef != wanted or any(
+            (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype) or not isinstance(leaf.sharding, NamedSharding)
+            for leaf, shape in zip(leaves, shapes, strict=True)
+        )
+        if unlike or sum({id(leaf): leaf.nbytes for leaf in leaves}.values()) > LARGEST_BYTES:
+            return
+        pool = ThreadPoolExecutor(1, "jaxspec-weights")
+        self._writing = pool.submit(self._write, leaves)
+        pool.shutdown(wait=False)
+
+    def settle(self) -> None:
+        """Wait until what `save` began is written."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, leaves: list[jax.Array]) -> None:
+        places, sizes, at = [], {}, 0
+        for leaf in leaves:
+            if id(leaf) not in sizes:
+                sizes[id(leaf)] = at
+                at += _round_up(leaf.nbytes)
+            places.append(sizes[id(leaf)])
+        data = np.zeros(at, np.uint8)
+        written = set()
+        for leaf, place in zip(leaves, places, strict=True):
+            if place not in written:
+                data[place : place + leaf.nbytes] = np.asarray(leaf).reshape(-1).view(np.uint8)
+                written.add(place)
+        pieces = [data[start : start + PART_BYTES].data for start in range(0, at, PART_BYTES)]
+        parts = [hashlib.sha256(piece).hexdigest() for piece in pieces]
+        header = json.dumps({"places": places, "size": at, "parts": parts}).encode()
+        head = MAGIC + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header
+        head += bytes(_round_up(len(head)) - len(head))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, name = tempfile.mkstemp(dir=self._folder, prefix=".part-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(head)
+                    for piece in pieces:
+                        if not threading.main_thread().is_alive():
+                            raise OSError("the process ends")
+                        file.write(piece)
+                os.replace(name, self._path)
+            except BaseException:
+                os.unlink(name)
+                raise
+            program_store.trim(self._folder, MOST_BYTES)
+        except OSError as error:
+            LOG.info("the weights are not kept: %s", error)
+
+
+def _map(file: BinaryIO) -> tuple[dict[str, Any], np.ndarray]:
+    """Header and bytes of a file, mapped; ValueError where they are not as they were written."""
+    start = len(MAGIC)
+    head = file.read(start + 40)
+    length = int.from_bytes(head[start : start + 8], "little")
+    if head[:start] != MAGIC or length > LONGEST_HEADER:
+        raise ValueError("it begins otherwise")
+    text = file.read(length)
+    if hashlib.sha256(text).digest() != head[start + 8 :]:
+        raise ValueError("its header is damaged")
+    header, begin = json.loads(text), _round_up(start + 40 + length)
+    if os.fstat(file.fileno()).st_size != begin + header["size"]:
+        raise ValueError("its size is another")
+    # A copy in memory of its own would take several times as long, most of it in page faults.
+    data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8, offset=begin)
+
+    def is_whole(index: int) -> bool:
+        part = data[index * PART_BYTES : (index + 1) * PART_BYTES]
+        return hashlib.sha256(part.data).hexdigest() == header["parts"][index]
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        if not all(pool.map(is_whole, range(len(header["parts"])))):
+            raise ValueError("its bytes are damaged")
+    return header, data
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _describe(placement: Placement) -> str:
+    shapes = jax.tree.flatten(placement.params())
+    return repr((placement.plan.kernels, [(leaf.shape, str(leaf.dtype)) for leaf in shapes[0]], str(shapes[1])))
+
+
+def _stamp(path: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of change of a checkpoint's files."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    found = [(file, file.stat()) for file in files]
+    return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in found]

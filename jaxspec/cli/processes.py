@@ -1,0 +1,100 @@
+"""The options of a command that runs as several processes: where they meet, and what the others do."""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxspec.cli.run import leave_after_interrupt
+from jaxspec.cli.start import STDERR, STDOUT, leave_interrupted
+from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspec.llm import LLM
+
+CoordinatorOption = Annotated[
+    str | None, typer.Option(help="HOST:PORT where several processes meet, or auto (Slurm, MPI, Kubernetes, TPU).")
+]
+NumProcessesOption = Annotated[int | None, typer.Option(help="How many processes there are.")]
+ProcessIdOption = Annotated[int | None, typer.Option(help="Which one this is; 0 has the prompt and the output.")]
+DraftProcessOption = Annotated[
+    int | None, typer.Option(help="Process whose devices the draft of swiftspec has [the last].")
+]
+
+NAMES = ("coordinator", "num_processes", "process_id", "draft_process")
+
+
+def processes_from(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The settings of `LLM(distributed=...)` among merged options; None where none is given."""
+    given = {name: options[name] for name in NAMES if options.get(name) is not None}
+    if asks_for_several(options):
+        _keep_output()
+    return given or None
+
+
+def asks_for_several(options: Mapping[str, Any]) -> bool:
+    """Whether merged options or the environment name other processes."""
+    return any(options.get(name) is not None for name in NAMES) or bool(os.environ.get("JAXSPEC_COORDINATOR"))
+
+
+def _keep_output() -> None:
+    """Let what libraries write to standard output, as Gloo does, go to standard error."""
+    sys.stdout.flush()
+    own = open(os.dup(STDOUT), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(STDERR, STDOUT)
+    sys.stdout = own
+
+
+def is_follower(options: Mapping[str, Any]) -> bool:
+    """Whether this process is known to be another than the first; one that JAX detects is not known yet."""
+    number = options.get("process_id")
+    text = os.environ.get("JAXSPEC_PROCESS_ID", "0")
+    return bool(number) if number is not None else text.isdecimal() and int(text) > 0
+
+
+def refuse_several(name: str) -> None:
+    """ConfigError where the environment asks for several processes, for a command that runs in one."""
+    if os.environ.get("JAXSPEC_COORDINATOR"):
+        raise ConfigError(f"{name} runs in one process: unset JAXSPEC_COORDINATOR")
+
+
+@contextlib.contextmanager
+def _signals_noted(name: str) -> Iterator[list[int]]:
+    """Within, the first interrupt or SIGTERM of a process that follows is noted; a second one ends the process.
+
+    A terminal or a scheduler sends signals to all processes. Process 0 decides what is still finished.
+    """
+    noted: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if noted:
+            leave_interrupted()
+        noted.append(number)
+        os.write(STDERR, f"{name}: process 0 says when to end; a second signal ends this process now\n".encode())
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def follow_or_lead(llm: "LLM", name: str) -> bool:
+    """Follow process 0 until it ends, if this is another one, and return True; process 0 prints the plan."""
+    from jaxspec.runtime import distributed, hosts
+
+    if not hosts.several():
+        return False
+    if not distributed.is_leader():
+        with _signals_noted(name) as noted:
+            llm.follow()
+        if signal.SIGINT in noted:
+            leave_after_interrupt()
+        return True
+    print(f"{name}: {llm.device_plan}", file=sys.stderr, flush=True)
+    return False

@@ -1,0 +1,88 @@
+"""What the processes after the first do with a model: the same as process 0, as it says (docs/several-hosts.md)."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec import __version__
+from jaxspec.engine import Session, read_sampling
+from jaxspec.methods.registry import make_method
+from jaxspec.models.config import ModelConfig
+from jaxspec.runtime import hosts
+from jaxspec.runtime.mesh import MeshPlan
+from pallas_kernels.native import library
+
+# Bytes of each file of a checkpoint that its digest reads: the start, where headers are, and some places after it.
+_HEAD, _SAMPLE, _SAMPLES = 1 << 20, 1 << 12, 64
+
+
+def follow(llm: Any) -> None:
+    """Run the engine of an `LLM` as process 0 runs its own, until that has no more commands.
+
+    DistributedError: process 0 names an engine or a session that is not there.
+    """
+    models: dict[int, Any] = {llm.engine.number: llm}
+    sessions: dict[int, Session] = {}
+    while (given := hosts.next_command())["do"] != "end":
+        match given["do"]:
+            case "method":
+                method = make_method(given["name"], read_settings(given["settings"]))
+                other = models[given["engine"]].with_method(method)
+                models[other.engine.number] = other
+            case "prepare":
+                sampling = given["sampling"]
+                models[given["engine"]].engine.prepare(given["tokens"], sampling and read_sampling(sampling))
+            case "open":
+                served = models[given["engine"]]
+                session = served.engine.open(
+                    served.model_params, given["prompt"], read_sampling(given["sampling"]), given["seed"]
+                )
+                sessions[session.number] = session
+            case "step":
+                sessions[given["session"]].step()
+            case "close":
+                sessions.pop(given["session"]).close()
+
+
+def method_settings(method: Any) -> dict[str, Any]:
+    """Settings of a method, for `read_settings`."""
+    return dataclasses.asdict(method)
+
+
+def read_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a method from JSON, whose lists are tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def describe_world(plan: MeshPlan) -> dict[str, str]:
+    """What makes the programs and the rounding of a process: versions, kernels, kinds of devices."""
+    kernels = plan.kernels
+    found = {"jaxspec": __version__, "jax": jax.__version__, "numpy": np.__version__, "kernels": kernels.name}
+    found["implementations"] = str(kernels.implementations)
+    found["kind of devices"] = ", ".join(sorted({device.device_kind for device in jax.local_devices()}))
+    if kernels.native:
+        found["instruction set of the native kernels"] = library.load().level or "unknown"
+    return found
+
+
+def checkpoint_digest(path: Path, cfg: ModelConfig) -> str:
+    """Of a checkpoint's geometry, its files' sizes, and parts of what they hold; not of its place."""
+    digest = hashlib.sha256(repr(cfg).encode())
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path) if path.is_dir() else ''} {size} ".encode())
+        with open(file, "rb") as opened:
+            digest.update(opened.read(_HEAD))
+            for index in range(_SAMPLES):
+                place = _HEAD + (size - _HEAD) * index // _SAMPLES
+                if size > _HEAD:
+                    opened.seek(place)
+                    digest.update(opened.read(_SAMPLE))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,307 @@
+"""What the rounds of a pair of models cost on this machine: measured once, and kept beside the compiled programs.
+
+The first start with compiled programs runs each kind of round a few times on a text of its own (`measure_rounds`), for
+a few seconds at most. A profile is one JSON file. Its name is a digest of all that the times depend on: the machine,
+the versions and files of the code, and how both models lie in memory. A file that is damaged is measured again.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config import SamplingParams
+from jaxspec.errors import CheckpointError
+from jaxspec.json_file import read_json
+from jaxspec.methods.core.cost_model import CostModel, fill_rows
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models
+from jaxspec.methods.core.runner import SpeculativeRunner, SpeculativeState, first_verified
+from jaxspec.methods.core.verify import Draft
+from jaxspec.runtime import hosts, program_store
+from jaxspec.runtime.fingerprint import UnknownError, surroundings
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.transfer import place
+from jaxspec.tree.tree import Batch
+
+LOG = logging.getLogger(__name__)
+
+FORMAT = "jaxspec cost profile 1"
+FOLDER = "profiles"
+# Verified rows that are timed, as far as a batch has so many, and tokens before them.
+ROWS, CONTEXT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64), 128
+# Equal rounds that are dispatched together and make one sample: their dispatch is hidden, as while decoding.
+TOGETHER = 2
+# Samples of each kind of round at least and at most; no further ones after so many seconds. Where the first ones, which
+# warm up, take longer than the last figure, nothing is measured.
+LEAST_SAMPLES, MOST_SAMPLES, ENOUGH_S, TOO_LONG_S = 2, 6, 2.0, 8.0
+# Median over least time from which on other programs are taken to disturb the measurement.
+UNSTEADY = 1.3
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of the parts of rounds, dispatch included; the least of a few samples."""
+
+    plain_s: float  # of a token of plain decoding, several per dispatch
+    verify_s: Mapping[int, float]  # of a verification, by rows
+    search_s: float  # of what precedes a verification, apart from draft passes
+    draft_s: float  # of a draft pass of one row; 0 without a draft
+    steady: bool = True  # False where equal rounds differed much: another program ran on the machine
+
+    def figures(self) -> dict[str, Any]:
+        """The settings of `Auto` that say the same, in tokens of plain decoding."""
+        one_row = self.verify_s[1]
+        passes = {rows: 1 + (seconds - one_row) / self.plain_s for rows, seconds in self.verify_s.items()}
+        round_cost = max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s
+        found = {"pass_cost": fill_rows(passes), "round_cost": round(round_cost, 4)}
+        return found | ({"draft_cost": round(self.draft_s / self.plain_s, 4)} if self.draft_s else {})
+
+
+class CostProfile:
+    """The file of one pair of models on this machine."""
+
+    def __init__(self, path: Path):
+        """Use `find`."""
+        self._path = path
+
+    @staticmethod
+    def find(cache: Path | None, models: Models, num_rows: int) -> "CostProfile | None":
+        """The file for batches of `num_rows` rows; None where nothing is measured.
+
+        That is without a cache folder, on other devices than one CPU, where the target's layers are streamed, and with
+        a draft that is fed hidden states.
+        """
+        placements = [placement for placement in models if placement is not None]
+        fits = all(_is_simple(placement) for placement in placements)
+        if cache is None or not program_store.is_used() or hosts.several() or not fits:
+            return None
+        try:
+            words = [surroundings(), FORMAT, num_rows, *map(_describe, placements)]
+        except UnknownError as error:
+            LOG.info("costs are not measured: %s", error)
+            return None
+        return CostProfile(cache / FOLDER / f"costs-{hashlib.sha256(repr(words).encode()).hexdigest()[:32]}.json")
+
+    def load(self) -> RoundTimes | None:
+        """What was measured; None where nothing was, or the file is of no use."""
+        if not self._path.is_file():
+            return None
+        try:
+            saved = read_json(self._path)
+            if saved.get("format") != FORMAT:
+                raise ValueError(f"it is not of format {FORMAT!r}")
+            verify_s = {int(rows): float(seconds) for rows, seconds in saved["verify_s"].items()}
+            times = RoundTimes(saved["plain_s"], verify_s, saved["search_s"], saved["draft_s"])
+            check_times(times)
+            return times
+        except (CheckpointError, ValueError, TypeError, KeyError, AttributeError) as error:
+            LOG.info("the cost profile %s is measured again: %s", self._path.name, error)
+            return None
+
+    def save(self, times: RoundTimes) -> None:
+        """Write the file, over one that may be there; an interrupted write leaves that one.
+
+        Times that were not steady are not kept: the next start measures again.
+        """
+        if not times.steady:
+            LOG.info("measured costs are not kept: equal rounds differed by more than a factor of %s", UNSTEADY)
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".costs-")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump({"format": FORMAT, **dataclasses.asdict(times)}, file)
+                os.replace(name, self._path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            LOG.info("measured costs are not kept: %s", error)
+
+
+def check_times(times: RoundTimes) -> None:
+    """ValueError or TypeError where these are no times of rounds."""
+    several = times.plain_s, *times.verify_s.values()
+    if not all(0 < seconds < math.inf for seconds in several):
+        raise ValueError("a round has no time")
+    if not all(0 <= seconds < math.inf for seconds in (times.search_s, times.draft_s)):
+        raise ValueError("a part of a round has no time")
+    rows = list(times.verify_s)
+    if len(rows) < 2 or rows[0] != 1 or rows != sorted(rows):
+        raise ValueError("its numbers of rows are not those of rounds")
+
+
+def measured_rows(num_rows: int) -> list[int]:
+    """Verified rows that are timed for batches of `num_rows` rows, at least 2."""
+    return sorted({rows for rows in ROWS if rows < num_rows} | {min(num_rows, ROWS[-1])})
+
+
+def can_measure(slots: int, num_rows: int) -> bool:
+    """Whether all rounds of one sample fit into a cache of so many slots, whatever is accepted."""
+    most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows)
+    return slots >= CONTEXT + most + num_rows
+
+
+def measure_rounds(
+    runner: SpeculativeRunner, params: ModelParams, state: SpeculativeState | None, num_rows: int, length: int,
+    now: Callable[[], float] = time.perf_counter,
+) -> RoundTimes | None:  # fmt: skip
+    """Time verifications, plain decoding and drafts in turn; `state` is donated.
+
+    `length` is that of the longest chain of the draft, 0 without one. Drafts are made as long as is wanted by the
+    figures that they are weighed with, which the caller sets anew afterwards. None if a sample takes too long.
+    """
+    samples: list[dict[Any, float]] = []
+    start = now()
+    while True:
+        sample, state = _sample(runner, params, state, num_rows, length, now)
+        if not samples and now() - start > TOO_LONG_S:
+            return None
+        samples.append(sample)
+        measured = len(samples) - 1
+        if measured >= MOST_SAMPLES or (measured >= LEAST_SAMPLES and now() - start > ENOUGH_S):
+            break
+    # What else runs on the machine only adds to a time.
+    least: dict[Any, float] = {}
+    for sample in samples[1:]:
+        least |= {name: min(seconds, least.get(name, seconds)) for name, seconds in sample.items()}
+    verify_s = {name: seconds for name, seconds in least.items() if isinstance(name, int)}
+    short, long = least.get(("draft", min(length, 1))), least.get(("draft", length))
+    draft_s = 0.0
+    if short is not None and long is not None and length:
+        draft_s = max(0.0, (long - short) / (length - 1)) if length > 1 else short
+    search_s = 0.0 if short is None else max(0.0, short - draft_s)
+    usual = statistics.median(sum(sample.values()) for sample in samples[1:])
+    return RoundTimes(least["plain"], verify_s, search_s, draft_s, usual < UNSTEADY * sum(least.values()))
+
+
+class MeasuringRunner(SpeculativeRunner):
+    """A `SpeculativeRunner` that measures what its rounds cost where nothing was measured yet."""
+
+    def __init__(
+        self, *arguments: Any, profile: CostProfile | None, times: RoundTimes | None, length: int,
+        weigh: Callable[[RoundTimes | None], CostModel], num_rows: int, **settings: Any,
+    ):  # fmt: skip
+        """See `SpeculativeRunner`; without a `profile` nothing is measured.
+
+        `times` were measured before. `length` is that of the longest chain, 0 without a draft. `weigh` makes the
+        figures of what was measured.
+        """
+        super().__init__(*arguments, num_rows=num_rows, **settings)
+        self._num_rows, self._length, self._weigh = num_rows, length, weigh
+        self._profile = profile if can_measure(self.slots, num_rows) else None
+        self.times = times
+        self._costs = weigh(times)
+
+    @property
+    def calibrated(self) -> bool:
+        # Programs that are loaded beside a measured round would slow it: then the next text measures.
+        return self._profile is None or self.times is not None or any(program.is_coming() for program in self.programs)
+
+    def calibrate(self, params: ModelParams, state: SpeculativeState | None) -> SpeculativeState | None:
+        if self.calibrated or self._profile is None:
+            return state
+        self.times = measure_rounds(self, params, state, self._num_rows, self._length)
+        if self.times is None:
+            self._profile = None  # and not again in this process
+        else:
+            self._profile.save(self.times)
+        self._costs = self._weigh(self.times)
+        self.drafter.use_costs(self._costs)
+        # The measured rounds say nothing of the texts to come.
+        return self.start(0, None)
+
+    def report(self) -> dict[str, Any]:
+        return self._costs.report() | ({} if self.timer is None else self.timer.report())
+
+
+def _sample(
+    runner: SpeculativeRunner, params: ModelParams, state: SpeculativeState | None, num_rows: int, length: int,
+    now: Callable[[], float],
+) -> tuple[dict[Any, float], SpeculativeState]:  # fmt: skip
+    """Seconds of each kind of round, by number of rows or name, on a text that repeats nothing."""
+    executor, drafter = runner.executor, runner.drafter
+    limit = executor.placement.num_tokens
+    text = np.random.default_rng(0).integers(0, max(1, limit // 2), CONTEXT + 1, np.int32)
+    unseen = itertools.count(limit - 1, -1)  # tokens after which nothing can be copied
+    request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, len(text))
+    state = runner.prefill(params, runner.start(int(text[-1]), state), text[:-1])
+    target, draft, verified = state.target, state.draft, state.verified
+    jax.block_until_ready((target, draft))
+    seconds: dict[Any, float] = {}
+
+    # One row first: after a few rounds without a draft such a round decodes several tokens.
+    for rows in measured_rows(num_rows):
+        batch = _chain(executor.placement, text[:rows], num_rows)
+        start = now()
+        for _ in range(TOGETHER):
+            target, verified, round_ = executor.verify(params.target, target, batch, request)
+        jax.block_until_ready(round_)
+        seconds[rows] = (now() - start) / TOGETHER
+    start, tokens = now(), 0
+    for _ in range(TOGETHER):
+        target, verified, round_, steps = executor.decode(params.target, target, request, STEPS_PER_DISPATCH)
+        tokens += steps
+    jax.block_until_ready(round_)
+    seconds["plain"] = (now() - start) / tokens
+
+    for wanted in (1, length) if length else (0,):
+        drafter.use_costs(_costs_of_chains(num_rows, wanted))
+        last = [first_verified(executor.verified, next(unseen)) for _ in range(TOGETHER)]
+        jax.block_until_ready(last)
+        start, passes = now(), []
+        for verified in last:
+            target, draft, drafted = drafter.draft(params, target, draft, verified, request)
+            passes.append(drafted.passes)
+        jax.block_until_ready(passes)
+        spent = (now() - start) / TOGETHER
+        if sum(map(int, passes)) == wanted * TOGETHER:
+            seconds["draft", wanted] = spent
+    return seconds, dataclasses.replace(state, target=target, draft=draft, verified=verified)
+
+
+def _chain(placement: Placement, tokens: np.ndarray, num_rows: int) -> Draft:
+    """A batch whose rows are one chain of int32 `tokens` `[n]`."""
+    row, count = np.arange(num_rows, dtype=np.int32), len(tokens)
+    used = row < count
+    padded = np.zeros(num_rows, np.int32)
+    padded[:count] = tokens
+    parent = np.where(used, np.maximum(row - 1, 0), row).astype(np.int32)
+    depth = np.where(used, row, 0).astype(np.int32)
+    batch = Batch(padded, parent, depth, np.int32(count))  # pyright: ignore[reportArgumentType]
+    shape = placement.array((), np.int32)
+    return jax.tree.map(lambda leaf: place(leaf, shape.sharding), Draft(batch, np.int32(0)))  # pyright: ignore[reportArgumentType]
+
+
+def _costs_of_chains(num_rows: int, length: int) -> CostModel:
+    """Figures by which a chain of `length` tokens always pays, and no other draft does."""
+    rows = np.arange(num_rows)
+    return CostModel(np.where(rows <= length, 1 / (rows + 1), 1e3), round=0.0)
+
+
+def _is_simple(placement: Placement) -> bool:
+    devices = placement.plan.devices
+    fed = placement.cfg.features is not None
+    return len(devices) == 1 and devices[0].platform == "cpu" and placement.resident_layers is None and not fed
+
+
+def _describe(placement: Placement) -> str:
+    shapes, tree = jax.tree.flatten(placement.params())
+    leaves = [(leaf.shape, str(leaf.dtype)) for leaf in shapes]
+    cache = str(placement.kv_dtype)
+    return repr((placement.plan.kernels, placement.cfg, placement.activations, cache, leaves, str(tree)))

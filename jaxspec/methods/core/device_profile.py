@@ -1,0 +1,108 @@
+"""Measured speeds of a pair on every split of a machine's devices: what `jaxspec-tune` saves, and `auto` weighs.
+
+A profile is one JSON file in the folder of compiled programs. It holds for one pair of checkpoints, in one dtype and
+with one choice of kernels, on the devices that were there.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspec.errors import CheckpointError
+from jaxspec.json_file import read_json
+
+FORMAT = "jaxspec device profile 1"
+# Settings of several devices have to gain so much over those of fewer: less is noise.
+LEAST_GAIN = 1.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One method on one placement.
+
+    Attributes:
+      method: its name.
+      settings: those that are not defaults.
+      target_devices: that share the target.
+      draft_devices: of the draft's own; None where it shares the target's, or there is none.
+      tokens_per_s: mean over the prompts, relative to the same plain decoding for all placements.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    target_devices: int
+    draft_devices: int | None
+    tokens_per_s: float
+
+    def __str__(self) -> str:
+        """Such as "swiftspec on 6/2 devices, 31.2 tokens/s"."""
+        own = "" if self.draft_devices is None else f"/{self.draft_devices}"
+        return f"{self.method} on {self.target_devices}{own} devices, {self.tokens_per_s:.1f} tokens/s"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceChoice:
+    """What to run where; `report` says why, for the statistics of a generation."""
+
+    best: Measured | None
+    report: Mapping[str, Any]
+
+
+def profile_path(folder: Path, model: Path, draft: Path, dtype: str, kernels: str) -> Path:
+    """The file of a pair's profile on the devices at hand; it need not exist."""
+    devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
+    key = json.dumps([str(model.resolve()), str(draft.resolve()), dtype, kernels, devices])
+    return folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def save_profile(path: Path, rows: Sequence[Measured], command: str) -> None:
+    """Write a profile over the one that may be there; an interrupted write leaves the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    report = {"format": FORMAT, "command": command, "rows": [dataclasses.asdict(row) for row in rows]}
+    new.write_text(json.dumps(report, default=str) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def load_profile(path: Path) -> list[Measured]:
+    """The rows of a profile; none if there is no file, or one that cannot be used (a warning says so)."""
+    if not path.is_file():
+        return []
+    try:
+        saved = read_json(path)
+        if saved.get("format") != FORMAT:
+            raise ValueError(f"it is not of format {FORMAT!r}")
+        rows = [Measured(**row) for row in saved["rows"]]
+        if not all(0 < row.tokens_per_s < math.inf and row.target_devices >= 1 for row in rows):
+            raise ValueError("a row has no speed")
+        return rows
+    except (CheckpointError, ValueError, TypeError, KeyError) as error:
+        logging.getLogger(__name__).warning("the device profile %s is not used: %s", path, error)
+        return []
+
+
+def weigh_devices(path: Path | None, devices: int) -> DeviceChoice:
+    """The fastest measured placement on `devices` devices, and what it was compared with."""
+    rows = [] if path is None else load_profile(path)
+    rows = [row for row in rows if row.target_devices + (row.draft_devices or 0) <= devices]
+    if not rows:
+        why = f"no profile of this pair on these {devices} devices: jaxspec-tune --method swiftspec measures one"
+        return DeviceChoice(None, {"why": why})
+    beside = max((r for r in rows if r.draft_devices is not None), key=_speed, default=None)
+    together = max((r for r in rows if r.draft_devices is None), key=_speed, default=None)
+    best = max(filter(None, (beside, together)), key=_speed)
+    if together is not None and best is beside and best.tokens_per_s < LEAST_GAIN * together.tokens_per_s:
+        best = together
+    other = together if best is beside else beside
+    return DeviceChoice(best, {"why": f"measured: {best}", "next": None if other is None else str(other)})
+
+
+def _speed(row: Measured) -> float:
+    return row.tokens_per_s

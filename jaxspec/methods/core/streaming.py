@@ -1,0 +1,361 @@
+"""A target whose layers pass by: weights come from host memory or disk, a layer at a time."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
+from jaxspec.methods.core.executor import Checked, Decoded, Meanwhile, ResidentExecutor, TargetExecutor, place_request
+from jaxspec.methods.core.feature_sequence import TargetSequence
+from jaxspec.methods.core.round import pack_round, round_shapes, verified_shapes
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState, split_chunks, usable_chunks
+from jaxspec.methods.core.verify import Rule, batch_rows, count_idle, judge_batch, match, take_token
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import (
+    Frame,
+    Window,
+    begin_rows,
+    finish_rows,
+    forward,
+    make_tables,
+    rope_settings,
+    run_one_layer,
+)
+from jaxspec.offload.stream import LayerStream
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import blank_verified, num_ranked, set_top
+from jaxspec.sampling.processors import update_history
+from jaxspec.sampling.request import Request
+
+# Methods refuse such a draft before (`check_fed`).
+FED_BY_STREAM = "a draft that is fed the target's hidden states needs the target's layers on the devices"
+
+
+def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecutor:
+    """The executor of a placement; `settings` are those of `ResidentExecutor`.
+
+    ConfigError: a draft is fed hidden states of a target whose layers are streamed.
+    """
+    if target.resident_layers is None:
+        return ResidentExecutor(target, slots, **settings)
+    if settings.pop("layers", ()):
+        raise ConfigError(FED_BY_STREAM)
+    return StreamingExecutor(target, slots, **settings)
+
+
+class LayerPrograms:
+    """Compiled layers of passes of any of some row counts: one for each kind of layer and number of rows."""
+
+    def __init__(self, target: Placement, state: SequenceState):
+        """Nothing is declared yet; `state` holds shapes."""
+        self._target, self._state = target, state
+        cfg, layers = target.cfg, target.params()["layers"]
+        self._kinds: list[Any] = []  # of each layer: all that its program depends on
+        for index, layer in enumerate(layers):
+            leaves, tree = jax.tree.flatten(layer)
+            shapes = tuple((leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves)
+            settings = cfg.window(index), cfg.layer_units(index), cfg.layer_rope(index), cfg.layer_experts(index)
+            self._kinds.append((tree, shapes, settings))
+        self._programs: dict[Any, Program] = {}
+        places, count = {index: place for place, index in enumerate(cfg.attention_layers)}, len(cfg.attention_layers)
+        # Of each layer, its arrays of the cache: one for each kind of KV head.
+        self._slices = [
+            slice(places[i], None, count) if i in places else slice(0) for i in range(cfg.num_layers)
+        ]  # fmt: skip
+
+    def declare(self, rows: int, frame: Frame) -> list[Program]:
+        """Programs of passes whose shared arrays have the shapes of `frame`."""
+        target, cache = self._target, self._state.cache
+        cfg, declared = target.cfg, []
+        for index, (kind, layer) in enumerate(zip(self._kinds, target.params()["layers"], strict=True)):
+            known = (kind, rows, frame.window is None)
+            if known in self._programs:
+                continue
+
+            def run(layer, x, frame, key, value, index=index):
+                x, key, value = run_one_layer(layer, cfg, index, x, frame, key, value)
+                return (key, value), x
+
+            key, value = cache.key[self._slices[index]], cache.value[self._slices[index]]
+            x = target.array((rows, cfg.embed_dim), jnp.float32)
+            # Layers of a kind share a program; a call of it names the layer.
+            name = f"target layer {index}" + (f" of {rows} rows" if frame.window is not None else f" of a {rows} chunk")
+            args, out = [layer, x, frame, key, value], ((key, value), x)
+            self._programs[known] = Program(name, run, target.plan, args, out, donate=[3, 4])
+            declared.append(self._programs[known])
+        return declared
+
+    def run(
+        self, stream: LayerStream, state: SequenceState, rows: Sequence[tuple[Array, Frame]],
+        meanwhile: Meanwhile = None,
+    ) -> Any:  # fmt: skip
+        """One pass over the weights; returns the rows `[T, D]` after the last layer and the state with them written.
+
+        `rows` are consecutive chunks of a prompt, or one batch. Each layer serves all of them before the next layer's
+        weights come. `meanwhile` is called before each layer's weights are waited for. The caches of `state` are
+        donated.
+        """
+        keys, values = list(state.cache.key), list(state.cache.value)
+        xs, frames = [x for x, _ in rows], [frame for _, frame in rows]
+        with stream.weights() as weights:
+            for index, (kind, cut) in enumerate(zip(self._kinds, self._slices, strict=True)):
+                if meanwhile is not None:
+                    meanwhile()
+                layer = weights.take(index)
+                key, value = tuple(keys[cut]), tuple(values[cut])
+                for place, (x, frame) in enumerate(zip(xs, frames, strict=True)):
+                    program = self._programs[kind, x.shape[0], frame.window is None]
+                    name = f"layer {index}" if frame.window is not None else f"prompt layer {index}"
+                    (key, value), xs[place] = program.run(name, layer, x, frame, key, value)
+                keys[cut], values[cut] = key, value
+                weights.used(index, xs[-1])
+        cache = dataclasses.replace(state.cache, key=tuple(keys), value=tuple(values))
+        return xs, dataclasses.replace(state, cache=cache)
+
+
+class StreamedSequence(ModelSequence):
+    """A `ModelSequence` whose prompts are committed layer by layer: one pass over the weights for all chunks."""
+
+    def _declare_fill(self, role: str, keeps_text: bool) -> Sequence[Program]:
+        placement, cfg, vocab, plan = self.placement, self.placement.cfg, self.placement.text_vocab, self.placement.plan
+        scalar, resident = placement.array((), jnp.int32), resident_shapes(placement)
+        self._open: dict[int, Program] = {}
+        self._note: dict[int, Program] = {}
+        self.layers = LayerPrograms(placement, self.state)
+        programs: list[Program] = []
+
+        def begin(params, token, length, offset):
+            position = length + offset + jnp.arange(token.shape[0], dtype=jnp.int32)
+            return begin_rows(params, cfg, token, position, length + offset, None)
+
+        def note(state, token, count):
+            cache = dataclasses.replace(state.cache, length=state.cache.length + count)
+            if not keeps_text:
+                return SequenceState(cache)
+            valid = jnp.arange(token.shape[0]) < count
+            history = update_history(state.history, token, valid, vocab, generated=False)
+            return dataclasses.replace(state, cache=cache, history=history)
+
+        for size in usable_chunks(self.slots):
+            token, rows = placement.array((size,), jnp.int32), row_shapes(placement, size, windowed=False)
+            args = [resident, token, scalar, scalar]
+            self._open[size] = Program(f"{role} open {size}", begin, plan, args, rows)
+            args = [self.state, token, scalar]
+            self._note[size] = Program(f"{role} note {size}", note, plan, args, self.state, donate=[0])
+            programs += [self._open[size], self._note[size], *self.layers.declare(size, rows[1])]
+        return programs
+
+    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0) -> SequenceState:
+        chunks = list(split_chunks(tokens, self.slots - start))
+        if not chunks:
+            return state
+        resident, stream = split_params(params)
+        rows, offset = [], 0
+        for chunk, count in chunks:
+            rows.append(self._open[len(chunk)](resident, chunk, state.cache.length, np.int32(offset)))
+            offset += count
+        _, state = self.layers.run(stream, state, rows)
+        for chunk, count in chunks:
+            state = self._note[len(chunk)](state, chunk, np.int32(count))
+        return state
+
+
+def make_sequence(target: Placement, slots: int, role: str, *, keeps_text: bool = True) -> ModelSequence:
+    """The sequence of a target, whether its layers are streamed or not."""
+    kind = ModelSequence if target.resident_layers is None else StreamedSequence
+    return kind(target, slots, role, keeps_text=keeps_text)
+
+
+class TargetPass:
+    """A pass over any target outside of a method's rounds, such as one that scores a text.
+
+    Called with parameters, the state of `sequence`, which is donated, and `args`; it gives what `finish` gives.
+    """
+
+    def __init__(
+        self, name: str, sequence: ModelSequence, rows: int, args: Sequence[Any], out: Any, *,
+        begin: Callable[..., tuple[Array, Array, Array, Array | None]], finish: Callable[..., Any],
+    ):  # fmt: skip
+        """Declare the programs; nothing is compiled yet.
+
+        Args:
+          sequence: of `make_sequence`.
+          rows: T.
+          args: shapes of what the pass is given; `out` are those of what it gives, the state first.
+          begin: from the cache's length and `args` to tokens and positions, int32 [T]; the mask among the rows, bool
+            [T, T]; and the number of active rows, None for all of them.
+          finish: from parameters, state, hidden rows [T, D], the cache with them written, and `args` to `out`.
+        """
+        target, state = sequence.placement, sequence.state
+        cfg, plan = target.cfg, target.plan
+
+        def run(params, state, *args):
+            token, position, mask, active_rows = begin(state.cache.length, *args)
+            hidden, cache = forward(params, cfg, token, position, state.cache, mask, active_rows=active_rows)
+            return finish(params, state, hidden, cache, *args)
+
+        def open_rows(params, length, *args):
+            token, position, mask, active_rows = begin(length, *args)
+            return begin_rows(params, cfg, token, position, length, Window(mask, position, None, active_rows))
+
+        def close_rows(params, state, x, *args):
+            return finish(params, state, finish_rows(params, cfg, x), state.cache, *args)
+
+        self._layers = sequence.layers if isinstance(sequence, StreamedSequence) else None
+        if self._layers is None:
+            self._run = Program(name, run, plan, [target.params(), state, *args], out, donate=[1])
+            self.programs: Sequence[Program] = (self._run,)
+            return
+        scalar, resident = target.array((), jnp.int32), resident_shapes(target)
+        active = jax.eval_shape(begin, scalar, *args)[3] is not None
+        x, frame = row_shapes(target, rows, windowed=True, dynamic_rows=active)
+        self._open = Program(f"{name} open", open_rows, plan, [resident, scalar, *args], (x, frame))
+        self._close = Program(f"{name} close", close_rows, plan, [resident, state, x, *args], out, donate=[1])
+        self.programs = (self._open, self._close, *self._layers.declare(rows, frame))
+
+    def __call__(self, params: Params, state: SequenceState, *args: Any) -> Any:
+        if self._layers is None:
+            return self._run(params, state, *args)
+        resident, stream = split_params(params)
+        rows = self._open(resident, state.cache.length, *args)
+        (x,), state = self._layers.run(stream, state, [rows])
+        return self._close(resident, state, x, *args)
+
+
+class StreamingExecutor:
+    """A `TargetExecutor` whose layers come from a `LayerStream`; `params["layers"]` is one.
+
+    A pass is a program that embeds, one program for each layer, and one with head, walk and commit. The host waits for
+    reads between them: a call returns when all but the last program has been dispatched. A token without a draft takes
+    a pass, so `decode` gives one token.
+    """
+
+    in_flight = 1  # a further round would only wait for the pass
+
+    def __init__(
+        self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,
+        dynamic_rows: bool = False, idle_steps: int = 0, receive: Any = None, reply: Any = None,
+    ):  # fmt: skip
+        """Declare the programs; see `ResidentExecutor`, whose `idle_steps` have no counterpart here."""
+        del idle_steps
+        self.placement, self.slots = target, slots
+        self._sequence = StreamedSequence(target, slots, "target")
+        self._layers = self._sequence.layers
+        self.state = self._sequence.state
+        self.verified: Any = verified_shapes(target, max(max_path, steps))
+        path = self.verified.tokens.shape[0]
+        resident, request, scalar = resident_shapes(target), target.request(), target.array((), jnp.int32)
+        out = (self.state, self.verified, round_shapes(target, path))
+        cfg, plan, programs = target.cfg, target.plan, [*self._sequence.programs]
+
+        if steps:
+
+            def open_root(params, root, length):
+                window = Window(jnp.ones((1, 1), bool), length[None], None, None)
+                return begin_rows(params, cfg, root[None], length[None], length, window)
+
+            def close_root(params, state, x, request):
+                state, logprob, ranked = take_token(
+                    params, target, state, request, finish_rows(params, cfg, x), state.cache
+                )
+                blank = blank_verified(path, num_ranked(target.vocab))
+                verified = dataclasses.replace(
+                    blank,
+                    tokens=blank.tokens.at[0].set(state.root), count=jnp.int32(1),
+                    logprob=blank.logprob.at[0].set(logprob), top=set_top(blank.top, jnp.int32(0), ranked),
+                )  # fmt: skip
+                return state, dataclasses.replace(verified, top=None), pack_round(verified, 0, 0, 0)
+
+            rows = row_shapes(target, 1, windowed=True)
+            self._open_root = Program("decode open", open_root, plan, [resident, scalar, scalar], rows)
+            args = [resident, self.state, rows[0], request]
+            self._close_root = Program("decode close", close_root, plan, args, out, donate=[1])
+            programs += [self._open_root, self._close_root, *self._layers.declare(1, rows[1])]
+        if draft is not None:
+            taken: Callable[[Any], Any] = receive or (lambda draft: draft)
+            if reply is not None:
+                self.verified = target.replicated(jax.eval_shape(reply, self.verified))
+                out = (self.state, self.verified, out[2])
+
+            def open_batch(params, length, draft):
+                given = taken(draft)
+                position, mask, active_rows = batch_rows(length, given, path, dynamic_rows)
+                window = Window(mask, position, None, active_rows)
+                return begin_rows(params, cfg, given.batch.token, position, length, window)
+
+            def close_batch(params, state, x, draft, request):
+                given, before = taken(draft), state.idle
+                active_rows = given.batch.count if dynamic_rows else None
+                hidden = finish_rows(params, cfg, x)
+                state, verified, round_ = judge_batch(
+                    params, target, state, given, request, path, rule, active_rows, hidden, state.cache
+                )
+                state = dataclasses.replace(state, idle=count_idle(before, given.batch.count == 1, verified))
+                return state, reply(verified) if reply else verified, round_
+
+            count = jax.eval_shape(taken, draft).batch.rows
+            rows = row_shapes(target, count, windowed=True, dynamic_rows=dynamic_rows)
+            self._open_batch = Program("verify open", open_batch, plan, [resident, scalar, draft], rows)
+            args = [resident, self.state, rows[0], draft, request]
+            self._close_batch = Program("verify close", close_batch, plan, args, out, donate=[1])
+            programs += [self._open_batch, self._close_batch, *self._layers.declare(count, rows[1])]
+        self.programs: Sequence[Program] = tuple(programs)
+
+    def start(self, root: int, state: SequenceState | None) -> SequenceState:
+        return self._sequence.start(root, state)
+
+    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
+        return self._sequence.prefill(params, state, tokens)
+
+    def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
+        return self._sequence.resume(params, state, tokens, common)
+
+    def verify(
+        self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None
+    ) -> Checked:
+        resident, stream = split_params(params)
+        rows = self._open_batch(resident, state.cache.length, draft)
+        (x,), state = self._layers.run(stream, state, [rows], meanwhile)
+        return self._close_batch(resident, state, x, draft, request)
+
+    def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
+        resident, stream = split_params(params)
+        rows = self._open_root(resident, state.root, state.cache.length)
+        (x,), state = self._layers.run(stream, state, [rows])
+        return *self._close_root(resident, state, x, request), 1
+
+    def feeding(self) -> TargetSequence:
+        raise RuntimeError(FED_BY_STREAM)
+
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
+        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
+
+
+def row_shapes(target: Placement, rows: int, *, windowed: bool, dynamic_rows: bool = False) -> tuple[Any, Frame]:
+    """Shapes of what `begin_rows` gives for a pass of `rows` rows, with a tree window or as a chunk of a prompt."""
+    cfg, position, scalar = target.cfg, target.array((rows,), jnp.int32), target.array((), jnp.int32)
+
+    def tables(position: Array) -> Any:
+        return tuple(make_tables(rope, cfg.head_dim, position) for rope in rope_settings(cfg))
+
+    ropes = target.replicated(jax.eval_shape(tables, position))
+    mask: Any = target.array((rows, rows), jnp.bool_)
+    window = Window(mask, position, None, scalar if dynamic_rows else None) if windowed else None
+    return target.array((rows, cfg.embed_dim), jnp.float32), Frame(ropes, position, scalar, window)
+
+
+def resident_shapes(target: Placement) -> Params:
+    """Shapes of the parameters that no pass has to wait for: all but the layers'."""
+    return {name: leaf for name, leaf in target.params().items() if name != "layers"}
+
+
+def split_params(params: Params) -> tuple[Params, LayerStream]:
+    """The parameters apart from the layers, and the stream of those."""
+    return {name: leaf for name, leaf in params.items() if name != "layers"}, params["layers"]

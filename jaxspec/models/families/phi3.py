@@ -1,0 +1,43 @@
+"""Phi 3 and Phi 4: query, key and value are one tensor, gate and up another."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.models.families.base import Family
+from jaxspec.models.families.values import ConfigValues
+
+if TYPE_CHECKING:
+    from jaxspec.models.config import ModelConfig
+
+
+class Phi3(Family):
+    """One window for all layers, or none."""
+
+    name = "phi3"
+    gguf_architecture = "phi3"
+    optional_kv_heads = True
+    default_eps = 1e-5
+    has_published_code = True
+    # What llama.cpp calls the gate and up projections.
+    gguf_names = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+    def read_window(self, values: ConfigValues) -> tuple[int | None, int]:
+        """In every layer."""
+        return values.optional_integer("sliding_window", default=0) or None, 0
+
+    def fused_tensors(self, cfg: "ModelConfig") -> Mapping[str, Sequence[tuple[str, int]]]:
+        """Queries, keys and values of all heads, one kind after the other; the gate before the up projection."""
+        queries, keys = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        heads = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        return {
+            "self_attn.qkv_proj": [(f"self_attn.{name}", rows) for name, rows in heads.items()],
+            "mlp.gate_up_proj": [("mlp.gate_proj", cfg.mlp_dim), ("mlp.up_proj", cfg.mlp_dim)],
+        }
+
+    def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
+        """With the window, which the file names for all layers."""
+        window = values.integer("attention.sliding_window", default=0, least=0)
+        return {"sliding_window": window if 0 < window < max_context else None}
+
+
+FAMILY = Phi3()

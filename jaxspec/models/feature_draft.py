@@ -1,0 +1,95 @@
+"""The forward pass of a feature draft (EAGLE-3, EAGLE-1): rows join a token to the hidden state before it.
+
+Row t of the draft stands for token t + 1 of a text and takes the state of token t: true states of the target where the
+text is verified (`fuse`), the parent's own state inside a draft tree. Its rotary position is t, as in the published
+code, so its cache holds one row less than the text has tokens. Written for one shard, as `transformer`.
+
+Sources: EAGLE-3 (arXiv 2503.01840), EAGLE (arXiv 2401.15077), and the configurations of published checkpoints.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.kv_cache import KVCache
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import Window, run_layers
+from pallas_kernels.linear import as_matrix, linear
+from pallas_kernels.rms_norm import rms_norm
+
+
+def fuse(params: Params, cfg: ModelConfig, states: jax.Array) -> jax.Array:
+    """The target's hidden states beside each other, float32 [T, n * D_target], as states of the draft, [T, D]."""
+    features = cfg.features
+    assert features is not None
+    if features.kind == "eagle1":
+        return states
+    with jax.named_scope("fuse"):
+        if features.fc_norm == "whole":
+            states = rms_norm(states, params["fc_norm"], cfg.norm_eps)
+        elif features.fc_norm == "each":
+            parts = jnp.split(states, features.num_states, axis=1)
+            normed = [rms_norm(part, params["fc_norm"][i], cfg.norm_eps) for i, part in enumerate(parts)]
+            states = jnp.concatenate(normed, axis=1)
+        return _project(params, states)
+
+
+def forward_draft(
+    params: Params,
+    cfg: ModelConfig,
+    token: jax.Array,  # int32 [T]
+    state: jax.Array,  # float32 [T, D]
+    position: jax.Array,  # int32 [T]
+    cache: KVCache,
+    window_mask: jax.Array,  # bool [T, W]
+    window_position: jax.Array | None = None,  # int32 [W]
+    offset: jax.Array | None = None,  # int32 []
+    active_rows: jax.Array | None = None,  # int32 []
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Run T rows; `state` is that of each row's token before, the other arguments are those of `transformer.forward`.
+
+    Returns:
+      What the head sees, float32 [T, D]; the rows' own states, float32 [T, D], which their children take; and the
+      cache with the rows written.
+    """
+    window = Window(window_mask, position if window_position is None else window_position, offset, active_rows)
+    x, cache, _ = run_layers(params, cfg, token, position, cache, window, None, enter=_enter(params, cfg, state))
+    features = cfg.features
+    assert features is not None
+    hidden = rms_norm(x, params["final_norm"], cfg.norm_eps) if features.kind == "eagle3" else x
+    return hidden, hidden if features.norm_output else x, cache
+
+
+def prefill_draft(
+    params: Params, cfg: ModelConfig, token: jax.Array, state: jax.Array, count: jax.Array, cache: KVCache
+) -> KVCache:
+    """Commit the first `count` (int32 []) of T consecutive rows; `token` and `state` are those of `forward_draft`."""
+    position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
+    _, written, _ = run_layers(params, cfg, token, position, cache, None, None, enter=_enter(params, cfg, state))
+    return dataclasses.replace(written, length=cache.length + count)
+
+
+def _enter(
+    params: Params, cfg: ModelConfig, state: jax.Array
+) -> Callable[[jax.Array], tuple[jax.Array, jax.Array | None]]:
+    """How rows begin: from embedded tokens [T, D] to the residual stream, and what the first attention projects."""
+    features = cfg.features
+    assert features is not None
+
+    def enter(embedded: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        if features.kind == "eagle1":
+            return _project(params, jnp.concatenate([embedded, state], axis=1)), None
+        first = params["layers"][0]
+        normed = rms_norm(state, first["hidden_norm"], cfg.norm_eps)
+        joined = jnp.concatenate([rms_norm(embedded, first["attn_norm"], cfg.norm_eps), normed], axis=1)
+        return normed if features.norm_before_residual else state, joined
+
+    return enter
+
+
+def _project(params: Params, x: jax.Array) -> jax.Array:
+    fused = linear(x, as_matrix(params["fc"], params["fc"].shape[0]))
+    return fused + params["fc_bias"] if "fc_bias" in params else fused

@@ -1,0 +1,81 @@
+"""What a feature draft (EAGLE) takes of its target: which hidden states, and how it joins them to tokens.
+
+Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840), and the published checkpoints' configurations.
+"""
+
+import dataclasses
+from typing import Literal
+
+from jaxspec.errors import ConfigError
+
+# Of `FeatureConfig.layers`: the hidden states after the final norm, which the head sees.
+NORMED = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureConfig:
+    """The hidden states that a draft is fed, and the variants of its first layer.
+
+    A row of the draft joins a token to the state of the token before it: true states of the target for the verified
+    text (`fuse` makes them as wide as the draft), and inside a draft tree the parent's own state.
+
+    Attributes:
+      target_dim: width of the target.
+      layers: hidden states of the target: i is the residual stream that enters layer i, and `NORMED` what leaves the
+        final norm. Empty: `default_layers` of the target.
+      kind: "eagle3": the first layer attends with norms of token and state beside each other; the state is its
+        residual stream. "eagle1": `fc` joins token and state to the residual stream, and a row's own state is what the
+        head sees.
+      own_head: whether the checkpoint has a head; else it is the target's.
+      norm_before_residual: the normed state is the residual stream.
+      norm_output: a row's own state is taken after the final norm.
+      fc_norm: norms of the target's states before `fc`: one over all of them, or one for each.
+      fc_bias: whether `fc` has a bias.
+    """
+
+    target_dim: int
+    layers: tuple[int, ...] = ()
+    kind: Literal["eagle3", "eagle1"] = "eagle3"
+    own_head: bool = True
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: Literal["none", "whole", "each"] = "none"
+    fc_bias: bool = False
+
+    def __post_init__(self):
+        """Refuse what no draft can be fed."""
+        if type(self.target_dim) is not int or self.target_dim < 1:
+            raise ConfigError(f"target_dim must be a positive integer, got {self.target_dim!r}")
+        for layer in self.layers:
+            if type(layer) is not int or layer < NORMED:
+                raise ConfigError(f"layers must be numbers of hidden states, got {layer!r}")
+        if self.kind == "eagle1" and (self.layers != (NORMED,) or self.own_head or self.fc_norm != "none"):
+            raise ConfigError("an EAGLE-1 draft is fed the state after the final norm and has the target's head")
+
+    @property
+    def num_states(self) -> int:
+        """Hidden states of the target that make one feature."""
+        return len(self.layers) or 3
+
+    @property
+    def states_dim(self) -> int:
+        """Width of the target's hidden states beside each other."""
+        return self.num_states * self.target_dim
+
+    def resolve(self, num_layers: int) -> "FeatureConfig":
+        """The same with the layers of a target of `num_layers` layers filled in; `ConfigError` where it lacks one."""
+        layers = self.layers or default_layers(num_layers)
+        if (most := max(layers)) > num_layers:
+            raise ConfigError(
+                f"the draft does not fit the target: it is fed the hidden state {most}, the target has {num_layers} "
+                "layers"
+            )
+        return dataclasses.replace(self, layers=layers)
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The states that EAGLE-3 heads are trained on where nothing else is said: near the input, the middle, the end."""
+    if num_layers < 5:
+        # The published rule is for deep models.
+        return (min(1, num_layers), num_layers // 2, num_layers)
+    return (2, num_layers // 2, num_layers - 3)

@@ -1,0 +1,145 @@
+"""How the parameters of a layer lie in memory as programs take them: each device's part of each array, packed."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.models.params import ArrayInfo, declare_params, is_info, leaf_name
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.sharding import arrange_declared, pad_to
+from pallas_kernels.linear.blocks import FORMATS, PLANES, Blocks
+from pallas_kernels.linear.packing import pack_blocks
+from pallas_kernels.linear.planes import to_planes
+
+ALIGNMENT = 64  # JAX keeps an array's memory without a copy where it begins at a multiple of so many bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """One array of the parameters.
+
+    Attributes:
+      name: as in native checkpoints, such as `layers.3.qkv`.
+      info: as it is declared, and as a checkpoint gives it.
+      loaded: its padded, sharded shape before blocks are packed.
+      placed: the same as programs take it.
+      packed: format of the blocks that they take if it is not the checkpoint's; None else.
+    """
+
+    name: str
+    info: ArrayInfo
+    loaded: jax.ShapeDtypeStruct
+    placed: jax.ShapeDtypeStruct
+    packed: str | None
+
+    @functools.cached_property
+    def shards(self) -> list[tuple[Any, tuple[slice, ...]]]:
+        """Devices of this process, with the part of the loaded array that each has."""
+        sharding: Any = self.loaded.sharding
+        found = sharding.addressable_devices_indices_map(self.loaded.shape)
+        return [(device, found[device]) for device in sorted(found, key=lambda device: device.id)]
+
+    @functools.cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Of each device's part, as programs take it."""
+        sharding: Any = self.placed.sharding
+        return sharding.shard_shape(self.placed.shape)
+
+    @property
+    def shard_bytes(self) -> int:
+        return math.prod(self.shard_shape) * np.dtype(self.placed.dtype).itemsize
+
+    def write(self, array: np.ndarray, buffers: list[np.ndarray]) -> None:
+        """Arrange, pad, cut and pack a whole array as it is declared into a buffer for each of `shards`."""
+        array = arrange_declared(array, self.info, len(self.loaded.sharding.device_set))  # pyright: ignore[reportOptionalMemberAccess]
+        for (_, index), buffer in zip(self.shards, buffers, strict=True):
+            shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, self.loaded.shape, strict=True))
+            shard = pad_to(array[index], shape)
+            if self.packed is None:
+                np.copyto(buffer, shard, casting="no")
+            else:
+                name = self.info.format
+                assert name is not None
+                # Of an output projection all dimensions after the first are inputs, of any other weight the last one.
+                outputs = shard.shape[0] if self.name.endswith(".out") else math.prod(shard.shape[:-2])
+                if self.packed in PLANES:
+                    np.copyto(buffer, to_planes(shard, name, outputs))
+                else:
+                    pack_blocks(shard, name, outputs, buffer)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeLayout:
+    """A tree of parameters, such as those of one layer."""
+
+    leaves: tuple[LeafLayout, ...]
+    tree: Any  # of the placed arrays
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one device, each array at an aligned place."""
+        return sum(-(-leaf.shard_bytes // ALIGNMENT) * ALIGNMENT for leaf in self.leaves)
+
+    @property
+    def kind(self) -> Any:
+        """What layers must have in common to use the same buffers in the same way."""
+        return self.tree, tuple(
+            (leaf.placed.shape, str(leaf.placed.dtype), leaf.placed.sharding) for leaf in self.leaves
+        )
+
+    def carve(self, arenas: dict[Any, np.ndarray]) -> list[list[np.ndarray]]:
+        """Buffers of each leaf, one for each of its shards, in one array of bytes for each device."""
+        starts, buffers = dict.fromkeys(arenas, 0), []
+        for leaf in self.leaves:
+            own = []
+            for device, _ in leaf.shards:
+                start = starts[device]
+                raw = arenas[device][start : start + leaf.shard_bytes]
+                own.append(raw.view(leaf.placed.dtype).reshape(leaf.shard_shape))
+                starts[device] = start + -(-leaf.shard_bytes // ALIGNMENT) * ALIGNMENT
+            buffers.append(own)
+        return buffers
+
+    def place(self, buffers: list[list[np.ndarray]]) -> Any:
+        """The arrays on the devices; on a CPU they are the buffers themselves."""
+        placed = []
+        for leaf, own in zip(self.leaves, buffers, strict=True):
+            parts = [jax.device_put(buffer, device) for buffer, (device, _) in zip(own, leaf.shards, strict=True)]
+            placed.append(jax.make_array_from_single_device_arrays(leaf.placed.shape, leaf.placed.sharding, parts))  # pyright: ignore[reportArgumentType]
+        return jax.tree.unflatten(self.tree, placed)
+
+
+class LayerLayout(NamedTuple):
+    """A layer: norms and biases, which always stay on the devices, and its weights, which may pass by."""
+
+    small: TreeLayout
+    weights: TreeLayout
+
+
+def layer_layouts(placement: Placement) -> list[LayerLayout]:
+    """Layouts of each layer of a model."""
+    trees = [declare_params(placement.cfg, placement.weights), placement.own_params(), placement.params()]
+    made = []
+    for index, layer in enumerate(zip(*(tree["layers"] for tree in trees), strict=True)):
+        names = [name for name in layer[0] if name.endswith(("norm", "bias"))]
+        small = _make_layout(index, *({name: tree[name] for name in names} for tree in layer))
+        weights = ({name: leaf for name, leaf in tree.items() if name not in names} for tree in layer)
+        made.append(LayerLayout(small, _make_layout(index, *weights)))
+    return made
+
+
+def _make_layout(index: int, declared: Any, loaded: Any, placed: Any) -> TreeLayout:
+    infos, _ = jax.tree.flatten_with_path(declared, is_leaf=is_info)
+    shapes, tree = jax.tree.flatten(placed)
+    wholes = jax.tree.leaves(placed, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+    packed = [leaf.format if isinstance(leaf, Blocks) and leaf.format not in FORMATS else None for leaf in wholes]
+    parts = zip(infos, jax.tree.leaves(loaded), shapes, packed, strict=True)
+    leaves = tuple(
+        LeafLayout(f"layers.{index}.{leaf_name(path)}", info, before, after, name)
+        for (path, info), before, after, name in parts
+    )
+    return TreeLayout(leaves, tree)

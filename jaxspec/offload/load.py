@@ -1,0 +1,83 @@
+"""Loading of a pair whose target is streamed: what stays is placed, the layers that pass by get a store."""
+
+import functools
+from typing import Any
+
+import jax
+
+from jaxspec.checkpoint import shared_weights
+from jaxspec.checkpoint.load import ReadLeaf, Weights
+from jaxspec.checkpoint.packing import pack_trees
+from jaxspec.checkpoint.pair import DamagedDraftError
+from jaxspec.config import Offload
+from jaxspec.errors import CheckpointError
+from jaxspec.models.params import Params, declare_params, is_info, leaf_name
+from jaxspec.offload.layout import layer_layouts
+from jaxspec.offload.reader import DirectReader
+from jaxspec.offload.stores import DiskStore, HostStore, WeightStore, read_tree
+from jaxspec.offload.stream import LayerStream
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.sharding import place_declared
+
+
+def load_streamed_pair(
+    weights: Weights, draft_weights: Weights | None, target: Placement, draft: Placement | None, offload: Offload
+) -> tuple[Params, Params | None]:
+    """Read both models; `params["layers"]` of the target is a `LayerStream` over a store in memory or on disk.
+
+    Raises:
+      DamagedDraftError: the draft cannot be read.
+      CheckpointError: the target cannot be read, or its format cannot be streamed.
+    """
+    if weights.direct is None:
+        raise CheckpointError(f"{weights.path}: cannot be read piece by piece, which offload {offload!r} needs")
+    reader = DirectReader()
+    try:
+        read = weights.direct(reader)
+        params = _read_beside(read, target)
+        draft_params = None
+        if draft is not None and draft_weights is not None:
+            try:
+                own = draft_weights.load(draft)
+            except CheckpointError as error:
+                raise DamagedDraftError(str(error)) from error
+            draft_params = own | shared_weights.share_embedding(draft, params)
+        shapes = [{name: leaf for name, leaf in target.params().items() if name != "layers"}]
+        trees = [params]
+        if draft is not None and draft_params is not None:
+            trees, shapes = [*trees, draft_params], [*shapes, draft.params()]
+        packed = pack_trees(trees, shapes)
+        params, draft_params = packed[0], packed[1] if draft is not None else None
+        layouts, streamed = layer_layouts(target), target.streamed
+        small = [read_tree(read, layout.small) for layout in layouts]
+        resident = {i: read_tree(read, layout.weights) for i, layout in enumerate(layouts) if i not in streamed}
+        store: WeightStore = DiskStore({i: layouts[i].weights for i in streamed}, reader, read)
+        if offload == "host":
+            store = HostStore(store.layouts, store)
+            reader.close()
+    except BaseException:
+        reader.close()
+        raise
+    return params | {"layers": LayerStream(store, small, resident)}, draft_params
+
+
+def _read_beside(read: ReadLeaf, target: Placement) -> Params:
+    """What is beside the layers, before anything is packed."""
+    declared, shapes = (
+        {name: leaf for name, leaf in tree.items() if name != "layers"}
+        for tree in (declare_params(target.cfg, target.weights), target.own_params())
+    )
+    infos, _ = jax.tree.flatten_with_path(declared, is_leaf=is_info)
+    place = functools.partial(_place, read)
+    return jax.tree.unflatten(
+        jax.tree.structure(shapes),
+        [
+            place(leaf_name(path), info, shape)
+            for (path, info), shape in zip(infos, jax.tree.leaves(shapes), strict=True)
+        ],
+    )
+
+
+def _place(read: ReadLeaf, name: str, info: Any, shape: Any) -> jax.Array:
+    # The memory that was read into may be the array's own from here on.
+    return place_declared(read(name, info), info, shape)

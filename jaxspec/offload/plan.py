@@ -1,0 +1,249 @@
+"""What stays on the devices and what passes by: decided, and told, before anything is loaded."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.load import Weights
+from jaxspec.config import EngineConfig, Offload
+from jaxspec.errors import ConfigError
+from jaxspec.offload.layout import TreeLayout, layer_layouts
+from jaxspec.offload.reader import PIECE, DirectReader
+from jaxspec.offload.stream import NUM_BUFFERS, NUM_FILLERS
+from jaxspec.runtime.placement import Placement
+
+# Of the checkpoint's files, how much is read to learn what the disk gives.
+_PROBE_BYTES, _PROBE_SECONDS = 256 << 20, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadPlan:
+    """What a streamed target takes, in bytes on each device unless said otherwise.
+
+    Attributes:
+      target: its placement, which says how many layers stay.
+      offload: "host" or "disk".
+      beside: the target's weights apart from the layers: embedding, norms, head.
+      resident: its layers that stay.
+      buffers: the ring through which the others pass.
+      held: caches, trees and texts of one answer, target and draft.
+      work: what programs take while they run, an estimate from above.
+      kept: caches that finished conversations may keep.
+      draft: the draft's own weights, where it shares the target's devices.
+      apart: what a draft on devices of its own takes on each of them, in all; `draft_devices` says how many there are.
+      staging: host memory for what is read and not yet packed (all devices).
+      host: host memory for the layers that pass by (all devices); 0 where they are read from disk.
+      pass_bytes: bytes read from files, or copied from host memory, for each pass.
+      process: memory that this process takes already, without any weights; 0 where that is not known.
+      bytes_per_s: what the disk or the memory gives, where it was measured.
+      memory_bytes_per_s: what copies in memory reach, measured at the same time.
+    """
+
+    target: Placement
+    offload: Offload
+    beside: int
+    resident: int
+    buffers: int
+    held: int
+    work: int
+    kept: int
+    draft: int
+    apart: int
+    draft_devices: int
+    staging: int
+    host: int
+    pass_bytes: int
+    process: int = 0
+    bytes_per_s: float | None = None
+    memory_bytes_per_s: float | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """What the memory of each of the target's devices has to hold."""
+        weights = self.beside + self.resident + self.buffers + self.draft
+        return weights + self.held + self.kept + self.work
+
+    @property
+    def pass_s(self) -> float | None:
+        """Seconds that a pass takes at least, as it waits for all that is streamed."""
+        return self.pass_bytes / self.bytes_per_s if self.bytes_per_s else None
+
+    @property
+    def stream_ratio(self) -> float:
+        """The least time of a pass over what one row takes to compute, which reads all weights from memory; or 0."""
+        if self.pass_s is None or self.memory_bytes_per_s is None:
+            return 0.0
+        layers = sum(layout.weights.nbytes for layout in layer_layouts(self.target))
+        return self.pass_s * self.memory_bytes_per_s / (self.beside + layers)
+
+    def lines(self, rates: Mapping[str, float] | None = None) -> list[str]:
+        """The plan in words; `rates` are tokens per pass by what methods are called."""
+        layers, streamed = self.target.cfg.num_layers, len(self.target.streamed)
+        rows = [
+            ("embedding, norms, head", self.beside), (f"{layers - streamed} resident layers", self.resident),
+            (f"buffers for {streamed} streamed layers", self.buffers), ("draft", self.draft),
+            ("caches, trees and texts", self.held), ("earlier conversations, at most", self.kept),
+            ("programs while they run, at most", self.work),
+        ]  # fmt: skip
+        where = "host memory" if self.offload == "host" else "disk"
+        made = [f"{streamed} of {layers} layers are streamed from {where}; on each device:"]
+        made += [f"  {name:<34}{format_bytes(size):>12}" for name, size in rows if size]
+        made.append(f"  {'together':<34}{format_bytes(self.device_bytes):>12}")
+        if self.apart:
+            made.append(f"{'on each device of the draft':<36}{format_bytes(self.apart):>12}")
+        beside = [
+            ("layers in host memory", self.host), ("host memory for reading", self.staging),
+            ("the process itself", self.process),
+        ]  # fmt: skip
+        made += [f"{name:<36}{format_bytes(size):>12}" for name, size in beside if size]
+        devices = self.target.plan.devices
+        if devices[0].platform == "cpu" and self.process:
+            most = self.device_bytes * len(devices) + self.apart * self.draft_devices
+            most += sum(size for _, size in beside)
+            made.append(f"{'memory of the process, in all':<36}{format_bytes(most):>12}")
+        made.append(f"{'bytes of a pass':<36}{format_bytes(self.pass_bytes):>12}")
+        if self.pass_s is not None and self.bytes_per_s is not None:
+            made.append(f"{'measured bandwidth':<36}{format_bytes(self.bytes_per_s):>12}/s")
+            made.append(f"{'seconds of a pass, at least':<36}{self.pass_s:>12.3f}")
+            if rates:
+                made.append("tokens/s at most, where drafting takes no time:")
+                made += [f"  {name:<34}{rate / self.pass_s:>12.2f}" for name, rate in rates.items()]
+        return made
+
+
+def plan_offload(
+    weights: Weights, target: Placement, draft: Placement | None, config: EngineConfig, held: Mapping[Any, int],
+    work: Mapping[Any, int],
+) -> OffloadPlan:  # fmt: skip
+    """Decide how many layers stay; `held` and `work` are bytes of an answer by device, see `OffloadPlan`.
+
+    Raises:
+      ConfigError: more layers are to stay than there are, or the memory does not suffice for what has to stay.
+    """
+    layers, cfg, device = layer_layouts(target), target.cfg, target.plan.devices[0]
+    beside = sum(layout.small.nbytes for layout in layers)
+    beside += _device_bytes({name: leaf for name, leaf in target.params().items() if name != "layers"})
+    kept = config.session_memory or 0
+    own = apart = draft_devices = 0
+    if draft is not None:
+        own = _device_bytes(draft.params())
+        if (beyond := draft.plan.devices[0]) not in target.plan.devices:
+            apart, own = own + held.get(beyond, 0) + work.get(beyond, 0), 0
+            draft_devices = len(draft.plan.devices)
+        else:
+            # The target's own arrays; a head of some of its rows is a copy.
+            lent = draft.params()
+            own -= _device_bytes(
+                {name: lent[name] for name in draft.shared_params() if not (name == "head" and draft.cfg.head_ids)}
+            )
+
+    def plan(resident_layers: int) -> OffloadPlan:
+        placed = dataclasses.replace(target, resident_layers=resident_layers)
+        streamed = [layers[i].weights for i in placed.streamed]
+        resident = sum(layout.weights.nbytes for i, layout in enumerate(layers) if i not in placed.streamed)
+        largest = max((layout.nbytes for layout in streamed), default=0)
+        devices = len({device for layout in streamed for leaf in layout.leaves for device, _ in leaf.shards})
+        buffers = min(NUM_BUFFERS, len(streamed)) * largest
+        # Where devices have memory of their own, the ring lies in the host's, too.
+        host = 0 if device.platform == "cpu" else buffers * devices
+        if config.offload == "host":
+            host += sum(layout.nbytes for layout in streamed) * devices
+        return OffloadPlan(
+            placed, config.offload, beside, resident, buffers, held.get(device, 0), work.get(device, 0), kept, own,
+            apart, draft_devices, _staging(weights, streamed) if config.offload == "disk" else 0, host,
+            _pass_bytes(weights, streamed, config.offload), _process_bytes(),
+        )  # fmt: skip
+
+    if config.resident_layers is not None and config.resident_layers > cfg.num_layers:
+        raise ConfigError(f"resident_layers is {config.resident_layers}, the model has {cfg.num_layers} layers")
+    if config.device_memory is None:
+        return plan(config.resident_layers or 0)
+    limit = int(config.device_memory)
+    least = plan(0)
+    if least.device_bytes > limit:
+        answer = least.held + least.work
+        raise ConfigError(
+            f"device_memory {format_bytes(limit)} is less than what has to stay on a device: "
+            f"{format_bytes(least.device_bytes)}, of which an answer takes {format_bytes(answer)} (max_context and "
+            "fewer draft tokens make it smaller)" + (f", earlier conversations {format_bytes(kept)}" if kept else "")
+        )
+    return plan(max(count for count in range(cfg.num_layers + 1) if plan(count).device_bytes <= limit))
+
+
+def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None, float]:
+    """Bytes per second of the checkpoint's files, or of host memory, and of copies in memory; in about half a second.
+
+    The first is None where nothing is streamed.
+    """
+    layouts = [layout.weights for i, layout in enumerate(layer_layouts(plan.target)) if i in plan.target.streamed]
+    memory = _copy_bandwidth()
+    if not layouts or plan.offload == "host":
+        return memory if layouts else None, memory
+    assert weights.direct is not None
+    reader = DirectReader()
+    try:
+        read = weights.direct(reader)
+        start = time.perf_counter()
+        for leaf in (leaf for layout in layouts for leaf in layout.leaves):
+            with reader.reusing():
+                read(leaf.name, leaf.info)
+            if reader.bytes_read > _PROBE_BYTES or time.perf_counter() - start > _PROBE_SECONDS:
+                break
+        return reader.bytes_read / reader.busy_s, memory
+    finally:
+        reader.close()
+
+
+def _copy_bandwidth() -> float:
+    """Bytes per second of copies in this machine's memory."""
+    block = np.ones(32 << 20, np.uint8)
+    out = np.zeros_like(block)
+    start = time.perf_counter()
+    for _ in range(4):
+        np.copyto(out, block)
+    return 4 * block.nbytes / (time.perf_counter() - start)
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes for people: "512 B", "1.5 GiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while count >= 1024 and power < len(units) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.0f} B" if power == 0 else f"{count:.{2 if count < 10 else 1}f} {units[power]}"
+
+
+def _device_bytes(tree: Any) -> int:
+    """Bytes of placed shapes on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        total += int(np.prod(shape)) * np.dtype(leaf.dtype).itemsize
+    return total
+
+
+def _process_bytes() -> int:
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.exists() else 0
+
+
+def _pass_bytes(weights: Weights, layouts: Sequence[TreeLayout], offload: Offload) -> int:
+    leaves = [leaf for layout in layouts for leaf in layout.leaves]
+    if offload == "host":
+        return sum(leaf.shard_bytes * len(leaf.shards) for leaf in leaves)
+    assert weights.file_bytes is not None
+    return sum(weights.file_bytes(leaf.name, leaf.info) for leaf in leaves)
+
+
+def _staging(weights: Weights, layouts: Sequence[TreeLayout]) -> int:
+    """Memory of the threads that fill buffers: what they read, and as much while the parts of an array are joined."""
+    assert weights.file_bytes is not None
+    leaves = [leaf for layout in layouts[:1] for leaf in layout.leaves]
+    largest = max((weights.file_bytes(leaf.name, leaf.info) for leaf in leaves), default=0)
+    return NUM_FILLERS * 2 * (largest + PIECE)

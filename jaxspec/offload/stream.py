@@ -1,0 +1,275 @@
+"""The ring of buffers through which streamed layers pass, filled ahead of the pass that uses them."""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.models.params import Params
+from jaxspec.offload.layout import TreeLayout
+from jaxspec.offload.reader import map_memory
+from jaxspec.offload.stores import WeightStore
+
+# Buffers of a layer each: one in use, one that is full, one that is being filled.
+NUM_BUFFERS = 3
+# Threads that fill buffers: while two pack what they read, the next one reads.
+NUM_FILLERS = 3
+
+Progress = Callable[[int, int, int, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamCounts:
+    """What has passed so far.
+
+    Attributes:
+      passes: passes over the weights that ended.
+      bytes: bytes that were read or copied, those for the next pass included; `reads` in how many pieces.
+      read_s: seconds in which something was being read or copied.
+      stalls: layers that a pass had to wait for, and `stall_s` the seconds of it.
+      pass_s: seconds of all passes.
+    """
+
+    passes: int = 0
+    bytes: int = 0
+    reads: int = 0
+    read_s: float = 0.0
+    stalls: int = 0
+    stall_s: float = 0.0
+    pass_s: float = 0.0
+
+    def since(self, before: "StreamCounts") -> dict[str, Any]:
+        """What was added to `before`, for the statistics of a generation.
+
+        `overlap` is the share of the reading that passes did not wait for; None where nothing was read.
+        """
+        now, then = dataclasses.asdict(self), dataclasses.asdict(before)
+        found = {name: now[name] - then[name] for name in now}
+        read_s = found["read_s"]
+        found["overlap"] = max(0.0, 1 - found["stall_s"] / read_s) if read_s else None
+        return found
+
+
+class Buffer:
+    """Memory for one streamed layer on each device, and the arrays that lie in it."""
+
+    def __init__(self, sizes: Mapping[Any, int]):
+        """So many bytes on each device."""
+        # Pages of anonymous maps are aligned, and come when they are first written.
+        self._arenas = {
+            device: np.frombuffer(map_memory(size), np.uint8) for device, size in sizes.items()
+        }  # fmt: skip
+        self._known: dict[Any, tuple[list[list[np.ndarray]], Any]] = {}
+
+    def parts(self, layout: TreeLayout) -> list[list[np.ndarray]]:
+        """Where each array of a layer goes."""
+        if layout.kind not in self._known:
+            self._known[layout.kind] = layout.carve(self._arenas), None
+        return self._known[layout.kind][0]
+
+    def place(self, layout: TreeLayout) -> Any:
+        """The arrays of a layer whose parts are filled."""
+        parts, placed = self._known[layout.kind]
+        if placed is not None:
+            return placed
+        placed = layout.place(parts)
+        if _is_same_memory(placed, parts):
+            # On a CPU the arrays are the buffer: they show what is written there later.
+            self._known[layout.kind] = parts, placed
+        else:
+            jax.block_until_ready(placed)
+        return placed
+
+
+class LayerStream:
+    """Layers of a model, one after another and again from the first: `params["layers"]` of a streamed target.
+
+    A buffer is used again once the program that took its layer has run. What a pass leaves free is filled for the next
+    one. Calls come from one thread; other threads fill.
+    """
+
+    def __init__(
+        self, store: WeightStore, small: Sequence[Params], resident: Mapping[int, Params], *,
+        buffers: int = NUM_BUFFERS, pool: Any = None, clock: Callable[[], float] = time.perf_counter,
+    ):  # fmt: skip
+        """Nothing is read yet.
+
+        Args:
+          small: of each layer, what always stays on the devices.
+          resident: the rest of the layers that stay.
+          buffers: most layers that are in memory at once.
+          pool: runs what fills buffers.
+          clock: tells seconds.
+        """
+        self.store, self._small, self._resident, self.num_layers = store, small, resident, len(small)
+        self._order = [layer for layer in range(self.num_layers) if layer not in resident]
+        self.progress: Progress | None = None  # told layers, all layers, bytes and seconds of a pass as it goes
+        self._clock = clock
+        self._pool = pool or ThreadPoolExecutor(NUM_FILLERS, thread_name_prefix="jaxspec-fill")
+        self._wait = getattr(pool, "wait", wait)
+        sizes: dict[Any, int] = {}
+        for layer in self._order:
+            layout = store.layouts[layer]
+            for device, _ in layout.leaves[0].shards:
+                sizes[device] = max(sizes.get(device, 0), layout.nbytes)
+        self.num_buffers = min(buffers, len(self._order))
+        self._free = [Buffer(sizes) for _ in range(self.num_buffers)]
+        self._next = 0  # place in the order of the layer that is filled next
+        self._coming: collections.deque[tuple[int, Buffer, list[Future[None]]]] = collections.deque()
+        self._passes, self._stalls, self._stall_s, self._pass_s = 0, 0, 0.0, 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layers that pass by on all devices, as programs take them."""
+        layouts = [self.store.layouts[layer] for layer in self._order]
+        return sum(leaf.shard_bytes * len(leaf.shards) for layout in layouts for leaf in layout.leaves)
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What has passed so far."""
+        nbytes, reads, busy_s = self.store.counters
+        return StreamCounts(self._passes, nbytes, reads, busy_s, self._stalls, self._stall_s, self._pass_s)
+
+    @contextlib.contextmanager
+    def weights(self) -> "Iterator[Pass]":
+        """One pass over all layers, in order; an error within gives all buffers up and begins anew the next time."""
+        start, one = self._clock(), Pass(self)
+        try:
+            if any(future.done() and future.exception() for _, _, parts in self._coming for future in parts):
+                self.reset()  # what failed while it was read ahead is read again
+            self._fill_ahead()
+            yield one
+            one.finish()
+        except BaseException:
+            one.abandon()
+            self.reset()
+            raise
+        self._passes += 1
+        self._pass_s += self._clock() - start
+
+    def reset(self) -> None:
+        """Wait for what is being filled, forget it, and begin with the first layer the next time."""
+        coming, self._coming = list(self._coming), collections.deque()
+        futures = [future for _, _, parts in coming for future in parts]
+        for future in futures:
+            future.cancel()
+        self._wait(futures)
+        self._free += [buffer for _, buffer, _ in coming]
+        self._next = 0
+
+    def close(self) -> None:
+        """End the threads and give up the store."""
+        self.reset()
+        self._pool.shutdown()
+        self.store.close()
+
+    def _fill_ahead(self) -> None:
+        while self._free and self._order:
+            layer = self._order[self._next]
+            buffer, layout = self._free.pop(), self.store.layouts[layer]
+            parts = buffer.parts(layout)
+            self._next = (self._next + 1) % len(self._order)
+            futures = [self._pool.submit(self.store.fill, layer, leaf, part) for leaf, part in enumerate(parts)]
+            self._coming.append((layer, buffer, futures))
+
+    def _has_come(self, layer: int) -> bool:
+        return layer in self._resident or all(future.done() for future in self._coming[0][2])
+
+    def _receive(self, layer: int) -> tuple[Buffer | None, Any]:
+        if layer in self._resident:
+            return None, self._small[layer] | self._resident[layer]
+        coming, buffer, futures = self._coming[0]
+        assert coming == layer, f"layer {layer} is wanted, {coming} is coming"
+        if not self._has_come(layer):
+            start = self._clock()
+            self._wait(futures)
+            self._stalls += 1
+            self._stall_s += self._clock() - start
+        for future in futures:
+            future.result()
+        self._coming.popleft()
+        try:
+            return buffer, self._small[layer] | buffer.place(self.store.layouts[layer])
+        except BaseException:
+            self._free.append(buffer)
+            raise
+
+    def _give_back(self, buffer: Buffer) -> None:
+        self._free.append(buffer)
+        self._fill_ahead()
+
+
+class Pass:
+    """One pass over the layers; see `LayerStream.weights`."""
+
+    def __init__(self, stream: LayerStream):
+        """Begin; nothing was taken yet."""
+        self._stream, self._started, self._before = stream, stream._clock(), stream.counts.bytes
+        self._taken: Buffer | None = None
+        # Buffers whose programs may still run, each with an array that is there when they have.
+        self._running: collections.deque[tuple[Buffer, Any]] = collections.deque()
+
+    def take(self, layer: int) -> Any:
+        """The parameters of a layer on the devices; waits for them.
+
+        Raises:
+          CheckpointError: the layer cannot be read.
+        """
+        if not self._stream._has_come(layer):
+            # What ran before ends long before the read does: its buffer is filled meanwhile.
+            self.finish()
+        self._taken, params = self._stream._receive(layer)
+        return params
+
+    def used(self, layer: int, result: Any) -> None:
+        """The program that takes the layer was dispatched, and `result` is what it gives."""
+        if self._taken is not None:
+            self._running.append((self._taken, result))
+            self._taken = None
+        while len(self._running) > 1:
+            self._release()
+        stream = self._stream
+        if stream.progress is not None:
+            nbytes = stream.counts.bytes - self._before
+            stream.progress(layer + 1, stream.num_layers, nbytes, stream._clock() - self._started)
+
+    def finish(self) -> None:
+        """Wait for what runs, and give all buffers back."""
+        while self._running:
+            self._release()
+
+    def abandon(self) -> None:
+        """Give back what an error left; what runs has to end first."""
+        buffers = [buffer for buffer, _ in self._running] + ([self._taken] if self._taken is not None else [])
+        for _, result in self._running:
+            # What failed on the devices has ended, too.
+            with contextlib.suppress(RuntimeError):
+                jax.block_until_ready(result)
+        self._running.clear()
+        self._taken = None
+        self._stream._free += buffers
+
+    def _release(self) -> None:
+        buffer, result = self._running[0]
+        result.block_until_ready()
+        self._running.popleft()
+        self._stream._give_back(buffer)
+
+
+def _is_same_memory(placed: Any, parts: list[list[np.ndarray]]) -> bool:
+    """Whether arrays lie where their parts were written."""
+    leaves = jax.tree.leaves(placed)
+    if any(device.platform != "cpu" for leaf in leaves for device in leaf.devices()):
+        return False
+    for leaf, own in zip(leaves, parts, strict=True):
+        shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
+        places = [shard.data.unsafe_buffer_pointer() for shard in shards]
+        if places != [part.ctypes.data for part in own]:
+            return False
+    return True

@@ -1,0 +1,376 @@
+"""The HTTP side: routes, limits, streams, and what becomes of a request whose client goes away."""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import importlib.resources
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxspec.config import SamplingParams
+from jaxspec.engine import fresh_seed
+from jaxspec.llm import LLM
+from jaxspec.results import Completion, DecodeStats, StreamEvent
+from jaxspec.serve.live import RoundWatcher
+from jaxspec.serve.metrics import Metrics
+from jaxspec.serve.protocol import ApiError, ApiRequest, parse_json, parse_request
+from jaxspec.serve.replies import Reply, event_line
+from jaxspec.serve.scheduler import Job, Outcome, Scheduler, describe_error
+
+BODY_SECONDS = 30.0  # for a client to send its body
+STALL_SECONDS = 60.0  # that a client may leave a piece of an answer unread
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+      active: answers that are decoded at the same time, in turn.
+      waiting: requests in the queue.
+      body_bytes: size of a request's body.
+      seconds: from a request's arrival to the end of its answer.
+    """
+
+    active: int = 4
+    waiting: int = 64
+    body_bytes: int = 2**20
+    seconds: float = 600.0
+
+
+class ApiServer:
+    """One model served through OpenAI's interface; `app` is the ASGI application."""
+
+    def __init__(
+        self, llm: LLM, name: str, limits: Limits, api_key: str | None = None, hosts: tuple[str, ...] = LOOPBACK
+    ):
+        """Serve `llm` under a name. `hosts` are the values of the Host header that are answered, "*" for any."""
+        self.llm, self.name, self.limits = llm, name, limits
+        self.metrics = Metrics(name)
+        self.scheduler = Scheduler(self.metrics, limits.active, limits.waiting)
+        self._key = api_key
+        self._plain: LLM | None = None  # plain decoding on the same weights
+        self._created = int(time.time())
+        routes = [
+            Route("/", self._page),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._answering(self._complete), methods=["POST"]),
+            Route("/v1/live", self._answering(self._live), methods=["POST"]),
+        ]
+        # A page of another site whose name points here would be another host.
+        guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+        handlers: Any = {ApiError: self._error, HTTPException: self._http_error}
+        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+
+    def _answering(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        async def handle(request: Request) -> Response:
+            self._check_key(request)
+            return await answer(request)
+
+        return handle
+
+    async def _page(self, request: Request) -> Response:
+        text = importlib.resources.files("jaxspec.serve").joinpath("page.html").read_text(encoding="utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, request: Request) -> Response:
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_key(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxspec",
+            "max_model_len": self.llm.engine.max_context,
+        }
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, chat=True)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, chat=False)
+
+    async def _answer(self, http: Request, *, chat: bool) -> Response:
+        body = await self._read_json(http)
+        self._check_model(body.get("model"))
+        request = parse_request(body, chat=chat)
+        answer = await self._submit(request)
+        reply = Reply(request, self.name, self.llm.tokenizer)
+        if request.stream:
+            return EventStream(answer, _stream_chunks(answer, reply, include_usage=request.include_usage))
+        completion = await answer.completion(http)
+        return JSONResponse(reply.whole(completion), headers={"x-request-id": reply.id})
+
+    async def _live(self, http: Request) -> Response:
+        """An answer with everything that the page shows: what was drafted, and the tree of every round.
+
+        With `baseline` in the body, plain decoding answers afterwards, to compare the speed and the tokens.
+        """
+        body = await self._read_json(http)
+        self._check_model(body.get("model"))
+        baseline = bool(body.pop("baseline", False))
+        request = parse_request(body, chat="messages" in body)
+        if request.sampling.get("seed") is None:
+            request = dataclasses.replace(request, sampling=request.sampling | {"seed": fresh_seed()})
+        watcher = RoundWatcher(self.llm.tokenizer, self.llm.engine.models)
+        answer = await self._submit(request, watcher)
+        return EventStream(answer, self._stream_rounds(answer, watcher, request if baseline else None))
+
+    async def _stream_rounds(
+        self, answer: "Answer", watcher: RoundWatcher, again: ApiRequest | None
+    ) -> AsyncIterator[bytes]:
+        draft = self.llm.draft_path and self.llm.draft_path.name
+        yield event_line({"method": self.llm.engine.method.name, "draft": draft})
+        tokens: tuple[int, ...] = ()
+        async for event in answer.events():
+            for happened in watcher.take():
+                yield event_line(happened)
+            if event.completion is not None:
+                tokens, stats = event.completion.token_ids, _plain_json(event.completion.stats)
+                yield event_line({"done": stats | {"finish_reason": event.completion.finish_reason}})
+        if again is None:
+            return
+        plain = await self._submit(again, plain=True)
+        answer.job = plain.job  # what is cancelled where the client leaves
+        async for event in plain.events():
+            if event.completion is not None:
+                speed, equal = event.completion.stats.tokens_per_s, event.completion.token_ids == tokens
+                yield event_line({"baseline": {"tokens_per_s": speed, "equal": equal}})
+
+    async def _submit(
+        self, request: ApiRequest, watcher: RoundWatcher | None = None, *, plain: bool = False
+    ) -> "Answer":
+        """Check a request against the model and queue it; `plain` decodes it without drafts."""
+        self.scheduler.check_room()
+        arrived = time.monotonic()
+        # A long text takes a while to encode.
+        events = await asyncio.to_thread(self._open, request, self._open_plain if plain else self.llm.stream)
+        answer = Answer(asyncio.get_running_loop())
+        answer.job = Job(events, answer.emit, arrived + self.limits.seconds, watcher, arrived=arrived)
+        self.scheduler.submit(answer.job)
+        return answer
+
+    def _open_plain(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
+        """Events of plain decoding, whose programs are compiled when it is first asked for."""
+        if self._plain is None:
+            self._plain = self.llm if self.llm.engine.method.name == "ar" else self.llm.with_method("ar")
+        yield from self._plain.stream(ids, sampling)
+
+    def _open(self, request: ApiRequest, stream: Callable[[list[int], SamplingParams], Any]) -> Any:
+        where = "messages" if request.chat else "prompt"
+        try:
+            ids = self.llm.encode(request.prompt)
+            context = self.llm.engine.max_context
+            room, wanted = context - len(ids), request.max_tokens or 1
+            if room < max(wanted, 1):
+                asked = "" if request.max_tokens is None else f", and max_tokens {wanted} more"
+                raise ApiError(
+                    400, f"the prompt has {len(ids)} tokens{asked}: the model's context holds {context}",
+                    param=where if room < 1 else "max_tokens", code="context_length_exceeded",
+                )  # fmt: skip
+            return stream(ids, request.params(room))
+        except ApiError:
+            raise
+        except Exception as error:
+            described = describe_error(error)
+            described.param = where if described.status == 400 else None
+            raise described from error
+
+    async def _read_json(self, request: Request) -> dict[str, Any]:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, f"the content type must be application/json, got {kind or 'none'!r}")
+        most, body = self.limits.body_bytes, bytearray()
+        too_large = ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > most:
+            raise too_large
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from error
+        except ClientDisconnect as error:
+            raise ApiError(400, "the client left before its body was complete") from error
+        return parse_json(bytes(body))
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
+            raise ApiError(
+                401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+                kind="authentication_error", code="invalid_api_key",
+            )  # fmt: skip
+
+    def _check_model(self, name: Any) -> None:
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"the model {name!r:.100} does not exist here; {self.name!r} does", param="model",
+                code="model_not_found", kind="not_found_error",
+            )  # fmt: skip
+
+    async def _error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        self.metrics.fail(error.status)
+        headers = {"x-request-id": uuid.uuid4().hex}
+        if error.retry_after is not None:
+            headers["Retry-After"] = str(error.retry_after)
+        if error.status == 504:  # the next try would take as long
+            headers["x-should-retry"] = "false"
+        return JSONResponse(error.to_dict(), error.status, headers)
+
+    async def _http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        named = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return await self._error(request, named)
+
+
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+
+class Answer:
+    """The outcomes of a job, on the side of the event loop."""
+
+    job: Job
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        """Outcomes arrive in `loop`."""
+        self._loop = loop
+        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+
+    def emit(self, outcome: Outcome) -> None:
+        """Called in the decoding thread."""
+        # The loop is closed once the server has left without waiting any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """Every event, the last one included; raises the error that ended the answer."""
+        while True:
+            outcome = await self._outcomes.get()
+            if isinstance(outcome, ApiError):
+                raise outcome
+            yield outcome
+            if outcome.completion is not None:
+                return
+
+    async def completion(self, http: Request) -> Completion:
+        """The whole answer; the job is cancelled where the client leaves, with `ClientDisconnect`."""
+        watch = asyncio.ensure_future(_until_gone(http.receive))
+        collect = asyncio.ensure_future(self._collect())
+        try:
+            await asyncio.wait({watch, collect}, return_when=asyncio.FIRST_COMPLETED)
+            if not collect.done():
+                raise ApiError(499, "the client has left")
+            return collect.result()
+        finally:
+            self.job.cancel()
+            watch.cancel()
+            collect.cancel()
+
+    async def _collect(self) -> Completion:
+        async for event in self.events():
+            if event.completion is not None:
+                return event.completion
+        raise AssertionError("the last event carries the completion")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events of a job; it is cancelled where the client leaves, or reads nothing for a while."""
+
+    def __init__(self, answer: Answer, lines: AsyncIterator[bytes]):
+        """Send `lines` as they come; an `ApiError` after the first becomes an event of its own, before [DONE]."""
+        self.status_code, self.background = 200, None
+        self._answer, self._lines = answer, lines
+        self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # An error before the first token has a status of its own.
+        first = await anext(self._lines)
+        watch = asyncio.ensure_future(_until_gone(receive))
+        pump = asyncio.ensure_future(self._pump(first, send))
+        try:
+            await asyncio.wait({watch, pump}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            self._answer.job.cancel()
+            watch.cancel()
+            pump.cancel()
+
+    async def _pump(self, first: bytes, send: Send) -> None:
+        async def write(message: Message) -> None:
+            async with asyncio.timeout(STALL_SECONDS):
+                await send(message)
+
+        with contextlib.suppress(TimeoutError, OSError):
+            await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await write({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for line in self._lines:
+                    await write({"type": "http.response.body", "body": line, "more_body": True})
+            except ApiError as error:
+                body = event_line(error.to_dict())
+                await write({"type": "http.response.body", "body": body, "more_body": True})
+            await write({"type": "http.response.body", "body": event_line("[DONE]")})
+
+
+async def _stream_chunks(answer: Answer, reply: Reply, *, include_usage: bool) -> AsyncIterator[bytes]:
+    opened = False
+    async for event in answer.events():
+        chunks = [] if opened else [reply.first()]
+        opened = True
+        chunks.append(reply.part(event))
+        if event.completion is not None:
+            chunks.append(reply.last(event.completion))
+            if include_usage:
+                chunks.append(reply.usage(event.completion))
+        if lines := b"".join(event_line(chunk) for chunk in chunks if chunk is not None):
+            yield lines
+
+
+def _plain_json(stats: DecodeStats) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(stats), default=str))

@@ -1,0 +1,231 @@
+"""What clients send: JSON bodies in OpenAI's form, checked field by field; what is not supported is refused by name."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.config import MAX_LOGPROBS, SamplingParams
+from jaxspec.errors import ConfigError, suggest
+
+COMPLETION_TOKENS = 16  # of /v1/completions where `max_tokens` is absent, as in OpenAI's interface
+MAX_STOPS = 16
+
+# Fields that change no token here: taken and left aside.
+HARMLESS = frozenset({
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+})  # fmt: skip
+# Fields of `SamplingParams` that have the same name and meaning; the last five are vLLM's additions.
+SAMPLING = (
+    "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed",
+    "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens",
+)  # fmt: skip
+COMMON = {*SAMPLING, "model", "stream", "stream_options", "stop", "max_tokens", "logit_bias", "logprobs", "n"}
+CHAT_FIELDS = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
+COMPLETION_FIELDS = COMMON | {"prompt"}
+# Values of unsupported fields that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "reasoning_effort": (), "verbosity": (), "web_search_options": (), "chat_template_kwargs": ({},),
+    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
+    "echo": (False,), "best_of": (1,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,),
+}  # fmt: skip
+REFUSED_ROLES = ("tool", "function")
+
+
+class ApiError(Exception):
+    """A request that is answered with an OpenAI error object."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        kind: str = "invalid_request_error", retry_after: int | None = None,
+    ):  # fmt: skip
+        """`kind` is the object's "type"; `retry_after`, in seconds, becomes the header of that name."""
+        super().__init__(message)
+        self.status, self.param, self.code, self.kind, self.retry_after = status, param, code, kind, retry_after
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class ApiRequest:
+    """A checked request; `prompt` is what `LLM.encode` takes."""
+
+    chat: bool
+    prompt: Any
+    sampling: dict[str, Any]  # arguments of `SamplingParams`, but for `max_tokens`
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+
+    def params(self, room: int) -> SamplingParams:
+        """Sampling parameters where the context has room for `room` tokens after the prompt."""
+        wanted = self.max_tokens
+        if wanted is None:
+            wanted = room if self.chat else min(COMPLETION_TOKENS, room)
+        try:
+            return SamplingParams(**self.sampling, max_tokens=wanted)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param=_named(str(error), self.sampling)) from error
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body; ApiError 400 for anything else."""
+    try:
+        parsed = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def parse_request(body: Mapping[str, Any], *, chat: bool) -> ApiRequest:
+    """Check the body of /v1/chat/completions (`chat`) or /v1/completions; null means absent.
+
+    ApiError 400, with `param`, names the first field that is malformed, unknown or not supported.
+    """
+    given = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
+    known = CHAT_FIELDS if chat else COMPLETION_FIELDS
+    _refuse_unsupported(given, known)
+    if _int(given, "n", 1) != 1:
+        raise ApiError(400, f"n is {given['n']}: one completion for each request is supported, send several", param="n")
+    sampling = {name: given[name] for name in SAMPLING if name in given}
+    stop = given.get("stop", ())
+    if isinstance(stop, Sequence) and not isinstance(stop, str) and len(stop) > MAX_STOPS:
+        raise ApiError(400, f"stop holds {len(stop)} strings, at most {MAX_STOPS} are supported", param="stop")
+    sampling["stop"] = stop
+    if "logit_bias" in given:
+        sampling["logit_bias"] = _bias(given["logit_bias"])
+    logprobs = _chat_logprobs(given) if chat else _completion_logprobs(given)
+    if logprobs is not None:
+        sampling["logprobs"] = logprobs
+    stream, options = _bool(given, "stream"), given.get("stream_options", {})
+    if "stream_options" in given and not stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    if not isinstance(options, Mapping) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise ApiError(400, "stream_options supports include_usage alone", param="stream_options")
+    max_tokens = _int(given, "max_tokens", None)
+    max_tokens = _int(given, "max_completion_tokens", max_tokens)
+    request = ApiRequest(
+        chat=chat,
+        prompt=_messages(given.get("messages")) if chat else _prompt(given.get("prompt")),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        stream=stream,
+        include_usage=_bool(options, "include_usage"),
+    )
+    request.params(1 if max_tokens is None else max_tokens)  # for its errors
+    return request
+
+
+def _refuse_unsupported(given: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name in NEUTRAL:
+            # With tools, "auto" is a choice; without them it asks for nothing, and so do tools with "none".
+            if value in NEUTRAL[name] or (name == "tools" and given.get("tool_choice") == "none"):
+                continue
+            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+        raise ApiError(400, f"unknown field {name!r}; {suggest(name, sorted(known))}", param=name)
+
+
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, list) or not messages:
+        raise ApiError(400, "messages must be a list of at least one message", param="messages")
+    plain = []
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ApiError(400, f"{param} must be an object with role and content", param=param)
+        role = message["role"]
+        if role in REFUSED_ROLES or message.get("tool_calls") or message.get("function_call"):
+            raise ApiError(400, f"{param}: calls of tools are not supported by this server", param=param)
+        role = "system" if role == "developer" else role
+        plain.append({"role": role, "content": _content(message.get("content"), param)})
+    return plain
+
+
+def _content(content: Any, param: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{param}.content must be a string or a list of text parts", param=f"{param}.content")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{param}.content: parts of type {kind!r} are not supported, text is", param=param)
+    return "".join(part["text"] for part in content)
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    """A string or token ids; a list of one of either stands for it."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        raise ApiError(
+            400, f"prompt holds {len(prompt)} prompts: one is supported, send several requests", param="prompt"
+        )
+    ids = isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
+    if not prompt or not (isinstance(prompt, str) or ids):
+        raise ApiError(400, "prompt must be a text or a list of token ids, and not empty", param="prompt")
+    return prompt
+
+
+def _chat_logprobs(given: Mapping[str, Any]) -> bool | int | None:
+    top = _int(given, "top_logprobs", 0)
+    if not _bool(given, "logprobs"):
+        if top:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return None
+    return _ranked(top, "top_logprobs")
+
+
+def _completion_logprobs(given: Mapping[str, Any]) -> bool | int | None:
+    count = _int(given, "logprobs", None)
+    return None if count is None else _ranked(count, "logprobs")
+
+
+def _ranked(count: int | None, name: str) -> bool | int:
+    if count is None or not 0 <= count <= MAX_LOGPROBS:
+        raise ApiError(400, f"{name} must lie between 0 and {MAX_LOGPROBS}, got {count}", param=name)
+    return count or True
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except (AttributeError, ValueError) as error:
+        raise ApiError(400, "logit_bias must map token ids to numbers", param="logit_bias") from error
+
+
+def _int(given: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ApiError(400, f"{name} must be an integer, got {value!r:.40}", param=name)
+    return value
+
+
+def _bool(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ApiError(400, f"{name} must be true or false, got {value!r:.40}", param=name)
+    return bool(value)
+
+
+def _named(message: str, names: Mapping[str, Any]) -> str | None:
+    """The field that an error message begins with."""
+    first = message.split(" ", 1)[0]
+    return first if first in names or first == "max_tokens" else None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")

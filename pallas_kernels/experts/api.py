@@ -1,0 +1,100 @@
+"""The experts of a layer in place of its MLP: each row passes a few of many."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native, registry
+from pallas_kernels.experts.reference import Clamp, Scores, experts_by_xla
+from pallas_kernels.linear.api import native_weight
+from pallas_kernels.linear.blocks import Blocks, Weight, find_format
+
+
+def experts(
+    x: jax.Array,  # [T, D]
+    logits: jax.Array,  # [T, E]
+    gate_up: Weight,  # [e, 2F, D]
+    down: Weight,  # [e, D, F]
+    per_token: int,
+    *,
+    scores: Scores,
+    first: jax.Array | int = 0,  # int32 []
+    active_rows: jax.Array | None = None,  # int32 []
+    gate_up_bias: jax.Array | None = None,  # [e, 2F] float32
+    down_bias: jax.Array | None = None,  # [e, D] float32
+    clamp: Clamp | None = None,
+) -> jax.Array:  # [T, D] float32
+    """The sum of each row's best experts' results, each times its score; a partial sum where devices share experts.
+
+    An expert's result is `(silu(x @ gate.T) * (x @ up.T)) @ down.T`.
+
+    Args:
+      x: activations.
+      logits: the router's, float32, of all E experts.
+      gate_up: of the e experts that this device has, the F rows of the gate before those of the up projection; numbers,
+        or `Blocks` with data `[e, 2F, D / values, nbytes]`.
+      down: likewise.
+      per_token: experts of a row. Of equal scores the lower expert is taken, as `jax.lax.top_k` does.
+      scores: "all": the softmax of all logits; "renormalised": that, divided by the sum of the chosen ones; "chosen":
+        the softmax of the chosen logits, by which experts are chosen then.
+      first: the first expert that this device has. Choices of others add nothing.
+      active_rows: at least 1: the rows that matter, which come first. The others come out arbitrary but finite. None
+        for all. Only native kernels save time by it.
+      gate_up_bias: added to the results of gate and up projection; None for none.
+      down_bias: added to an expert's result before its score; None for none.
+      clamp: another activation in place of silu.
+
+    The bits of a row's result do not depend on the other rows with native kernels. They read the weights of those
+    experts only that some row is sent to.
+
+    Raises:
+      ValueError: shapes do not fit together.
+    """
+    columns = _check(x, logits, gate_up, down, per_token)
+    _check_biases(gate_up, down, gate_up_bias, down_bias)
+    kernels = registry.current()
+    if not kernels.native:
+        biases = gate_up_bias, down_bias
+        return experts_by_xla(x, logits, gate_up, down, per_token, scores, first, biases, clamp)
+    (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
+    none = jnp.zeros((0,), jnp.float32)
+    return native.call(
+        "experts", jax.ShapeDtypeStruct(x.shape, jnp.float32), x.astype(jnp.float32), logits, up_data, down_data,
+        none if gate_up_bias is None else gate_up_bias, none if down_bias is None else down_bias, jnp.int32(first),
+        native.row_count(active_rows, x), gate_up_format=up_format, down_format=down_format,
+        columns=columns, per_token=per_token, scores=scores, limit=np.float32(clamp.limit if clamp else 0),
+        alpha=np.float32(clamp.alpha if clamp else 0), threads=kernels.threads,
+    )  # fmt: skip
+
+
+def _check(x: jax.Array, logits: jax.Array, gate_up: Weight, down: Weight, per_token: int) -> int:
+    """F; ValueError for operands that do not fit together."""
+    shapes = [_shape(gate_up), _shape(down)]
+    if x.ndim != 2 or logits.ndim != 2 or logits.shape[0] != x.shape[0] or logits.dtype != jnp.float32:
+        raise ValueError(f"experts need [T, D] and float32 logits [T, E], got {x.shape} and {logits.shape}")
+    if not 1 <= per_token <= logits.shape[1]:
+        raise ValueError(f"{per_token} experts of a row, of {logits.shape[1]} that there are")
+    (e, rows, width), (others, outputs, columns) = shapes
+    if e != others or width != x.shape[1] or outputs != width or rows != 2 * columns:
+        raise ValueError(f"experts need [e, 2F, D] and [e, D, F] for rows of {x.shape[1]}, got {shapes}")
+    return columns
+
+
+def _check_biases(gate_up: Weight, down: Weight, gate_up_bias: jax.Array | None, down_bias: jax.Array | None) -> None:
+    for bias, weight in ((gate_up_bias, gate_up), (down_bias, down)):
+        wanted = weight.shape[:2]
+        if bias is not None and (bias.shape != wanted or bias.dtype != jnp.float32):
+            raise ValueError(f"the bias of experts {wanted} must be float32 {wanted}, got {bias.dtype} {bias.shape}")
+
+
+def _shape(weight: Weight) -> tuple[int, int, int]:
+    """Of the values of the experts' weights."""
+    shape = weight.shape
+    if isinstance(weight, Blocks):
+        known = find_format(weight.format)
+        if known is None or weight.ndim != 4 or shape[3] != known.nbytes:
+            raise ValueError(f"{weight.format!r} blocks {shape} are no [e, outputs, inputs / values, bytes]")
+        return shape[0], shape[1], shape[2] * known.values
+    if weight.ndim != 3 or weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"experts need float32, bfloat16 or float16 [e, outputs, inputs], got {weight.dtype} {shape}")
+    return shape[0], shape[1], shape[2]

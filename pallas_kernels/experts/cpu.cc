@@ -1,0 +1,223 @@
+// A mixture of experts: each row times the weights of its own experts, each expert's weights read once.
+//
+// The rows of an expert are gathered and multiplied as `linear` and `swiglu` multiply rows, whose bits do not depend on the
+// rows beside them; a row's results are added in the order of its scores. So neither do the bits of the sum.
+#include <memory>
+
+#include "../linear/packed_product.h"
+#include "../native/handler.h"
+#include "routing.h"
+
+namespace jaxspec {
+namespace {
+
+struct GatheredTag;
+struct HiddenTag;
+struct ResultTag;
+struct ExpertCodesTag;
+struct ExpertGateTag;
+
+// Numbers that a thread keeps between calls; more are taken and given back.
+constexpr int64_t kMostKept = int64_t{1} << 22;
+
+template <class Tag>
+class Room {
+ public:
+  explicit Room(int64_t count) {
+    if (count <= kMostKept) {
+      values_ = scratch<Tag>(count);
+    } else {
+      own_.reset(new float[count]);
+      values_ = own_.get();
+    }
+  }
+  float* get() const { return values_; }
+
+ private:
+  std::unique_ptr<float[]> own_;
+  float* values_;
+};
+
+// The weights of all experts of a device: `outputs` rows each.
+struct ExpertWeights {
+  const uint8_t* data;
+  int64_t experts, outputs, inputs, row_bytes;
+};
+
+// Rows times their experts' weights, whatever the format: calls `work(multiply, expert)` for chunks of `columns` columns,
+// where `multiply(first, count, y, y_stride)` multiplies the expert's rows by its outputs from `first` on.
+template <class Pool, class Work>
+bool for_chunks(Pool& pool, int64_t threads, const Routing& routing, const ExpertWeights& w, std::string_view format,
+                const float* x, int64_t columns, Work work) {
+  const int64_t active = static_cast<int64_t>(routing.experts.size());
+  const int64_t rows_of_column = w.outputs / columns;
+  const auto run = [&](int64_t unit, auto multiply) {
+    const int64_t chunks = (columns + unit - 1) / unit;
+    parallel(pool, threads, active * chunks, [&routing, unit, chunks, columns, work, multiply](int64_t i) {
+      const Routing::Expert expert = routing.experts[i / chunks];
+      const int64_t first = i % chunks * unit;
+      work([&](int64_t from, int64_t count, float* y, int64_t y_stride) { multiply(expert, from, count, y, y_stride); },
+           expert, first, std::min(unit, columns - first), unit);
+    });
+  };
+  const bool packed = with_packed_format(format, [&](auto kind, auto planes) {
+    using Format = decltype(kind);
+    constexpr int kPlanes = planes();
+    const int64_t blocks = w.inputs / Format::kValues, units = w.inputs / kUnit;
+    using Quantised = detail::Activations<Format, kPlanes>;
+    const int64_t row_size = Quantised{nullptr, units}.row_size();
+    const Room<ExpertCodesTag> room(routing.pairs() * row_size);
+    float* base = room.get();
+    const int64_t worthwhile = routing.pairs() * w.inputs < 32 * 1024 ? 1 : threads;
+    parallel(pool, worthwhile, active, [&routing, base, row_size, units, x, &w](int64_t i) {
+      const Routing::Expert expert = routing.experts[i];
+      const Quantised own{base + expert.first * row_size, units};
+      const Tiles tiles(expert.count);
+      for (int64_t tile = 0; tile < tiles.count(); tile++) {
+        const auto [first, count] = tiles[tile];
+        const detail::Quantised out = own.tile(first, count);
+        for (int64_t unit = 0; unit < units; unit++)
+          for (int64_t r = 0; r < count; r++)
+            detail::quantise_unit<Format, kPlanes>(x + (expert.first + first + r) * w.inputs + unit * kUnit, unit, r, count,
+                                                   out);
+      }
+    });
+    const PackedMatrix all{w.data, w.experts * w.outputs, blocks};
+    run(packed_unit(columns * active, rows_of_column * w.row_bytes, threads),
+        [=](const Routing::Expert& expert, int64_t from, int64_t count, float* y, int64_t y_stride) {
+          multiply_packed<Format>(Quantised{base + expert.first * row_size, units}, expert.count, all,
+                                  expert.index * w.outputs + from, count, y, y_stride);
+        });
+  });
+  return packed || with_format(format, [&](auto kind) {
+    run(unit_outputs(columns * active, rows_of_column * w.row_bytes, threads),
+        [=](const Routing::Expert& expert, int64_t from, int64_t count, float* y, int64_t y_stride) {
+          const Matrix own{w.data + expert.index * w.outputs * w.row_bytes, w.row_bytes, w.inputs};
+          multiply<decltype(kind)>(x + expert.first * w.inputs, expert.count, own, from, count, y, y_stride);
+        });
+  });
+}
+
+// Whether a buffer holds `experts` times `outputs` rows of `inputs` weights in that format; sets the size of a row.
+bool fits(std::string_view format, const ffi::AnyBuffer& weight, ExpertWeights& w) {
+  const int64_t rows = w.experts * w.outputs, size = static_cast<int64_t>(weight.size_bytes());
+  w.data = bytes(weight);
+  w.row_bytes = rows ? size / rows : 0;
+  bool whole = false;
+  const auto check = [&](auto kind) {
+    using Format = decltype(kind);
+    whole = w.inputs % Format::kValues == 0 && size == rows * (w.inputs / Format::kValues * Format::kBytes);
+  };
+  const bool known = with_packed_format(format, [&](auto kind, auto) { check(kind); }) || with_format(format, check);
+  return known && whole;
+}
+
+// y[r][c] += bias[c] for rows of a stride.
+void add_bias(const float* bias, int64_t rows, int64_t count, float* y, int64_t y_stride) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < count; c++) y[r * y_stride + c] += bias[c];
+}
+
+// y = (up + 1) gate sigmoid(alpha gate), with the gate at most `limit` and up within it on both sides.
+void activate_clamped(const float* gate, const float* up, int64_t count, float limit, float alpha, float* y) {
+  const Lanes most = set(limit), one = set(1.0f);
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const int n = static_cast<int>(std::min<int64_t>(kLanes, count - c));
+    const Lanes g = min(most, load(gate + c, n)), u = max(set(-limit), min(most, load(up + c, n)));
+    store(y + c, (u + one) * (g / (one + exp(zero() - g * set(alpha)))), n);
+  }
+}
+
+ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
+                       Floats gate_up_bias, Floats down_bias, Scalar first, Scalar active_rows,
+                       ffi::ResultBuffer<ffi::F32> y, std::string_view gate_up_format, std::string_view down_format,
+                       int64_t columns, int64_t per_token, std::string_view scores, float limit, float alpha,
+                       int64_t threads) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], experts = logits.dimensions()[1];
+  if (rows == 0 || width == 0) return ffi::Error::Success();
+  if (logits.dimensions()[0] != rows || columns < 1 || per_token < 1 || per_token > experts)
+    return invalid("experts: the operands do not fit together");
+  const int64_t local = gate_up.dimensions()[0];
+  ExpertWeights up{nullptr, local, 2 * columns, width, 0}, out{nullptr, local, width, columns, 0};
+  if (!fits(gate_up_format, gate_up, up) || !fits(down_format, down, out))
+    return invalid("experts: the weights are none of the format " + std::string(gate_up_format) + " or " +
+                   std::string(down_format));
+  const auto bias_of = [](const Floats& bias) { return bias.element_count() ? bias.typed_data() : nullptr; };
+  const float *up_bias = bias_of(gate_up_bias), *out_bias = bias_of(down_bias);
+  if ((up_bias && static_cast<int64_t>(gate_up_bias.element_count()) != local * 2 * columns) ||
+      (out_bias && static_cast<int64_t>(down_bias.element_count()) != local * width))
+    return invalid("experts: the biases do not fit the weights");
+  const Scores kind = scores == "chosen" ? Scores::kChosen : scores == "all" ? Scores::kAll : Scores::kRenormalised;
+  const int64_t count = count_active_rows(active_rows, rows);
+  const Routing routing = route(logits.typed_data(), count, experts, per_token, kind, *first.typed_data(), local);
+  const int64_t pairs = routing.pairs();
+  const Room<GatheredTag> gathered(pairs * width);
+  const Room<HiddenTag> hidden(pairs * columns);
+  const Room<ResultTag> result(pairs * width);
+  float *inputs = gathered.get(), *h = hidden.get(), *each = result.get();
+  for (int64_t p = 0; p < pairs; p++)
+    std::copy_n(x.typed_data() + routing.row[p] * width, width, inputs + p * width);
+
+  for_chunks(pool, threads, routing, up, gate_up_format, inputs, columns,
+             [=](auto multiply, const Routing::Expert& expert, int64_t from, int64_t n, int64_t unit) {
+               float* gate = scratch<ExpertGateTag>(2 * expert.count * unit);
+               float* linear = gate + expert.count * unit;
+               multiply(from, n, gate, unit);
+               multiply(columns + from, n, linear, unit);
+               if (up_bias) {
+                 const float* bias = up_bias + expert.index * 2 * columns + from;
+                 add_bias(bias, expert.count, n, gate, unit);
+                 add_bias(bias + columns, expert.count, n, linear, unit);
+               }
+               for (int64_t r = 0; r < expert.count; r++) {
+                 float* out = h + (expert.first + r) * columns + from;
+                 if (limit > 0) {
+                   activate_clamped(gate + r * unit, linear + r * unit, n, limit, alpha, out);
+                 } else {
+                   activate(gate + r * unit, linear + r * unit, n, out);
+                 }
+               }
+             });
+  for_chunks(pool, threads, routing, out, down_format, h, width,
+             [=](auto multiply, const Routing::Expert& expert, int64_t from, int64_t n, int64_t) {
+               multiply(from, n, each + expert.first * width + from, width);
+               if (out_bias)
+                 add_bias(out_bias + expert.index * width + from, expert.count, n, each + expert.first * width + from,
+                          width);
+             });
+  for (int64_t t = 0; t < rows; t++) {
+    float* row = y->typed_data() + t * width;
+    std::fill_n(row, width, 0.0f);
+    for (int64_t j = t * per_token; t < count && j < (t + 1) * per_token; j++) {
+      if (routing.pair[j] < 0) continue;
+      const float* part = each + routing.pair[j] * width;
+      const float score = routing.score[j];
+      for (int64_t i = 0; i < width; i++) row[i] += score * part[i];
+    }
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxspec
+
+JAXSPEC_HANDLER(jaxspec_experts, jaxspec::run_experts,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Scalar>()
+                                  .Arg<jaxspec::Scalar>()
+                                  .Ret<jaxspec::Floats>()
+                                  .Attr<std::string_view>("gate_up_format")
+                                  .Attr<std::string_view>("down_format")
+                                  .Attr<int64_t>("columns")
+                                  .Attr<int64_t>("per_token")
+                                  .Attr<std::string_view>("scores")
+                                  .Attr<float>("limit")
+                                  .Attr<float>("alpha")
+                                  .Attr<int64_t>("threads"));

@@ -1,0 +1,395 @@
+// Rows of activations of eight or sixteen bits times a packed weight.
+//
+// A row is quantised by itself: 32 consecutive inputs share the scale `max|x| / 127`, or `max|x| / (127 * 256)` for sixteen
+// bits, and each is rounded to the nearest integer, ties to even. Sixteen bits are two planes of eight: code = 256 * high +
+// low. Their sums are shifted and added as integers. One (row, output) pair is one float accumulator: for every 32 inputs in ascending order the exact
+// integer sum of codes times codes is multiplied by the weight's scale and added, times the activations' scale, by one
+// fused product. No other row takes part, so the bits of a pair depend neither on the number of rows nor on threads.
+#pragma once
+
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+#include "packed_formats.h"
+#include "product.h"
+
+namespace jaxspec {
+
+// Rows that share one pass over a group: two accumulators each must fit into the registers.
+#if defined(__AVX512F__)
+constexpr int kPackedRows = 8;
+#elif defined(__AVX2__)
+constexpr int kPackedRows = 2;
+#else
+constexpr int kPackedRows = 1;
+#endif
+
+namespace detail {
+
+struct QuantisedTag;
+struct WideGroupTag;
+struct PackedGateTag;
+
+// A tile of `rows` quantised rows. For each unit of 32 inputs and each row in turn: 32 codes of each plane, the higher one
+// first; the scale; the sum of the numbers that the codes stand for; and for each part of a unit what is added to an
+// integer sum, which takes the weights' code that means zero into account.
+struct Quantised {
+  int8_t* codes;
+  float *scale, *sum;
+  int32_t* start;
+};
+
+template <class Format, int kPlanes>
+struct Activations {
+  float* base;
+  int64_t units;
+
+  // Floats of one row in all four arrays.
+  int64_t row_size() const { return units * (kPlanes * kUnit / 4 + 2 + Format::kParts); }
+  Quantised tile(int64_t first, int64_t rows) const {
+    float* p = base + first * row_size();
+    float* scale = p + rows * units * (kPlanes * kUnit / 4);
+    float* sum = scale + rows * units;
+    return {reinterpret_cast<int8_t*>(p), scale, sum, reinterpret_cast<int32_t*>(sum + rows * units)};
+  }
+};
+
+// Largest magnitude of a unit, as the bits of a float: a NaN is above everything else.
+inline uint32_t largest_bits(const float* x) {
+  uint32_t largest = 0;
+  for (int i = 0; i < kUnit; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    largest = std::max(largest, bits & 0x7FFFFFFFu);
+  }
+  return largest;
+}
+
+// Quantise unit `unit` of row `row` of a tile of `rows`.
+template <class Format, int kPlanes>
+inline void quantise_unit(const float* x, int64_t unit, int64_t row, int64_t rows, const Quantised& out) {
+  const int64_t at = unit * rows + row;
+  int8_t* codes = out.codes + at * kPlanes * kUnit;
+  const uint32_t bits = largest_bits(x);
+  float largest;
+  std::memcpy(&largest, &bits, sizeof largest);
+  int32_t sums[2] = {0, 0};
+  // Below, the reciprocal of a scale would be infinite; such numbers count as zeros.
+  constexpr float kTiny = 1e-36f;
+  if (bits >= 0x7F800000u || largest < kTiny) {
+    std::memset(codes, 0, kPlanes * kUnit);
+    out.scale[at] = bits >= 0x7F800000u ? std::nanf("") : 0.0f;
+  } else {
+    constexpr float kMost = kPlanes == 1 ? 127.0f : 127.0f * 256;
+    const float reciprocal = kMost / largest;
+    out.scale[at] = largest / kMost;
+    for (int half = 0; half < 2; half++) {
+      const Lanes exact = load(x + kLanes * half) * set(reciprocal);
+      if constexpr (kPlanes == 1) {
+        sums[half] = store_rounded(codes + kLanes * half, exact);
+      } else {
+        sums[half] = store_planes(codes + kLanes * half, codes + kUnit + kLanes * half, exact);
+      }
+    }
+  }
+  // Zero points are taken off before the activations' scale is multiplied, minima after it.
+  out.sum[at] = (Format::kZeroPoint ? 1.0f : out.scale[at]) * static_cast<float>(sums[0] + sums[1]);
+  if constexpr (Format::kParts == 1) {
+    out.start[at] = -Format::kZero * (sums[0] + sums[1]);
+  } else {
+    out.start[2 * at] = -Format::kZero * sums[0];
+    out.start[2 * at + 1] = -Format::kZero * sums[1];
+  }
+}
+
+// The codes of quad `quad` (four inputs) of a unit of sixteen outputs; `low` and `high` are the unit's fields.
+template <class Format>
+[[gnu::always_inline]] inline Bytes codes_of(const uint8_t* low, const uint8_t* high, int quad) {
+  if constexpr (Format::kBits == 8) {
+    return load_bytes(low + 64 * quad);
+  } else {
+    const Bytes both = load_bytes(low + 64 * (quad / 2));
+    const Bytes four = keep(quad % 2 ? shift_right(both, 4) : both, 15);
+    if constexpr (Format::kTable) {
+      return look_up(kE2M1Codes, four);
+    } else if constexpr (Format::kHigh == 0) {
+      return four;
+    } else {
+      constexpr int kQuads = 8 / Format::kHigh, kMask = Format::kHigh == 1 ? 16 : 48;
+      const Bytes bits = load_bytes(high + 64 * (quad / kQuads));
+      const int from = Format::kHigh * (quad % kQuads);
+      return four | keep(from > 4 ? shift_right(bits, from - 4) : shift_left(bits, 4 - from), kMask);
+    }
+  }
+}
+
+// Scales of the outputs of a block, or their scales of scales.
+template <class Format>
+[[gnu::always_inline]] inline Lanes load_scale(const uint8_t* group) {
+  if constexpr (Format::kTable) {
+    return load_half_powers(group);
+  } else if constexpr (!Format::kZeroPoint) {
+    return load_half(group);
+  } else if constexpr (Format::kShort) {
+    return load_short_scales(group, group + kGroup * Format::kZeros);
+  } else {
+    return load(reinterpret_cast<const float*>(group));
+  }
+}
+
+// Zero points of the outputs of a block, less the middle code.
+template <class Format>
+[[gnu::always_inline]] inline Lanes load_zero_point(const uint8_t* group) {
+  if constexpr (!Format::kZeroPoint) {
+    return zero();
+  } else if constexpr (Format::kShort) {
+    return to_float(keep_bits(load_codes(group + kGroup * Format::kZeros), 15)) - set(8);
+  } else {
+    return load_int8(group + kGroup * Format::kZeros);
+  }
+}
+
+// y[r * y_stride + o] for `kRows` rows and the first `count` outputs of a group. Meanwhile
+// `step` bytes from `ahead` on are fetched for each unit, into the second-level cache.
+template <class Format, int kPlanes, int kRows>
+void multiply_group(const Quantised& x, const uint8_t* group, int64_t blocks, const uint8_t* ahead, int64_t step,
+                    float* y, int64_t y_stride, int64_t skip, int64_t count) {
+  constexpr int kBlock = kGroup * Format::kBytes, kUnits = Format::kUnits, kParts = Format::kParts;
+  Lanes total[kRows];
+  for (int r = 0; r < kRows; r++) total[r] = zero();
+  const int8_t* codes = x.codes;
+  const float *scale = x.scale, *sum = x.sum;
+  const int32_t* start = x.start;
+  for (int64_t block = 0; block < blocks; block++, group += kBlock) {
+    const Lanes d = load_scale<Format>(group), zero_point = load_zero_point<Format>(group);
+    for (int unit = 0; unit < kUnits; unit++) {
+      for (int64_t line = 0; line < step; line += 64) prefetch(ahead + line);
+      ahead += step;
+      const uint8_t* low = group + kGroup * Format::kLowBits + unit * 64 * Format::kLow;
+      const uint8_t* high = group + kGroup * Format::kHighBits + unit * 64 * Format::kHigh;
+      Lanes products[kRows];
+#pragma GCC unroll 8
+      for (int part = 0; part < kParts; part++) {
+        constexpr int kQuads = 8 / kParts;
+        // One row alone would wait for each of its sums: it gets two.
+        constexpr int kChains = kRows == 1 ? 2 : 1;
+        Int32s sums[kRows][kChains];
+        for (int r = 0; r < kRows; r++) {
+          sums[r][0] = set_ints(Format::kZero && kPlanes == 1 ? start[r * kParts + part] : 0);
+          if (kChains > 1) sums[r][kChains - 1] = set_ints(0);
+        }
+#pragma GCC unroll 8
+        for (int plane = 0; plane < kPlanes; plane++) {
+          if (plane == 1) {
+            for (int r = 0; r < kRows; r++) {
+              for (int chain = 0; chain < kChains; chain++) sums[r][chain] = times_256(sums[r][chain]);
+              if (Format::kZero) sums[r][0] = sums[r][0] + set_ints(start[r * kParts + part]);
+            }
+          }
+#pragma GCC unroll 8
+          for (int quad = part * kQuads; quad < (part + 1) * kQuads; quad++) {
+            const Bytes weights = codes_of<Format>(low, high, quad);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; r++)
+              sums[r][quad % kChains] = dot<Format::kBits>(sums[r][quad % kChains], weights,
+                                                           load_four(codes + (r * kPlanes + plane) * kUnit + 4 * quad));
+          }
+        }
+        Lanes weight_scale = d;
+        if constexpr (Format::kSuper)
+          weight_scale = d * load_int8(group + kGroup * (Format::kScales + unit * kParts + part));
+        for (int r = 0; r < kRows; r++) {
+          Lanes exact = to_float(kChains > 1 ? sums[r][0] + sums[r][kChains - 1] : sums[r][0]);
+          if constexpr (Format::kZeroPoint) exact = fma(zero_point, set(-sum[r]), exact);
+          products[r] = part == 0 ? exact * weight_scale : fma(exact, weight_scale, products[r]);
+        }
+      }
+      for (int r = 0; r < kRows; r++) total[r] = fma(products[r], set(scale[r]), total[r]);
+      if constexpr (Format::kMinimum) {
+        Lanes minimum = load_half(group + 2 * kGroup);
+        if constexpr (Format::kSuper)
+          minimum = zero() - minimum * to_float(load_codes(group + kGroup * (Format::kMinima + unit)));
+        for (int r = 0; r < kRows; r++) total[r] = fma(minimum, set(sum[r]), total[r]);
+      }
+      codes += kRows * kPlanes * kUnit;
+      scale += kRows;
+      sum += kRows;
+      start += kRows * kParts;
+    }
+  }
+  for (int r = 0; r < kRows; r++) {
+    if (count == kGroup) {
+      store(y + r * y_stride, total[r]);
+    } else {
+      float whole[kGroup];
+      store(whole, total[r]);
+      std::copy(whole + skip, whole + skip + count, y + r * y_stride);
+    }
+  }
+}
+
+template <class Format, int kPlanes, int kRows = kPackedRows>
+void multiply_group_rows(int64_t rows, const Quantised& x, const uint8_t* group, int64_t blocks, const uint8_t* ahead,
+                         int64_t step, float* y, int64_t y_stride, int64_t skip, int64_t count) {
+  if (rows >= kRows) {
+    multiply_group<Format, kPlanes, kRows>(x, group, blocks, ahead, step, y, y_stride, skip, count);
+  } else if constexpr (kRows > 1) {
+    multiply_group_rows<Format, kPlanes, kRows / 2>(rows, x, group, blocks, ahead, step, y, y_stride, skip, count);
+  }
+}
+
+}  // namespace detail
+
+// The rows of a batch in tiles: as many full ones as there are, then halves and so on, so that few sizes are compiled.
+class Tiles {
+ public:
+  explicit Tiles(int64_t rows) : full_(rows / kPackedRows), left_(rows % kPackedRows) {}
+
+  int64_t count() const {
+    int64_t n = full_;
+    for (int64_t left = left_; left; left &= left - 1) n++;
+    return n;
+  }
+
+  // First row and number of rows.
+  std::pair<int64_t, int64_t> operator[](int64_t i) const {
+    if (i < full_) return {i * kPackedRows, kPackedRows};
+    int64_t first = full_ * kPackedRows, size = kPackedRows / 2;
+    for (i -= full_;; size /= 2) {
+      if (!(left_ & size)) continue;
+      if (i-- == 0) return {first, size};
+      first += size;
+    }
+  }
+
+ private:
+  int64_t full_, left_;
+};
+
+// A packed weight of `outputs` rows of `blocks` blocks.
+struct PackedMatrix {
+  const uint8_t* data;
+  int64_t outputs, blocks;
+};
+
+// Quantise `rows` rows for products with weights of a format. The result lives until this thread's next call.
+template <class Format, int kPlanes, class Pool>
+detail::Activations<Format, kPlanes> quantise(Pool& pool, int64_t threads, const float* x, int64_t rows, int64_t inputs) {
+  const Tiles tiles(rows);
+  const int64_t units = inputs / kUnit;
+  detail::Activations<Format, kPlanes> out{nullptr, units};
+  out.base = scratch<detail::QuantisedTag>(rows * out.row_size());
+  // Less than this is not worth a hand-over to other threads.
+  constexpr int64_t kWorthwhile = 32 * 1024;
+  const bool alone = rows * inputs < kWorthwhile;
+  // Threads write to parts of a tile that lie apart: several units each.
+  const int64_t parts = alone || tiles.count() >= threads ? 1 : threads;
+  parallel(pool, alone ? 1 : threads, tiles.count() * parts, [=](int64_t i) {
+    const auto [first, count] = tiles[i / parts];
+    const int64_t part = i % parts, from = units * part / parts, to = units * (part + 1) / parts;
+    const detail::Quantised tile = out.tile(first, count);
+    for (int64_t unit = from; unit < to; unit++)
+      for (int64_t r = 0; r < count; r++)
+        detail::quantise_unit<Format, kPlanes>(x + (first + r) * inputs + unit * kUnit, unit, r, count, tile);
+  });
+  return out;
+}
+
+// y[r * y_stride + o] = row r times output `first + o`, for o below `count`.
+template <class Format, int kPlanes>
+void multiply_packed(const detail::Activations<Format, kPlanes>& x, int64_t rows, const PackedMatrix& w, int64_t first,
+                     int64_t count, float* y, int64_t y_stride) {
+  const Tiles tiles(rows);
+  const int64_t num_tiles = tiles.count(), group_bytes = kGroup * w.blocks * Format::kBytes;
+  for (int64_t at = first; at < first + count;) {
+    const int64_t start = at / kGroup * kGroup, lanes = std::min<int64_t>(kGroup, w.outputs - start);
+    const int64_t end = std::min(start + lanes, first + count);
+    const uint8_t* group = w.data + start * w.blocks * Format::kBytes;
+    if (lanes < kGroup) {
+      auto* wide = reinterpret_cast<uint8_t*>(scratch<detail::WideGroupTag>((group_bytes + 3) / 4));
+      widen_group<Format>(group, lanes, w.blocks, wide);
+      group = wide;
+    }
+    // One tile fetches what it comes to next; each of several fetches its part of the next group.
+    constexpr int64_t kDistance = 4096;
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+      const auto [r, some] = tiles[tile];
+      const uint8_t* ahead = group + (num_tiles == 1 ? kDistance : group_bytes + tile * group_bytes / num_tiles);
+      detail::multiply_group_rows<Format, kPlanes>(some, x.tile(r, some), group, w.blocks, ahead,
+                                          kGroup * Format::kBytes / Format::kUnits / num_tiles, y + r * y_stride + (at - first), y_stride, at - start, end - at);
+    }
+    at = end;
+  }
+}
+
+// Outputs that a thread takes at a time, whole groups.
+inline int64_t packed_unit(int64_t outputs, int64_t row_bytes, int64_t threads) {
+  constexpr int64_t kUnitBytes = 64 * 1024;
+  const int64_t by_bytes = kUnitBytes / std::max<int64_t>(1, row_bytes), by_threads = outputs / (6 * threads);
+  return std::max<int64_t>(1, std::min(by_bytes, by_threads) / kGroup) * kGroup;
+}
+
+template <class Format, int kPlanes, class Pool>
+void linear_packed(Pool& pool, int64_t threads, const float* x, int64_t rows, const PackedMatrix& w, float* y) {
+  const auto quantised = quantise<Format, kPlanes>(pool, threads, x, rows, w.blocks * Format::kValues);
+  const int64_t unit = packed_unit(w.outputs, w.blocks * Format::kBytes, threads);
+  parallel(pool, threads, (w.outputs + unit - 1) / unit, [=](int64_t i) {
+    const int64_t first = i * unit;
+    multiply_packed<Format>(quantised, rows, w, first, std::min(unit, w.outputs - first), y + first, w.outputs);
+  });
+}
+
+template <class Format, int kPlanes, class Pool>
+void swiglu_packed(Pool& pool, int64_t threads, const float* x, int64_t rows, const PackedMatrix& w, float* y) {
+  const auto quantised = quantise<Format, kPlanes>(pool, threads, x, rows, w.blocks * Format::kValues);
+  const int64_t columns = w.outputs / 2, unit = packed_unit(columns, 2 * w.blocks * Format::kBytes, threads);
+  parallel(pool, threads, (columns + unit - 1) / unit, [=](int64_t i) {
+    const int64_t first = i * unit, count = std::min(unit, columns - first);
+    float* gate = scratch<detail::PackedGateTag>(2 * rows * unit);
+    float* up = gate + rows * unit;
+    multiply_packed<Format>(quantised, rows, w, first, count, gate, unit);
+    multiply_packed<Format>(quantised, rows, w, columns + first, count, up, unit);
+    for (int64_t r = 0; r < rows; r++)
+      activate(gate + r * unit, up + r * unit, count, y + r * columns + first);
+  });
+}
+
+// Rows of a packed weight as float32: y[r] = row index[r]; indices lie within the weight.
+template <class Format>
+void take_packed_rows(const PackedMatrix& w, const int32_t* index, int64_t rows, float* y) {
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t start = index[r] / kGroup * kGroup, lanes = std::min<int64_t>(kGroup, w.outputs - start);
+    unpack_output<Format>(w.data + start * w.blocks * Format::kBytes, lanes, index[r] - start, w.blocks,
+                          y + r * w.blocks * Format::kValues);
+  }
+}
+
+// Call `f(format, planes)` with the packed format of that name, such as "q4_0_int8"; false if there is none.
+template <class F>
+bool with_packed_format(std::string_view name, F f) {
+  const size_t end = name.rfind("_int");
+  if (end == std::string_view::npos) return false;
+  const std::string_view layout = name.substr(0, end), bits = name.substr(end);
+  const auto with_planes = [&](auto format) {
+    if (bits == "_int8") return f(format, std::integral_constant<int, 1>()), true;
+    if (bits == "_int16") return f(format, std::integral_constant<int, 2>()), true;
+    return false;
+  };
+  if (layout == "q8_0") return with_planes(PackedQ8_0());
+  if (layout == "q4_0") return with_planes(PackedQ4_0());
+  if (layout == "q4_1") return with_planes(PackedQ4_1());
+  if (layout == "q5_0") return with_planes(PackedQ5_0());
+  if (layout == "q4_k") return with_planes(PackedQ4_K());
+  if (layout == "q5_k") return with_planes(PackedQ5_K());
+  if (layout == "q6_k") return with_planes(PackedQ6_K());
+  if (layout == "mxfp4") return with_planes(PackedMXFP4());
+  if (layout == "int4_g32") return with_planes(PackedInt4G32());
+  if (layout == "int4_g64") return with_planes(PackedInt4G64());
+  if (layout == "int4_g128") return with_planes(PackedInt4G128());
+  if (layout == "int8_g32") return with_planes(PackedInt8G32());
+  if (layout == "int8_g128") return with_planes(PackedInt8G128());
+  return false;
+}
+
+}  // namespace jaxspec

@@ -1,0 +1,42 @@
+"""Rows of many caches moved at once: how a path through the tree window becomes part of the prefix."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import registry
+
+
+def move_rows(
+    caches: tuple[jax.Array, ...],  # [K, S, H] each
+    source: jax.Array,  # int32 [P]
+    start: jax.Array,  # int32 []
+) -> tuple[jax.Array, ...]:
+    """Each cache with the rows of slots `source` at the slots from `start` on; all are read before any is written.
+
+    Args:
+      caches: keys and values of all layers; K and the dtype may differ.
+      source: slots, which lie within the caches. A slot may appear twice.
+      start: first slot that is written; `start + P` must lie within the caches.
+
+    Raises:
+      ValueError: the caches have different numbers of slots or fewer than P, or `source` is no int32 vector.
+    """
+    if source.ndim != 1 or source.dtype != jnp.int32:
+        raise ValueError(f"move_rows needs an int32 vector of slots, got {source.dtype} {source.shape}")
+    slots = {cache.shape[1] for cache in caches}
+    if any(cache.ndim != 3 for cache in caches) or len(slots) > 1 or min(slots, default=0) < len(source):
+        shapes = [cache.shape for cache in caches]
+        raise ValueError(f"move_rows needs caches [K, S, H] of at least {len(source)} slots each, got {shapes}")
+    fused = registry.current().find("move_rows", caches, source, start)
+    return (fused.move_rows if fused else reference)(caches, source, start)
+
+
+def reference(caches: tuple[jax.Array, ...], source: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
+    """The operation in XLA: a launch or two for each cache on a GPU."""
+
+    def move(cache: jax.Array) -> jax.Array:
+        # Read before anything is written: fused with the write, the two would need a copy of the whole layer.
+        rows = jax.lax.optimization_barrier(jnp.take(cache, source, axis=1, mode="clip"))  # [K, P, H]
+        return jax.lax.dynamic_update_slice(cache, rows, (0, start, 0))
+
+    return tuple(map(move, caches))
