@@ -13,6 +13,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxspec.runtime import program_store, xla_options
+
 # Before any backend starts. Eight devices let every tensor-parallel degree up to 8 run on any machine.
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -36,10 +38,16 @@ def use_session_cache():
 
 use_session_cache()
 
+# A stored program is known by the files of its code. Tests change functions in memory.
+program_store.disabled = True
+
 # The tools are no part of the package.
 TOOLS = str(Path(__file__).parents[1] / "tools")
 if TOOLS not in sys.path:
     sys.path.append(TOOLS)
+
+# Options of XLA that compile our programs in three quarters of the time.
+QUICK = {"xla_cpu_use_fusion_emitters": False}
 
 # Linux gives a process 65,530 memory mappings, and each compiled program takes several: above, compiling crashes.
 MANY_MAPPINGS = 15_000
@@ -50,6 +58,9 @@ def pytest_runtest_protocol(item, nextitem):
     """Compile with few optimisations, unless the test is marked; undo what a test did to the cache."""
     full = item.get_closest_marker("full_compilation") or item.get_closest_marker("real_model")
     jax.config.update("jax_disable_most_optimizations", not full)
+    xla_options.CPU_OPTIONS.clear()
+    if not full:
+        xla_options.CPU_OPTIONS.update(QUICK)
     if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir == COMPILED):
         compilation_cache.reset_cache()
         use_session_cache()

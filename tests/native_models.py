@@ -1,5 +1,6 @@
 """Tiny native checkpoints, for tests of the format and of what reads it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint.native.arrays import PendingLeaf
 from jaxspec.checkpoint.native.checkpoint import write_arrays
-from jaxspec.checkpoint.native.manifest import write_manifest
+from jaxspec.checkpoint.native.files import describe_files
+from jaxspec.checkpoint.native.manifest import MANIFEST, manifest_checksum, write_manifest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import declare_leaves, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import as_storage
@@ -52,6 +54,16 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    list_files(folder)
+
+
+def list_files(folder: Path) -> None:
+    """Let the manifest, if there is one, list the files that are there now."""
+    if (folder / MANIFEST).exists():
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["files"] = {name: entry for name, entry in describe_files(folder).items() if name != MANIFEST}
+        manifest["checksum"] = manifest_checksum(manifest)
+        (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 def without_kernel_note(stderr):

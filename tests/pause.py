@@ -4,6 +4,7 @@ A Python callback would not do: XLA runs a program that has one on the dispatchi
 """
 
 import ctypes
+import dataclasses
 import functools
 import shutil
 import subprocess
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import jax
 import pytest
+
+from jaxspec.methods.core import executor
+from jaxspec.methods.swiftspec import draft_tree
 
 TARGET = "jaxspec_test_pause"
 
@@ -54,3 +58,21 @@ def pause(value, seconds):
     _register()
     call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(value.shape, value.dtype), input_output_aliases={0: 0})
     return call(value, microseconds=int(seconds * 1e6))
+
+
+def slow_models(put, verify_s, grow_s):
+    """Programs that are traced from now on verify in `verify_s` and grow in `grow_s`; `put` is `setattr` or such."""
+    verify, grow = executor.verify, draft_tree.expand_tree
+
+    def slow_verify(*args, **settings):
+        state, outcome, round_ = verify(*args, **settings)
+        count = pause(outcome.count, verify_s)
+        round_ = dataclasses.replace(round_, packed=round_.packed.at[0].set(count))
+        return state, dataclasses.replace(outcome, count=count), round_
+
+    def slow_grow(*args):
+        state = grow(*args)
+        return dataclasses.replace(state, tree=dataclasses.replace(state.tree, size=pause(state.tree.size, grow_s)))
+
+    put(executor, "verify", slow_verify)
+    put(draft_tree, "expand_tree", slow_grow)

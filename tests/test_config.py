@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from jaxspec.config import EngineConfig, SamplingParams
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, shown
+from jaxspec.llm import LLM
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.registry import check_draft_given, resolve_method
+from jaxspec.methods.swift.settings import Swift
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,14 @@ from jaxspec.methods.registry import check_draft_given, resolve_method
         ("stop_token_ids", 2, "list of token ids"),
         ("min_tokens", -1, "at least 0, got -1"),
         ("min_tokens", None, "integer, got None"),
+        ("max_tokens", 2**31, "max_tokens must be at most 1073741824, got 2147483648"),
+        ("top_k", 2**31, "at most 2147483647"),
+        ("stop_token_ids", [2**31], "at most 2147483647"),
+        ("temperature", 1e308, "at most 3.403e\\+38, the largest float32, got 1e\\+308"),
+        ("temperature", np.float64(1e308), "largest float32, got 1e\\+308"),
+        ("logit_bias", {1: 10**400}, "logit_bias of token 1 must be a number below"),
+        ("logit_bias", {1: -(10**400)}, "-inf bans a token"),
+        ("logit_bias", {1: -1e308}, "-inf bans a token"),
         ("n", 0, "at least 1, got 0"),
         ("n", 2, "n is 2 and temperature 0"),
     ],
@@ -58,6 +68,17 @@ from jaxspec.methods.registry import check_draft_given, resolve_method
 def test_bad_sampling_parameters(field, value, message):
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**{field: value})
+
+
+def test_numbers_too_long_to_be_printed():
+    """Python refuses to write integers of more than 4,300 digits."""
+    long = 10**5000
+    for field, value in (("max_tokens", long), ("seed", long), ("logit_bias", {long: 1}), ("stop", long), ("n", -long)):
+        with pytest.raises(ConfigError, match=field):
+            SamplingParams(**{field: value})
+    for settings in ({"ratio": long}, {"search": long}, {"steps": long}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            Swift(**settings)
 
 
 def test_the_least_length_is_within_the_most():
@@ -98,11 +119,34 @@ def test_stop_is_one_string_or_several():
         ("target_devices", 0, "at least 1"),
         ("draft_platform", "", "must be a name"),
         ("max_context", 1, "at least 2"),
+        ("target_devices", 2**31, "at most 2147483647"),
+        ("compile_cache", "a\0b", "NUL"),
+        ("kernels", np.array(["cpu", "xla"]), "are not known"),
+        ("dtype", ["auto"], "is not supported"),
     ],
 )
 def test_bad_engine_settings(field, value, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800", "", 5, b"x", ["x"]])
+@pytest.mark.parametrize("role", ["model", "draft"])
+def test_paths_that_no_system_has(role, path):
+    with pytest.raises(ConfigError, match=role):
+        LLM(**{role: path})
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+def test_messages_are_one_printable_line_that_never_fails():
+    assert str(ConfigError("a\n\tb \x1b[3m \ud800 é")) == "a b \\x1b[3m \\ud800 é"
+    assert str(ConfigError("x" * 5000)) == "x" * 1000 + " ... (5000 characters)"
+    assert shown(Unprintable()) == "a value of type Unprintable"
+    assert len(shown([1] * 1000)) == 80
 
 
 def test_methods_by_name():
@@ -115,3 +159,8 @@ def test_methods_by_name():
             resolve_method(wrong)
     with pytest.raises(ConfigError, match="'ar' uses no draft"):
         check_draft_given(resolve_method("ar"), has_draft=True)
+
+
+def test_lists_that_take_a_minute_to_read_are_refused():
+    with pytest.raises(ConfigError, match="stop_token_ids holds 1000000000 values"):
+        SamplingParams(stop_token_ids=range(10**9))

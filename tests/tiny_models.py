@@ -1,6 +1,5 @@
 """Tiny random models of every family, loaded through the production path, and ways to run them."""
 
-import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -13,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.kv_cache import commit_rows, init_cache
 from jaxspec.models.params import declare_params, is_info, leaf_name
 from jaxspec.models.transformer import forward, prefill, vocab_logits
@@ -33,6 +33,39 @@ FAMILIES: dict[str, ModelConfig] = {
     ),
     "qwen3": dataclasses.replace(_BASE, family="qwen3", qk_norm=True, head_dim=12, num_heads=6, tied=True),
 }  # fmt: skip
+
+# Families that differ in more than that; tests that take long for each family have tests of their own for these.
+MORE_FAMILIES: dict[str, ModelConfig] = {
+    "mixtral": dataclasses.replace(_BASE, family="mixtral", experts=ExpertsConfig(5, 2, 37)),
+    "qwen2-moe": dataclasses.replace(
+        _BASE, family="qwen2_moe", qkv_bias=True, experts=ExpertsConfig(6, 3, 20, False, 30, (False, True))
+    ),
+    "qwen3-moe": dataclasses.replace(
+        _BASE, family="qwen3_moe", qk_norm=True, head_dim=12, num_heads=6, experts=ExpertsConfig(7, 2, 20)
+    ),
+    "gemma2": dataclasses.replace(
+        _BASE, family="gemma2", activation="gelu", norms="both", tied=True, embed_scale=48**0.5, query_scale=0.8,
+        attention_softcap=2.0, logit_softcap=12.0, sliding_window=7, sliding_layers=(True, False),
+    ),
+    "gemma3": dataclasses.replace(
+        _BASE, family="gemma3_text", activation="gelu", norms="both", tied=True, embed_scale=48**0.5, qk_norm=True,
+        rope=RopeConfig(1e6, "linear", 8.0), local_rope=RopeConfig(), sliding_window=7, sliding_layers=(True, False),
+    ),
+    "phi3": dataclasses.replace(
+        _BASE, family="phi3", sliding_window=40,
+        rope=RopeConfig(scaling="longrope", divisors=(1.0, 1.5, 2.0, 3.0), attention_factor=1.1),
+    ),
+    "olmo2": dataclasses.replace(_BASE, family="olmo2", norms="post", qk_norm=True, wide_qk_norm=True),
+    "gpt-oss": dataclasses.replace(
+        _BASE, family="gpt_oss", qkv_bias=True, out_bias=True, attention_sinks=True, sliding_window=7,
+        sliding_layers=(True, False), experts=ExpertsConfig(6, 3, 37, chosen_scores=True, biases=True, limit=0.8),
+        rope=RopeConfig(150000.0, "yarn", 4.0, original_context=32, truncate=False, attention_factor=1.14),
+    ),
+    "yarn": dataclasses.replace(
+        _BASE, rope=RopeConfig(scaling="yarn", factor=4.0, original_context=32, attention_factor=1.14)
+    ),
+}  # fmt: skip
+ALL_FAMILIES = FAMILIES | MORE_FAMILIES
 
 
 class RandomSource:
@@ -60,15 +93,6 @@ class RandomSource:
         return self._tensors[name]
 
 
-@contextlib.contextmanager
-def quick_compilation():
-    """Compile with few optimisations: tiny programs run for milliseconds and compile for seconds."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def place(cfg, degree=1, dtype="float32"):
     """A placement of a tiny model on the first `degree` devices."""
     return Placement(cfg, plan_mesh(degree), np.dtype(dtype))
@@ -76,9 +100,9 @@ def place(cfg, degree=1, dtype="float32"):
 
 @functools.cache
 def tiny_params(family, degree=1):
-    """Random parameters of `FAMILIES[family]`, the same for every degree, padded and placed."""
-    target = place(FAMILIES[family], degree)
-    return load_foreign(RandomSource(FAMILIES[family]), target.plan, target.dtype)
+    """Random parameters of `ALL_FAMILIES[family]`, the same for every degree, padded and placed."""
+    target = place(ALL_FAMILIES[family], degree)
+    return load_foreign(RandomSource(ALL_FAMILIES[family]), target.plan, target.dtype)
 
 
 def init_params(key, cfg, dtype=jnp.float32, scale=0.02):
@@ -108,7 +132,7 @@ def empty_cache(cfg, slots):
 def step_logits(params, cfg, token, cache):  # int32 [] -> [V], KVCache
     """Run one token behind the prefix and commit it, as plain decoding does."""
     hidden, cache = forward(params, cfg, token[None], cache.length[None], cache, jnp.ones((1, 1), bool))
-    return vocab_logits(params, hidden)[0], commit_rows(cache, jnp.int32(1))
+    return vocab_logits(params, cfg, hidden)[0], commit_rows(cache, jnp.int32(1))
 
 
 def logits_after(params, cfg, tokens, count, slots, chunk=None):  # int32 [T], int32 [] -> [V]

@@ -53,7 +53,7 @@ def main() -> None:
         **{("specexec", budget): jaxspec.SpecExec(budget) for budget in SPECEXEC if budget <= arguments.largest},
         **{("specinfer", n): jaxspec.SpecInfer(shape) for n, shape in SPECINFER.items() if n <= arguments.largest},
     }
-    llm = jaxspec.LLM(draft=arguments.draft, method=methods["specexec", 1])
+    llm = jaxspec.LLM(draft=arguments.draft, method=methods["specexec", 1], session_memory=0)
     rows = []
     for (name, tokens), method in track(methods.items(), description="budgets", console=Console(stderr=True)):
         decoder = llm.with_method(method)

@@ -170,12 +170,13 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, and write the table."""
     arguments = parse(words)
-    from jaxspec.llm import LLM, has_draft
+    from jaxspec.llm import LLM
+    from jaxspec.opening import has_draft
 
     prompts = select_prompts(load_prompts(), None, arguments.max_prompts)
     prompts = [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     columns = make_columns(arguments.methods.split(","))
-    llm = LLM(method=loading_method(columns, has_draft(None, None), given=False))
+    llm = LLM(method=loading_method(columns, has_draft(None, None), given=False), session_memory=0)
     context = max(len(llm.encode([{"role": "user", "content": p.turns[0]}])) for p in prompts) + arguments.max_tokens
     loaders = {
         "llama.cpp": lambda: load_llama(llm.model_path, context + 16, arguments.threads),

@@ -45,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     budgets = [int(budget) for budget in arguments.budgets.split(",")]
-    llm = jaxspec.LLM(dtype="float32", draft=arguments.draft, method=jaxspec.SpecExec(budgets[0]))
+    llm = jaxspec.LLM(dtype="float32", draft=arguments.draft, method=jaxspec.SpecExec(budgets[0]), session_memory=0)
     report = measure(llm, budgets, arguments.repeats, arguments.seconds)
     print_report(report)
     if arguments.json:

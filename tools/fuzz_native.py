@@ -32,7 +32,8 @@ LEVELS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
 }
-FUSED = {"avx2", "avx512"}
+LEVELS["vnni"] = [*LEVELS["avx512"], "-mavx512vnni"]
+FUSED = {"avx2", "avx512", "vnni"}
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-pthread", "-w"]
 SANITIZERS = {
     # For short compilation: calls in place of inlined checks, and without two that AddressSanitizer makes superfluous.
@@ -52,10 +53,16 @@ PARTS = {
     "numbers": ["-DFUZZ_PRODUCTS=Float32,BFloat16,Float16"],
     "blocks": ["-DFUZZ_PRODUCTS=Float32,Q8_0,Q4_1,Q6_K"],
     "more-blocks": ["-DFUZZ_PRODUCTS=Float32,Q4_0,Q5_0,Q4_K"],
+    "packed": ["-DFUZZ_PACKED=PackedQ8_0,PackedQ4_1,PackedQ4_K,PackedQ6_K"],
+    "more-packed": ["-DFUZZ_PACKED=PackedQ4_0,PackedQ5_0,PackedQ5_K"],
     "attention": ["-DFUZZ_ATTENTION"],
 }
 # Every loop over weights, and (by rows of weights) every way to read a format, in a third of the time.
-QUICK_PARTS = {"products": ["-DFUZZ_PRODUCTS=Float32,Q4_1"], "attention": PARTS["attention"]}
+QUICK_PARTS = {
+    "products": ["-DFUZZ_PRODUCTS=Float32,Q4_1"],
+    "packed": ["-DFUZZ_PACKED=PackedQ4_1,PackedQ6_K"],
+    "attention": PARTS["attention"],
+}
 
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0",  # containers often forbid what it takes

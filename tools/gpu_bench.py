@@ -9,8 +9,10 @@ after each part, so that what is cut off leaves what it has measured. The device
   tests           tests/gpu: every kernel against its reference on the device, small decodes through each `--kernels`
   tree_attention  each implementation beside XLA's, by the profiler's device time; see tools/kernel_bench/timing.py
   swiglu          likewise
+  linear          likewise: a few rows times packed weights
   steps           passes of the Llama-3-8B geometry with random weights, T = 1 to 256 after 512 and 8192 tokens
-  decode          the default model with every method, as `jaxspec-bench` measures it
+  rounds          whole rounds of methods on that geometry and a 1B draft; see tools/kernel_bench/rounds.py
+  decode          the default model with every method, as `jaxspec-bench` measures it: only if asked for
 
 Each part is a process of its own with a share of the time: what crashes, hangs or is late is recorded by name, and the
 rest still runs. With `--smoke` tiny shapes run in this process on any device, Pallas kernels in their interpreter: that
@@ -18,6 +20,7 @@ the tool works, in seconds, with times that say nothing; they are only written w
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -41,12 +44,24 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 
 # Shares of the time, in the order of the parts.
-SHARES = {"device": 0.08, "tests": 0.22, "tree_attention": 0.2, "swiglu": 0.12, "steps": 0.22, "decode": 0.16}
+SHARES = {
+    "device": 0.04, "tests": 0.2, "tree_attention": 0.2, "swiglu": 0.06, "linear": 0.08, "steps": 0.15, "rounds": 0.35,
+    "decode": 0.16,
+}  # fmt: skip
+# `decode` needs a model's weights, which a bare machine has not.
+DEFAULT_PARTS = tuple(name for name in SHARES if name != "decode")
 # Seconds of the whole time that no part gets: for the start of this process, and for its end.
 RESERVE = 15.0
 # Of the tests, these come before all others: without them no time says anything.
 FIRST_TESTS = ("test_kernels.py", "test_decode.py")
 TAIL_LINES = 40  # of what pytest says that are kept if it fails
+# Processes that run tests at the same time. Each takes half a gigabyte of the GPU's memory before its first array.
+MOST_WORKERS = 15
+# What pytest says of a test: "NAME OUTCOME", and with pytest-xdist "[worker] [share] OUTCOME NAME".
+_OUTCOME = "PASSED|FAILED|ERROR|SKIPPED"
+TEST_LINE = re.compile(
+    rf"(?P<first>\S+::.*) (?P<after>{_OUTCOME})\b|\[gw\d+\] \[ *\d+%\] (?P<before>{_OUTCOME}) (?P<last>\S+::.*?)\s*$"
+)
 
 
 def main() -> None:
@@ -54,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="result; the tables go beside it [docs/results/gpu-DEVICE.json]")
     parser.add_argument("--minutes", type=float, default=10.0, help="time for all parts together [10]")
-    parser.add_argument("--parts", default=",".join(SHARES), help="parts to run, by comma [all]")
+    parser.add_argument("--parts", default=",".join(DEFAULT_PARTS), help="by comma [all but decode]")
     parser.add_argument("--model", help="checkpoint to decode with [the default model]")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on any device, in seconds")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -88,6 +103,11 @@ def make_parts(model: str | None, smoke: bool, budget_s: float) -> dict[str, Cal
 
         return measure_steps(smoke)
 
+    def measure_rounds() -> Iterator[dict[str, Any]]:
+        from kernel_bench.rounds import measure_rounds
+
+        return measure_rounds(smoke)
+
     def measure_decoding() -> Iterator[dict[str, Any]]:
         from kernel_bench.decode import measure_decoding
 
@@ -98,7 +118,9 @@ def make_parts(model: str | None, smoke: bool, budget_s: float) -> dict[str, Cal
         "tests": lambda: run_tests(smoke, budget_s),
         "tree_attention": lambda: measure_operation("tree_attention"),
         "swiglu": lambda: measure_operation("swiglu"),
+        "linear": lambda: measure_operation("linear"),
         "steps": measure_steps,
+        "rounds": measure_rounds,
         "decode": measure_decoding,
     }
 
@@ -215,46 +237,70 @@ def describe_device(smoke: bool) -> Iterator[dict[str, Any]]:
 def run_tests(smoke: bool, budget_s: float) -> Iterator[dict[str, Any]]:
     """The files of tests/gpu, a row for each test as it ends, and one for each file; `--smoke` only collects them.
 
-    Each file gets half of the time that is left, the last one all of it, and is ended after it.
+    With pytest-xdist they run at the same time, since most of the time goes to compiling. Without it each file gets
+    half of the time that is left, the last one all of it, and is ended after it.
     """
     folder = ROOT / "tests" / "gpu"
     files = [folder / name for name in FIRST_TESTS]
     files += sorted({*folder.glob("test_*.py")} - {*files})
     yield {"name": "tests", "planned": [str(file.relative_to(ROOT)) for file in files]}
+    if not smoke and importlib.util.find_spec("xdist"):
+        yield from run_test_files(files, budget_s, workers=min(MOST_WORKERS, os.cpu_count() or 1))
+        return
     start = time.monotonic()
     for index, file in enumerate(files):
         left = budget_s - (time.monotonic() - start)
-        yield from run_test_file(file, max(left, 1.0) / (1 if index == len(files) - 1 else 2), smoke)
+        yield from run_test_files([file], max(left, 1.0) / (1 if index == len(files) - 1 else 2), smoke)
 
 
-def run_test_file(file: Path, seconds: float, smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """A row for each test of a file as pytest tells of it, then one for the file."""
-    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-pno:cacheprovider", "-pno:xdist", str(file)]
-    counts, tail = {outcome: 0 for outcome in ("passed", "failed", "skipped")}, []
+def run_test_files(
+    files: Sequence[Path], seconds: float, smoke: bool = False, workers: int = 0
+) -> Iterator[dict[str, Any]]:
+    """A row for each test of some files as pytest tells of it, then one for each file.
+
+    Args:
+      files: of tests.
+      seconds: after which pytest is ended.
+      smoke: the tests are only collected.
+      workers: processes of pytest-xdist; 0 runs the tests one after the other without it.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-pno:cacheprovider", "-pno:benchmark"]
+    command += ["-n", str(workers), "--dist=worksteal"] if workers else ["-pno:xdist"]
+    command += ["--collect-only"] if smoke else []
+    names = [str(file.relative_to(ROOT)) for file in files]
+    nothing_yet: dict[str, int] = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    counts, tail = {name: dict(nothing_yet) for name in names}, []
     with subprocess.Popen(
-        [*command, "--collect-only"] if smoke else command, cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+        [*command, *map(str, files)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
     ) as tests:  # fmt: skip
         timer = threading.Timer(seconds, tests.kill)
         timer.start()
         try:
             for line in tests.stdout or ():
                 tail = [*tail[-TAIL_LINES:], line]
-                if found := re.match(r"(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line):
-                    outcome = {"PASSED": "passed", "SKIPPED": "skipped"}.get(found[2], "failed")
-                    counts[outcome] += 1
-                    yield {"name": found[1], "outcome": outcome}
+                if found := TEST_LINE.match(line):
+                    name, word = (
+                        (found["first"], found["after"]) if found["first"] else (found["last"], found["before"])
+                    )
+                    outcome = {"PASSED": "passed", "SKIPPED": "skipped"}.get(word, "failed")
+                    counts.setdefault(name.partition("::")[0], dict(nothing_yet))[outcome] += 1
+                    yield {"name": name, "outcome": outcome}
             status = tests.wait()
         finally:
             timer.cancel()
             tests.kill()
-    row: dict[str, Any] = {"name": str(file.relative_to(ROOT)), "status": status, **counts}
-    if status:
-        late = f" (it had {seconds:.0f} s)" if status < 0 else ""
-        row["error"] = f"pytest ended with status {status}{late}: {''.join(tail)[-1500:]}"
-    elif not smoke and not counts["passed"]:
-        row["error"] = f"nothing was tested: {counts['skipped']} tests were skipped"
-    yield row
+    late = f" (it had {seconds:.0f} s)" if status < 0 else ""
+    problem = f"pytest ended with status {status}{late}: {''.join(tail)[-1500:]}" if status else None
+    # Pytest's last words are about all files: they stand with the first one that failed.
+    blamed = next((name for name, outcomes in counts.items() if outcomes["failed"]), names[0])
+    for name, outcomes in counts.items():
+        row: dict[str, Any] = {"name": name, "status": status, **outcomes}
+        if problem and name == blamed:
+            row["error"] = problem
+        elif not status and not smoke and not outcomes["passed"]:
+            row["error"] = f"nothing was tested: {outcomes['skipped']} tests were skipped"
+        yield row
 
 
 def slug(device: str) -> str:

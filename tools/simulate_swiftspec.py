@@ -32,7 +32,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table as Columns
-from swiftspec_sim.clock import Replayed, Setting, Summary, replay, steps_of, summarise
+from swiftspec_sim.clock import Replayed, Setting, Summary, longest_length, replay, steps_of, summarise
 from swiftspec_sim.record import Recorder, cover
 from swiftspec_sim.replay import make_table
 from swiftspec_sim.times import Published, Times, load_times, parse_split
@@ -89,7 +89,7 @@ def record(
             assert isinstance(answer, jaxspec.Completion)
             found = recorder.begin(str(prompt.question_id), prompt.category, ids, answer.token_ids)
             for method in covered:
-                found = cover(recorder, found, method, nodes, max(m.depth for m in covered))
+                found = cover(recorder, found, method, nodes, max(m.depth or 1 for m in covered))
             if recorder.is_full(found):
                 print(f"{prompt.question_id}: more than {nodes} contexts; some stay approximated (--nodes)")
             traces.append(found)
@@ -191,7 +191,7 @@ class Simulator:
         tokens = -(-(max(len(t.text) for t in traces) + most) // TOKEN_STEP) * TOKEN_STEP
         nodes = max(len(t.parent) for t in traces)
         self._tables = [make_table(t, nodes, tokens) for t in traces]
-        self._room = max((s.method.depth * (4 if s.method.adaptive else 1) for s in settings), default=0)
+        self._room = max((s.depth * (4 if s.method.adaptive else 1) for s in settings), default=0)
 
     def replays(self, setting: Setting) -> list[Replayed]:
         """Every text under a setting."""
@@ -280,7 +280,9 @@ def print_published(console: Console, beside: Sequence[tuple[Published, Setting,
     for row, setting, s in beside:
         method, theirs = setting.method, row.length
         known = ["-", f"({row.tokens_per_s * s.round_ms / 1000:.2f})", "-", "-"]
-        if theirs is not None:
+        if theirs is not None and theirs > (most := longest_length(setting)):
+            known = [f"{1000 * theirs / row.tokens_per_s:.2f}", f"{theirs:.2f}", f"impossible: at most {most}", "-"]
+        elif theirs is not None:
             rate = 1000 * theirs / s.round_ms
             known = [f"{1000 * theirs / row.tokens_per_s:.2f}", f"{theirs:.2f}", f"{rate:.0f}",
                      f"{100 * (rate / row.tokens_per_s - 1):+.1f} %"]  # fmt: skip
@@ -307,13 +309,15 @@ def print_lengths(
 
 
 def rate_of(times: Times, setting: Setting, summary: Summary, length_from: str) -> float | None:
-    """Tokens per second; None where no length was published for such a setting."""
+    """Tokens per second; None where no length was published for such a setting, or it cannot have the published one."""
     if length_from == "trace":
         return summary.tokens_per_s
     method = setting.method
     for row in times.published:
         same = (row.split.draft is not None) == setting.overlap
         if same and (row.batch, row.width) == (method.num_rows, method.width) and row.length is not None:
+            if row.length > longest_length(setting):
+                return None
             return 1000 * row.length / summary.round_ms
     return None
 

@@ -1,6 +1,6 @@
 """Find the fastest block sizes of the Triton kernels on this GPU, and write them into pallas_kernels/tuned/.
 
-    python tools/tune_kernels.py [--operations tree_attention,swiglu] [--minutes 45] [--folder FOLDER] [--smoke]
+    python tools/tune_kernels.py [--operations tree_attention,swiglu,linear] [--minutes 45] [--folder FOLDER] [--smoke]
 
 Every shape of tools/kernel_bench/cases.py is timed with the heuristic's block sizes and with those beside them, by the
 profiler's device time: a few sizes at a time, the others as they were best so far, because each candidate is compiled.
@@ -35,6 +35,10 @@ from kernel_bench.timing import time_calls
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pallas_kernels.linear import Blocks
+from pallas_kernels.linear import config as linear_config
+from pallas_kernels.linear.blocks import PLANES
+from pallas_kernels.linear.planes import find_planes
 from pallas_kernels.registry import Kernels
 from pallas_kernels.swiglu import config as swiglu_config
 from pallas_kernels.tree_attention import config as attention_config
@@ -268,6 +272,48 @@ def _swiglu_call(case: Case, sizes: swiglu_config.Config) -> Any:
     return project
 
 
+def _linear_format(case: Case) -> str:
+    return next(name for name in PLANES if name.removesuffix("_planes") == case.model.rpartition(" ")[2])
+
+
+def _linear_sizes(case: Case) -> tuple[str, int, int, int]:
+    name, data = _linear_format(case), case.operands[1]
+    layout = find_planes(name)
+    assert layout is not None
+    return name, case.sizes["T"], data.shape[0], data.shape[1] * layout.codes
+
+
+def _linear_tiles(case: Case, best: linear_config.Config) -> Iterator[linear_config.Config]:
+    del case
+    for block_o, warps in itertools.product((32, 64, 128), (4, 8)):
+        yield dataclasses.replace(best, block_o=block_o, warps=warps)
+
+
+def _linear_parts(case: Case, best: linear_config.Config) -> Iterator[linear_config.Config]:
+    _, _, _, code_bytes = _linear_sizes(case)
+    for splits in (best.splits // 2, best.splits * 2):
+        if splits and splits * best.step <= code_bytes:
+            yield dataclasses.replace(best, splits=splits)
+
+
+def _linear_steps(case: Case, best: linear_config.Config) -> Iterator[linear_config.Config]:
+    del case
+    for step in (best.step // 2, best.step * 2):
+        yield dataclasses.replace(best, step=step)
+
+
+def _linear_call(case: Case, sizes: linear_config.Config) -> Any:
+    from pallas_kernels.linear import triton
+
+    name = _linear_format(case)
+
+    def project(operands: Any, state: Any) -> Any:
+        x, data = operands
+        return triton.linear(x, Blocks(data, name), sizes), state
+
+    return project
+
+
 OPERATIONS = {
     "tree_attention": Operation(
         attention_config.TABLE,
@@ -282,6 +328,13 @@ OPERATIONS = {
         lambda kind, _, case: swiglu_config.choose(kind, *_swiglu_sizes(case)),
         (_swiglu_tiles, _swiglu_inputs),
         _swiglu_call,
+    ),
+    "linear": Operation(
+        linear_config.TABLE,
+        lambda case: linear_config.bucket(*_linear_sizes(case)),
+        lambda kind, _, case: linear_config.choose(kind, *_linear_sizes(case)),
+        (_linear_tiles, _linear_parts, _linear_steps, _stages),
+        _linear_call,
     ),
 }
 

@@ -1,6 +1,5 @@
 """The timeline: its arithmetic by hand, its trace of real rounds, and growth that happens during verification."""
 
-import dataclasses
 import itertools
 import json
 import statistics
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pause import pause
+from pause import pause, slow_models
 from tiny_models import FAMILIES, RandomSource, place, tiny_params
 
 from jaxspec.bench.events import Event, summarise
@@ -21,10 +20,8 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core import executor
 from jaxspec.methods.core.round import DraftCounts, ModelParams, Models, StepOutput
 from jaxspec.methods.lookup import PromptLookup
-from jaxspec.methods.swiftspec import draft_tree
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import plan_mesh
@@ -157,24 +154,6 @@ class Traced(NamedTuple):
     rounds: list[StepOutput]
 
 
-def slow_models(patch, grow_s):
-    """Programs that are traced from now on verify in `VERIFY_S` and grow in `grow_s`."""
-    verify, grow = executor.verify, draft_tree.expand_tree
-
-    def slow_verify(*args, **settings):
-        state, outcome, round_ = verify(*args, **settings)
-        count = pause(outcome.count, VERIFY_S)
-        round_ = dataclasses.replace(round_, packed=round_.packed.at[0].set(count))
-        return state, dataclasses.replace(outcome, count=count), round_
-
-    def slow_grow(*args):
-        state = grow(*args)
-        return dataclasses.replace(state, tree=dataclasses.replace(state.tree, size=pause(state.tree.size, grow_s)))
-
-    patch.setattr(executor, "verify", slow_verify)
-    patch.setattr(draft_tree, "expand_tree", slow_grow)
-
-
 def make_engine(method, draft_device):
     """The tiny model with itself as the draft, on a device of its own or on the target's; parameters too."""
     cfg, plan = FAMILIES["llama"], plan_mesh(1, draft_device)
@@ -199,7 +178,7 @@ def trace(engine, params, tokens=TOKENS):
 
 def slow_trace(method, grow_s=GROW_S, tokens=TOKENS):
     with pytest.MonkeyPatch.context() as patch:
-        slow_models(patch, grow_s)
+        slow_models(patch.setattr, VERIFY_S, grow_s)
         engine = make_engine(method, draft_device=1)
     return trace(*engine, tokens)
 

@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.families import FAMILIES
 
 F32 = GGMLQuantizationType.F32
 
@@ -32,7 +34,42 @@ _GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_post_norm": "post_attention_norm",
+    "mlp_post_norm": "post_ffw_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_GGUF_ARCHITECTURES = {
+    "mistral": "llama", "gpt_oss": "gpt-oss",
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
+}  # fmt: skip
+_GEMMA = dict(
+    activation="gelu", norms="both", embed_scale=8.0, sliding_window=8, sliding_layers=(True, False), tied=True,
+)  # fmt: skip
+# What families differ in, of two layers.
+_FEATURES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mixtral": {"experts": ExpertsConfig(4, 2, 96), "rope": RopeConfig(1e6)},
+    "qwen2_moe": {"qkv_bias": True, "experts": ExpertsConfig(6, 3, 32, False, 64)},
+    "qwen3_moe": {"qk_norm": True, "experts": ExpertsConfig(5, 2, 32)},
+    "gemma2": _GEMMA | dict(attention_softcap=50.0, logit_softcap=30.0),
+    "gemma3_text": _GEMMA | dict(
+        qk_norm=True, sliding_layers=(), rope=RopeConfig(1e6, "linear", 8.0), local_rope=RopeConfig(1e4)
+    ),
+    "phi3": {"sliding_window": 9},
+    "gpt_oss": {
+        "qkv_bias": True, "out_bias": True, "attention_sinks": True, "sliding_window": 8,
+        "sliding_layers": (True, False), "mlp_dim": 96,
+        "experts": ExpertsConfig(5, 2, 96, chosen_scores=True, biases=True, limit=7.0),
+        "rope": RopeConfig(15e4, "yarn", 4.0, original_context=32, truncate=False),
+    },
+    "olmo2": {"norms": "post", "qk_norm": True, "wide_qk_norm": True},
+}  # fmt: skip
 
 
 # Where the float16 scales of a block lie.
@@ -44,10 +81,8 @@ def tiny_config(family: str = "llama", **changes: Any) -> ModelConfig:
     values: dict[str, Any] = dict(
         family=family, num_layers=2, embed_dim=64, mlp_dim=96, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=72,
         max_context=128, rope=RopeConfig(theta=10000.0), norm_eps=1e-5, tied=False,
-        qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
-        sliding_window=8 if family == "mistral" else None,
     )  # fmt: skip
-    return ModelConfig(**values | changes)
+    return ModelConfig(**values | _FEATURES.get(family, {}) | changes)
 
 
 def random_tensors(cfg: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -87,8 +122,32 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": cfg.rope.high_freq_factor,
             "original_max_position_embeddings": cfg.rope.original_context,
         }
-    if cfg.family != "llama":
+    if cfg.rope.scaling == "yarn":
+        config["rope_scaling"] |= {"original_max_position_embeddings": cfg.rope.original_context}
+        config["rope_scaling"] |= {} if cfg.rope.truncate else {"truncate": False}
+    if cfg.family not in ("llama", "olmo2"):
         config["sliding_window"] = cfg.sliding_window
+    if cfg.family.startswith("gemma"):
+        config |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": cfg.head_dim}
+        del config["hidden_act"]
+    if cfg.family.startswith(("gemma", "gpt_oss")):
+        config["layer_types"] = [
+            f"{'full' if cfg.window(index) is None else 'sliding'}_attention" for index in range(cfg.num_layers)
+        ]
+    if cfg.local_rope is not None:
+        config["rope_local_base_freq"] = cfg.local_rope.theta
+    if (experts := cfg.experts) is not None:
+        config |= {"num_experts_per_tok": experts.per_token, "router_aux_loss_coef": 0.02}
+        if cfg.family in ("mixtral", "gpt_oss"):
+            config["num_local_experts"] = experts.count
+            config |= {"swiglu_limit": experts.limit, "attention_bias": True} if experts.biases else {}
+        else:
+            config |= {
+                "num_experts": experts.count, "moe_intermediate_size": experts.dim, "decoder_sparse_step": 1,
+                "norm_topk_prob": experts.renormalise, "mlp_only_layers": [],
+            }  # fmt: skip
+        if experts.shared_dim:
+            config["shared_expert_intermediate_size"] = experts.shared_dim
     if cfg.family in ("qwen2", "qwen3"):
         config["use_sliding_window"] = cfg.sliding_window is not None
         config["max_window_layers"] = cfg.sliding_layers.index(True) if cfg.sliding_layers else 0
@@ -105,8 +164,12 @@ def write_hf(
     changes: Mapping[str, Any] | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a Hugging Face folder; `changes` overrides keys of `config.json`."""
-    tensors = {n: t.astype(dtype) for n, t in (random_tensors(cfg) if tensors is None else tensors).items()}
+    """Write a Hugging Face folder; `changes` overrides keys of `config.json`.
+
+    Experts are put together where the family has them so. Integers keep their type.
+    """
+    tensors = put_together(cfg, random_tensors(cfg) if tensors is None else tensors)
+    tensors = {n: t if t.dtype == np.uint8 else t.astype(dtype) for n, t in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(cfg) | dict(changes or {})))
     if generation is not None:
@@ -125,12 +188,65 @@ def write_hf(
     return folder
 
 
-def gguf_name(name: str) -> str:
+def put_together(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss's tensors of all experts of a layer: inputs first, gate and up columns in turns."""
+    if cfg.family != "gpt_oss" or cfg.experts is None:
+        return dict(tensors)
+    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for index in range(cfg.num_layers):
+        prefix = f"model.layers.{index}.mlp.experts"
+        if f"{prefix}.gate_proj.bias" not in tensors:
+            made |= {name: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")}
+            continue
+        bias = {name: tensors[f"{prefix}.{name}_proj.bias"] for name in ("gate", "up", "down")}
+        gate, up, down = (
+            np.stack([tensors[f"{prefix}.{i}.{name}_proj.weight"] for i in range(cfg.experts.count)]).swapaxes(1, 2)
+            for name in ("gate", "up", "down")
+        )
+        made |= {
+            f"{prefix}.gate_up_proj": np.stack([gate, up], axis=-1).reshape(*gate.shape[:2], -1),
+            f"{prefix}.gate_up_proj_bias": np.stack([bias["gate"], bias["up"]], axis=-1).reshape(len(gate), -1),
+            f"{prefix}.down_proj": np.ascontiguousarray(down),
+            f"{prefix}.down_proj_bias": bias["down"],
+        }
+    return made
+
+
+def gguf_name(name: str, family: str = "llama") -> str:
     """llama.cpp's name of a Hugging Face tensor."""
     if name in _GGUF_TOP:
         return _GGUF_TOP[name]
     _, _, layer, *middle, kind = name.split(".")
-    return f"blk.{layer}.{_GGUF_LAYER['.'.join(middle)]}.{kind}"
+    if kind == "sinks":
+        return f"blk.{layer}.attn_sinks.weight"
+    if family == "gpt_oss" and middle == ["post_attention_layernorm"]:
+        return f"blk.{layer}.post_attention_norm.{kind}"
+    names = {FAMILIES[family].tensor_name(part): gguf for part, gguf in _GGUF_LAYER.items()}
+    return f"blk.{layer}.{names['.'.join(middle)]}.{kind}"
+
+
+def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors under llama.cpp's names, those of experts and Phi's fused ones together."""
+    named: dict[str, np.ndarray] = {}
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        pieces = name.split(".")
+        if "experts" in pieces:
+            projection = {"w1": "gate", "w2": "down", "w3": "up"}.get(pieces[-2], pieces[-2].removesuffix("_proj"))
+            if pieces[-1] == "bias":
+                named[f"blk.{pieces[2]}.ffn_{projection}_exps.bias"] = tensor
+            else:
+                parts.setdefault(f"blk.{pieces[2]}.ffn_{projection}_exps.weight", []).append(tensor)
+            continue
+        gguf = gguf_name(name, cfg.family)
+        for fused, of in {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}.items():
+            if cfg.family == "phi3" and gguf.split(".")[2:3] and gguf.split(".")[2] in of:
+                parts.setdefault(f"blk.{pieces[2]}.{fused}.weight", []).append(tensor)
+                break
+        else:
+            named[gguf] = tensor[0] if "ffn_gate_inp_shexp" in gguf else tensor
+    join = {True: np.stack, False: np.concatenate}
+    return named | {name: join["_exps" in name](arrays) for name, arrays in parts.items()}
 
 
 def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -140,7 +256,7 @@ def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
     """Hyperparameters under llama.cpp's keys."""
-    arch = "llama" if cfg.family == "mistral" else cfg.family
+    arch = _GGUF_ARCHITECTURES.get(cfg.family, cfg.family)
     metadata: dict[str, Any] = {
         f"{arch}.block_count": cfg.num_layers,
         f"{arch}.context_length": cfg.max_context,
@@ -158,8 +274,23 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
     }
     if cfg.rope.scaling == "linear":
         metadata |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": cfg.rope.factor}
+    if cfg.rope.scaling == "yarn":
+        metadata |= {
+            f"{arch}.rope.scaling.type": "yarn", f"{arch}.rope.scaling.factor": cfg.rope.factor,
+            f"{arch}.rope.scaling.original_context_length": cfg.rope.original_context,
+        }  # fmt: skip
     if cfg.sliding_window:
         metadata[f"{arch}.attention.sliding_window"] = cfg.sliding_window
+    for key, cap in (("attn_logit_softcapping", cfg.attention_softcap), ("final_logit_softcapping", cfg.logit_softcap)):
+        if cap is not None:
+            metadata[f"{arch}.{key}"] = cap
+    if (experts := cfg.experts) is not None:
+        metadata |= {
+            f"{arch}.expert_count": experts.count, f"{arch}.expert_used_count": experts.per_token,
+            f"{arch}.expert_feed_forward_length": experts.dim,
+        }  # fmt: skip
+        if experts.shared_dim:
+            metadata[f"{arch}.expert_shared_feed_forward_length"] = experts.shared_dim
     return metadata
 
 
@@ -178,20 +309,29 @@ def write_gguf(
     Types that the package cannot quantise to get random blocks instead. `changes` overrides metadata (None drops a
     key), `extra` adds tensors under their GGUF names.
     """
-    architecture = architecture or ("llama" if cfg.family == "mistral" else cfg.family)
+    architecture = architecture or _GGUF_ARCHITECTURES.get(cfg.family, cfg.family)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, architecture)
     for key, value in (gguf_metadata(cfg) | dict(changes or {})).items():
         _add_value(writer, key, value)
-    for name, tensor in (random_tensors(cfg) if tensors is None else tensors).items():
-        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = interleave_rows(tensor, cfg.num_heads if "q_proj" in name else cfg.num_kv_heads)
-        kind = F32 if tensor.ndim == 1 else qtype if isinstance(qtype, GGMLQuantizationType) else qtype(name)
+    tensors = random_tensors(cfg) if tensors is None else tensors
+    # `qtype` goes by the names of Hugging Face where a tensor has one.
+    known = {gguf_name(name, cfg.family): name for name in tensors if ".experts." not in name}
+    for name, tensor in gguf_tensors(cfg, tensors).items():
+        if architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+            tensor = interleave_rows(tensor, cfg.num_heads if "attn_q" in name else cfg.num_kv_heads)
+        kind = (
+            F32
+            if tensor.ndim == 1 or name.endswith(".bias")
+            else qtype
+            if isinstance(qtype, GGMLQuantizationType)
+            else qtype(known.get(name, name))
+        )
         try:
             data = quantize(np.ascontiguousarray(tensor), kind)
         except NotImplementedError:
             data = random_blocks(kind, *tensor.shape)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()

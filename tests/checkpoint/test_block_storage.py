@@ -21,16 +21,20 @@ from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
 from jaxspec.checkpoint.native import arrays as native_arrays
 from jaxspec.checkpoint.native.checkpoint import read_leaf
 from jaxspec.checkpoint.native.manifest import open_native
+from jaxspec.checkpoint.pair import load_pair, place_pair
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import declare_leaves
-from jaxspec.models.quantization import PARTS, Storage, decode_blocks, restrict_storage
+from jaxspec.models.quantization import PARTS, Storage, decode_blocks, parts_of, restrict_storage, weight_leaves
 from jaxspec.models.transformer import forward, prefill, vocab_logits
-from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.offload.layout import layer_layouts
+from jaxspec.runtime.mesh import MeshPlan, plan_mesh
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from pallas_kernels.linear.blocks import Blocks, dequantise
+from pallas_kernels.linear import reference
+from pallas_kernels.linear.blocks import FORMATS, Blocks, dequantise
+from pallas_kernels.registry import Kernels
 
 Kind = GGMLQuantizationType
 
@@ -336,6 +340,22 @@ def test_rows_that_are_no_whole_blocks_stay_float32(tmp_path, converted):
     assert checkpoint.storage == Storage("q8_0", (("layers.0.down", "float32"), ("layers.1.down", "float32")))
 
 
+@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k"])
+def test_quantising_to_k_quants(tmp_path, converted, name):
+    """Rows of 256 inputs take the format, shorter ones one with smaller blocks; the numbers come back nearly."""
+    path = write_hf(tmp_path / "hf", tiny_config(mlp_dim=256))
+    checkpoint = converted(path, quantize=name)
+    small, top = ("q5_0" if name == "q4_k" else "q8_0"), "q8_0"
+    types = {leaf: checkpoint.storage.type_of(leaf) for leaf in ("layers.0.down", "layers.0.gate_up", "embed")}
+    assert types == {"layers.0.down": name, "layers.0.gate_up": small, "embed": top}
+    before, after = (
+        by_name(w.load(place(w, 1, own=False))) for w in (open_weights(path), open_weights(checkpoint.path))
+    )
+    number, bits = np.asarray(before["layers.0.down"]), int(name[1])
+    off = np.asarray(after["layers.0.down"]) - number
+    assert 0 < np.sqrt(np.square(off).mean()) < 3.5 / 2**bits * number.std()
+
+
 def test_quantising_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "write_arrays", lambda *args: pytest.fail("work began"))
     path = write_gguf(tmp_path / "m.gguf", tiny_config())
@@ -350,7 +370,7 @@ def test_old_checkpoints_open(tmp_path, converted):
     """A manifest of one dtype reads as it did before there were block formats."""
     checkpoint = converted(write_gguf(tmp_path / "m.gguf", tiny_config()))
     manifest = json.loads((checkpoint.path / "jaxspec.json").read_text())
-    assert (manifest["version"], manifest["dtype"]) == (1, "float32")
+    assert (manifest["version"], manifest["dtype"]) == (2, "float32")
     assert all(entry.keys() == {"shape", "dtype"} for entry in manifest["arrays"].values())
 
 
@@ -377,6 +397,83 @@ def test_wrong_manifests_of_blocks_are_refused(tmp_path, q8_native, change, mess
         open_native(folder)
 
 
+XLA = Kernels("xla", "gpu")
+PLANES = Kernels("pallas-triton", "gpu", implementations=(("linear", "triton"),), interpret=True)
+
+
+def list_blocks(params):
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+    return [leaf for leaf in leaves if isinstance(leaf, Blocks)]
+
+
+def run_pass(weights, placement):
+    """Logits of five rows after a prompt of twenty."""
+    cfg = weights.config
+
+    def run(params, tokens):
+        cache = init_cache(cfg, placement.local_kv_heads, 64, placement.dtype)
+        cache = prefill(params, cfg, tokens[:20], jnp.int32(20), cache)
+        hidden, _ = forward(params, cfg, tokens[20:], 20 + jnp.arange(5), cache, jnp.tril(jnp.ones((5, 5), bool)))
+        return vocab_logits(params, cfg, hidden)
+
+    out = placement.array((5, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
+    program = Program("run", run, placement.plan, [placement.params(), placement.array((25,), jnp.int32)], out)
+    params, _ = load_pair(weights, None, placement, None)
+    return np.asarray(program(params, np.arange(25, dtype=np.int32) % cfg.vocab_size))
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [
+        ("q4_0", XLA),
+        ("medium", XLA),
+        ("motley", XLA),
+        ("q4_0", PLANES),
+        pytest.param("medium", PLANES, marks=pytest.mark.slow),
+    ],
+)
+def test_accelerators_keep_blocks(case, gpu, degree, tmp_path, monkeypatch):
+    """A GGUF file's blocks stay packed on an accelerator: XLA makes numbers of a tile, a GPU kernel in registers."""
+    cfg, kind = CASES[case]
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
+    monkeypatch.setattr(reference, "TILE_VALUES", 8192)
+    plan = MeshPlan(tuple(jax.devices()[:degree]), gpu)
+    placement, _ = place_pair(weights, None, (), list, plan, plan, "auto")
+    own = weights.storage(plan)
+    for leaf in weight_leaves(cfg):
+        in_blocks = all(part in FORMATS for part in parts_of(own.type_of(leaf)))
+        assert placement.weights.type_of(leaf) == (own.type_of(leaf) if in_blocks else "float32"), leaf
+    params, _ = load_pair(weights, None, placement, None)
+    check_placed(params, placement)
+    in_planes = {leaf.format.endswith("_planes") for leaf in list_blocks(params)}
+    assert in_planes == {gpu.reads_planes}
+    assert sum(leaf.nbytes for leaf in list_blocks(params)) <= 1.03 * sum(
+        leaf.nbytes for leaf in list_blocks(weights.load(placement))
+    )
+    kept, plain = run_pass(weights, placement), run_pass(weights, place(weights, degree, own=False))
+    # Rows and weights are rounded to bfloat16.
+    assert np.abs(plain).max() > 1e-3
+    np.testing.assert_allclose(kept, plain, atol=0.03 * np.abs(plain).max())
+    as_numbers, _ = place_pair(weights, None, (), list, plan, plan, "float32")
+    assert as_numbers.weights == Storage("float32")
+
+
+def test_streamed_layers_are_laid_out_alike(tmp_path):
+    """Offload packs on the host what else a device packs."""
+    cfg, kind = CASES["q6_k"]
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
+    plan = MeshPlan((jax.devices()[0],), PLANES)
+    placement, _ = place_pair(weights, None, (), list, plan, plan, "auto")
+    loaded, (packed, _) = weights.load(placement), load_pair(weights, None, placement, None)
+    for name in ("qkv", "out", "gate_up", "down"):
+        (leaf,) = [leaf for leaf in layer_layouts(placement)[0].weights.leaves if leaf.name == f"layers.0.{name}"]
+        buffer = np.zeros(leaf.shard_shape, np.uint8)
+        leaf.write(np.asarray(loaded["layers"][0][name].data), [buffer])
+        assert leaf.packed == "q6_k_planes" and packed["layers"][0][name].format == leaf.packed
+        np.testing.assert_array_equal(buffer, packed["layers"][0][name].data, err_msg=name)
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("case", ["q8_0", "q4_1", "medium", "motley", "bf16"])
 def test_forward_through_what_is_kept(case, degree, tmp_path):
@@ -386,20 +483,8 @@ def test_forward_through_what_is_kept(case, degree, tmp_path):
     """
     cfg, kind = CASES[case]
     weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
-    logits = []
-    for own in (True, False):
-        placement = place(weights, degree, own)
-
-        def run(params, tokens, placement=placement):
-            cache = init_cache(cfg, placement.local_kv_heads, 64, placement.dtype)
-            cache = prefill(params, cfg, tokens[:20], jnp.int32(20), cache)
-            hidden, _ = forward(params, cfg, tokens[20:], 20 + jnp.arange(5), cache, jnp.tril(jnp.ones((5, 5), bool)))
-            return vocab_logits(params, hidden)
-
-        out = placement.array((5, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
-        program = Program("run", run, placement.plan, [placement.params(), placement.array((25,), jnp.int32)], out)
-        logits.append(np.asarray(program(weights.load(placement), np.arange(25, dtype=np.int32) % cfg.vocab_size)))
-    kept, plain = logits
+    placement = place(weights, degree)
+    kept, plain = run_pass(weights, placement), run_pass(weights, place(weights, degree, own=False))
     assert np.isfinite(plain).all() and plain.std() > 1e-3
     if not placement.plan.kernels.native:
         # XLA rounds activations to half precision before it multiplies half-precision weights.

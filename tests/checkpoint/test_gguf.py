@@ -10,6 +10,7 @@ from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import read_header
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.rope import yarn_attention_factor
 
 CASES = {
     "llama": tiny_config("llama"),
@@ -17,6 +18,16 @@ CASES = {
     "mistral": tiny_config("mistral"),
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3", tied=True),
+    "mixtral": tiny_config("mixtral"),
+    "qwen2_moe": tiny_config("qwen2_moe"),
+    "qwen3_moe": tiny_config("qwen3_moe"),
+    "gemma2": tiny_config("gemma2"),
+    "gemma3": tiny_config("gemma3_text", num_layers=7, sliding_layers=(True,) * 5 + (False, True)),
+    "phi3": tiny_config("phi3"),
+    "olmo2": tiny_config("olmo2"),
+    "yarn": tiny_config(
+        "qwen2", rope=RopeConfig(1e6, "yarn", 4.0, original_context=32, attention_factor=yarn_attention_factor(4.0))
+    ),
     "linear": tiny_config("llama", rope=RopeConfig(500000.0, "linear", 4.0)),
 }
 

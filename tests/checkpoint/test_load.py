@@ -7,9 +7,10 @@ from make import random_tensors, tiny_config, write_gguf, write_hf
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.load import detect_format, load_foreign, open_checkpoint
 from jaxspec.errors import CheckpointError
+from jaxspec.models.heads import arrange_heads
 from jaxspec.models.params import declare_params, leaf_name
 from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.runtime.sharding import placed_shapes
+from jaxspec.runtime.sharding import placed_shapes, split_layout
 
 
 def named_leaves(params):
@@ -29,7 +30,10 @@ def test_leaves_are_placed_padded_and_equal(tmp_path, family, degree):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (
             targets[name].shape, targets[name].dtype, targets[name].sharding,
         )  # fmt: skip
-        expected = made[name].read(source)
+        expected, info = made[name].read(source), made[name].info
+        if (layout := split_layout(info, degree)) is not None:
+            axis = info.axes.index("kv_heads")
+            expected = arrange_heads(expected, layout, axis, info.axes[axis + 1])
         expected = np.pad(expected, [(0, n - have) for n, have in zip(leaf.shape, expected.shape, strict=True)])
         np.testing.assert_array_equal(np.asarray(leaf), expected, err_msg=name)
 
@@ -106,7 +110,11 @@ def make_native(path):
         ("ggufs", make_gguf_folder, "give the GGUF file in it, such as .*model.gguf"),
         ("adapter", make_adapter, "holds an adapter"),
         ("native", make_native, "is a native checkpoint already"),
-        ("notes.txt", lambda path: path.write_text("hello"), "begins with b'hell'"),
+        (
+            "notes.txt",
+            lambda path: path.write_text("hello"),
+            "^[^:]*notes.txt: is no checkpoint .* begins with b'hell'",
+        ),
         ("nothing.gguf", lambda path: path.write_text(""), "begins with b''"),
         ("model.safetensors", lambda path: path.write_text("hello"), "give the folder around it"),
         ("pytorch_model.bin", lambda path: path.write_text("hello"), "pickle, which can run code"),

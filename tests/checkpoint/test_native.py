@@ -6,16 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from native_models import EOS_IDS, LLAMA, MISTRAL, QWEN2, QWEN3, write_native
+from native_models import EOS_IDS, LLAMA, MISTRAL, QWEN2, QWEN3, write_native, write_tokenizer
 
 from jaxspec.checkpoint.native import arrays as native_arrays
 from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
-from jaxspec.checkpoint.native.manifest import open_native
+from jaxspec.checkpoint.native.manifest import open_native, verify_native
 from jaxspec.errors import CheckpointError
-from jaxspec.models.params import declare_params, leaf_name
+from jaxspec.models.heads import arrange_heads
+from jaxspec.models.params import declare_leaves, declare_params, leaf_name
 from jaxspec.models.quantization import as_storage
 from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.runtime.sharding import placed_shapes
+from jaxspec.runtime.sharding import placed_shapes, split_layout
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -66,10 +67,15 @@ def test_restored_shards_are_padded_with_zeros(pristine, degree):
     folder, arrays = pristine
     plan = plan_mesh(degree)
     restored = named(restore_native(open_native(folder), plan))
+    infos = declare_leaves(LLAMA, jnp.float32)
     for name, target in named(placed_shapes(declare_params(LLAMA, jnp.float32), plan)).items():
-        leaf = restored[name]
+        leaf, info = restored[name], infos[name]
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (target.shape, target.dtype, target.sharding), name
-        expected = pad(arrays[name], target.shape)
+        expected = arrays[name]
+        if (layout := split_layout(info, degree)) is not None:
+            axis = info.axes.index("kv_heads")
+            expected = arrange_heads(expected, layout, axis, info.axes[axis + 1])
+        expected = pad(expected, target.shape)
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, expected[shard.index], err_msg=name)
 
@@ -167,7 +173,14 @@ def test_read_leaf_refuses_damage(copy, damage):
     [
         (lambda m: m.pop("format"), "format is None"),
         (lambda m: m.update(format="orbax"), "format is 'orbax'"),
-        (lambda m: m.update(version=2), "format version 2 is not supported, this jaxspec reads 1"),
+        (lambda m: m.update(version=3), "format version 3 is not supported, this jaxspec reads 1 and 2"),
+        (lambda m: m.update(version=1), "unknown keys: .'files', 'checksum'"),
+        (lambda m: m.pop("files"), "missing keys: .'files'"),
+        (lambda m: m.update(files=[]), "files must be an object"),
+        (lambda m: m["files"].update({"../other": {"bytes": 0, "sha256": ""}}), "'../other', which is no plain path"),
+        (lambda m: m["files"].update(x=3), "must give bytes and sha256 of 'x'"),
+        (lambda m: m["files"].update(x={"bytes": 1, "sha256": ""}), "checksum is not that of its content"),
+        (lambda m: m["model"]["rope"].update(theta=20000.0), "checksum is not that of its content"),
         (lambda m: m.update(version=True), "format version True"),
         (lambda m: m.update(version="1"), "format version '1'"),
         (lambda m: m.pop("eos_ids"), "missing keys: .'eos_ids'"),
@@ -190,7 +203,7 @@ def test_read_leaf_refuses_damage(copy, damage):
         (lambda m: m["model"].update(num_layers=2**31 - 1), "2147483647 layers, but only 15 arrays"),
         (lambda m: m["model"].update(mlp_dim=25), "arrays do not match the model"),
         (lambda m: m["model"].update(tied=True), "head is unexpected"),
-        (lambda m: m["model"]["rope"].update(scaling="yarn"), "rope: scaling must be one of"),
+        (lambda m: m["model"]["rope"].update(scaling="mrope"), "rope: scaling must be one of"),
         (lambda m: m["arrays"].pop("embed"), "embed is missing"),
         (lambda m: m["arrays"]["embed"].update(shape=[50, 17]), "embed is .*17"),
         (lambda m: m["arrays"].update({"../../etc": {}}), "etc is unexpected"),
@@ -220,3 +233,46 @@ def test_work_in_progress_is_no_checkpoint_even_when_complete(copy):
     left = copy.rename(copy.with_name(".model.partial-123"))
     with pytest.raises(CheckpointError, match="interrupted conversion"):
         open_native(left)
+
+
+def change_word(file):
+    file.write_bytes(file.read_bytes().replace(b"w3", b"w?"))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("tokenizer_config.json", lambda f: f.unlink(), "is missing, and jaxspec.json lists it"),
+        ("tokenizer.json", change_word, "has SHA-256"),
+        ("tokenizer.json", truncate, "bytes, and jaxspec.json says"),
+        ("chat_template.jinja", lambda f: f.write_text("x"), "was added to the checkpoint"),
+    ],
+)
+def test_a_tokenizer_that_changed_is_no_checkpoint(copy, file, damage, message):
+    """A chat template that is gone changes the text, and nothing else would say so."""
+    write_tokenizer(copy, LLAMA.vocab_size)
+    open_native(copy)
+    damage(copy / file)
+    with pytest.raises(CheckpointError, match=f"{file}.*{message}"):
+        open_native(copy)
+
+
+def test_verifying_reads_every_file(copy):
+    write_tokenizer(copy, LLAMA.vocab_size)
+    (copy / "notes.txt").write_text("a file that nothing reads")
+    checkpoint = verify_native(copy)
+    assert set(checkpoint.files) == {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()} - {
+        "jaxspec.json",
+        "notes.txt",
+    }
+    success = copy / "arrays" / "commit_success.txt"
+    success.write_text("other")
+    with pytest.raises(CheckpointError, match="commit_success.txt"):
+        verify_native(copy)
+
+
+def test_checkpoints_of_version_1_load_and_cannot_be_verified(copy):
+    edit_json(lambda m: (m.pop("files"), m.pop("checksum"), m.update(version=1)))(copy / "jaxspec.json")
+    assert open_native(copy).files is None
+    with pytest.raises(CheckpointError, match="version 1, which lists no checksums"):
+        verify_native(copy)

@@ -117,7 +117,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path):
 
 @pytest.mark.parametrize(
     ("cfg", "options"),
-    [(TARGET, {}), (DRAFT, {"vocabulary": None}), (DRAFT, {"quantize": "q5_k"})],
+    [(TARGET, {}), (DRAFT, {"vocabulary": None}), (DRAFT, {"quantize": "q2_k"})],
     ids=["its own embedding", "no vocabulary", "unknown blocks"],
 )
 def test_what_could_not_be_opened_is_not_written(tmp_path, cfg, options):

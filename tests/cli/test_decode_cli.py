@@ -69,7 +69,18 @@ def test_a_piped_prompt_needs_no_dash(decode):
         (["--method", "lookup", "--set", "width=4", "hi"], "method 'lookup' has no setting 'width'"),
         (["--method", "lookup", "--draft-model", "d", "hi"], "uses no draft"),
         (["--draft-devices", "2", "hi"], "method 'auto' runs the draft on the target's devices: draft_devices is for"),
-        (["--offload", "disk", "hi"], "offload 'disk' is not available"),
+        (["--offload", "tape", "hi"], "offload 'tape' is not supported; use none, host or disk"),
+        (["--resident-layers", "3", "hi"], "resident_layers is for streamed layers: give offload 'host' or 'disk'"),
+        (
+            ["--offload", "disk", "--device-memory", "much", "hi"],
+            "device_memory must be a number of bytes such as 6GiB",
+        ),
+        (["--offload", "disk", "--device-memory", "1K", "hi"], "device_memory 1.00 KiB is less than what has to stay"),
+        (["--offload", "host", "--resident-layers", "31", "hi"], "resident_layers is 31, the model has"),
+        (["--offload", "host", "--method", "swift", "hi"], "method swift drafts with the target's own layers"),
+        (["--plan"], "--plan tells what offload streams"),
+        (["--plan", "--offload", "disk", "hi"], "--plan prints a plan and ends: it does not go with a prompt"),
+        (["--plan", "--offload", "disk", "--method", "swift"], "method swift drafts with the target's own layers"),
         (["--kernels", "triton", "hi"], "kernels 'triton' are not known; use auto, xla, cpu, pallas-triton, mosaic"),
         (["--kernels", "mosaic", "hi"], "kernels 'mosaic' run on NVIDIA GPUs, not on cpu; use auto or xla"),
         (["--set", "tempreature=1", "hi"], "did you mean 'temperature'"),
@@ -92,6 +103,8 @@ def test_a_piped_prompt_needs_no_dash(decode):
         (["--tensor-parallel-size", "2", "hi"], "use --target-devices"),
         (["--draft-p-min", "0.5", "hi"], "use --set min_probability=..."),
         (["-p", "hi"], "give the prompt without an option"),
+        (["-ngl", "99", "hi"], "no such option: -ngl; all layers run on the devices"),
+        (["--method", "ngram", "hi"], "unknown method 'ngram'; use 'lookup'"),
     ],
 )
 def test_usage_errors_exit_with_2_and_one_line(decode, arguments, message):

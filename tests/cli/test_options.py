@@ -40,9 +40,11 @@ def test_the_presets_of_the_papers():
     def load(name):
         return method_from(merge_options({}, name, [], FLAGS, method_options))
 
-    assert load("swiftspec-paper") == SwiftSpec(num_draft_tokens=7, width=8, branch=8)
-    assert load("specexec-paper") == SpecExec(num_draft_tokens=1024)
-    assert load("specexec-repo") == SpecExec(num_draft_tokens=1024, width=128, branch=32, depth=32, decay=0.95)
+    assert load("swiftspec-paper") == SwiftSpec(num_draft_tokens=7, width=8, branch=8, refill=0, ranking="probability")
+    assert load("specexec-paper") == SpecExec(num_draft_tokens=1024, ranking="probability")
+    assert load("specexec-repo") == SpecExec(
+        num_draft_tokens=1024, width=128, branch=32, depth=32, decay=0.95, ranking="probability"
+    )
     assert load("swift-paper") == Swift(search="paper", threshold=0.8, adaptive=False)
     repo = load("swift-repo")
     assert (repo.window, repo.max_score, repo.siblings, repo.context) == (50, 0.93, (3, 5, 8, 10), "first")
@@ -74,7 +76,12 @@ def test_options_of_other_projects():
     assert foreign_option_hint("-md", known) == "use --draft-model"
     assert foreign_option_hint("--draft-p-min", known) == "use --set min_probability=..."
     assert foreign_option_hint("-p", known) == "give the prompt without an option"
+    for word in ("--draft", "--speculative-config"):
+        assert "--draft-model" in (foreign_option_hint(word, known) or "")
+        assert foreign_option_hint(word, {"--model"}) is None
+    assert "--offload" in (foreign_option_hint("-ngl", {"--offload"}) or "")
     for word in ("draft", "-n", "--nonsense", "hello --draft"):
         assert foreign_option_hint(word, known) is None
     # A command without presets and the option does not have it by another name either.
+    assert foreign_option_hint("--coordinator", known) == "this command runs in one process"
     assert foreign_option_hint("--draft-p-min", {"--draft-model"}) is None

@@ -40,6 +40,24 @@ def test_a_trace_counts_passes_as_the_counters_do(decode, tiny_model, tmp_path):
     assert f"{stats['timeline']['rounds']} rounds of {stats['timeline']['passes']} passes" in err
 
 
+@pytest.mark.parametrize("method", ["ar", "specexec"])
+def test_a_streamed_pass_shows_its_layers(decode, tiny_model, tmp_path, method):
+    path = tmp_path / "out.json"
+    words = ["--model", tiny_model, "--method", method, "--offload", "host", "-n", "12", "--ignore-eos"]
+    words += ["--draft-model", tiny_model, "--num-draft-tokens", "4"] if method == "specexec" else []
+    status, out, err = decode(*words, "--trace", str(path), "--json", "--stats", "w1 w2")
+    assert status == 0, err
+    stats, trace = json.loads(out)["stats"], json.loads(path.read_text())
+    kind = "decode" if method == "ar" else "verify"
+    rounds = stats["timeline"]["rounds"]
+    names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    for name in (f"{kind} open", "layer 0", "layer 1", f"{kind} close"):
+        assert names.count(name) == rounds, name
+    ordered = [name for name in names if name.startswith((kind, "layer"))]
+    assert ordered[:4] == [f"{kind} open", "layer 0", "layer 1", f"{kind} close"]
+    assert stats["timeline"]["pass_s"] > 0 and stats["timeline"]["program_s"]["layer"] > 0
+
+
 def test_without_a_trace_there_is_no_timeline(decode, tiny_model):
     status, out, err = decode("--model", tiny_model, "--method", "ar", "-n", "4", "--json", "--stats", "w1 w2")
     assert status == 0, err

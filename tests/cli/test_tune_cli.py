@@ -71,7 +71,7 @@ def deep_model(tmp_path_factory):
         (["--dtype", "int4"], "dtype 'int4' is not supported"),
         (["--kernels", "mosaic"], "kernels 'mosaic' run on NVIDIA GPUs, not on cpu"),
         (["--target-devices", "64"], "64 devices asked for"),
-        (["--draft-model", ""], "draft must be the path of a checkpoint"),
+        (["--draft-model", ""], "draft must be a path"),
         (["--method", "swfit"], "did you mean 'swift'"),
         (["--method", "ar"], "--method 'ar' cannot be tuned"),
         (["--method", "chain"], "method 'chain' needs a draft model"),
@@ -87,6 +87,12 @@ def deep_model(tmp_path_factory):
         (["--ratios", "0.3"], "--ratios are for --method swift"),
         (["--method", "swiftspec", "--task", "code"], "--task are for --method swift"),
         (["--method", "swiftspec", "--target-devices", "2"], "leave --target-devices out"),
+        (["--plan"], "--plan and --device-memory are for --method swiftspec"),
+        (["--method", "swiftspec", "--plan", "--device-memory", "0"], "--device-memory must be at least 1"),
+        (["--method", "swiftspec", "--plan", "--device-memory", "24"], "write 24GiB for gibibytes"),
+        (["--method", "swiftspec", "--offload", "host"], "--method swiftspec is not tuned with --offload"),
+        (["--offload", "host", "--plan", "--json", "-"], "--plan prints a plan and ends: it does not go with --json"),
+        (["--resident-layers", "1"], "resident_layers is for streamed layers"),
         (["--method", "swiftspec", "--devices", "9"], "splits at least 2 devices and at most the 8 there are"),
     ],
 )
@@ -118,7 +124,7 @@ def test_a_run_writes_a_preset_that_decodes(call, monkeypatch, tiny_model, promp
     status, out, err = call(command, str(preset), *words, "-n", "12", "--repeats", "1", "--json", str(report))
     assert status == 0, err
     assert "target pass in ms by rows: 1: " in out and "draft pass" not in out and "speed-up" in out
-    assert "cost besides passes, in one-row passes: a plain token " in out
+    assert "cost apart from passes, in one-row passes: a plain token " in out
     assert "wrote" in err and "jaxspec-decode --config" in err
 
     found = json.loads(report.read_text())
@@ -197,21 +203,27 @@ def test_a_plot_of_matchness_against_steps(tmp_path):
 @pytest.mark.slow
 def test_a_profile_of_two_devices(call, monkeypatch, tiny_model, prompts, tmp_path):
     monkeypatch.setattr(splits, "ROWS", (4,))
-    monkeypatch.setattr(splits, "DEEPEST", 1)
+    monkeypatch.setattr(splits, "WIDTHS", (8,))
+    monkeypatch.setattr(splits, "BUDGETS", (4,))
+    monkeypatch.setattr(splits, "CHAINS", (2,))
     monkeypatch.setattr(splits, "PASS_REPEATS", 2)
     preset, report = tmp_path / "preset.toml", tmp_path / "out.json"
     words = ["--method", "swiftspec", "--model", tiny_model, "--draft-model", tiny_model, "--devices", "2"]
+    monkeypatch.setenv("JAXSPEC_COMPILE_CACHE", str(tmp_path / "cache"))
     words += ["--prompts", str(prompts), "--max-prompts", "1", "-n", "12", "--repeats", "1", "--json", str(report)]
     status, out, err = call(command, str(preset), *words)
     assert status == 0, err
     assert "tokens/s" in out and "over the fastest plain" in out and "target 1, draft 1: verify 4 rows" in out
     rows = json.loads(report.read_text())["candidates"]
-    shared = {"ar (2 shared)", "bs 4, w 8, d 1 (2 shared)", "bs 4, w 8, d 2 (2 shared)"}
-    assert {row["label"] for row in rows} == shared | {"ar (target 1, draft 1)", "bs 4, w 8, d 1 (target 1, draft 1)"}
+    labels = {row["label"] for row in rows}
+    assert labels >= {"ar (2 shared)", "chain 2 (2 shared)", "specexec 4 (2 shared)", "ar (target 1, draft 1)"}
+    for where in ("(2 shared)", "(target 1, draft 1)"):
+        assert any(label.startswith("bs 4, w 8, d ") and label.endswith(where) for label in labels)
     assert [row["score"] for row in rows] == sorted((row["score"] for row in rows), reverse=True)
     written = tomllib.loads(preset.read_text())
-    assert written["model"] == tiny_model and written["method"] in ("ar", "swiftspec")
-    assert ("draft_model" in written) == (written["method"] == "swiftspec")
+    assert written["model"] == tiny_model and written["method"] in ("ar", "swiftspec", "chain", "specexec")
+    assert ("draft_model" in written) == (written["method"] in ("swiftspec", "chain", "specexec"))
+    assert len([*(tmp_path / "cache" / "profiles").iterdir()]) == 1
 
 
 def test_only_known_methods_are_compared():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 from distil.corpus import Opening
 from distil.shards import Conversation
+from native_models import list_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ["<s>", "<user>", "<end>", "<assistant>", "<eos>", "<stop>"]
@@ -25,6 +26,7 @@ def write_chat_tokenizer(folder, vocab_size, template=TEMPLATE):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    list_files(folder)
 
 
 def draw_words(rng, documents):

@@ -93,7 +93,7 @@ def whole_text_logits(cfg):
     def run(params, token):
         causal = jnp.tril(jnp.ones((ROOM, ROOM), bool))
         hidden, _ = forward(params, cfg, token, jnp.arange(ROOM, dtype=jnp.int32), empty_cache(cfg, ROOM), causal)
-        return vocab_logits(params, hidden)
+        return vocab_logits(params, cfg, hidden)
 
     return on_one_device(run)
 

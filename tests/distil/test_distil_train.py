@@ -221,7 +221,7 @@ def test_the_student_scores_as_the_draft_that_decodes():
     def run(params, token):
         causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
         hidden, _ = forward(params, CFG, token, jnp.arange(LENGTH), empty_cache(CFG, LENGTH), causal)
-        return jax.nn.log_softmax(vocab_logits(params, hidden))
+        return jax.nn.log_softmax(vocab_logits(params, CFG, hidden))
 
     expected = on_one_device(run)(start() | {"embed": embed, "head": head}, rows.token[0])
     found = jax.jit(functools.partial(student_logprob, cfg=CFG))(start(), embed=embed, head=head, rows=rows)

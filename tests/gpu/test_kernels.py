@@ -1,15 +1,19 @@
-"""Every kernel on the device: attention against plain numpy, SwiGLU against float32 on the host."""
+"""Every kernel on the device: attention against plain numpy, products against float32 on the host."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import assert_attention, assert_cache, grown_case, poisoned, random_case, random_parents
+from kernel_cases import numbers, random_weight
 
 from pallas_kernels import registry, selection
+from pallas_kernels.linear import Blocks, linear
+from pallas_kernels.linear.blocks import PLANES
+from pallas_kernels.linear.planes import to_planes
+from pallas_kernels.move_rows import move_rows
 from pallas_kernels.swiglu import norm_swiglu, swiglu
 from pallas_kernels.tree_attention import tree_attention
 
@@ -178,7 +182,9 @@ def test_one_broken_row_does_not_reach_others(gpu, implementation, dtype, model)
         np.testing.assert_array_equal(out[others], whole[others])
 
 
-@pytest.mark.parametrize(("implementation", "dtype", "model"), over_implementations([((2, 4, 64),)]))
+# Mosaic's kernel cannot be mapped: JAX 0.11 has no rule for its scoped buffers. No program maps it.
+@pytest.mark.parametrize(("implementation", "dtype"), [("triton", "bfloat16"), ("triton", "float32")])
+@pytest.mark.parametrize("model", [(2, 4, 64)])
 def test_sequences_in_a_batch(gpu, implementation, dtype, model):
     """Of different lengths; the caches are given away, as engines do."""
     kernels = kernels_for(ATTENTION[implementation], gpu, "tree_attention", implementation)
@@ -229,10 +235,38 @@ def test_swiglu(gpu, name, implementation, dtype, rows, inputs, columns):
         np.testing.assert_allclose(got, exact, rtol=0, atol=TOLERANCE[dtype] * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("name", PLANES)
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 4096, 1024), (8, 3584, 4096), (16, 14336, 512), (64, 1024, 72)]
+)
+def test_packed_weights(gpu, name, rows, inputs, outputs):
+    """Products and SwiGLU by weights in planes."""
+    kernels = kernels_for("pallas-triton", gpu, "linear", "triton")
+    rng, blocks = np.random.default_rng(rows), name.removesuffix("_planes")
+    x, weight = rng.normal(size=(rows, inputs)).astype(np.float32), random_weight(rng, blocks, outputs, inputs)
+    planes = Blocks(to_planes(weight.data, blocks, outputs), name)
+    exact = [x.astype(jnp.bfloat16).astype(np.float32), numbers(weight).astype(jnp.bfloat16).astype(np.float32)]
+    for function in (linear, swiglu):
+        got, wanted = run(function, [x, planes], kernels, gpu), run(function, exact, ORACLE, jax.devices("cpu")[0])
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("rows", [1, 17, 65])
+def test_rows_of_all_layers_move(gpu, rows):
+    kernels = kernels_for("pallas-triton", gpu, "move_rows", "triton")
+    rng = np.random.default_rng(rows)
+    caches = tuple(rng.normal(size=(8, 512, 128)).astype(jnp.bfloat16) for _ in range(64))
+    source = (200 + np.sort(rng.permutation(rows + 40)[:rows])).astype(np.int32)
+    for cache, got in zip(caches, run(move_rows, [caches, source, np.int32(200)], kernels, gpu), strict=True):
+        wanted = cache.copy()
+        wanted[:, 200 : 200 + rows] = cache[:, source]
+        np.testing.assert_array_equal(got, wanted)
+
+
 def test_auto_finds_kernels(gpu):
     kernels = selection.choose("auto", "gpu", device=gpu)
     if selection.find_obstacle("triton", kernels.capability):
         pytest.skip("kernels are for NVIDIA GPUs from Ampere on")
-    assert {operation for operation, _ in kernels.implementations} == {"tree_attention", "swiglu"}
-    if importlib.util.find_spec("jax_triton") is None:
-        assert ("swiglu", "jax_triton") not in kernels.implementations
+    mosaic = () if selection.find_obstacle("mosaic", kernels.capability) else (("tree_attention", "mosaic"),)
+    others = ("linear", "triton"), ("move_rows", "triton")
+    assert kernels.automatic and kernels.implementations == (("tree_attention", "triton"), *mosaic, *others)

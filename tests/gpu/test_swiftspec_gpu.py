@@ -1,7 +1,7 @@
 """SwiftSpec with its target on a GPU and its draft elsewhere: the tokens of plain decoding."""
 
 import pytest
-from native_models import write_native
+from native_models import write_native, write_tokenizer
 
 import jaxspec
 from jaxspec.models.config import ModelConfig
@@ -19,6 +19,7 @@ SAMPLINGS = [
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu") / "model"
     write_native(folder, SMALL)
+    write_tokenizer(folder, SMALL.vocab_size)
     return folder
 
 

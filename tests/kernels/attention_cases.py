@@ -27,6 +27,7 @@ class Case:
     position: np.ndarray | None = None
     offset: int | None = None
     sliding_window: int | None = None
+    sinks: np.ndarray | None = None
 
     @property
     def rows(self):
@@ -101,9 +102,11 @@ def expected_and_bound(case, key, value):
         k, v = key[:, slots], value[:, slots]
         scores = np.einsum("kgh,ksh->kgs", query[row], k) / np.sqrt(width)
         magnitude = np.einsum("kgh,ksh->kgs", np.abs(query[row]), np.abs(k)) / np.sqrt(width)
-        below = scores.max(-1, keepdims=True) - scores
+        sink = np.full(scores.shape[:2], -np.inf) if case.sinks is None else case.sinks.astype(np.float64)
+        most = np.maximum(scores.max(-1), sink)[..., None]
+        below = most - scores
         weights = np.exp(-below)
-        weights /= weights.sum(-1, keepdims=True)
+        weights /= weights.sum(-1, keepdims=True) + np.exp(sink[..., None] - most)
         out[row] = np.einsum("kgs,ksh->kgh", weights, v)
         # The query's rotation adds three roundings and the scaling one.
         score_error = ((width / 16 + 24) * magnitude).max(-1, keepdims=True)

@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from pallas_kernels import registry
-from pallas_kernels.linear.blocks import FORMATS, Blocks
+from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS, Blocks
 from pallas_kernels.native import library
 
 PROBLEM = library.load().problem
@@ -27,7 +27,7 @@ XLA = registry.Kernels("xla", "cpu")
 ROUNDING = 2.0**-24
 
 # Where the float16 scales of a block lie, in bytes; every other byte may hold anything.
-SCALES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
+SCALES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
 
 @functools.cache
@@ -79,6 +79,14 @@ def random_weight(rng: np.random.Generator, weight_format: str, outputs: int, in
             rng.normal(size=blocks) * 1e4,
         ]
     )
+    if weight_format == "mxfp4":
+        data[..., 0] = rng.integers(110, 125, blocks)
+        return Blocks(data, weight_format)
+    if weight_format in GROUP_FORMATS:
+        kind = rng.choice(5, blocks, p=[0.6, 0.1, 0.05, 0.15, 0.1] if extreme else [0.7, 0.1, 0.05, 0.15, 0])
+        scale = np.take_along_axis(kinds, kind[None], axis=0)[0]
+        fill_groups(rng, data, weight_format, scale)
+        return Blocks(data, weight_format)
     for at in SCALES[weight_format]:
         kind = rng.choice(5, blocks, p=[0.6, 0.1, 0.05, 0.15, 0.1] if extreme else [0.7, 0.1, 0.05, 0.15, 0])
         scale = np.take_along_axis(kinds, kind[None], axis=0)[0].astype(np.float16)
@@ -86,11 +94,49 @@ def random_weight(rng: np.random.Generator, weight_format: str, outputs: int, in
     return Blocks(data, weight_format)
 
 
+def fill_groups(rng: np.random.Generator, data: np.ndarray, weight_format: str, scale: np.ndarray) -> None:
+    """Write scales and valid zero points into random bytes of a group format; float8 codes become numbers."""
+    if weight_format == "int4_g32":
+        bits = scale.astype(np.float16).astype(np.float32).view(np.uint32) >> 12
+        word = bits << 4 | rng.integers(0, 16, scale.shape, np.uint32)
+        data[..., :3] = word[..., None].view(np.uint8)[..., :3]
+        return
+    data[..., :4] = scale.astype(np.float32)[..., None].view(np.uint8)
+    if weight_format.startswith("int4"):
+        data[..., 4] = rng.integers(-8, 8, scale.shape, np.int8).view(np.uint8)
+    if weight_format.startswith("fp8"):
+        codes = data[..., 4:]
+        codes[codes & 0x7F == 0x7F] = 0x81
+
+
+def group_numbers(data: np.ndarray, weight_format: str) -> np.ndarray:
+    """The float32 numbers of blocks `[O, n, nbytes]` of a group format, from its definition; `[O, I]`."""
+    values = np.empty((*data.shape[:2], GROUP_FORMATS[weight_format].values), np.float32)
+    head = 3 if weight_format == "int4_g32" else 4 if weight_format.startswith("fp8") else 5
+    for block in np.ndindex(*data.shape[:2]):
+        first, codes = data[block][:head], data[block][head:]
+        if head == 3:
+            word = int.from_bytes(first.tobytes(), "little")
+            scale, zero = np.uint32(word >> 4 << 12).view(np.float32), word & 15
+        else:
+            scale, zero = first[:4].view(np.float32)[0], int(first[4:].view(np.int8)[0]) if head == 5 else 0
+            zero += 8 if weight_format.startswith("int4") else 0
+        if weight_format.startswith("int4"):
+            halves = codes.reshape(-1, 16)
+            codes = np.concatenate([np.concatenate([run % 16, run // 16]) for run in halves]).astype(np.float32)
+        else:
+            codes = codes.view(ml_dtypes.float8_e4m3fn if head == 4 else np.int8).astype(np.float32)
+        values[block] = (codes - np.float32(zero)) * scale
+    return values.reshape(len(data), -1)
+
+
 def numbers(weight) -> np.ndarray:
-    """The float32 numbers that a weight stands for; of blocks, those of the `gguf` package."""
+    """The float32 numbers that a weight stands for; of GGUF's blocks, those of the `gguf` package."""
     if not isinstance(weight, Blocks):
         return weight.astype(np.float32)
     data = np.asarray(weight.data)
+    if weight.format in GROUP_FORMATS:
+        return group_numbers(data, weight.format)
     values = quants.dequantize(data.reshape(len(data), -1), GGMLQuantizationType[weight.format.upper()])
     assert np.isfinite(values).all()
     return values

@@ -52,22 +52,23 @@ def test_the_library_is_there_where_it_can_be_built():
 
 @functools.cache
 def register(level):
-    """A level's operations under names of their own; the prefix of those names."""
+    """A level's operations under names of their own: the prefix of those names, and the library."""
     prefix = f"level_{level}_"
     handlers = ctypes.CDLL(str(library.find()[level]))
     for target in library.TARGETS:
         handler = getattr(handlers, OWN_PREFIX + target)
         jax.ffi.register_ffi_target(prefix + target, jax.ffi.pycapsule(handler), platform="cpu")
-    return prefix
+    return prefix, handlers
 
 
 @pytest.fixture
 def use_level(monkeypatch):
-    """Sends calls that are traced from now on to the library of a level."""
+    """Sends calls that are traced from now on, and packing, to the library of a level."""
 
     def use(level):
-        prefix = register(level)
+        prefix, handlers = register(level)
         monkeypatch.setattr(library, "TARGET_PREFIX", prefix)
+        monkeypatch.setattr(library, "load", lambda: library.Library(level, None, handlers))
         with using(Kernels("cpu", "cpu")):
             lowered = jax.jit(lambda x: rms_norm(x, x[0], 1e-5)).lower(np.ones((2, 3), np.float32))
         assert f"{prefix}rms_norm" in lowered.as_text()

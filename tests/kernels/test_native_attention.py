@@ -48,19 +48,23 @@ def attend(case, threads=1, active_rows=None, write_only=False):
         _attend,
         *(case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position),
         *(None if number is None else np.int32(number) for number in (case.offset, active_rows)),
+        case.sinks,
         threads=threads,
         sliding_window=case.sliding_window,
         write_only=write_only,
     )
 
 
-def _attend(qkv, cos, sin, key, value, length, mask, position, offset, active_rows, *, sliding_window, write_only):
+def _attend(
+    qkv, cos, sin, key, value, length, mask, position, offset, active_rows, sinks, *, sliding_window, write_only
+):  # fmt: skip
     return tree_attention(
         *(qkv, cos, sin, key, value, length, mask, position),
         offset=offset,
         sliding_window=sliding_window,
         active_rows=active_rows,
         write_only=write_only,
+        sinks=sinks,
     )
 
 
@@ -475,7 +479,7 @@ REFUSED = {
     "another width": ({"key": (2, 64, 16), "value": (2, 64, 16)}, r"\(2, 64, 16\)"),
     "keys and values apart": ({"value": (2, 63, 8)}, r"\(2, 64, 8\).*\(2, 63, 8\)"),
     "two dtypes": ({"value": ((2, 64, 8), jnp.bfloat16)}, "float32.*bfloat16"),
-    "float16": ({"key": ((2, 64, 8), jnp.float16), "value": ((2, 64, 8), jnp.float16)}, "float16"),
+    "int8": ({"key": ((2, 64, 8), jnp.int8), "value": ((2, 64, 8), jnp.int8)}, "int8"),
     "cache of four dimensions": ({"key": (1, 2, 64, 8), "value": (1, 2, 64, 8)}, r"\(1, 2, 64, 8\)"),
     "wide tables": ({"cos": (7, 8), "sin": (7, 8)}, r"\(7, 4\), got float32 \(7, 8\)"),
     "tables of other rows": ({"cos": (6, 4), "sin": (6, 4)}, r"\(7, 4\), got float32 \(6, 4\)"),

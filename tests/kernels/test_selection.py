@@ -73,18 +73,19 @@ def chosen(name, capability):
 
 
 def test_choice_on_gpus(gpu_kernels, warnings):
-    triton, mosaic = ("triton",), ("mosaic",)
-    both = {"tree_attention": triton, "swiglu": ("triton", "jax_triton")}
-    assert chosen("auto", "9.0") == ("mosaic", both | {"tree_attention": mosaic + triton})
+    packed = {"linear": ("triton",), "move_rows": ("triton",)}
+    attention, mosaic = packed | {"tree_attention": ("triton",)}, packed | {"tree_attention": ("mosaic",)}
+    assert chosen("auto", "9.0") == ("pallas-triton", packed | {"tree_attention": ("triton", "mosaic")})
+    assert choose("auto", "gpu", 1, gpu("9.0")).reads_planes
     for capability in ("8.0", "8.9", "10.0", "12.0"):
-        assert chosen("auto", capability) == ("pallas-triton", both)
+        assert chosen("auto", capability) == ("pallas-triton", attention)
     # Older ones, and those of other makers.
     for capability in ("7.5", "gfx942", None):
         assert choose("auto", "gpu", 1, gpu(capability)).name == "xla"
         assert choose("auto", "gpu", 1, gpu(capability)).implementations == ()
-    assert chosen("pallas-triton", "9.0") == ("pallas-triton", {"tree_attention": triton, "swiglu": triton})
-    assert chosen("mosaic", "9.0") == ("mosaic", both | {"tree_attention": mosaic})
-    assert chosen("jax-triton", "8.6") == ("jax-triton", both | {"swiglu": ("jax_triton",)})
+    assert chosen("pallas-triton", "9.0") == ("pallas-triton", attention | {"swiglu": ("triton",)})
+    assert chosen("mosaic", "9.0") == ("mosaic", mosaic)
+    assert chosen("jax-triton", "8.6") == ("jax-triton", attention | {"swiglu": ("jax_triton",)})
     assert [choose(name, "gpu", 1, gpu("9.0")).own for name in ("auto", "mosaic")] == [None, "mosaic"]
     kernels = choose("auto", "gpu", 4, gpu("9.0", "NVIDIA H100 80GB HBM3"))
     assert kernels.capability == (9, 0) and kernels.device_kind == "NVIDIA H100 80GB HBM3"
@@ -111,29 +112,41 @@ def test_without_jax_triton(gpu_kernels, warnings, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else object())
     with pytest.raises(ValueError, match=r"not installed: jax_triton; pip install 'jaxspec-decode\[jax-triton\]'"):
         choose("jax-triton", "gpu", 1, gpu("9.0"))
-    attention = {"auto": ("mosaic", "triton"), "mosaic": ("mosaic",)}
-    for name in ("auto", "mosaic"):
-        assert chosen(name, "9.0") == ("mosaic", {"tree_attention": attention[name], "swiglu": ("triton",)})
+    for name, implementations in (("auto", ("triton", "mosaic")), ("mosaic", ("mosaic",))):
+        assert chosen(name, "9.0")[1] == {
+            "tree_attention": implementations,
+            "linear": ("triton",),
+            "move_rows": ("triton",),
+        }
     # Nobody asked for it.
     assert warnings() == []
 
 
 def test_gpu_kernels_that_fail_their_check(gpu_kernels, warnings):
-    gpu_kernels.failing.add(("tree_attention", "mosaic"))
-    with pytest.raises(ValueError, match="kernels 'mosaic' cannot be used: tree_attention by mosaic fails"):
-        choose("mosaic", "gpu", 1, gpu("9.0"))
-    assert warnings() == []
-    for _ in range(2):
-        assert chosen("auto", "9.0") == (
-            "pallas-triton", {"tree_attention": ("triton",), "swiglu": ("triton", "jax_triton")}
-        )  # fmt: skip
-    assert warnings() == ["a GPU kernel is not used: tree_attention by mosaic fails"]
-    gpu_kernels.failing.update({("tree_attention", "triton"), ("swiglu", "jax_triton"), ("swiglu", "triton")})
-    assert choose("auto", "gpu", 1, gpu("9.0")).name == "xla"
-    assert len(warnings()) == 4
-    for name in ("pallas-triton", "jax-triton"):
-        with pytest.raises(ValueError, match=f"kernels '{name}' cannot be used: .* fails"):
+    def refused(name, operation, implementation):
+        with pytest.raises(ValueError, match=f"kernels '{name}' cannot be used: {operation} by {implementation} fails"):
             choose(name, "gpu", 1, gpu("9.0"))
+
+    gpu_kernels.failing.add(("linear", "triton"))
+    refused("pallas-triton", "linear", "triton")
+    assert warnings() == []
+    assert not choose("auto", "gpu", 1, gpu("9.0")).reads_planes
+    packed = "a GPU kernel is not used: linear by triton fails"
+    assert warnings() == [packed]
+    gpu_kernels.failing.add(("move_rows", "triton"))
+    gpu_kernels.failing.update({("tree_attention", "triton"), ("swiglu", "jax_triton")})
+    refused("pallas-triton", "tree_attention", "triton")
+    assert warnings() == [packed]
+    moves = "a GPU kernel is not used: move_rows by triton fails"
+    for _ in range(2):
+        assert chosen("auto", "9.0") == ("mosaic", {"tree_attention": ("mosaic",)})
+    assert warnings() == [packed, "a GPU kernel is not used: tree_attention by triton fails", moves]
+    refused("jax-triton", "swiglu", "jax_triton")
+    assert choose("auto", "gpu", 1, gpu("8.0")).name == "xla"
+    gpu_kernels.failing.add(("tree_attention", "mosaic"))
+    assert choose("auto", "gpu", 1, gpu("9.0")).name == "xla"
+    assert warnings()[3:] == ["a GPU kernel is not used: tree_attention by mosaic fails"]
+    refused("mosaic", "tree_attention", "mosaic")
 
 
 def abstract_attention(H, dtype, **options):
@@ -148,7 +161,7 @@ def abstract_attention(H, dtype, **options):
     return operands, {"offset": None, "sliding_window": None, "active_rows": None, "write_only": False} | options
 
 
-def test_what_the_best_implementation_does_not_take_goes_to_the_next(gpu_kernels, warnings, monkeypatch):
+def test_what_an_implementation_does_not_take_goes_to_xla(gpu_kernels, warnings, monkeypatch):
     """Also where it comes to a program; who asked for one by name is told once."""
     monkeypatch.setattr(registry, "_own_calls", {})
     bfloat16 = jax.numpy.bfloat16
@@ -160,7 +173,7 @@ def test_what_the_best_implementation_does_not_take_goes_to_the_next(gpu_kernels
 
     calls = ((64, bfloat16), (128, bfloat16), (64, np.float32), (96, bfloat16), (256, bfloat16), (512, bfloat16))
     auto = choose("auto", "gpu", 1, gpu("9.0"))
-    assert [found(auto, *call) for call in calls] == ["mosaic", "mosaic", "triton", "triton", "triton", None]
+    assert [found(auto, *call) for call in calls] == ["triton", "triton", None, "triton", "triton", None]
     assert warnings() == []
     asked = choose("mosaic", "gpu", 1, gpu("9.0"))
     assert [found(asked, *call) for call in calls[:3]] == ["mosaic", "mosaic", None]
@@ -172,9 +185,35 @@ def test_what_the_best_implementation_does_not_take_goes_to_the_next(gpu_kernels
     assert auto.own_calls() == {}
     assert found(choose("pallas-triton", "gpu", 1, gpu("9.0")), *calls[2]) == "triton"
     operands, _ = abstract_attention(*calls[2])
-    with using(auto), lowering_for(*H100):
+    with using(choose("pallas-triton", "gpu", 1, gpu("9.0"))), lowering_for(*H100):
         text = jax.jit(tree_attention).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "group", "dtype", "found"),
+    [
+        (1, 8, 4, "bfloat16", "triton"),
+        (63, 8, 4, "bfloat16", "triton"),
+        (64, 8, 4, "bfloat16", "mosaic"),
+        (64, 1, 8, "bfloat16", "triton"),
+        (256, 1, 8, "bfloat16", "mosaic"),
+        (512, 8, 4, "float32", None),
+    ],
+)
+def test_auto_takes_what_was_measured_to_be_fastest(gpu_kernels, rows, heads, group, dtype, found):
+    shape, width = jax.ShapeDtypeStruct, 128
+    cache = shape((heads, 1024, width), dtype)
+    operands = (
+        shape((rows, heads, group + 2, width), np.float32), *[shape((rows, width // 2), np.float32)] * 2, cache, cache,
+        shape((), np.int32), shape((rows, rows), bool), shape((rows,), np.int32),
+    )  # fmt: skip
+    options = {"offset": None, "sliding_window": None, "active_rows": None, "write_only": False}
+    module = choose("auto", "gpu", 1, gpu("9.0")).find("tree_attention", *operands, **options)
+    assert (module and module.__name__.rpartition(".")[2]) == found
+    if found == "mosaic":
+        older = choose("auto", "gpu", 1, gpu("8.0")).find("tree_attention", *operands, **options)
+        assert older is not None and older.__name__.endswith("triton")
 
 
 def test_no_word_of_what_is_left_to_xla_by_design(gpu_kernels, warnings, monkeypatch):

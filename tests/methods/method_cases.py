@@ -8,7 +8,8 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from tiny_models import FAMILIES, RandomSource
+from tiny_models import ALL_FAMILIES as FAMILIES
+from tiny_models import RandomSource
 
 from jaxspec.checkpoint.keymaps import EMBED, HEAD
 from jaxspec.checkpoint.load import load_foreign
@@ -25,6 +26,7 @@ from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.models.features import NORMED, FeatureConfig
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
@@ -108,7 +110,7 @@ CASES = [
     SHORT_CHAIN,
     LARGE_SPECEXEC,
     SMALL_SPECEXEC,
-    Case("qwen3", 1, "foreign", SpecExec(1023, width=128, depth=9, score_temperature="sampling", decay=0.95)),
+    Case("qwen3", 1, "foreign", SpecExec(1023, width=128, depth=9, ranking="sampling", decay=0.95)),
     Case("mistral", 4, "none", PromptLookup(num_draft_tokens=63, length=40, ngram=2, candidates=3)),
     Case("qwen2", 1, "none", PromptLookup(num_draft_tokens=1, adaptive=False)),
     Case("mistral", 4, "shared", Auto(num_draft_tokens=4, length=2, ngram=2)),
@@ -116,6 +118,7 @@ CASES = [
     Case("llama-tied", 4, "shared", SpecExec(12, width=2)),
     Case("qwen2", 1, "shared", SpecInfer((2, 2))),
     Case("llama", 4, "shared", Chain(3, "rejection")),
+    Case("llama", 1, "same", SpecExec(15, ranking="probability")),
 ]
 
 # Tokens that an engine has room for; 150 in the others.
@@ -138,15 +141,21 @@ def case_id(case):
     return f"{case.family}-tp{case.degree}-{case.geometry}-{method.name}({','.join(map(str, shape.values()))})"
 
 
+FED = dataclasses.replace(FAMILIES["llama"], num_layers=1, mlp_dim=20, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
 def draft_config(family, geometry):
     """Geometry of a draft: "same" as the target's, "layer" with one layer, "foreign" with other heads and widths,
-    "small" and "large" with another vocabulary, "shared" with one layer and the target's embedding, or "none"."""
+    "small" and "large" with another vocabulary, "shared" with one layer and the target's embedding, "fed" (and
+    more) by the target's hidden states, or "none"."""
     cfg = FAMILIES[family]
     match geometry:
         case "same":
             return cfg
         case "layer":
-            return dataclasses.replace(cfg, num_layers=1, sliding_layers=cfg.sliding_layers[:1])
+            experts = cfg.experts and dataclasses.replace(cfg.experts, layers=cfg.experts.layers[:1])
+            sliding = cfg.sliding_layers[:1]
+            return dataclasses.replace(cfg, num_layers=1, sliding_layers=sliding, experts=experts)
         case "shared":
             layer = draft_config(family, "layer")
             return dataclasses.replace(layer, shares_embedding=True, head_ids=HEAD_IDS)
@@ -158,6 +167,18 @@ def draft_config(family, geometry):
             return dataclasses.replace(cfg, vocab_size=SMALL)
         case "large":
             return dataclasses.replace(cfg, vocab_size=LARGE)
+        case "fed":  # the target's hidden states, a head of some tokens, the target's embedding
+            features = FeatureConfig(cfg.embed_dim, (1, 1, 2))
+            return dataclasses.replace(FED, shares_embedding=True, head_ids=HEAD_IDS, features=features)
+        case "fed own":  # with everything of its own, another width and two layers
+            features = FeatureConfig(
+                cfg.embed_dim, (0, 2), norm_output=True, norm_before_residual=True, fc_norm="whole", fc_bias=True
+            )
+            return dataclasses.replace(FED, num_layers=2, embed_dim=32, features=features)
+        case "fed eagle1":
+            features = FeatureConfig(cfg.embed_dim, (NORMED,), "eagle1", own_head=False, fc_bias=True)
+            return dataclasses.replace(FED, shares_embedding=True, features=features)
+    raise ValueError(geometry)
 
 
 class EditedSource(RandomSource):
@@ -170,13 +191,15 @@ class EditedSource(RandomSource):
 
 def sharpen(tensors):
     """Logits of standard deviation 3 instead of 1: some tokens are probable, most are not."""
-    tensors["model.norm.weight"] *= 3
+    if "model.norm.weight" in tensors:  # EAGLE-1 has none
+        tensors["model.norm.weight"] *= 3
 
 
 def drop_layers(tensors, first):
     """Make layers from `first` on add nothing."""
     for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) >= first:
+        # Norms of results, too: a result of zeros stays one.
+        if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")) and int(name.split(".")[2]) >= first:
             tensors[name] = np.zeros_like(tensors[name])
 
 
@@ -199,7 +222,7 @@ def spoil(tensors, kind):
         case "constant":
             tensors["model.norm.weight"] *= 0
         case "broken":
-            tensors[EMBED][[0, 3]] = np.nan
+            tensors[EMBED if EMBED in tensors else "fc.weight"][[0, 3]] = np.nan
 
 
 def place_edited(config, degree, vocab_rows, seed, edit):
@@ -228,6 +251,11 @@ def draft_params(family, degree, geometry, kind):
         own = {name: layer[name] for name in ("final_norm", "layers")}
         return own | share_embedding(draft_placement(family, degree, geometry), target_params(family, degree))
     config = draft_config(family, geometry)
+    if config.features is not None:
+        kind = "copy" if config.features.kind == "eagle1" and kind in ("adversarial", "constant") else kind
+        source = EditedSource(config, 1 if kind == "random" else 0, lambda t: (sharpen(t), spoil(t, kind)))
+        own = load_foreign(source, plan_mesh(degree), FLOAT32)
+        return own | share_embedding(draft_placement(family, degree, geometry), target_params(family, degree))
     resized = geometry in ("small", "large")
 
     def edit(tensors):
@@ -268,7 +296,7 @@ def draft_placement(family, degree, geometry):
     """Placement of a draft."""
     config, rows = draft_config(family, geometry), vocab_rows_of(geometry)
     limit = min(VOCAB, config.vocab_size) if rows else None
-    shared = SharedEmbedding(FAMILIES[family], Storage("float32")) if config.shares_embedding else None
+    shared = SharedEmbedding(FAMILIES[family], Storage("float32")) if config.borrows else None
     return Placement(config, plan_mesh(degree), FLOAT32, rows, limit, shared_embedding=shared)
 
 

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 
 import numpy as np
-from tiny_models import FAMILIES, RandomSource
+from tiny_models import ALL_FAMILIES as FAMILIES
+from tiny_models import RandomSource
 
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
@@ -18,6 +19,7 @@ from jaxspec.methods.swift.settings import Swift
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
+OUTPUTS = ("o_proj.weight", "down_proj.weight", "w2.weight")
 LAYERS, CONTEXT, FLOAT32 = 6, 190, np.dtype("float32")
 _rng = np.random.default_rng(5)
 VOCAB = FAMILIES["llama"].vocab_size
@@ -51,7 +53,10 @@ class StepClock:
 def config_of(family):
     cfg = FAMILIES[family]
     sliding = tuple(bool(layer % 2) for layer in range(LAYERS)) if cfg.sliding_layers else ()
-    return dataclasses.replace(cfg, num_layers=LAYERS, sliding_layers=sliding)
+    experts = cfg.experts
+    if experts is not None and experts.layers:
+        experts = dataclasses.replace(experts, layers=tuple(bool(layer % 2) for layer in range(LAYERS)))
+    return dataclasses.replace(cfg, num_layers=LAYERS, sliding_layers=sliding, experts=experts)
 
 
 def models_of(family, degree=1):
@@ -61,11 +66,14 @@ def models_of(family, degree=1):
 @functools.cache
 def params_of(family, degree=1, gain=0.3, layers=(1, 2, 3, 4)):
     """Sharp random models; blocks of some layers add little, so that skipping them changes few tokens."""
-    source = RandomSource(config_of(family))
+    cfg = config_of(family)
+    source = RandomSource(cfg)
     tensors = source._tensors
     tensors["model.norm.weight"] *= 3
     for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) in layers:
+        # Where a norm follows, its scale says how much a block adds.
+        ends = ("attention_layernorm.weight", "post_feedforward_layernorm.weight") if cfg.norms != "pre" else OUTPUTS
+        if name.endswith(ends) and int(name.split(".")[2]) in layers:
             tensors[name] = tensors[name] * np.float32(gain)
     return ModelParams(load_foreign(source, plan_mesh(degree), FLOAT32))
 

@@ -61,6 +61,8 @@ FOREIGN = Case(
 FREE_CHAIN = Case("llama", 1, 1, "same", SwiftSpec(3, 1, branch=1, depth=4, branch_free=True, survivors=2))
 # Deeper than the sliding window of its models.
 DEEP = Case("mistral", 2, 2, "same", SwiftSpec(3, 2, branch=2, depth=8, branch_free=True, leaves=False))
+# Neither degree divides the heads.
+UNEVEN = Case("llama", 5, 3, "same", SwiftSpec(7, 4, depth=3, branch_free=True))
 CASES = [
     BASIC,
     SERIAL,
@@ -76,6 +78,7 @@ CASES = [
     FOREIGN,
     FREE_CHAIN,
     DEEP,
+    UNEVEN,
 ]
 
 
@@ -107,7 +110,7 @@ def models_of(case):
     plan, draft_plan = plans_of(case)
     config, rows = draft_config(case.family, case.geometry), vocab_rows_of(case.geometry)
     limit = min(VOCAB, config.vocab_size) if rows else None
-    shared = SharedEmbedding(FAMILIES[case.family], Storage("float32")) if config.shares_embedding else None
+    shared = SharedEmbedding(FAMILIES[case.family], Storage("float32")) if config.borrows else None
     target = Placement(FAMILIES[case.family], plan, FLOAT32, rows)
     return Models(target, Placement(config, draft_plan, FLOAT32, rows, limit, shared_embedding=shared))
 
@@ -119,6 +122,7 @@ def params_of(case, draft="copy"):
     own = draft_params(case.family, case.draft or case.target, offset, case.geometry, draft)
     if case.geometry == "shared":
         own = {name: own[name] for name in ("final_norm", "layers")}
+    if models_of(case).draft.cfg.borrows:
         own |= share_embedding(models_of(case).draft, target)
     return ModelParams(target, own)
 
@@ -131,7 +135,8 @@ def draft_params(family, degree, offset, geometry, kind):
 
     def edit(tensors):
         sharpen(tensors)
-        spoil(tensors, kind)
+        if "model.norm.weight" in tensors or kind == "broken":  # EAGLE-1 has none
+            spoil(tensors, kind)
         if kind == "certain":
             tensors["model.norm.weight"] *= 4
         if resized:
@@ -246,10 +251,10 @@ class Rounds:
         """Run a round; returns what the draft counted."""
         verify = self.runner.executor.verify
 
-        def spy(params, state, batch, request):
+        def spy(params, state, batch, request, meanwhile=None):
             count, *rest = np.array(batch).tolist()
             self.batches.append((rest[: len(rest) // 2][:count], rest[len(rest) // 2 :][:count]))
-            return verify(params, state, batch, request)
+            return verify(params, state, batch, request, meanwhile)
 
         self.runner.executor.verify = spy
         try:

@@ -38,7 +38,8 @@ from method_cases import (
 )
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto import FIRST_PATIENCE, LONGEST_CHAIN, LONGEST_PATIENCE, Auto
+from jaxspec.methods.auto import LONGEST_CHAIN, Auto
+from jaxspec.methods.auto_drafter import FIRST_PATIENCE, LONGEST_PATIENCE
 from jaxspec.methods.base import Store
 from jaxspec.methods.core import cost_model
 from jaxspec.methods.core.acceptance import (
@@ -55,6 +56,7 @@ from jaxspec.methods.core.acceptance import (
 from jaxspec.methods.core.cost_model import FIXED_DRAFT_COST, pass_costs, relative_draft_cost, shipped_costs
 from jaxspec.methods.core.draft_chain import SYNC_ROWS
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
+from jaxspec.methods.specexec import SpecExec
 from jaxspec.metrics import count_speculation
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
@@ -66,6 +68,20 @@ MANY = 300
 
 
 # What became of drafts
+
+
+def test_a_streamed_target_gets_a_tree_with_the_budget_at_the_knee():
+    """The longer a pass takes over what it computes, the more draft tokens; settings of one's own are kept."""
+    models = models_of(LLAMA_AUTO)
+
+    def chosen(ratio, method=None):
+        return (method or Auto()).configure(models, Store(stream_ratio=ratio))
+
+    assert chosen(0.0) == chosen(2.0) == Auto()
+    budgets = [chosen(ratio).num_draft_tokens for ratio in (5, 50, 500, 5000)]
+    assert all(isinstance(chosen(ratio), SpecExec) for ratio in (5, 5000))
+    assert budgets == sorted(budgets) and budgets[0] < budgets[-1]
+    assert chosen(100.0, Auto(length=3)) == Auto(length=3)
 
 
 def test_classes_part_at_their_edges():

@@ -48,7 +48,7 @@ def test_the_draft_computes_what_the_skipping_model_computes(family):
         def run_all(params, tokens):
             place = jnp.arange(len(PROMPT))
             hidden, _ = forward(params, cfg, tokens, place, slots(cfg), place[:, None] >= place, **units)
-            return vocab_logits(params, hidden)
+            return vocab_logits(params, cfg, hidden)
 
         return run_all
 

@@ -10,7 +10,7 @@ import pytest
 from method_cases import Case, count_on, counting, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
 
-from jaxspec.methods.core.cost_model import pass_costs
+from jaxspec.methods.core.cost_model import CostModel, pass_costs
 from jaxspec.methods.core.round import ModelParams, verified_shapes
 from jaxspec.methods.core.runner import first_verified
 from jaxspec.methods.lookup import (
@@ -114,7 +114,8 @@ def test_the_longest_and_then_the_most_recent_match_comes_first():
 @functools.cache
 def drafter_of(method):
     verified = verified_shapes(PLACEMENT, method.length + 1)
-    return NGramDrafter(PLACEMENT, 128, method, pass_costs(PLACEMENT, method.num_rows), verified), verified
+    costs = CostModel(pass_costs(PLACEMENT, method.num_rows), round=0.0)
+    return NGramDrafter(PLACEMENT, 128, method, costs, verified), verified
 
 
 def draft(text, method):

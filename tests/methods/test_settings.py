@@ -36,7 +36,8 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
         (SpecExec, {"branch": -1}, "branch"),
         (SpecExec, {"depth": 129}, "depth must be at most 128"),
         (SpecExec, {"width": 100_000, "depth": 30}, "draft tree of 2900001 rows, at most 16384"),
-        (SpecExec, {"score_temperature": 0.7}, "score_temperature"),
+        (SpecExec, {"ranking": 0.7}, "ranking must be 'noise' or 'probability' or 'sampling', got 0.7"),
+        (SwiftSpec, {"ranking": "best"}, "ranking"),
         (SpecExec, {"decay": 0.0}, "decay"),
         (SpecExec, {"decay": 1.01}, "decay"),
         (SpecExec, {"min_probability": -0.1}, "min_probability"),
@@ -55,6 +56,12 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
         (PromptLookup, {"ngram": 0}, "ngram"),
         (PromptLookup, {"candidates": 65}, "candidates must be at most 64"),
         (PromptLookup, {"length": "15"}, "length"),
+        (Swift, {"siblings": 5}, "siblings must be a list of numbers, got 5"),
+        (Swift, {"siblings": "1234"}, "siblings must be a list of numbers"),
+        (Swift, {"adaptive": 1}, "adaptive must be true or false"),
+        (Auto, {"pass_cost": 3}, "pass_cost must be a list of numbers, got 3"),
+        (SpecInfer, {"expansion": [2] * 5000}, "at most 1000 numbers, got 5000"),
+        (SpecInfer, {"expansion": (1000,) * 900}, "expansion"),
         (PromptLookup, {"adaptive": "no"}, "adaptive"),
     ],
 )
@@ -103,6 +110,7 @@ def test_numbers_of_numpy():
     ("method", "old", "new"),
     [
         (SpecExec, {"budget": 9}, {"num_draft_tokens": 9}),
+        (SpecExec, {"score_temperature": "one"}, {"ranking": "probability"}),
         (Chain, {"length": 3}, {"num_draft_tokens": 3}),
         (PromptLookup, {"batch": 9}, {"num_draft_tokens": 8}),
         (Auto, {"batch": 9}, {"num_draft_tokens": 8}),
@@ -113,7 +121,7 @@ def test_numbers_of_numpy():
 def test_former_names_work_with_one_warning(method, old, new):
     with pytest.warns(FutureWarning) as caught:
         assert method(**old) == method(**new)
-    assert len(caught) == 1 and "is now called num_draft_tokens" in str(caught[0].message)
+    assert len(caught) == 1 and f"is now called {next(iter(new))}" in str(caught[0].message)
     with pytest.raises(ConfigError, match="are both given"):
         method(**old, **new)
 
@@ -127,7 +135,7 @@ def test_settings_reach_the_method():
         for field in dataclasses.fields(method_class(name)):
             changed = {
                 "search": "paper", "num_draft_tokens": 40,
-                "rule": "rejection", "score_temperature": "sampling", "expansion": (1, 2), "decay": 0.5,
+                "rule": "rejection", "ranking": "sampling", "expansion": (1, 2), "decay": 0.5,
                 "min_probability": 0.25, "replacement": False, "pass_cost": (1.0, 2.0), "ratio": 0.3,
                 "threshold": 0.5, "siblings": (1, 2, 3, 4), "layers": "none", "context": "first", "max_score": 0.5,
                 "share": 0.01, "programs": "each", "task": "code", "layers_file": "layers.json", "branch_free": True,

@@ -205,7 +205,7 @@ def programs_by_hand(family):
         hidden, cache = forward(
             params, cfg, token[None], cache.length[None], cache, jnp.ones((1, 1), bool), units=units[:, :, None]
         )
-        return jnp.argmax(vocab_logits(params, hidden)[0]), commit_rows(cache, jnp.int32(1))
+        return jnp.argmax(vocab_logits(params, cfg, hidden)[0]), commit_rows(cache, jnp.int32(1))
 
     return fill, say
 
@@ -289,7 +289,8 @@ def test_no_program_copies_a_cache(method):
     layer = runner.executor.state.cache.key[0]
     assert len(programs) == 2
     for program in programs:
-        needed = program._compiled.memory_analysis().temp_size_in_bytes
+        (compiled,) = program._compiled.values()
+        needed = compiled.memory_analysis().temp_size_in_bytes
         assert needed < layer.size * layer.dtype.itemsize / 8, program.name
 
 

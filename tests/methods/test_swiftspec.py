@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import itertools
 import logging
+import time
 
 import jax
 import numpy as np
@@ -171,7 +172,7 @@ def pair_and_plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swiftspec") / "model"
     write_native(folder, LLAMA)
     write_tokenizer(folder, LLAMA.vocab_size)
-    return LLM(folder, draft=folder, method=SwiftSpec(7, 4, depth=3)), LLM(folder, method="ar")
+    return LLM(folder, draft=folder, method=SwiftSpec(7, 4, depth=3, ranking="probability")), LLM(folder, method="ar")
 
 
 def test_an_end_token_may_fall_anywhere_on_an_accepted_path(pair_and_plain):
@@ -233,6 +234,28 @@ def test_exceptions_on_either_side(owner, monkeypatch):
         with pytest.raises(RuntimeError, match="the device is gone"):
             decode(BASIC, PROMPT, 40, "random")
     assert tokens_of(decode(BASIC, LONG_PROMPT, 8)) == expected_tokens(BASIC, LONG_PROMPT, 8)
+
+
+def test_the_draft_has_its_work_before_the_target_may_block(monkeypatch):
+    """`verify` keeps the only thread until the target is done, as it does where a loop on the device waits for it."""
+    runner, done = engine_of(BASIC).runner, []
+    verify, expand = runner.executor.verify, runner.drafter.expand
+
+    def block(*args):
+        time.sleep(0.02)
+        result = jax.block_until_ready(verify(*args))
+        done.append("verify")
+        return result
+
+    def grow(*args):
+        done.append("expand")
+        return expand(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.executor, "verify", block)
+        patch.setattr(runner.drafter, "expand", grow)
+        assert tokens_of(decode(BASIC, LONG_PROMPT, 8)) == expected_tokens(BASIC, LONG_PROMPT, 8)
+    assert len(done) >= 4 and done == ["expand", "verify"] * (len(done) // 2)
 
 
 @pytest.mark.parametrize("case", [BASIC, FREE, TOGETHER], ids=case_id)
@@ -409,22 +432,21 @@ def test_methods_without_a_draft_leave_it_aside():
 
 
 def test_sharing_devices_is_said(caplog, monkeypatch):
+    def note(method, models):
+        return method.bind(models, 64).note
+
+    assert "they take turns (load the model with method='swiftspec'" in note(SwiftSpec(), Models(TARGET, TARGET))
+    for devices, why in (
+        (2, "the target has all 2 devices: fewer target_devices"),
+        (1, "there is one device only)"),
+    ):
+        every = Models(*[dataclasses.replace(TARGET, plan=plan_mesh(devices))] * 2)
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxspec.methods.swiftspec.runner.jax.devices", lambda there=every.target.plan.devices: there)
+            assert f"they take turns ({why}" in note(SwiftSpec(), every)
+    assert note(SwiftSpec(), Models(TARGET, BESIDE)) is None
+    assert note(SwiftSpec(overlap=False), Models(TARGET, TARGET)) is None
+    runner = SwiftSpec(depth=2, refill=0).bind(Models(TARGET, TARGET), 64)
     with caplog.at_level(logging.WARNING):
-        SwiftSpec().bind(Models(TARGET, TARGET), 64)
-        assert "they take turns (load the model with method='swiftspec'" in caplog.text
-        caplog.clear()
-        for devices, why in (
-            (2, "the target has all 2 devices: fewer target_devices"),
-            (1, "there is one device only)"),
-        ):
-            every = Models(*[dataclasses.replace(TARGET, plan=plan_mesh(devices))] * 2)
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    "jaxspec.methods.swiftspec.runner.jax.devices", lambda there=every.target.plan.devices: there
-                )
-                SwiftSpec().bind(every, 64)
-            assert f"they take turns ({why}" in caplog.text
-            caplog.clear()
-        SwiftSpec().bind(Models(TARGET, BESIDE), 64)
-        SwiftSpec(overlap=False).bind(Models(TARGET, TARGET), 64)
-        assert caplog.text == ""
+        runner.calibrate(ModelParams({}, {}), None)
+    assert runner.note in caplog.text

@@ -52,6 +52,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.methods.core.round import DraftCounts, ModelParams
 from jaxspec.methods.swiftspec.messages import pack_batch, pack_verified, unpack_batch, unpack_verified
 from jaxspec.sampling.accept import Verified
+from jaxspec.sampling.noise import gumbel_at, seed_key
 from jaxspec.tree.tree import Batch
 
 ROUNDS = 6
@@ -69,19 +70,23 @@ class Node:
 class Replay:
     """The draft's side, written for reading: what it holds, and what it counts."""
 
-    def __init__(self, case, draft, prompt, sampling):
-        self.case, self.draft, self.prompt, self.sampling = case, draft, list(prompt), sampling
+    def __init__(self, case, draft, prompt, seed, sampling):
+        self.case, self.draft, self.prompt, self.seed, self.sampling = case, draft, list(prompt), seed, sampling
         self.text, self.rows, self.known = list(prompt), [], {}
         self.passes = self.computed = 0
 
     def propose(self, path):
-        """The most probable tokens behind the text and a path, after penalties and bias."""
+        """The likeliest choices of the target after the text and a path, given the noise at their position."""
         text = (*self.text, *path)
         if text not in self.known:
             logits = draft_logits(self.case, self.draft, text)
             config = draft_config(self.case.family, self.case.geometry)
             output, tokens = text[len(self.prompt) :], min(VOCAB, config.vocab_size)
             logprob = process_reference(logits, self.sampling, self.prompt, output, tokens)
+            if self.sampling.temperature > 0:
+                noise = gumbel_at(seed_key(self.seed), jnp.array([len(text)]), jnp.arange(tokens)[None])[0]
+                logprob = self.sampling.temperature * (logprob[:tokens] + np.asarray(noise))
+            logprob = logprob - np.logaddexp.reduce(logprob)
             best = np.argsort(-logprob, kind="stable")[: self.case.method.branch]
             self.known[text] = [(int(token), logprob[token]) for token in best]
         return self.known[text]
@@ -275,8 +280,7 @@ def replayed(case, draft, prompt, seed, **sampling):
 
     Yields the counts, and the depth of the tree that the batch was chosen from.
     """
-    penalties = {k: v for k, v in sampling.items() if k.endswith("penalty") or k == "logit_bias"}
-    replay = Replay(case, draft, prompt, SamplingParams(temperature=1.0, **penalties))
+    replay = Replay(case, draft, prompt, seed, SamplingParams(**sampling))
     steps = Rounds(case, draft, prompt, seed, **sampling)
     before = None
     for _ in range(ROUNDS):

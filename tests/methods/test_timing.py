@@ -82,14 +82,6 @@ def test_the_first_round_of_a_text_and_pauses_of_the_caller_are_not_counted(time
     assert timer.total_s < 100
 
 
-def test_rounds_that_decline_are_asked_less_often(clock):
-    timer = RoundTimer(clock, ask_every=4)
-    timer.begin_text()
-    allowed = run(timer, clock, 60, drafted_s=1.0, output=StepOutput((1,), (0.0,)))
-    later = allowed[timing.PLAIN_ROUNDS + timing.DECLINED + 1 :]
-    assert sum(later) == pytest.approx(len(later) / 4, abs=1)
-
-
 def test_a_pass_beside_a_round_is_not_the_rounds(timer, clock):
     run(timer, clock, 20, drafted_s=1.0)
     gain = timer.gain

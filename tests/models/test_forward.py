@@ -16,8 +16,9 @@ from tiny_models import (
     tiny_params,
 )
 
-from jaxspec.models.config import RopeConfig, rope_frequencies
+from jaxspec.models.config import RopeConfig
 from jaxspec.models.kv_cache import KVCache
+from jaxspec.models.rope import rope_frequencies
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
@@ -54,7 +55,7 @@ def tree_pass(family):
     def run(params, prefix, token, depth, ancestors):
         cache = prefill(params, cfg, prefix, jnp.int32(PREFIX), empty_cache(cfg, SLOTS))
         hidden, _ = forward(params, cfg, token, cache.length + depth, cache, ancestors)
-        return vocab_logits(params, hidden)
+        return vocab_logits(params, cfg, hidden)
 
     return on_one_device(run)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import fast_part
-from tiny_models import FAMILIES, RandomSource, place, relative_error
+from tiny_models import ALL_FAMILIES, MORE_FAMILIES, RandomSource, place, relative_error
 
 import jaxspec
 from jaxspec.check.invariance import Invariance, measure_invariance
@@ -29,21 +29,24 @@ needs_native = pytest.mark.skipif(not NATIVE, reason="the native kernels were no
 
 @functools.cache
 def placed(family, dtype="float32", kernels="cpu", degree=1):
-    target = place(FAMILIES[family], dtype=dtype)
+    target = place(ALL_FAMILIES[family], dtype=dtype)
     target = dataclasses.replace(target, plan=plan_mesh(degree, kernels=kernels))
-    return target, load_foreign(RandomSource(FAMILIES[family]), target.plan, target.dtype)
+    return target, load_foreign(RandomSource(ALL_FAMILIES[family]), target.plan, target.dtype)
 
 
 def text(length, seed=0):
     return np.random.default_rng(seed).integers(0, 101, length).tolist()
 
 
+BITWISE = [("qwen3", "float32"), *((family, "float32") for family in ("qwen2-moe", "gemma2", "olmo2"))]
+
+
 @needs_native
 @pytest.mark.parametrize(
     ("family", "dtype"),
     fast_part(
-        itertools.product(FAMILIES, ["float32", "bfloat16"]),
-        lambda family, dtype: family == "llama" or (family, dtype) == ("qwen3", "float32"),
+        itertools.product(ALL_FAMILIES, ["float32", "bfloat16"]),
+        lambda family, dtype: family == "llama" or (family, dtype) in BITWISE,
     ),
 )
 def test_chains_and_trees_give_the_bits_of_plain_decoding(family, dtype):
@@ -84,7 +87,7 @@ def tree_logits(family, kernels, degree):
         position = cache.length + jnp.arange(rows)
         mask = jnp.tril(jnp.ones((rows, rows), bool))
         hidden, _ = forward(params, cfg, tokens[-rows:], position, cache, mask, active_rows=active_rows)
-        return vocab_logits(params, hidden, active_rows)
+        return vocab_logits(params, cfg, hidden, active_rows)
 
     scalar, row = target.array((), jnp.int32), target.array((140,), jnp.int32)
     out = target.array((rows, target.padded_vocab), jnp.float32, None, TENSOR_AXIS)
@@ -96,8 +99,12 @@ def tree_logits(family, kernels, degree):
 @pytest.mark.parametrize(
     ("family", "degree"),
     fast_part(
-        [*((family, 1) for family in FAMILIES), ("llama-tied", 2), ("qwen3", 3)],
-        lambda family, degree: (family, degree) in (("mistral", 1), ("qwen3", 3)),
+        [
+            *((family, 1) for family in ALL_FAMILIES),
+            *((family, 4) for family in MORE_FAMILIES),
+            *(("llama-tied", 2), ("qwen3", 3), ("olmo2", 2), ("olmo2", 6)),
+        ],
+        lambda family, degree: (family, degree) in (("mistral", 1), ("qwen3", 3), ("olmo2", 6), ("qwen2-moe", 4)),
     ),
 )
 def test_native_and_xla_agree_within_rounding(family, degree):
@@ -111,12 +118,14 @@ def test_native_and_xla_agree_within_rounding(family, degree):
 @pytest.mark.real_model
 def test_default_model_bitwise(llm):
     """64 greedy tokens, one by one against chains and trees, from the file's blocks and from float32: all the same."""
-    whole = jaxspec.LLM(dtype="float32")
-    assert "q4_1" in str(llm.engine.target.weights) and str(whole.engine.target.weights) == "float32"
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params)) < 100e6
+    whole, exact = jaxspec.LLM(dtype="float32"), jaxspec.LLM(activations="float32")
+    assert "q4_1" in str(exact.engine.target.weights) and str(whole.engine.target.weights) == "float32"
+    assert llm.engine.target.activations == "int16"
+    for model in (llm, exact):
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) < 100e6
     ids = llm.encode([{"role": "user", "content": "Why is the sky blue?"}])
     sampling = jaxspec.SamplingParams(max_tokens=64, ignore_eos=True, logprobs=True)
-    blocks, floats = (model.generate(ids, sampling) for model in (llm, whole))
+    blocks, floats = (model.generate(ids, sampling) for model in (exact, whole))
     assert blocks.token_ids == floats.token_ids and blocks.logprobs == floats.logprobs
-    for model in (llm, whole):
+    for model in (llm, exact, whole):
         assert measure_invariance(model.engine.target, model.params, ids, blocks.token_ids).bitwise

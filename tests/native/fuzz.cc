@@ -28,6 +28,7 @@
 #include <thread>
 #include <vector>
 
+#include "../../pallas_kernels/linear/packed_product.h"
 #include "../../pallas_kernels/linear/product.h"
 #include "../../pallas_kernels/rms_norm/rms_norm.h"
 #include "../../pallas_kernels/tree_attention/attention.h"
@@ -614,6 +615,64 @@ void fuzz_product(Case& c) {
 
 #endif
 
+// ---- Packed products
+
+#if defined(FUZZ_PACKED)
+
+template <class Format, int kPlanes>
+void fuzz_packed_as(Case& c, const char* name) {
+  const bool gated = c.random.one_in(3);
+  const int64_t rows = c.random.size(80), outputs = c.random.size(100) * (gated ? 2 : 1), blocks = c.random.range(1, 5);
+  const int64_t inputs = blocks * Format::kValues, columns = gated ? outputs / 2 : outputs;
+  describe("%s of %s in %d planes, rows %lld, outputs %lld, inputs %lld, threads %lld", gated ? "swiglu" : "linear", name,
+           kPlanes, static_cast<long long>(rows), static_cast<long long>(outputs), static_cast<long long>(inputs),
+           static_cast<long long>(c.threads));
+  const Buffer<uint8_t> file(c.random, outputs * blocks * Format::kFileBytes, 1);
+  for (int64_t i = 0; i < file.count(); i++) file[i] = static_cast<uint8_t>(c.random.next() >> 56);
+  const Buffer<uint8_t> packed(c.random, outputs * blocks * Format::kBytes, 1);
+  pack_rows<Format>(file.data(), outputs, blocks, packed.data());
+  auto multiply = [&](int64_t threads, const float* x, int64_t count, const Buffer<uint8_t>& w, float* y) {
+    const PackedMatrix matrix{w.data(), outputs, blocks};
+    if (gated) {
+      swiglu_packed<Format, kPlanes>(c.pool, threads, x, count, matrix, y);
+    } else {
+      linear_packed<Format, kPlanes>(c.pool, threads, x, count, matrix, y);
+    }
+  };
+  const Buffer<float> x = random_floats(c.random, rows * inputs), y(c.random, rows * columns);
+  multiply(c.threads, x.data(), rows, packed, y.data());
+  record(y);
+
+  const Buffer<float> single(c.random, rows * columns);
+  const Buffer<uint8_t> moved = packed.copy(c.random);
+  multiply(1, x.copy(c.random).data(), rows, moved, single.data());
+  expect_same_bits("one thread", single.data(), y.data(), rows * columns);
+
+  const int64_t first = c.random.range(0, rows - 1), few = c.random.one_in(2) ? 1 : c.random.range(1, rows - first);
+  const Buffer<float> some(c.random, few * columns);
+  multiply(c.threads, x.part(c.random, first * inputs, few * inputs).data(), few, moved, some.data());
+  expect_same_bits("rows by themselves", some.data(), y.data() + first * columns, few * columns);
+
+  const Buffer<int32_t> index(c.random, 2);
+  for (int64_t i = 0; i < 2; i++) index[i] = static_cast<int32_t>(c.random.range(0, outputs - 1));
+  const Buffer<float> taken(c.random, 2 * inputs);
+  take_packed_rows<Format>({packed.data(), outputs, blocks}, index.data(), 2, taken.data());
+  record(taken);
+}
+
+template <class... Formats>
+void fuzz_packed_one_of(Case& c) {
+  using Function = void (*)(Case&, const char*);
+  static const Function functions[] = {fuzz_packed_as<Formats, 1>..., fuzz_packed_as<Formats, 2>...};
+  const int64_t kind = c.random.range(0, 2 * static_cast<int64_t>(sizeof...(Formats)) - 1);
+  static const std::string names[] = {"packed format " + std::to_string(Formats::kBits) + " bits"...};
+  functions[kind](c, names[kind % static_cast<int64_t>(sizeof...(Formats))].c_str());
+}
+
+void fuzz_packed(Case& c) { fuzz_packed_one_of<FUZZ_PACKED>(c); }
+
+#endif
+
 // ---- Attention
 
 #if defined(FUZZ_ATTENTION)
@@ -986,6 +1045,9 @@ void run_case(Case& c) {
       fuzz_parallel,
 #if defined(FUZZ_PRODUCTS)
       fuzz_rms_norm,  fuzz_take_rows, fuzz_product, fuzz_product, fuzz_product, fuzz_product,
+#endif
+#if defined(FUZZ_PACKED)
+      fuzz_packed,    fuzz_packed,    fuzz_packed,
 #endif
 #if defined(FUZZ_ATTENTION)
       fuzz_attention, fuzz_attention, fuzz_attention, fuzz_attention,

@@ -35,6 +35,19 @@ LLAMA3 = dict(
 
 Llama, Mistral = transformers.LlamaConfig, transformers.MistralConfig
 Qwen2, Qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
+Mixtral, Qwen2Moe = transformers.MixtralConfig, transformers.Qwen2MoeConfig
+Qwen3Moe, Olmo2, Phi3 = transformers.Qwen3MoeConfig, transformers.Olmo2Config, transformers.Phi3Config
+Gemma2, Gemma3 = transformers.Gemma2Config, transformers.Gemma3TextConfig
+GptOss = transformers.GptOssConfig
+
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=256,
+    short_factor=[1 + i / 4 for i in range(4)], long_factor=[2 + i for i in range(4)],
+)  # fmt: skip
+QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=20)
+GPT_OSS = dict(head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=9)
+GEMMA = dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=9, tie_word_embeddings=True)
 
 MODELS = {
     "llama": (Llama, {}),
@@ -55,22 +68,63 @@ MODELS = {
     "qwen3-sliding": (
         Qwen3, dict(head_dim=20, num_hidden_layers=3, use_sliding_window=True, sliding_window=9, max_window_layers=2)
     ),
+    "llama-yarn": (Llama, dict(rope_parameters=YARN)),
+    "llama-yarn-settings": (
+        Llama, dict(rope_parameters=YARN | dict(beta_fast=8.0, beta_slow=2.0, truncate=False, attention_factor=1.3))
+    ),
+    "llama-dynamic": (Llama, dict(rope_parameters=dict(rope_type="dynamic", rope_theta=500.0, factor=4.0))),
+    "mixtral": (Mixtral, dict(num_local_experts=5, num_experts_per_tok=2, sliding_window=None)),
+    "mixtral-sliding": (Mixtral, dict(num_local_experts=4, num_experts_per_tok=4, sliding_window=9)),
+    "qwen2-moe": (Qwen2Moe, QWEN_EXPERTS | dict(shared_expert_intermediate_size=30)),
+    "qwen2-moe-sparse": (
+        Qwen2Moe,
+        QWEN_EXPERTS | dict(
+            shared_expert_intermediate_size=30, num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3],
+            norm_topk_prob=True,
+        ),
+    ),
+    "qwen3-moe": (Qwen3Moe, QWEN_EXPERTS | dict(head_dim=20, norm_topk_prob=True)),
+    "gemma2": (Gemma2, GEMMA | dict(num_hidden_layers=3)),
+    "gemma2-untied-uncapped": (
+        Gemma2, GEMMA | dict(tie_word_embeddings=False, attn_logit_softcapping=None, final_logit_softcapping=None)
+    ),
+    "gemma3": (
+        Gemma3, GEMMA | dict(num_hidden_layers=7, rope_parameters={
+            "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+        })
+    ),
+    "phi3": (Phi3, dict(sliding_window=None)),
+    "phi3-sliding": (Phi3, dict(sliding_window=9)),
+    "phi3-longrope": (Phi3, dict(rope_parameters=LONGROPE, original_max_position_embeddings=256)),
+    "olmo2": (Olmo2, {}),
+    "gpt-oss": (GptOss, GPT_OSS),
+    "gpt-oss-clamped": (
+        GptOss,
+        GPT_OSS | dict(
+            swiglu_limit=0.5, swiglu_alpha=1.2, layer_types=["full_attention", "sliding_attention"],
+            rope_parameters=YARN | dict(truncate=False),
+        ),
+    ),
 }  # fmt: skip
 
 
 def make_model(name):
     """A random model whose every parameter matters: norms differ from one, biases from zero, weights have unit gain."""
     config_class, changes = MODELS[name]
-    config = config_class(**{**SIZES, **changes}, attn_implementation="eager")
+    config = config_class(**{**SIZES, **changes}, attn_implementation="eager", experts_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 2:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+            elif parameter_name.endswith(("bias", "sinks")):
+                parameter.copy_(noise / 2)
             else:
-                parameter.copy_(noise / 2 if parameter_name.endswith("bias") else 1 + noise / 4)
+                # Gemma stores its scales less one.
+                parameter.copy_(noise / 4 + (0 if "gemma" in config.model_type else 1))
     return model
 
 
@@ -121,7 +175,7 @@ def window_logits(params, cfg, tokens):
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         mask = rows[:, None] >= rows[None, :]
         hidden, _ = forward(params, cfg, tokens, rows, empty_cache(cfg, SLOTS), mask)
-        return vocab_logits(params, hidden)
+        return vocab_logits(params, cfg, hidden)
 
     return on_one_device(run)(params, tokens)
 

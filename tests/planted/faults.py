@@ -105,8 +105,8 @@ def counts_are_not_cut(right):
 
 
 def rows_are_positions(right):
-    def forward(params, cfg, token, position, cache, mask, **options):
-        return right(params, cfg, token, position[:1] + jnp.arange(token.shape[0]), cache, mask, **options)
+    def forward(params, cfg, token, position, *rest, **options):
+        return right(params, cfg, token, position[:1] + jnp.arange(token.shape[0]), *rest, **options)
 
     return forward
 
@@ -150,7 +150,7 @@ FAULTS = {
     ),
     "wrong position": Fault(
         "the rotary position of a row is its place in the batch, not its depth",
-        transformer, "forward", rows_are_positions, f"{SEAM}[mistral-1-10-False-greedy]",
+        transformer, "forward_with_states", rows_are_positions, f"{SEAM}[mistral-1-10-False-greedy]",
     ),
     "penalties of the prefix": Fault(
         "penalties do not count the tokens on the path to a row",

@@ -26,7 +26,7 @@ from jaxspec.runtime.sharding import partition_spec, round_up
 from jaxspec.sampling.processors import clean
 from pallas_kernels.registry import Kernels
 
-DEGREES = (2, 3, 4, 8)
+DEGREES = (2, 3, 4, 6, 8)
 SLOTS = 128
 CHUNK, STEPS = 32, 12
 PROMPT = np.random.default_rng(0).integers(0, 101, 70).astype(np.int32)  # two chunks, the second one padded
@@ -169,12 +169,14 @@ def test_greedy_choice_needs_two_reductions():
 def test_every_shard_lies_on_its_device():
     params, cfg = tiny_params("llama", 8), FAMILIES["llama"]
     head, qkv = params["head"], params["layers"][0]["qkv"]
-    assert head.shape == (104, cfg.embed_dim) and qkv.shape == (8, cfg.group + 2, cfg.head_dim, cfg.embed_dim)
+    # Two devices and more share a KV head: each has a copy of it, and at most two of its three queries.
+    assert head.shape == (104, cfg.embed_dim) and qkv.shape == (8, 2 + 2, cfg.head_dim, cfg.embed_dim)
     assert [s.device for s in head.addressable_shards] == jax.devices()
     assert {s.data.shape for s in head.addressable_shards} == {(13, cfg.embed_dim)}
     assert {s.data.shape for s in qkv.addressable_shards} == {(1, *qkv.shape[1:])}
     # Padding is exact zeros: padded heads and columns add nothing.
-    assert not head[101:].any() and not qkv[3:].any() and head[100].any() and qkv[2].any()
+    assert not head[101:].any() and not qkv[6:].any() and head[100].any() and qkv[5, 0].any() and not qkv[5, 1].any()
+    np.testing.assert_array_equal(qkv[4, 2:], qkv[5, 2:])
 
 
 def test_mesh_plan_refuses_what_does_not_exist():
@@ -198,7 +200,7 @@ def test_mesh_plans_are_keys():
 
 
 def test_axis_rules_refuse_what_they_cannot_split():
-    with pytest.raises(ValueError, match="'experts' has no rule"):
-        partition_spec(ArrayInfo((2, 2), jnp.float32, ("experts", None)))
+    with pytest.raises(ValueError, match="'batch' has no rule"):
+        partition_spec(ArrayInfo((2, 2), jnp.float32, ("batch", None)))
     with pytest.raises(ValueError, match="claim one mesh axis twice"):
         partition_spec(ArrayInfo((2, 2), jnp.float32, ("mlp", "vocab")))

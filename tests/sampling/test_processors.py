@@ -185,8 +185,8 @@ def test_extreme_values_stay_finite():
         SamplingParams(temperature=1e-40, top_p=0.9),
         SamplingParams(temperature=1e-6, top_k=2),
         SamplingParams(temperature=1e6, repetition_penalty=1e-44, min_p=0.1),
-        SamplingParams(temperature=1.0, repetition_penalty=1e300),
-        SamplingParams(temperature=1.0, logit_bias={1: 1e300}),
+        SamplingParams(temperature=1.0, repetition_penalty=3e38),
+        SamplingParams(temperature=1.0, logit_bias={1: 3e38}),
     ):
         logprobs, _, logprob, _ = run(z, dataclasses.replace(params, logprobs=True), prompt=(0, 1, 2, 3))
         assert not np.isnan(logprobs).any() and np.isfinite(logprob).all()

@@ -43,10 +43,11 @@ ROOM = 8
 
 # Overlapped and in turn, with and without every switch; the draft's devices are its own.
 METHODS = {
-    "overlap": (SwiftSpec(3, 2, depth=3, survivors=3), False),
-    "serial": (SwiftSpec(7, 4, depth=2, overlap=False, reuse=False), False),
-    "nodes only": (SwiftSpec(7, 4, branch=5, leaves=False), False),
-    "branch free": (SwiftSpec(7, 4, depth=2, branch_free=True), True),
+    "overlap": (SwiftSpec(3, 2, depth=3, survivors=3, ranking="probability"), False),
+    "serial": (SwiftSpec(7, 4, depth=2, overlap=False, reuse=False, ranking="probability"), False),
+    "nodes only": (SwiftSpec(7, 4, branch=5, depth=2, leaves=False, ranking="probability"), False),
+    "refill": (SwiftSpec(7, 4, depth=2, refill=2, ranking="probability"), False),
+    "branch free": (SwiftSpec(7, 4, depth=2, branch_free=True, ranking="probability"), True),
 }
 
 
@@ -345,6 +346,7 @@ def test_lengths_that_were_published():
     def rate(split, method):
         return simulate_swiftspec.rate_of(times, Setting(split, method), summary, "published")
 
-    assert rate(SPLIT, SwiftSpec(7, 4)) == pytest.approx(5000 / summary.round_ms)
+    assert rate(SPLIT, SwiftSpec(7, 4, depth=2)) is None  # too shallow for five tokens
+    assert rate(SPLIT, SwiftSpec(7, 4, depth=5)) == pytest.approx(5000 / summary.round_ms)
     # Nothing is known of other batches, nor of models that take turns.
-    assert rate(SPLIT, SwiftSpec(3, 4)) is None and rate(SHARED, SwiftSpec(7, 4)) is None
+    assert rate(SPLIT, SwiftSpec(3, 4, depth=5)) is None and rate(SHARED, SwiftSpec(7, 4, depth=5)) is None

@@ -63,7 +63,37 @@ FEATURES = """{% set ns = namespace(count=0, last='') %}
 {% endfor %}
 {{ ns.count }} {{ add_generation_prompt }} {{ pad_token is defined }} {{ documents is none }}
 """
-TEMPLATES = {"chatml": CHATML, "llama2": LLAMA2, "llama3": LLAMA3, "features": FEATURES}
+# What OpenAI's harmony template does: macros with defaults that call each other, a date, and flags in a namespace.
+HARMONY = """{%- macro render_type(spec, nullable=false) -%}
+    {%- if spec.kind is defined and spec.kind is string -%}
+        {{- spec.kind }}{%- if nullable %}{{- " | null" }}{% endif -%}
+    {%- elif spec is iterable and spec is not string -%}
+        {%- for each in spec -%}
+            {{- render_type({"kind": each}, true) }}{%- if not loop.last %}, {% endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- spec | tojson }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro build_system_message() -%}
+    {%- if model_identity is not defined %}{%- set model_identity = "You are a model." %}{%- endif %}
+    {{- model_identity + "\\nYear: " + strftime_now("%Y") + "\\n" }}
+    {{- "Reasoning: " + (reasoning_effort if reasoning_effort is defined else "medium") }}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" }}
+{{- build_system_message() }}
+{{- "<|end|>" }}
+{%- set last = namespace(role=none, turns=0) %}
+{%- for message in messages -%}
+    {%- if "<|channel|>" in message.content %}{{- raise_exception("no channels in the content") }}{%- endif %}
+    {%- set last.role = message.role %}{%- set last.turns = last.turns + 1 %}
+    {{- "<|start|>" + message["role"] + "<|message|>" + message.content }}
+    {{- render_type(["a", message.role]) + "<|end|>" }}
+{%- endfor -%}
+{{- last.turns ~ last.role }}
+{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
+"""
+TEMPLATES = {"harmony": HARMONY, "chatml": CHATML, "llama2": LLAMA2, "llama3": LLAMA3, "features": FEATURES}
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Hi"}],

@@ -138,7 +138,7 @@ def test_transformers_steps_with_its_cache(monkeypatch):
 
 def test_the_command_writes_one_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
-    monkeypatch.setattr("jaxspec.llm.has_draft", lambda model, draft: True)
+    monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft: True)
     monkeypatch.setattr(bench_peers, "missing_packages", lambda peers: [])
     monkeypatch.setattr(bench_peers, "load_llama", lambda *_: lambda ids, count: iter(range(100, 100 + count)))
     out = tmp_path / "peers.md"

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tune_kernels
-from kernel_bench import kernels, parts, targets, timing
+from kernel_bench import kernels, parts, rounds, targets, timing
 from kernel_bench.cases import attention_case, list_cases
 from kernel_bench.device import published_bandwidth
 from native_models import LLAMA, write_native, write_tokenizer
@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 def test_smoke(monkeypatch, capsys, tmp_path, model):
     """All parts but the tests of the device, which begin with a process of their own."""
     path = tmp_path / "out.json"
-    chosen = "tree_attention,swiglu,steps,decode"
+    chosen = "tree_attention,swiglu,linear,steps,decode"
     call(monkeypatch, gpu_bench, "--smoke", "--json", path, "--parts", chosen, "--model", model, "--minutes", 1000)
     result = json.loads(path.read_text())
     assert list(result["parts"]) == ["device", *chosen.split(",")] and result["error"] is None
@@ -47,7 +47,7 @@ def test_smoke(monkeypatch, capsys, tmp_path, model):
     for part in result["parts"].values():
         assert part["error"] is None and part["stopped"] is None
         assert not [row for row in part["rows"] if row.get("error") or row.get("errors")]
-    for operation in ("tree_attention", "swiglu"):
+    for operation in ("tree_attention", "swiglu", "linear"):
         row = result["parts"][operation]["rows"][1]
         assert set(row["times"]) == {"xla", "pallas-triton"} and row["auto"] == "pallas-triton"
     assert [verdict["met"] for verdict in result["targets"]] == [None, None, None]
@@ -195,7 +195,7 @@ def device_tests(monkeypatch, tmp_path):
     def run(text):
         file = tmp_path / "test_some.py"
         file.write_text(text)
-        return gpu_bench.run_test_file(file, 5)
+        return gpu_bench.run_test_files([file], 5)
 
     monkeypatch.setattr(gpu_bench, "threading", types.SimpleNamespace(Timer=set_limit))
     monkeypatch.setattr(gpu_bench, "ROOT", tmp_path)
@@ -231,15 +231,56 @@ def test_tests_before_one_that_hangs(device_tests):
 
 def test_kernels_are_tested_before_decoding(monkeypatch):
     ran = []
-    monkeypatch.setattr(gpu_bench, "run_test_file", lambda file, seconds, smoke: ran.append((file.name, seconds)) or ())
+
+    def run_test_files(files, seconds, smoke=False, workers=0):
+        ran.append(([file.name for file in files], seconds, workers))
+        return ()
+
+    monkeypatch.setattr(gpu_bench, "run_test_files", run_test_files)
     monkeypatch.setattr(gpu_bench, "time", types.SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(gpu_bench.importlib.util, "find_spec", lambda name: None)
     ((_, planned),) = (row.values() for row in gpu_bench.run_tests(False, 90.0))
-    names = [name for name, _ in ran]
+    names = [name for (name,), _, _ in ran]
     assert [name.rpartition("/")[2] for name in planned] == names
     assert names[:2] == ["test_kernels.py", "test_decode.py"]
     assert sorted(names) == sorted(path.name for path in (gpu_bench.ROOT / "tests" / "gpu").glob("test_*.py"))
     # What the first ones leave goes to the later ones.
-    assert [seconds for _, seconds in ran] == [*[45.0] * (len(ran) - 1), 90.0]
+    assert [seconds for _, seconds, _ in ran] == [*[45.0] * (len(ran) - 1), 90.0]
+    # With pytest-xdist all of them run at the same time.
+    monkeypatch.setattr(gpu_bench.importlib.util, "find_spec", lambda name: object())
+    list(gpu_bench.run_tests(False, 90.0))
+    together, seconds, workers = ran[-1]
+    assert together == names and seconds == 90.0 and workers > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "outcome"),
+    [
+        ("tests/gpu/test_a.py::test_b[c d] PASSED   [ 10%]", "tests/gpu/test_a.py::test_b[c d]", "PASSED"),
+        ("[gw11] [ 17%] FAILED tests/gpu/test_a.py::test_b[c d]", "tests/gpu/test_a.py::test_b[c d]", "FAILED"),
+        ("tests/gpu/test_a.py::test_b ", None, None),
+    ],
+)
+def test_lines_of_pytest(line, name, outcome):
+    found = gpu_bench.TEST_LINE.match(line)
+    assert (name is None) == (found is None)
+    if found:
+        assert (found["first"] or found["last"], found["after"] or found["before"]) == (name, outcome)
+
+
+def test_rounds_are_forced(monkeypatch):
+    """The walk accepts as many tokens as it is told; busy time of streams that overlap counts once."""
+    assert rounds.measure_union([(0, 4), (2, 3), (3, 6), (8, 9)]) == 7
+    (_, *rows, end) = rounds.measure_rounds(smoke=True, names=["specexec"])
+    assert [row["tokens"] for row in rows] == [1 + row["accepted"] for row in rows] == [1, 3]
+    assert all(row["seconds"] > 0 and row["idle"] is None for row in rows) and end == {"name": "rounds, specexec"}
+
+
+def test_a_configuration_that_dies_is_named(monkeypatch):
+    broken = dataclasses.replace(rounds.CONFIGURATIONS["plain"], flags="--xla_no_such_flag=1")
+    monkeypatch.setitem(rounds.CONFIGURATIONS, "plain", broken)
+    *_, last = rounds.measure_rounds(smoke=True, names=["plain"])
+    assert "ended with status" in last["error"]
 
 
 def test_a_clock_that_sees_nothing(monkeypatch):
@@ -265,9 +306,10 @@ def test_tuner_goes_downhill(name):
     operation, tried = tune_kernels.OPERATIONS[name], []
     case = list_cases(name)[0]
     default = operation.default("kind", registry.Kernels("x", "gpu", multiprocessors=132), case)
-    wanted = {"tree_attention": {"block_k": 32, "warps": 8}, "swiglu": {"block_f": 64, "block_k": 64, "stages": 3}}[
-        name
-    ]
+    wanted = {
+        "tree_attention": {"block_k": 32, "warps": 8}, "swiglu": {"block_f": 64, "block_k": 64, "stages": 3},
+        "linear": {"block_o": 32, "step": 64, "warps": 8},
+    }[name]  # fmt: skip
 
     def measure(sizes):
         tried.append(sizes)
@@ -298,6 +340,8 @@ def test_tuner_times_each_row_of_the_table_once(monkeypatch, name):
     assert failures == []
     if name == "swiglu":
         assert len(found) == 5 * 3 and "T16 D4096 F14336 x2" in found
+    elif name == "linear":
+        assert "q4_0_planes T8 O4096 B7168" in found and "int4_g128_planes T64 O4096 B7168" in found
     else:
         assert len(found) == 4 * 2 * 7 and "T8 G4 H128 S1024 K8 x2" in found and "T8 G4 H128 S8192 K8 x2" in found
     monkeypatch.undo()
@@ -326,7 +370,7 @@ def test_tuner_passes_over_what_fails(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(tune_kernels, "time_calls", fail)
     call(monkeypatch, tune_kernels, "--smoke", "--folder", tmp_path)
-    for operation in ("swiglu", "tree_attention_triton"):
+    for operation in ("swiglu", "tree_attention_triton", "linear"):
         assert list(json.loads((tmp_path / f"{operation}.json").read_text()).values()) == [{}]
     assert "out of shared memory" in capsys.readouterr().err
 

@@ -1,11 +1,15 @@
 """The loop of the tuner on invented measurements: what is run, what is chosen, and its preset."""
 
+import dataclasses
 import json
+import math
 import tomllib
 import weakref
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
+from native_models import LLAMA, write_native, write_tokenizer
 
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.config import SamplingParams
@@ -17,11 +21,17 @@ from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.registry import make_method
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.models.params import declare_leaves
+from jaxspec.models.quantization import Storage
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
 from jaxspec.tune import run as tuning
 from jaxspec.tune import swiftspec as splits
 from jaxspec.tune.costs import Costs
-from jaxspec.tune.run import CONFIRMED, DEFAULT, TUNED, Candidate, Trial, Tuning, list_candidates, tune
-from jaxspec.tune.swiftspec import DEEPEST, SplitTimes, split_devices
+from jaxspec.tune.plan import USABLE, PairFiles, list_splits, memory_limit, plan_lines, share_of
+from jaxspec.tune.run import CONFIRMED, DEFAULT, TUNED, Candidate, Trial, Tuning, list_candidates, pick, tune
+from jaxspec.tune.streamed import StreamCosts
+from jaxspec.tune.swiftspec import SplitTimes, split_devices
 
 COSTS = Costs({1: 0.01, 2: 0.011, 4: 0.013, 8: 0.0125, 16: 0.033}, 0.002, 0.25, 0.1)
 PROMPTS = [BenchPrompt(1, "words", ("w1",))]
@@ -174,48 +184,86 @@ def test_the_report_is_json(tune_on):
 # Splits of devices.
 
 
+def times_of(verify_s, expand_s, more=2.0):
+    """Passes of 8 rows and 8 leaves; more rows and wider passes cost `more` times as much."""
+    return SplitTimes(
+        {8: verify_s, 16: more * verify_s, 32: 2 * more * verify_s},
+        {4: 0.9 * expand_s, 8: expand_s, 16: more * expand_s},
+    )
+
+
 @pytest.mark.parametrize(
     ("verify_s", "expand_s", "depths"),
     [
         (10, 3, (3, 4)),
         (9, 3, (3, 4)),
         (2, 3, (1, 2)),  # not even one fits
-        (DEEPEST - 0.5, 1, (DEEPEST - 1, DEEPEST)),
-        (DEEPEST, 1, (DEEPEST,)),
-        (1000, 1, (DEEPEST,)),
+        (7.5, 1, (7, 8)),
+        (8, 1, (8,)),  # more than a batch has rows is of no use
+        (1000, 1, (8,)),
     ],
 )
 def test_as_many_draft_passes_as_fit_and_one_more(verify_s, expand_s, depths):
-    assert SplitTimes({8: verify_s, 16: 1.0}, expand_s).depths(8) == depths
+    assert times_of(verify_s, expand_s).depths(8, 8, shared=False) == depths
+
+
+def test_sizes_follow_from_the_times():
+    """Twice the rows where they cost little more; other widths where the difference is worth it."""
+    dear = times_of(10, 3, more=2.0).settings(shared=False)
+    assert [(s["num_draft_tokens"], s["width"], s["depth"]) for s in dear] == [(7, 8, 3), (7, 8, 4)]
+    assert "refill" not in dear[0]
+    cheap = times_of(10, 1, more=1.1).settings(shared=False)
+    assert {(s["num_draft_tokens"] + 1, s["width"]) for s in cheap} == {(8, 8), (16, 8), (8, 16)}
+    assert all(s["depth"] <= s["num_draft_tokens"] + 1 and s["refill"] == 1 for s in cheap)
+    shared = times_of(10, 1).settings(shared=True)
+    assert all(s["overlap"] is False and "refill" not in s for s in shared)
+
+
+def test_the_budget_is_at_the_knee(monkeypatch):
+    costs = {1: 1.0, 17: 1.1, 65: 1.6, 257: 2.4, 1025: 9.0, 4097: 30.0}
+    timed = []
+    monkeypatch.setattr(splits, "time_target_pass", lambda placement, params, rows, context: timed.append(rows))
+    monkeypatch.setattr(splits, "median_times", lambda timers, repeats: {rows: costs[rows] for rows in timers})
+    times = splits.time_budgets(SimpleNamespace(engine=SimpleNamespace(models=SimpleNamespace(target=0)), params=0))
+    assert timed == [1, 17, 65, 257], "nothing beyond the knee is timed"
+    assert splits.knee(times) == 64
+    assert splits.knee({1: 1.0, 17: 3.0}) == 16
 
 
 @pytest.fixture
 def split(monkeypatch):
     """Trials of three devices with invented times; one of them may not fit."""
-    monkeypatch.setattr(splits, "ROWS", (8,))
-    times = {1: SplitTimes({8: 0.010}, 0.003), 2: SplitTimes({8: 0.006}, 0.004), 3: SplitTimes({8: 0.005}, 0.004)}
+    times = {1: times_of(0.010, 0.003), 2: times_of(0.006, 0.004), 3: times_of(0.005, 0.004)}
     monkeypatch.setattr(splits, "time_split", lambda llm: times[llm.devices])
+    monkeypatch.setattr(splits, "time_budgets", lambda llm: {1: 1.0, 17: 1.5, 65: 3.0})
     loaded = []
 
-    def split(too_large=(), seen=lambda *_: None):
+    def split(too_large=(), seen=lambda *_: None, refused=()):
         def load(target, draft):
             assert not any(ref() for ref in loaded), "the pair before is still held"
+            assert target not in refused, "what cannot fit is not loaded"
             if target in too_large:
                 raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
             llm = model(devices=target)
             loaded.append(weakref.ref(llm))
             return llm
 
-        return split_devices(load, 3, seen)
+        return split_devices(load, 3, seen, lambda target, draft: "needs 3 GiB" if target in refused else None)
 
     return split
+
+
+SHARED_RUN = [
+    "ar", "chain 2 (3 shared)", "chain 4 (3 shared)", "chain 8 (3 shared)", "specexec 16 (3 shared)",
+    "bs 8, w 8, d 1 (3 shared)", "bs 8, w 8, d 2 (3 shared)",
+]  # fmt: skip
 
 
 def test_every_split_is_measured_and_each_pair_is_released(tune_on, split):
     speedups = {"bs 8, w 8, d 3 (target 1, draft 2)": 2.0, "bs 8, w 8, d 1 (3 shared)": 1.2}
     found, run = tune_on(split(), speedups, plain=lambda llm: 10.0 * llm.devices)
     assert run == [
-        ["ar", "bs 8, w 8, d 1 (3 shared)", "bs 8, w 8, d 2 (3 shared)"],
+        SHARED_RUN,
         ["ar", "bs 8, w 8, d 3 (target 1, draft 2)", "bs 8, w 8, d 4 (target 1, draft 2)"],
         ["ar", "bs 8, w 8, d 1 (target 2, draft 1)", "bs 8, w 8, d 2 (target 2, draft 1)"],
     ]
@@ -227,7 +275,7 @@ def test_every_split_is_measured_and_each_pair_is_released(tune_on, split):
     written = tomllib.loads(found.preset({"model": "m", "draft_model": "d", "dtype": "float32"}, "x"))
     options = [written.pop(name) for name in ("model", "draft_model", "dtype", "target_devices")]
     assert options == ["m", "d", "float32", 3] and "draft_devices" not in written
-    assert make_method(written.pop("method"), written) == SwiftSpec(7, 8, depth=1, overlap=False)
+    assert make_method(written.pop("method"), written) == SwiftSpec(7, 8, depth=1, overlap=False, reuse=False)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +289,85 @@ def test_speculation_has_to_gain_on_the_fastest_plain_decoding(tune_on, split, s
 
 
 def test_a_split_that_does_not_fit_is_left_out(tune_on, split):
+    """By its bytes, before it is loaded; while it is loaded; or while it decodes."""
     told = []
-    found, run = tune_on(split({1}, lambda what, *_: told.append(what)), {})
-    assert len(run) == 2 and "target 1, draft 2: out of memory, left out" in told
+    found, run = tune_on(split({1}, lambda what, *_: told.append(what), refused={3}), {})
+    assert len(run) == 1 and "target 1, draft 2: out of memory, left out" in told
+    assert "3 shared: needs 3 GiB, left out" in told
+
+    def fail(llm):
+        if llm.devices == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: no memory for a program")
+        return 100.0
+
+    found, run = tune_on(split(), {}, plain=fail)
+    assert len(run) == 3 and {c.placed["target_devices"] for c in found.candidates if c.row} == {1, 2}
+
+
+def test_the_plan_is_made_from_headers(tmp_path):
+    """Bytes and heads of every split, and which of them a device has room for."""
+    cfg = dataclasses.replace(LLAMA, num_layers=2)
+    write_native(tmp_path / "model", cfg)
+    write_tokenizer(tmp_path / "model", cfg.vocab_size)
+    files = PairFiles(tmp_path / "model", tmp_path / "model", "float32", "auto")
+    plans = {pair: files.plan(*pair) for pair in list_splits(8)}
+    assert [*plans] == [(8, None), (4, 4), (3, 5), (5, 3), (2, 6), (6, 2), (1, 7), (7, 1)]
+    sizes = [plans[n, 8 - n].target for n in range(1, 8)]
+    assert sizes[0].weight_bytes == sum(math.prod(i.shape) * 4 for i in declare_leaves(cfg, "float32").values())
+    for name in ("weight_bytes", "cache_bytes", "query_heads", "row_flops"):
+        values = [getattr(size, name) for size in sizes]
+        assert values == sorted(values, reverse=True) and values[-1] < values[0], name
+    together = plans[8, None]
+    assert together.most_bytes == together.target.total_bytes + together.draft.total_bytes
+    limit = int(plans[4, 4].most_bytes / USABLE) + 1
+    fitting = [pair for pair, plan in plans.items() if plan.fits(limit)]
+    assert (4, 4) in fitting and (1, 7) not in fitting and (7, 1) not in fitting
+    assert all(plan.fits(None) for plan in plans.values())
+    assert len(plan_lines([*plans.values()], limit)) == 1 + 2 * len(plans)
+    half = PairFiles(tmp_path / "model", tmp_path / "model", "float32", "auto", kv_dtype="bfloat16").plan(4, 4)
+    assert 2 * half.target.cache_bytes == plans[4, 4].target.cache_bytes
+    assert memory_limit(2**29) == 2**29 and memory_limit() is None
+    with pytest.raises(ConfigError, match="write 24GiB"):
+        memory_limit(24)
+
+
+def test_packed_weights_are_planned_with_the_same_arithmetic():
+    """Blocks for integer products, which `activations="auto"` takes on a CPU, have formats of their own."""
+    cfg = dataclasses.replace(LLAMA, embed_dim=32, mlp_dim=64, num_heads=2, num_kv_heads=1, head_dim=16)
+    plan = plan_mesh(1)
+    numbers = share_of(Placement(cfg, plan, jnp.dtype("float32")))
+    packed = share_of(Placement(cfg, plan, jnp.dtype("float32"), storage=Storage("q8_0"), activations="int16"))
+    assert packed.row_flops == numbers.row_flops and packed.weight_bytes < numbers.weight_bytes / 2
+
+
+def test_of_trees_that_are_equally_fast_the_smallest_is_picked():
+    """The knee of a streamed target's budgets; elsewhere the fastest is picked."""
+
+    def at(budget, score):
+        return Candidate(f"specexec {budget}", SpecExec(budget), score=score)
+
+    plain = Candidate("ar", Autoregressive(), score=1.0)
+    run = [at(256, 2.52), at(64, 2.51), at(16, 2.2), plain]
+    assert pick(run, smallest=True).method == SpecExec(64)
+    assert pick(run) is run[0]
+    close = [at(256, 2.52), Candidate(DEFAULT, Auto(), score=2.5), at(16, 2.2), plain]
+    assert pick(close, smallest=True).label == DEFAULT
+    assert pick([at(16, 1.01), plain], smallest=True) is plain
+
+
+def test_a_streamed_tree_pays_by_the_time_of_its_pass():
+    """At long passes the largest tree gains what it accepts; at short ones its drafting and its rows cost more."""
+    rates = {16: 2.5, 256: 3.0}
+    slow = StreamCosts(4.0, {16: 4.0, 256: 4.1}, {16: 0.004, 256: 0.01}, rates)
+    fast = StreamCosts(0.02, {16: 0.025, 256: 0.12}, {16: 0.004, 256: 0.01}, rates)
+    assert slow.predict(16) < slow.predict(256) < 3.0
+    assert fast.predict(16) > fast.predict(256)
+
+
+def test_a_preset_of_a_streamed_target_names_what_streams():
+    best = Candidate("specexec 64", SpecExec(64), score=2.0)
+    given = {"model": "m", "target_devices": 1, "offload": "disk", "resident_layers": 1, "device_memory": None}
+    written = tomllib.loads(Tuning((best,), best, (), ()).preset(given, "tune"))
+    expected = {"method": "specexec", "num_draft_tokens": 64, "model": "m", "offload": "disk", "resident_layers": 1}
+    assert expected.items() <= written.items()
+    assert not {"target_devices", "device_memory"} & written.keys()

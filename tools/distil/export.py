@@ -1,12 +1,15 @@
-"""Writing a trained draft as a checkpoint that shares its target's embedding."""
+"""Writing a trained draft: a native checkpoint that shares its target's embedding, or an EAGLE-3 head's folder."""
 
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint.convert import check_destination, check_quantize, choose_storage, write_checkpoint
+from jaxspec.checkpoint.eagle import write_eagle3
 from jaxspec.checkpoint.load import Weights
 from jaxspec.checkpoint.native.manifest import NativeCheckpoint
 from jaxspec.errors import ConfigError
@@ -49,3 +52,27 @@ def save_draft(
     ends, storage = tuple(eos_ids), Storage("float32")
     source = Weights(dst, cfg, ends, storage, lambda placement: params, lambda name, info: leaves[name], vocabulary)
     return write_checkpoint(dst, source, cfg, choose_storage(source, cfg, "auto", quantize))
+
+
+def save_head(dst: str | Path, cfg: ModelConfig, leaves: Mapping[str, np.ndarray]) -> int:
+    """Write an EAGLE-3 head in SafeAILab's layout, all or nothing; returns its size in bytes.
+
+    Args:
+      dst: a folder that does not exist yet, in one that does.
+      cfg: its geometry.
+      leaves: see `write_eagle3`.
+
+    Raises:
+      CheckpointError: the folder exists, or the one that it is to be in does not.
+      ConfigError: the layout cannot express the geometry.
+    """
+    dst = Path(dst)
+    check_destination(dst)
+    partial = dst.with_name(f".{dst.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        write_eagle3(partial, cfg, leaves)
+        os.replace(partial, dst)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return sum(file.stat().st_size for file in dst.iterdir())

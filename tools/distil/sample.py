@@ -165,7 +165,7 @@ class Sampler:
         self._id_type = np.uint16 if cfg.vocab_size <= 2**16 else np.int32
 
         def create(params, prefix):
-            cache = init_cache(cfg, target.local_kv_heads, slots, target.dtype)
+            cache = init_cache(cfg, target.local_kv_heads, slots, target.kv_dtype)
             if not prefix.shape[0]:
                 return cache
             return prefill(params, cfg, prefix, jnp.int32(prefix.shape[0]), cache)
@@ -178,7 +178,7 @@ class Sampler:
             position = cache.length + index - started
             slot_position = cache.length + taken_at - started[slot % B]
             hidden, cache = forward(params, cfg, token, position, cache, mask, slot_position, index * B)
-            logits = jnp.where(target.vocab.ids() < cfg.vocab_size, vocab_logits(params, hidden), -jnp.inf)
+            logits = jnp.where(target.vocab.ids() < cfg.vocab_size, vocab_logits(params, cfg, hidden), -jnp.inf)
             top, ids = target.vocab.top_k(logits, K)
             largest = target.vocab.row_max(logits)
             total = target.vocab.sum(jnp.exp(logits - largest).sum(-1, keepdims=True))
@@ -236,7 +236,8 @@ def _check_settings(settings: SampleSettings, turns: Turns, llm: LLM) -> None:
 def target_digest(llm: LLM) -> str:
     """What tells a target from others: its vocabulary, its geometry and a few of its weights."""
     digest = hashlib.sha256(vocabulary_digest(llm.tokenizer.token_strings()).encode())
-    digest.update(repr(llm.engine.target.cfg).encode())
+    # No target has this field, and text that was sampled before there was one stays valid.
+    digest.update(repr(llm.engine.target.cfg).replace(", features=None", "").encode())
     for leaf in jax.tree.leaves([llm.params["final_norm"], llm.params["layers"][0]["attn_norm"]]):
         digest.update(np.asarray(leaf, np.float32).tobytes())
     return digest.hexdigest()

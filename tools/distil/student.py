@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.config import ModelConfig, rope_frequencies
+from jaxspec.errors import ConfigError
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import feed_forward, project, project_out
+from jaxspec.models.rope import rope_frequencies
+from jaxspec.models.transformer import feed_forward, norm_heads, project, project_out
 from pallas_kernels.registry import Kernels, using
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
@@ -23,7 +25,18 @@ _HIDDEN = -1e30
 
 
 def student_config(target: ModelConfig, layers: Sequence[int], head_ids: Sequence[int]) -> ModelConfig:
-    """Geometry of a draft of the given layers of its target, which scores `head_ids` only (all tokens if empty)."""
+    """Geometry of a draft of the given layers of its target, which scores `head_ids` only (all tokens if empty).
+
+    Raises:
+      ConfigError: the target has something that `student_hidden` does not compute.
+    """
+    plain = dataclasses.replace(
+        target, experts=None, activation="silu", norms="pre", wide_qk_norm=False, query_scale=1.0,
+        attention_softcap=None, logit_softcap=None, local_rope=None, attention_sinks=False, out_bias=False,
+        rope=dataclasses.replace(target.rope, attention_factor=1.0),
+    )  # fmt: skip
+    if plain != target:
+        raise ConfigError(f"students of {target.family} models are not supported")
     sliding = tuple(target.sliding_layers[i] for i in layers) if target.sliding_layers else ()
     return dataclasses.replace(
         target, num_layers=len(layers), sliding_layers=sliding, shares_embedding=True, head_ids=tuple(head_ids)
@@ -53,6 +66,7 @@ def student_hidden(
         x = embed[token].reshape(B * T, cfg.embed_dim)
         for index, layer in enumerate(params["layers"]):
             qkv = project(layer, cfg, rms_norm(x, layer["attn_norm"], cfg.norm_eps), None)
+            qkv = norm_heads(layer, cfg, qkv) if cfg.qk_norm else qkv
             qkv = qkv.reshape(B, T, cfg.num_kv_heads, cfg.group + 2, cfg.head_dim)
             rotated = _rotate(qkv[..., :-1, :], cos.reshape(B, T, 1, 1, -1), sin.reshape(B, T, 1, 1, -1))
             query, key, value = rotated[..., :-1, :], rotated[..., -1, :], qkv[..., -1, :]

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import optax.contrib
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from distil.batches import Packer, Rows, epoch
 from distil.shards import Conversation
@@ -64,6 +65,8 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
 
 # Inputs and outputs of the matrices that a leaf holds; gate and up are two.
 _MATRICES = {
+    "fc": optax.contrib.MuonDimensionNumbers((1,), (0,)),
+    "head": optax.contrib.MuonDimensionNumbers((1,), (0,)),
     "qkv": optax.contrib.MuonDimensionNumbers((3,), (0, 1, 2)),
     "out": optax.contrib.MuonDimensionNumbers((1, 2, 3), (0,)),
     "gate_up": optax.contrib.MuonDimensionNumbers((2,), (1,)),
@@ -149,6 +152,9 @@ class Trainer:
         """`folder` holds the checkpoints (none are kept without it); the last one there is where training goes on."""
         self.cfg, self.settings = cfg, settings
         self.step, self._state = 0, _begin(params, settings)
+        if isinstance(embed.sharding, NamedSharding):
+            # Where a step leaves them: else the second step compiles again.
+            self._state = jax.device_put(self._state, NamedSharding(embed.sharding.mesh, PartitionSpec()))
         self._tables = (embed, head)
         self._packer, self._conversations = packer, conversations
         self._save_every = save_every
@@ -163,6 +169,11 @@ class Trainer:
         """The student's own parameters after `step` updates."""
         return self._state["params"]
 
+    def update(self, state: dict[str, Any], rows: Rows) -> tuple[Params, Any, jax.Array]:
+        """One step on a batch: from `params` and `optimizer` to the next ones, and the loss before it."""
+        params, optimizer = state["params"], state["optimizer"]
+        return train_step(params, optimizer, *self._tables, rows, cfg=self.cfg, settings=self.settings)
+
     def run(self, report: Callable[[int, float], None] = lambda step, loss: None) -> Params:
         """Train to the end; `report` is told the step and its loss, before the step is saved.
 
@@ -171,10 +182,7 @@ class Trainer:
         """
         stream = itertools.islice(batches(self._packer, self._conversations, self.settings), self.step, None)
         while self.step < self.settings.steps:
-            params, optimizer, loss = train_step(
-                self._state["params"], self._state["optimizer"], *self._tables, next(stream),
-                cfg=self.cfg, settings=self.settings,
-            )  # fmt: skip
+            params, optimizer, loss = self.update(self._state, next(stream))
             self.step, self._state = self.step + 1, {"params": params, "optimizer": optimizer}
             if not math.isfinite(float(loss)):
                 raise FloatingPointError(f"step {self.step}: the loss is {float(loss)}")
@@ -277,10 +285,23 @@ def measure_quality(
                 matches.append(hits)
                 if c.temperature == 0:
                     greedy.append(hits)
-    runs = np.concatenate([np.zeros(0, int), *(_run_lengths(hits, depth) for hits in greedy)])
+    loss = float(np.average([x for x, _ in losses], weights=[n for _, n in losses]))
+    return summarise(loss, matches, [_run_lengths(hits, depth) for hits in greedy], depth)
+
+
+def summarise(loss: float, matches: Sequence[np.ndarray], run_lengths: Sequence[np.ndarray], depth: int) -> Quality:
+    """The quality of a student.
+
+    Args:
+      loss: see `Quality`.
+      matches: of each answer, whether each position's first choice is the teacher's.
+      run_lengths: of each greedy answer, how many tokens of a chain of `depth` are right at each position.
+      depth: tokens of a chain.
+    """
+    runs = np.concatenate([np.zeros(0, int), *run_lengths])
     reached = [float((runs >= d).mean()) if len(runs) else 0.0 for d in range(depth + 1)]
     return Quality(
-        loss=float(np.average([x for x, _ in losses], weights=[n for _, n in losses])),
+        loss=loss,
         agreement=float(np.concatenate(matches).mean()),
         by_depth=tuple(reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, depth + 1)),
         accepted=tuple(float(np.minimum(runs, d).mean()) if len(runs) else 0.0 for d in range(1, depth + 1)),

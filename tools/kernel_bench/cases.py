@@ -1,6 +1,7 @@
 """The shapes that kernels are measured at, with operands as models give them.
 
-Letters: T rows, K KV heads, G query heads per KV head, H head width, S slots, D inputs, F output columns.
+Letters: T rows, K KV heads, G query heads per KV head, H head width, S slots, D inputs, F output columns, B bytes of a
+block of a packed weight.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.presets import load_preset
 from kernel_bench.timing import Function, count_copies
+from pallas_kernels.linear import Blocks, linear
+from pallas_kernels.linear.blocks import PLANES
 from pallas_kernels.swiglu import norm_swiglu
 from pallas_kernels.tree_attention import tree_attention
 
@@ -27,6 +30,7 @@ MODELS = (
 )
 ATTENTION_ROWS, PREFIXES = (8, 1, 64), (1024, 8192)
 SWIGLU_ROWS = (8, 1, 64)
+LINEAR_ROWS, LINEAR_FORMATS = (8, 1, 16), ("int4_g128", "q4_0", "q8_0", "q4_k")
 EPS = 1e-5
 
 
@@ -35,7 +39,7 @@ class Case:
     """One operation at one shape.
 
     Attributes:
-      operation: "tree_attention" or "swiglu".
+      operation: "tree_attention", "swiglu" or "linear".
       model: preset and tensor-parallel degree.
       sizes: by letter, `prefix` among them.
       function: of operands and state; see `timing`.
@@ -107,6 +111,21 @@ def swiglu_case(cfg: ModelConfig, model: str, tensor: int, T: int, dtype: Any = 
     return Case("swiglu", f"{model} TP{tensor}", {"T": T, "D": D, "F": F}, project, operands, (), {}, nbytes)
 
 
+def linear_case(cfg: ModelConfig, model: str, tensor: int, T: int, name: str) -> Case:
+    """T rows through the down projection of one of `tensor` devices, in planes of a format of `FORMATS`."""
+    block, inputs = PLANES[f"{name}_planes"], -(-cfg.mlp_dim // tensor)
+
+    def project(operands: Any, state: Any) -> tuple[jax.Array, Any]:
+        x, data = operands
+        return linear(x, Blocks(data, block.name)), state
+
+    data = jax.ShapeDtypeStruct((cfg.embed_dim, inputs // block.values, block.nbytes), jnp.uint8)
+    operands = jax.ShapeDtypeStruct((T, inputs), jnp.float32), data
+    nbytes = data.size + 4 * T * (inputs + cfg.embed_dim)
+    sizes = {"T": T, "D": cfg.embed_dim, "F": inputs, "B": block.nbytes}
+    return Case("linear", f"{model} TP{tensor} {name}", sizes, project, operands, (), {}, nbytes)
+
+
 def list_cases(operation: str, smoke: bool = False, rows: Sequence[int] | None = None) -> list[Case]:
     """All cases of an operation, those that the targets are about first; models that share one are named together.
 
@@ -117,12 +136,21 @@ def list_cases(operation: str, smoke: bool = False, rows: Sequence[int] | None =
     """
     if smoke:
         tiny = ModelConfig("llama", 1, 64, 96, 4, 2, 32, 64, 256)
+        if operation == "linear":
+            return [linear_case(tiny, "tiny", 1, 2, "q4_0")]
         if operation == "swiglu":
             return [swiglu_case(tiny, "tiny", 1, 2, jnp.float32)]
         return [attention_case(tiny, "tiny", 1, 2, 40, jnp.float32)]
     models = [(load_preset(name), name, tensor) for name, tensor in MODELS]
     if operation == "swiglu":
         cases = [swiglu_case(*model, T) for T in rows or SWIGLU_ROWS for model in models]
+    elif operation == "linear":
+        kinds = itertools.product(rows or LINEAR_ROWS, LINEAR_FORMATS, models)
+        cases = [
+            linear_case(*model, T, name)
+            for T, name, model in kinds
+            if -(-model[0].mlp_dim // model[2]) % PLANES[f"{name}_planes"].values == 0
+        ]
     else:
         T_prefix = itertools.product(rows or ATTENTION_ROWS, PREFIXES)
         cases = [attention_case(*model, T, prefix) for T, prefix in T_prefix for model in models]
@@ -140,4 +168,6 @@ def _random(seed: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if dtype == jnp.uint8:
+        return jax.random.bits(key, shape, jnp.uint8)
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)

@@ -8,7 +8,8 @@ from jaxspec.bench.prompts import load_prompts, select_prompts
 from jaxspec.bench.report import make_report
 from jaxspec.bench.run import BASELINE, measure
 from jaxspec.config import SamplingParams
-from jaxspec.llm import LLM, has_draft
+from jaxspec.llm import LLM
+from jaxspec.opening import has_draft
 from kernel_bench.device import name_device
 from kernel_bench.parts import describe_error
 
@@ -29,7 +30,7 @@ def measure_decoding(model: str | None = None, smoke: bool = False) -> Iterator[
     yield {"name": "decode", "device": name_device(), "planned": list(words.values())}
     for kernels in sets:
         method = loading_method(make_columns(names), drafting, given=False)
-        llm = LLM(model, method=method, kernels=kernels)
+        llm = LLM(model, method=method, kernels=kernels, session_memory=0)
         for name in names:
             row: dict[str, Any] = {"name": words[kernels, name], "device": name_device(), "kernels": kernels}
             try:

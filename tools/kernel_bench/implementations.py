@@ -1,15 +1,18 @@
 """The implementations of an operation that this device can run."""
 
 import dataclasses
+import importlib
 
 import jax
 
+from kernel_bench.cases import Case
 from pallas_kernels import selection
 from pallas_kernels.registry import Kernels
 
 # Sets of kernels, and what they call their own implementation of an operation.
 SETS = {
     "tree_attention": {"pallas-triton": "triton", "mosaic": "mosaic"},
+    "linear": {"pallas-triton": "triton"},
     "swiglu": {"pallas-triton": "triton", "jax-triton": "jax_triton"},
 }
 
@@ -40,10 +43,12 @@ def find_implementations(operation: str, smoke: bool = False) -> tuple[dict[str,
     return usable, missing
 
 
-def list_preferred(operation: str, smoke: bool = False) -> list[str]:
-    """The names in the order in which `auto` tries their implementations here."""
+def list_preferred(case: Case, smoke: bool = False) -> list[str]:
+    """The names in the order in which `auto` tries their implementations for a case here."""
     if smoke:
         return ["pallas-triton"]
     device = jax.devices()[0]
-    names = {implementation: name for name, implementation in SETS[operation].items()}
-    return [names[found] for found in selection.choose("auto", device.platform, device=device).candidates(operation)]
+    names = {implementation: name for name, implementation in SETS[case.operation].items()}
+    found = selection.choose("auto", device.platform, device=device).candidates(case.operation)
+    config = importlib.import_module(f"pallas_kernels.{case.operation}.config")
+    return [names[each] for each in config.preferred(*case.operands[:3], *case.state) if each in found]

@@ -20,13 +20,13 @@ KERNEL_CALLS = ("pallas_call", "mpmd_map", "triton_kernel_call")
 def measure_operation(operation: str, smoke: bool = False) -> Iterator[dict[str, Any]]:
     """What there is to measure, then one row per case: times by implementation, or the error of one that failed."""
     usable, missing = find_implementations(operation, smoke)
-    preferred, cases = list_preferred(operation, smoke), list_cases(operation, smoke)
+    cases = list_cases(operation, smoke)
     yield {
         "name": f"{operation}: implementations", "device": name_device(), "usable": list(usable), "missing": missing,
-        "preferred": preferred, "planned": [case.name for case in cases],
+        "planned": [case.name for case in cases],
     }  # fmt: skip
     for case in cases:
-        yield measure_case(case, usable, smoke, preferred)
+        yield measure_case(case, usable, smoke, list_preferred(case, smoke))
 
 
 def measure_case(

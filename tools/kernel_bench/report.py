@@ -29,13 +29,17 @@ def render(result: dict[str, Any]) -> str:
     tests = [row for row in parts.get("tests", {}).get("rows", ()) if "passed" in row]
     if tests:
         lines += ["## Tests on the device", "", *_test_table(tests)]
-    for operation, title in (("tree_attention", "Tree attention"), ("swiglu", "Norm and SwiGLU")):
+    titles = {"tree_attention": "Tree attention", "swiglu": "Norm and SwiGLU", "linear": "Products by packed weights"}
+    for operation, title in titles.items():
         rows = [row for row in parts.get(operation, {}).get("rows", ()) if "times" in row]
         if rows:
             lines += [f"## {title}, µs of device time", "", *_kernel_table(rows, bandwidth["used"])]
     steps = [row for row in parts.get("steps", {}).get("rows", ()) if "seconds" in row]
     if steps:
         lines += ["## Steps with random weights", "", *_step_table(steps, bandwidth["used"])]
+    rounds = [row for row in parts.get("rounds", {}).get("rows", ()) if "seconds" in row]
+    if rounds:
+        lines += [f"## Rounds of {rounds[0]['model']} with random weights", "", *_round_table(rounds)]
     decoded = [row for row in parts.get("decode", {}).get("rows", ()) if "report" in row]
     for kernels in dict.fromkeys(row["kernels"] for row in decoded):
         reports = [row["report"] for row in decoded if row["kernels"] == kernels]
@@ -86,6 +90,20 @@ def _step_table(rows: Sequence[dict[str, Any]], bandwidth: float | None) -> list
             _number(seconds / alone if alone else None), share,
         ))  # fmt: skip
     return _table(("model", "kernels", "prefix", "T", "ms", "of T=1", "of bandwidth"), cells)
+
+
+def _round_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    cells = [
+        (
+            row["name"].removeprefix("rounds, "), f"{row['tokens']:.1f}", f"{row['seconds'] * 1e3:.2f}",
+            f"{row['seconds_per_token'] * 1e3:.2f}", f"{row['busy_s'] * 1e3:.2f}",
+            "-" if row["idle"] is None else f"{row['idle']:.0%}", f"{row['launches']:.0f}",
+            f"{row['copies_to_host']:.0f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    head = ("round", "tokens", "ms", "ms a token", "busy ms", "idle", "launches", "copies to the host")
+    return _table(head, cells)
 
 
 def _decode_table(reports: Sequence[dict[str, Any]]) -> list[str]:

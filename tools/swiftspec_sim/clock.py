@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.errors import ConfigError
+from jaxspec.methods.swiftspec.schedule import longest_mean
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from swiftspec_sim.replay import RoundCounts, Table, begin, grow, growth_of, turn
 from swiftspec_sim.times import Split, Times
@@ -28,6 +30,12 @@ class Setting:
         """Whether the draft grows while the target verifies."""
         return self.method.overlap and self.split.draft is not None
 
+    @property
+    def depth(self) -> int:
+        """Passes of growth; a simulation measures none, so the method names them."""
+        assert self.method.depth is not None
+        return self.method.depth
+
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
@@ -40,6 +48,7 @@ class Steps:
       message: to the other side.
       walk: after the target's pass.
       turn: beside the draft's passes.
+      host: before a batch is chosen, dispatch and reading that delay it.
     """
 
     target: float
@@ -48,6 +57,7 @@ class Steps:
     message: float
     walk: float
     turn: float
+    host: float = 0.0
 
 
 def steps_of(times: Times, setting: Setting) -> Steps:
@@ -60,7 +70,27 @@ def steps_of(times: Times, setting: Setting) -> Steps:
         message=0.0 if split.draft is None else times.message,
         walk=times.walk,
         turn=times.turn,
+        host=times.host,
     )
+
+
+def longest_length(setting: Setting) -> int:
+    """The largest mean acceptance length that the schedule can have, whatever the draft (docs/algorithms.md)."""
+    method = setting.method
+    refill = method.refill or 0
+    if setting.overlap:
+        return longest_mean(method.num_rows, setting.depth, refill, branch_free=setting.branch_free)
+    # A fresh tree has a level for each pass; one that outlives its round has more, which nothing but the batch bounds.
+    return min(method.num_rows, 2 + refill + setting.depth) if not method.reuse else method.num_rows
+
+
+def check_length(setting: Setting, length: float) -> None:
+    """Refuse to pair a length with a schedule that cannot produce it: `ConfigError`."""
+    if length > (most := longest_length(setting)):
+        raise ConfigError(
+            f"a length of {length} cannot come from depth {setting.depth} on {setting.split}: with these settings no "
+            f"draft exceeds {most} tokens per target pass"
+        )
 
 
 @dataclasses.dataclass
@@ -92,7 +122,7 @@ class Clocks:
         # What was verified before the first turn, the prompt, is at hand on both sides.
         arrived = self.verified + steps.message * bool(self.rounds)
         work = steps.turn + first_passes * steps.first + growth_passes * steps.draft
-        sent = max(arrived, self.free) + work
+        sent = max(arrived + steps.host, self.free) + work
         done = sent + steps.message + steps.target + steps.walk
         self.rounds.append(done - self.verified)
         self.verified, self.free = done, sent
@@ -131,10 +161,10 @@ def replay(table: Table, length: int, setting: Setting, steps: Steps, room: int 
         share their compiled functions then.
     """
     method = setting.method
-    needed = 4 * method.depth if method.adaptive else method.depth
+    needed = 4 * setting.depth if method.adaptive else setting.depth
     growth = growth_of(method, max(room, needed), setting.branch_free)
     state, clocks, rounds, written = _begin(growth), Clocks(), [], 0
-    exposed_depth = 0 if setting.overlap else method.depth
+    exposed_depth = 0 if setting.overlap else setting.depth
     while written < length:
         state, counts = turn(table, state, jnp.int32(exposed_depth), growth)
         counts = jax.tree.map(int, jax.device_get(counts))
@@ -144,7 +174,7 @@ def replay(table: Table, length: int, setting: Setting, steps: Steps, room: int 
         rounds.append(counts)
         written += counts.verified
         if setting.overlap and written < length:
-            passes = clocks.passes_until_verified(steps, needed) if method.adaptive else method.depth
+            passes = clocks.passes_until_verified(steps, needed) if method.adaptive else setting.depth
             state = grow(table, state, jnp.int32(passes), growth)
             clocks.grow(steps, passes)
     return Replayed(length, rounds, clocks)
@@ -201,7 +231,7 @@ def summarise(replays: Sequence[Replayed], setting: Setting, steps: Steps) -> Su
     caught_up = 1.0 if setting.branch_free else mean([r.draft.caught_up > 0 for r in rounds])
     waits = caught_up * steps.first + (exposed - caught_up) * steps.draft
     # A batch sent at once, its verification, and the way back; all the while the draft grows.
-    there_and_back = steps.target + steps.walk + 2 * steps.message
+    there_and_back = steps.target + steps.walk + 2 * steps.message + steps.host
     grown = (mean([r.draft.passes for r in later]) - mean([r.draft.exposed for r in later])) if later else 0.0
     beside = grown * steps.draft if setting.overlap else 0.0
     return Summary(

@@ -50,7 +50,7 @@ class Recorder:
             )  # fmt: skip
             nowhere = PathHistory(init_history(placement.text_vocab), jnp.zeros(nodes, jnp.int32), mask & False)
             return state.replace(cache=cache), *propose(
-                vocab_logits(params, hidden), nowhere, request, cache.length + 1 + depth
+                vocab_logits(params, placement.cfg, hidden), nowhere, request, cache.length + 1 + depth
             )
 
         rows, per_node = placement.array((ROWS,), jnp.int32), placement.array((nodes,), jnp.int32)
@@ -128,6 +128,7 @@ def cover(
 
     Methods that differ in `depth` alone share their compiled functions, given the same `room` for passes.
     """
+    assert method.depth is not None
     growth, depth = growth_of(method, max(room, method.depth), branch_free), jnp.int32(method.depth)
     within, beside = (jnp.int32(0), depth) if method.overlap else (depth, jnp.int32(0))
     state, tokens = begin(growth), len(trace.text) + growth.num_rows

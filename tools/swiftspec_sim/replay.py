@@ -112,6 +112,8 @@ def growth_of(method: SwiftSpec, room: int, branch_free: bool = False) -> Growth
         method.reuse,
         method.leaves,
         branch_free,
+        method.refill or 0,
+        method.refill or 0,
     )
 
 
@@ -154,9 +156,10 @@ def turn(table: Table, state: State, passes: jax.Array, growth: Growth) -> tuple
         stood_in = jnp.where(missed, state.stood_in, stood_in)
     tree: Tree = jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, hit_tree)
     exposed = jnp.int32(1) if growth.branch_free else missed.astype(jnp.int32)
+    waited = growth.refill if growth.branch_free else missed * growth.refill
     computed = state.computed + jnp.where(missed, moved.num_pending, tree.size - moved.tree.size)
     state_now = State(tree, root, state.count, state.passes + exposed, computed, stood_in)
-    state_now = grow(table, state_now, passes, growth)
+    state_now = grow(table, state_now, passes + waited, growth)
     tree, stood_in, refills = state_now.tree, state_now.stood_in, jnp.int32(0)
     if not growth.leaves:
 
@@ -179,7 +182,7 @@ def turn(table: Table, state: State, passes: jax.Array, growth: Growth) -> tuple
     accepted = ((rows > 0) & (rows < batch.count) & (batch.token == truth)).sum(dtype=jnp.int32)
     counts = DraftCounts(
         passes=state_now.passes + refills,
-        exposed=exposed + passes + refills,
+        exposed=exposed + waited + passes + refills,
         computed=state_now.computed + tree.size - state_now.tree.size,
         caught_up=moved.num_pending,
         kept=moved.tree.size,

@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec.errors import ConfigError, suggest
 
 PARTS = ("title", "target", "draft", "overhead", "published")
-OVERHEADS = ("message", "walk", "turn")
+OVERHEADS = ("message", "walk", "turn", "host")
 PUBLISHED = ("split", "batch", "width", "length", "tokens_per_s")
 
 
@@ -66,6 +66,7 @@ class Times:
       walk: acceptance and commit, after the target's pass.
       turn: re-rooting, compaction and selection, beside the draft's passes.
       published: measured rates to set predictions beside.
+      host: dispatch and reading of a round, as far as it delays the devices.
     """
 
     title: str
@@ -75,6 +76,7 @@ class Times:
     walk: float
     turn: float
     published: tuple[Published, ...]
+    host: float = 0.0
 
     def splits(self) -> list[Split]:
         """Every split whose devices have times, of as many devices in all as the largest; shared ones last."""

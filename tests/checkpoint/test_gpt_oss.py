@@ -1,0 +1,265 @@
+"""gpt-oss's folders with experts in MXFP4: exact numbers, sizes, shards, native checkpoints, tokens, damage."""
+
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import quantised_writers as qw
+from gguf import GGMLQuantizationType
+from make import hf_config, tiny_config, write_gguf, write_hf
+from safetensors.numpy import save_file
+from test_block_storage import check_equal_numbers, check_placed, check_same, place
+from test_quantised import greedy, needs_native
+from test_quantised_damage import load_file, mutate, read_all
+
+from jaxspec.checkpoint.convert import convert
+from jaxspec.checkpoint.hf import read_config
+from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
+from jaxspec.checkpoint.packing import pack_pair
+from jaxspec.errors import CheckpointError, JaxspecError
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
+
+CFG = tiny_config("gpt_oss")
+SETTINGS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+EXPERTS = "model.layers.0.mlp.experts"
+PROMPT = [3, 14, 15, 9, 2, 6]
+
+
+def write(folder, cfg=CFG):
+    """The folder, and its numbers by projection."""
+    stored, numbers = qw.gpt_oss(np.random.default_rng(0), cfg)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(cfg) | {"quantization_config": SETTINGS}))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, numbers
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("gpt-oss") / "m")
+
+
+@pytest.fixture(scope="module")
+def plain(written, tmp_path_factory):
+    """The same numbers as a folder of float32."""
+    return write_hf(tmp_path_factory.mktemp("gpt-oss") / "plain", CFG, written[1])
+
+
+def test_numbers_are_those_of_the_definition(written, plain):
+    folder, numbers = written
+    for path in written[0], plain:
+        source = open_checkpoint(path)
+        assert set(source.shapes()) == set(numbers)
+        for name, expected in numbers.items():
+            got = np.asarray(source.read(name)).astype(np.float32)
+            np.testing.assert_array_equal(got, expected, err_msg=name)
+    source = open_checkpoint(folder)
+    held = load_file(folder / "model.safetensors")
+    assert sum(source.nbytes(name) for name in numbers) == sum(tensor.nbytes for tensor in held.values())
+    storage = open_weights(folder).own_storage
+    assert [storage.type_of(f"layers.1.{leaf}") for leaf in ("gate_up", "down", "qkv")] == [
+        "mxfp4",
+        "mxfp4",
+        "bfloat16",
+    ]
+
+
+@needs_native
+def test_sizes_in_memory(written):
+    """At most 1.1 of what the file holds for the experts, packed for integer products too."""
+    weights = open_weights(written[0])
+    held = load_file(written[0] / "model.safetensors")
+    stored = sum(t.nbytes for name, t in held.items() if name.endswith(("_blocks", "_scales")))
+    for activations in ("float32", "int16"):
+        placement = dataclasses.replace(place(weights, 1), activations=activations)
+        params = pack_pair(weights.load(placement), None, placement, None)[0]
+        kept = [layer[leaf] for layer in params["layers"] for leaf in ("gate_up", "down")]
+        assert {weight.format for weight in kept} == {"mxfp4" if activations == "float32" else "mxfp4_int16"}
+        assert sum(weight.nbytes for weight in kept) <= 1.1 * stored
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_placed_weights_are_those_numbers(written, plain, degree):
+    weights, numbers = open_weights(written[0]), open_weights(plain)
+    params = weights.load(place(weights, degree))
+    check_placed(params, place(weights, degree))
+    check_equal_numbers(params, numbers.load(place(numbers, degree, own=False)), CFG)
+
+
+def test_native_checkpoints_keep_the_precision(written, tmp_path):
+    weights, checkpoint = open_weights(written[0]), convert(written[0], tmp_path / "native")
+    native = open_weights(checkpoint.path)
+    assert (native.own_storage, native.config) == (weights.own_storage, weights.config)
+    for degree, own in ((1, True), (2, True), (1, False)):
+        check_same(native.load(place(native, degree, own)), weights.load(place(weights, degree, own)))
+
+
+@needs_native
+def test_greedy_tokens_are_those_of_the_dequantised_model(written, plain):
+    weights, numbers = open_weights(written[0]), open_weights(plain)
+    expected = greedy(numbers, place(numbers, 1, own=False), PROMPT, 24)
+    assert greedy(weights, place(weights, 1), PROMPT, 24) == expected
+    assert len(set(expected)) > 3
+    # 16 bits an activation: the tokens of these models are far enough apart.
+    rounded = dataclasses.replace(place(weights, 1), activations="int16")
+    assert greedy(weights, rounded, PROMPT, 24) == expected
+
+
+def test_xla_keeps_them_packed(written, plain):
+    weights, numbers, plan = open_weights(written[0]), open_weights(plain), plan_mesh(1, kernels="xla")
+    placement = Placement(weights.config, plan, np.dtype("float32"), storage=weights.storage(plan))
+    assert weights.load(placement)["layers"][0]["down"].format == "mxfp4"
+    expected = greedy(numbers, Placement(numbers.config, plan, np.dtype("float32")), PROMPT, 12)
+    assert greedy(weights, placement, PROMPT, 12) == expected
+
+
+def test_gguf_files_hold_the_same(written, plain, tmp_path):
+    def kind_of(name):
+        return GGMLQuantizationType.MXFP4 if "_exps" in name else GGMLQuantizationType.F32
+
+    source = open_checkpoint(write_gguf(tmp_path / "m.gguf", CFG, written[1], qtype=kind_of))
+    assert source.config.experts == CFG.experts and not source.config.rope.truncate
+    assert [source.config.window(index) for index in range(2)] == [8, None]
+    assert source.weight_type(f"{EXPERTS}.3.up_proj.weight") == "mxfp4"
+    assert set(source.shapes()) == set(written[1])
+    for name, expected in written[1].items():
+        np.testing.assert_array_equal(source.read(name), expected, err_msg=name)
+    assert open_weights(tmp_path / "m.gguf").own_storage.type_of("layers.1.down") == "mxfp4"
+
+
+def test_a_hundred_mutations(written, tmp_path):
+    folder, _ = write(tmp_path / "m", dataclasses.replace(CFG, num_layers=1, sliding_layers=()))
+    file, config_file = folder / "model.safetensors", folder / "config.json"
+    config = json.loads(config_file.read_text()) | {"layer_types": ["sliding_attention"]}
+    raw, tensors = file.read_bytes(), load_file(file)
+    rng, messages = np.random.default_rng(0), set()
+    coded = {name: tensor for name, tensor in tensors.items() if "experts" in name}
+    for number in range(100):
+        changed, left = copy.deepcopy(config), dict(coded if number % 2 else tensors)
+        damaged = mutate(rng, changed, left, raw)
+        config_file.write_text(json.dumps(changed))
+        if damaged is None:
+            kept = {name: tensor for name, tensor in tensors.items() if name not in coded} | left
+            save_file({name: np.ascontiguousarray(value) for name, value in kept.items()}, file)
+        else:
+            file.write_bytes(damaged)
+        try:
+            read_all(folder)
+        except JaxspecError as error:
+            assert str(tmp_path) in str(error)
+            messages.add(str(error))
+    assert len(messages) > 30
+
+
+FAULTS = {
+    "no scales": (lambda t: t.pop(f"{EXPERTS}.down_proj_scales"), f"lacks the tensor '{EXPERTS}.down_proj_scales'"),
+    "no blocks": (
+        lambda t: t.pop(f"{EXPERTS}.gate_up_proj_blocks"), f"lacks the tensor '{EXPERTS}.gate_up_proj_blocks'"
+    ),
+    "neither": (
+        lambda t: [t.pop(f"{EXPERTS}.down_proj_{kind}") for kind in ("blocks", "scales")],
+        rf"5 missing \({EXPERTS}.0.down_proj.weight",
+    ),
+    "no bias": (lambda t: t.pop(f"{EXPERTS}.down_proj_bias"), rf"1 missing \({EXPERTS}.down_proj.bias\)"),
+    "no sinks": (
+        lambda t: t.pop("model.layers.1.self_attn.sinks"), r"1 missing \(model.layers.1.self_attn.sinks\)"
+    ),
+    "twice": (lambda t: t.update({f"{EXPERTS}.down_proj": np.zeros((5, 96, 64), np.float16)}), "'.*down_proj' twice"),
+    "fewer experts": (
+        lambda t: t.update({f"{EXPERTS}.down_proj_scales": t[f"{EXPERTS}.down_proj_scales"][:4].copy()}),
+        r"down_proj_scales' is \[4, 64, 3\], not \[5, 64, 3\]",
+    ),
+    "type": (
+        lambda t: t.update({f"{EXPERTS}.down_proj_blocks": t[f"{EXPERTS}.down_proj_blocks"].view(np.int8)}),
+        "down_proj_blocks' has type int8, not uint8",
+    ),
+    "codes for numbers": (
+        lambda t: t.update({f"{EXPERTS}.down_proj_bias": np.zeros((5, 64), np.uint8)}),
+        "down_proj_bias' has type uint8, not float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_have_messages_of_their_own(name, written, tmp_path):
+    change, message = FAULTS[name]
+    tensors = load_file(written[0] / "model.safetensors")
+    change(tensors)
+    (tmp_path / "config.json").write_text((written[0] / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_a_scale_that_is_no_number(written, tmp_path):
+    tensors = load_file(written[0] / "model.safetensors")
+    tensors[f"{EXPERTS}.gate_up_proj_scales"][2, 7, 1] = 255
+    (tmp_path / "config.json").write_text((written[0] / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = open_checkpoint(tmp_path)
+    source.read(f"{EXPERTS}.2.gate_proj.weight")
+    with pytest.raises(CheckpointError, match="2.up_proj.scales' holds a scale that is no number: the file is damaged"):
+        source.read(f"{EXPERTS}.2.up_proj.weight")
+
+
+def test_codes_without_settings(written, tmp_path):
+    config = json.loads((written[0] / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(load_file(written[0] / "model.safetensors"), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has type uint8.*only in quantised weights \(quantization_config\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_tensors_are_read_through_a_function_too(written):
+    """As offload reads them from disk: whole experts and a part of one."""
+    source = open_checkpoint(written[0])
+    other = source.reading(lambda path, offset, size: np.fromfile(path, np.uint8, size, offset=offset))
+    for name in (f"{EXPERTS}.3.up_proj.weight", f"{EXPERTS}.4.down_proj.weight", f"{EXPERTS}.gate_proj.bias"):
+        np.testing.assert_array_equal(other.read(name), source.read(name))
+        np.testing.assert_array_equal(other.read(name, part=(0, 2, 4)), source.read(name)[2:4])
+    name = f"{EXPERTS}.3.up_proj.weight"
+    np.testing.assert_array_equal(other.read(name, keep_blocks=True), source.read(name, keep_blocks=True))
+
+
+def test_what_absent_settings_mean():
+    config = hf_config(CFG)
+    for key in ("rope_scaling", "rope_theta", "sliding_window", "layer_types", "swiglu_limit", "attention_bias"):
+        del config[key]
+    cfg = read_config(Path("config.json"), config, 100)
+    rope = cfg.rope
+    assert (rope.theta, rope.scaling, rope.factor, rope.original_context, rope.truncate) == (
+        15e4,
+        "yarn",
+        32,
+        4096,
+        False,
+    )
+    assert (cfg.sliding_window, cfg.sliding_layers) == (128, (True, False))
+    assert cfg.qkv_bias and cfg.out_bias and (cfg.experts.limit, cfg.experts.alpha) == (7, 1.702)
+    without = read_config(Path("config.json"), config | {"attention_bias": False}, 100)
+    assert not without.qkv_bias and not without.out_bias and without.attention_sinks
+
+
+def test_expert_parallel(written):
+    """Each device has whole experts and their biases."""
+    weights = open_weights(written[0])
+    plan = dataclasses.replace(plan_mesh(2), expert_parallel=True)
+    params = load_foreign(open_checkpoint(written[0]), plan, weights.storage(plan))
+    for leaf in ("gate_up", "gate_up_bias", "down", "down_bias"):
+        value = jax.tree.leaves(params["layers"][0][leaf])[0]
+        assert {shard.data.shape[0] for shard in value.addressable_shards} == {math.ceil(CFG.experts.count / 2)}, leaf

@@ -1,0 +1,96 @@
+"""`jaxspec-decode --interactive`: a conversation in the terminal."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import jaxspec.llm
+
+
+@pytest.fixture
+def converse(command, tiny_model):
+    """Hold a conversation with the tiny model in this process."""
+    return lambda *words, lines: command(
+        "decode", "--model", tiny_model, "--interactive", "-n", "8", *words, stdin="\n".join(lines)
+    )
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The conversations that the model was given."""
+    seen, stream = [], jaxspec.llm.LLM.stream
+
+    def spy(self, messages, sampling):
+        seen.append([message["content"] for message in messages])
+        return stream(self, messages, sampling)
+
+    monkeypatch.setattr(jaxspec.llm.LLM, "stream", spy)
+    return seen
+
+
+def test_questions_answers_and_commands(converse, asked):
+    lines = ["w1 w2", "", "/stats", "w3", "/reset", "/stats", "w4", "/nothing", "/exit", "w5"]
+    done = converse("--system", "w9", lines=lines)
+    assert done.status == 0, done.err
+    first, second, third = done.out.splitlines()
+    assert asked == [["w9", "w1 w2"], ["w9", "w1 w2", first, "w3"], ["w9", "w4"]]
+    assert second and third
+    for text in ("tokens/s", "begins anew", "no answer yet", "unknown command /nothing"):
+        assert text in done.err
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_program(converse, asked, monkeypatch):
+    stream = jaxspec.llm.LLM.stream
+
+    def interrupted(self, *arguments):
+        events = stream(self, *arguments)
+        yield next(events)
+        os.kill(os.getpid(), signal.SIGINT)
+        wanted = yield next(events)
+        yield events.send(wanted)
+
+    monkeypatch.setattr(jaxspec.llm.LLM, "stream", interrupted)
+    done = converse("--ignore-eos", "-n", "60", lines=["w1", "/stats", "w2"])
+    assert done.status == 0 and "ended by abort" in done.err, done.err
+    first, second = done.out.splitlines()
+    assert asked == [["w1"], ["w1", first, "w2"]] and second
+
+
+def test_a_question_that_does_not_fit_costs_itself_alone(converse, asked):
+    done = converse(lines=["w1 " * 80, "w2"])
+    assert "at most 63 leave room" in done.err and "/reset begins anew" in done.err
+    assert asked[1] == ["w2"] and len(done.out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("words", "message"), [(("w1",), "a prompt"), (("--json",), "--json"), (("--raw",), "--raw")])
+def test_what_does_not_go_with_a_conversation(converse, words, message):
+    done = converse(*words, lines=[])
+    assert done.status == 2 and f"{message} does not go with it" in done.err
+
+
+@pytest.mark.slow
+def test_a_terminal_has_a_prompt_and_a_history(tiny_model, tmp_path):
+    ours, theirs = pty.openpty()
+    words = (sys.executable, "-m", "jaxspec", "decode", "--model", tiny_model, "-i", "-n", "4")
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    try:
+        shown = b""
+        for typed in (b"w1 w2\n", b"\x04"):
+            while not shown.endswith(b"> "):
+                assert select.select([ours], [], [], 60)[0], shown
+                shown += os.read(ours, 1000)
+            os.write(ours, typed)
+            shown = b""
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(theirs)
+        os.close(ours)
+    assert "w1 w2" in (tmp_path / "jaxspec" / "history").read_text()

@@ -1,0 +1,84 @@
+"""How commands begin and end: interrupts at any time, and standard streams that are closed or full."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxspec.checkpoint.native.manifest import verify_native
+
+PYTHON = [sys.executable, "-m", "jaxspec"]
+
+
+@pytest.mark.parametrize("command", ["decode", "convert", "bench", "check", "tune", "serve"])
+def test_an_interrupt_before_anything_is_imported(command):
+    """What a signal finds in the first tenths of a second is imports, in which an exception would get lost."""
+    for delay in (0, 0.02):
+        assert interrupt_after(delay, command) == (130, "", "")
+
+
+def interrupt_after(delay, command):
+    # Before the first line of jaxspec runs, Python has a handler of its own. The dot tells that it has run.
+    code = f"import os; from jaxspec.cli import start; start.begin(); os.write(1, b'.'); start.run({command!r})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "x", "y"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.read(1) == b"."
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.decode(), err.decode().strip()
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "says"),
+    [
+        ('"$@" decode --help >/dev/full', 1, "No space left on device"),
+        ('"$@" decode --help >&-', 0, ""),
+        ('"$@" decode --help 2>&- >/dev/full', 1, ""),
+        ('"$@" decode --nothing 2>/dev/full', 1, ""),
+        ('"$@" decode <&-', 2, "give one prompt"),
+        ('"$@" decode --help | true; exit ${PIPESTATUS[0]}', 0, ""),
+        ("\"$@\" decode --config $'\\xff'", 2, "is no file and no name"),
+        ('"$@" decode x --set seed=' + "9" * 5000, 2, "seed must be of type int"),
+        ('"$@" decode x --set "seed=' + "[" * 3000 + '"', 2, "seed must be of type int"),
+    ],
+)
+def test_streams_that_are_closed_or_full(line, status, says):
+    done = subprocess.run(["bash", "-c", line, "bash", *PYTHON], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+    assert done.returncode in (status, 1 if "PIPESTATUS" in line else status), done.stderr
+    assert says in done.stderr and done.stderr.count("\n") <= 1
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
+    """A library that prints an error would write it into that file."""
+    code = (
+        "from jaxspec.cli import start; start.begin()\n"
+        f"file = open({str(tmp_path / 'weights')!r}, 'w'); assert file.fileno() > 2\n"
+        "import os; os.write(2, b'a library says something')"
+    )
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code], timeout=60)
+    assert done.returncode == 0 and (tmp_path / "weights").read_text() == ""
+
+
+def test_an_interrupted_conversion_leaves_nothing_or_everything(tiny_model, tmp_path):
+    for index, seconds in enumerate((0.3, 0.9, 1.3)):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        process = subprocess.Popen(
+            [*PYTHON, "convert", tiny_model, str(folder / "out")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode in (0, 130) and not err.strip()
+        assert os.listdir(folder) in ([], ["out"])
+        if os.listdir(folder):
+            verify_native(folder / "out")

@@ -1,0 +1,317 @@
+"""Training an EAGLE-3 head: what is trained is what decodes, and the tool from sampled text to a folder that loads."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("optax")
+
+import distil.sample
+import distil_draft
+import jax
+import jax.numpy as jnp
+from distil.batches import Packer
+from distil.eagle import STEP_WEIGHT, head_config, head_loss, init_head, step_logprobs, unroll
+from distil.states import KeptStates, TargetStates
+from distil.train import restore_params
+from distil_cases import PREFIX, draw_words, make_conversations, no_documents
+from native_models import LLAMA
+from tiny_models import FAMILIES, empty_cache, init_params, on_one_device, relative_error
+from typer.testing import CliRunner
+
+from jaxspec import LLM
+from jaxspec.checkpoint.load import open_weights
+from jaxspec.models.feature_draft import forward_draft, fuse, prefill_draft
+from jaxspec.models.transformer import forward_with_states
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
+
+HEAD = np.arange(6, 46, 2, dtype=np.int32)
+STATES = (0, 1, 2)
+LENGTH, STEPS = 32, 3
+CFG = head_config(LLAMA, STATES, HEAD.tolist())
+PACKER = Packer(PREFIX, LENGTH, HEAD, LLAMA.vocab_size)
+EXACT = 3e-5  # float32, other orders of summation
+
+
+@functools.cache
+def target():
+    return init_params(jax.random.key(0), LLAMA, scale=0.2)
+
+
+@functools.cache
+def head():
+    """A head's weights, far from where training begins."""
+    params = init_head(target(), CFG)
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(5), len(leaves))
+    noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+@functools.cache
+def batch():
+    """Two rows of two conversations each, and random states of them."""
+    conversations = make_conversations([9, 11, 14, 6], vocab=LLAMA.vocab_size)
+    rows = PACKER.pack([conversations[:2], conversations[2:]])
+    states = jax.random.normal(jax.random.key(2), (*rows.token.shape, len(STATES) * LLAMA.embed_dim))
+    return rows, states.astype(jnp.bfloat16)
+
+
+@functools.cache
+def unrolled():
+    rows, states = batch()
+    run = jax.jit(lambda params, embed: list(unroll(params, CFG, embed, states, rows, STEPS)))
+    return run(head(), target()["embed"])
+
+
+def test_every_step_is_what_a_chain_computes():
+    """From each row of each conversation: verified rows are committed, and the chain goes on from its own state."""
+    rows, states = batch()
+
+    def chain(params, token, states, count):
+        own = fuse(params, CFG, states.astype(jnp.float32))
+        cache = prefill_draft(params, CFG, token[1:], own[:-1], count, empty_cache(CFG, 2 * LENGTH))
+        state, outputs = own[count][None], []
+        for step in range(STEPS):
+            # The chain's rows are committed one after the other.
+            following = jax.lax.dynamic_slice_in_dim(token, count + 1 + step, 1)
+            mask = jnp.ones((1, 1), bool)
+            position = (count + step)[None]
+            hidden, state, cache = forward_draft(params, CFG, following, state, position, cache, mask)
+            cache = dataclasses.replace(cache, length=cache.length + 1)
+            outputs.append(hidden[0])
+        return jnp.stack(outputs)
+
+    run = on_one_device(chain)
+    params = head() | {"embed": target()["embed"]}
+    compared = 0
+    for r in range(len(rows.token)):
+        for number in range(int(rows.segment[r].max()) + 1):
+            places = np.flatnonzero(rows.segment[r] == number)
+            token, own = np.zeros(LENGTH, np.int32), np.zeros((LENGTH, states.shape[2]), np.float32)
+            token[: len(places)], own[: len(places)] = rows.token[r, places], np.asarray(states[r, places])
+            for i in range(0, len(places) - 1 - STEPS, 3):
+                expected = run(params, token, jnp.asarray(own, jnp.bfloat16), np.int32(i))
+                found = np.stack([np.asarray(unrolled()[k][r, places[i]]) for k in range(STEPS)])
+                assert relative_error(found, expected) < EXACT
+                compared += 1
+    assert compared > 10
+
+
+def test_loss_against_one_row_at_a_time():
+    """Soft cross-entropy over the head's tokens, less the teacher's entropy; nothing where its choice is outside."""
+    rows, states = batch()
+    embed, weight = target()["embed"], target()["embed"][HEAD]
+    found = jax.jit(functools.partial(head_loss, cfg=CFG, steps=STEPS))(
+        head(), embed=embed, head=weight, states=states, rows=rows
+    )
+    logprobs = [np.asarray(x) for x in step_logprobs(head(), CFG, embed, weight, states, rows, STEPS)]
+    total = counted = 0.0
+    learned = left_out = 0
+    for k in range(STEPS):
+        loss = weights = 0.0
+        for r in range(len(rows.token)):
+            for i in range(LENGTH - 1 - k):
+                at = i + 1 + k
+                if rows.segment[r, at] < 0 or rows.segment[r, at] != rows.segment[r, i] or not rows.weight[r, at]:
+                    continue
+                column = rows.teacher_column[r, at]
+                inside = column < len(HEAD)
+                if not inside[0]:
+                    left_out += 1
+                    continue
+                teacher = np.exp(rows.teacher_logprob[r, at][inside])
+                teacher /= teacher.sum()
+                loss += rows.weight[r, at] * (teacher * (np.log(teacher) - logprobs[k][r, i, column[inside]])).sum()
+                weights += rows.weight[r, at]
+                learned += 1
+        total += STEP_WEIGHT**k * loss / weights
+        counted += STEP_WEIGHT**k
+    assert learned > 20 and left_out > 20
+    assert float(found) == pytest.approx(total / counted, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_a_head_begins_with_the_last_layer(family):
+    cfg = head_config(FAMILIES[family], (0, 1, 2), range(5))
+    params = init_head(init_params(jax.random.key(1), FAMILIES[family], scale=0.2), cfg)
+    last = init_params(jax.random.key(1), FAMILIES[family], scale=0.2)["layers"][-1]
+    [layer] = params["layers"]
+    assert "head" not in params and "embed" not in params
+    D = cfg.embed_dim
+    np.testing.assert_array_equal(layer["qkv"][..., D:], last["qkv"])
+    np.testing.assert_array_equal(layer["gate_up"], last["gate_up"])
+    np.testing.assert_array_equal(params["fc"][:, -D:], np.eye(D))
+
+
+@functools.cache
+def computed_states(folder):
+    llm = LLM(folder, method="ar", dtype="float32")
+    return llm, TargetStates(llm, STATES, LENGTH)
+
+
+def test_states_are_those_of_each_text_alone(chat_model):
+    llm, source = computed_states(chat_model)
+    rows, _ = batch()
+    found = np.asarray(source(rows), np.float32)
+
+    def alone(params, token):
+        mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+        cache = empty_cache(LLAMA, LENGTH)
+        return forward_with_states(params, LLAMA, token, jnp.arange(LENGTH), cache, mask, STATES)[2]
+
+    run = on_one_device(alone)
+    for r in range(len(rows.token)):
+        for number in range(int(rows.segment[r].max()) + 1):
+            places = np.flatnonzero(rows.segment[r] == number)
+            token = np.zeros(LENGTH, np.int32)
+            token[: len(places)] = rows.token[r, places]
+            expected = np.asarray(run(llm.params, token))[: len(places)]
+            assert relative_error(found[r, places], expected) < 1e-2  # bfloat16
+
+
+def test_kept_states_are_the_computed_ones(chat_model, tmp_path):
+    _, source = computed_states(chat_model)
+    rows, _ = batch()
+    calls = []
+
+    def count(rows):
+        calls.append(rows)
+        return source(rows)
+
+    count.made_of, count.width = source.made_of, source.width
+    expected = np.asarray(source(rows), np.float32) * (rows.segment >= 0)[..., None]
+    kept = KeptStates(count, tmp_path / "states")
+    for _ in range(2):
+        np.testing.assert_array_equal(np.asarray(kept(rows), np.float32), expected)
+    assert len(calls) == 1
+    # A killed run left half a line, and states that no line names.
+    index = tmp_path / "states" / "index.jsonl"
+    lines = index.read_text().splitlines(keepends=True)
+    index.write_text("".join(lines[:-1]) + lines[-1][:9])
+    again = KeptStates(count, tmp_path / "states")
+    for _ in range(2):
+        np.testing.assert_array_equal(np.asarray(again(rows), np.float32), expected)
+    assert len(calls) == 2
+    np.testing.assert_array_equal(np.asarray(KeptStates(count, tmp_path / "states")(rows), np.float32), expected)
+    assert len(calls) == 2
+    count.made_of = source.made_of | {"layers": [0, 1]}
+    with pytest.raises(ValueError, match="holds other states .layers."):
+        KeptStates(count, tmp_path / "states")
+
+
+# The command line, from end to end.
+
+SAMPLE = "--branches 8 --steps 80 --top 12 --longest 32 --seed 2 --tokens 1920".split()
+TRAIN = "--kind eagle3 --head 24 --steps 6 --rows 2 --length 40 --unroll 2 --save-every 2 --measure-every 3".split()
+TRAIN += ["--dtype", "float32", "--learning-rate", "5e-3"]
+
+
+@pytest.fixture(scope="module")
+def command(chat_model):
+    """Runs a command of the tool on the tiny model, which is loaded once."""
+    runner = CliRunner()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distil.sample, "draw_opening", draw_words)
+        patch.setattr(distil.sample, "Documents", no_documents)
+        patch.setattr(distil_draft, "LLM", functools.cache(LLM))
+
+        def run(name, *words):
+            return runner.invoke(distil_draft.app, [name, *map(str, words), "--model", str(chat_model)])
+
+        yield run
+
+
+def succeed(result):
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def finished(command, tmp_path_factory):
+    """Sampled conversations and a run, side by side."""
+    folder = tmp_path_factory.mktemp("eagle")
+    succeed(command("sample", folder / "data", *SAMPLE))
+    succeed(command("train", folder / "data", folder / "run", *TRAIN))
+    return folder
+
+
+def curve(run):
+    entries = [json.loads(line) for line in (run / "curve.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in entry.items() if k not in ("seconds", "training_loss")} for entry in entries]
+
+
+def newest(run):
+    settings = json.loads((run / "settings.json").read_text())
+    cfg = head_config(LLAMA, settings["layers"], settings["head_ids"])
+    start = init_head(target(), cfg)
+    if settings["learn_head"]:
+        start |= {"head": jnp.zeros((len(cfg.head_ids), cfg.embed_dim))}
+    return cfg, restore_params(start, distil_draft.as_settings(settings), run / "checkpoints")
+
+
+def assert_same(some, others):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), some, others)
+
+
+def test_a_stopped_run_goes_on(command, finished, tmp_path, monkeypatch):
+    """And with states that are kept it ends with the same weights."""
+    run, measure = tmp_path / "run", distil_draft.measure_head
+    words = [finished / "data", run, *TRAIN, "--keep-states", tmp_path / "states"]
+    with monkeypatch.context() as patch:
+        looks = iter([measure, measure])  # at the third, after step 6, it is killed
+        patch.setattr(distil_draft, "measure_head", lambda *words: next(looks)(*words))
+        assert command("train", *words).exit_code == 1
+    succeed(command("train", *words))
+    assert_same(newest(run)[1], newest(finished / "run")[1])
+    assert curve(run) == curve(finished / "run") and [entry["step"] for entry in curve(run)] == [0, 3, 6]
+    for changed, named in (
+        (("--unroll", 3), "unroll"),
+        (("--learn-head",), "learn_head"),
+        (("--layers", "0"), "layers"),
+    ):
+        result = command("train", *words, *changed)
+        assert result.exit_code == 2 and named in result.output
+
+
+@pytest.mark.parametrize("learned", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_trained_head_loads(command, chat_llm, finished, tmp_path, learned):
+    """As the folder of an EAGLE-3 draft, with the weights that training left."""
+    run = finished / "run"
+    if learned:
+        run = tmp_path / "run"
+        succeed(command("train", finished / "data", run, *TRAIN, "--learn-head", "--steps", 2, "--measure-every", 2))
+    assert "MB" in succeed(command("export", run, tmp_path / "draft"))
+    weights = open_weights(tmp_path / "draft")
+    cfg, params = newest(run)
+    assert weights.config == cfg
+    loaded = weights.load(Placement(weights.config, plan_mesh(1), np.dtype("float32")))
+    expected = params if learned else params | {"head": chat_llm.params["head"][np.array(cfg.head_ids)]}
+    assert_same({name: loaded[name] for name in expected}, expected)
+    result = command("export", run, tmp_path / "draft")
+    assert result.exit_code == 2 and "exists already" in " ".join(result.output.split())
+    result = command("export", run, tmp_path / "other", "--quantize", "q8_0")
+    assert result.exit_code == 2 and "jaxspec-convert" in result.output and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("option", [("--unroll", 3), ("--learn-head",), ("--keep-states", "states")])
+def test_options_of_the_other_kind_are_refused(command, tmp_path, option):
+    result = command("train", tmp_path / "data", tmp_path / "run", *option)
+    assert result.exit_code == 2 and "are for --kind eagle3" in result.output
+
+
+def test_states_that_the_target_lacks_are_refused(command, finished, tmp_path):
+    result = command("train", finished / "data", tmp_path / "run", *TRAIN, "--layers", "0,3")
+    assert result.exit_code == 2 and "from 0 to 2" in result.output and not (tmp_path / "run").exists()
+
+
+def test_a_base_of_the_other_kind_is_refused(command, finished, tmp_path):
+    words = ["--layers", "1", "--head", 24, "--steps", 6, "--rows", 2, "--length", 40]
+    result = command("train", finished / "data", tmp_path / "run", *words, "--begin-with", finished / "run")
+    assert result.exit_code == 2 and "is of --kind eagle3" in result.output
+    result = command("train", finished / "data", tmp_path / "run", *TRAIN, "--target-dtype", "int8")
+    assert result.exit_code == 2 and "must be float32 or bfloat16" in result.output

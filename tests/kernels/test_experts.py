@@ -1,0 +1,250 @@
+"""A mixture of experts: native and XLA against numpy, in every format; a row's bits do not depend on other rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.quantization import encode_blocks
+from pallas_kernels import registry
+from pallas_kernels.experts import Clamp, experts
+from pallas_kernels.linear import Blocks, reference
+from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, dequantise, packed_name
+from pallas_kernels.linear.packing import pack_blocks
+from pallas_kernels.linear.planes import to_planes
+from pallas_kernels.selection import choose
+
+NATIVE = choose("auto", "cpu")
+KERNELS = [
+    pytest.param(NATIVE, marks=pytest.mark.skipif(not NATIVE.native, reason="not built"), id="native"),
+    pytest.param(registry.Kernels("xla", "cpu"), id="xla"),
+]
+needs_native = pytest.mark.skipif(not NATIVE.native, reason="the native kernels were not built")
+
+E, D, F, K = 7, 256, 288, 3  # nothing that sixteen divides where blocks allow it
+BIASED = {"gate_up_bias": "gate_up", "down_bias": "down"}
+ROUNDED = {"int8": 2e-2, "int16": 1e-4}
+
+
+def operands(rows, seed=0, columns=F):
+    rng = np.random.default_rng(seed)
+    shapes = {"x": (rows, D), "logits": (rows, E), "gate_up": (E, 2 * columns, D), "down": (E, D, columns)}
+    made = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return made | {"gate_up": made["gate_up"] / 16, "down": made["down"] / 17}
+
+
+def choose_experts(logits, renormalise):
+    """Experts and scores of each row."""
+    scores = np.exp(logits - logits.max(1, keepdims=True), dtype=np.float64)
+    scores /= scores.sum(1, keepdims=True)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :K]
+    best = np.take_along_axis(scores, order, 1)
+    return order, best / best.sum(1, keepdims=True) if renormalise else best
+
+
+def expected(o, renormalise=True, mine=range(E), clamp=None):
+    out = np.zeros(o["x"].shape)
+    columns = o["down"].shape[2]
+    up_bias, down_bias = (o.get(name, np.zeros(E)) for name in ("gate_up_bias", "down_bias"))
+    for row, (chosen, scores) in enumerate(zip(*choose_experts(o["logits"], renormalise), strict=True)):
+        for expert, score in zip(chosen, scores, strict=True):
+            hidden = o["x"][row].astype(np.float64) @ o["gate_up"][expert].T + up_bias[expert]
+            gate, up = hidden[:columns], hidden[columns:]
+            if clamp is None:
+                hidden = gate / (1 + np.exp(-gate)) * up
+            else:
+                gate, up = np.minimum(gate, clamp.limit), np.clip(up, -clamp.limit, clamp.limit)
+                hidden = (up + 1) * gate / (1 + np.exp(-clamp.alpha * gate))
+            out[row] += (expert in mine) * score * (hidden @ o["down"][expert].T + down_bias[expert])
+    return out
+
+
+def run(kernels, o, renormalise=True, active_rows=None, **options):
+    options = {"scores": "renormalised" if renormalise else "all"} | options
+
+    def call(o, active_rows):
+        biases = {name: o[name] for name in ("gate_up_bias", "down_bias") if name in o}
+        return experts(
+            o["x"], o["logits"], o["gate_up"], o["down"], K, active_rows=active_rows, **biases, **options
+        )  # fmt: skip
+
+    with registry.using(kernels):
+        return np.asarray(jax.jit(call)(o, active_rows))
+
+
+def error(got, exact):
+    return np.abs(got - exact).max() / np.abs(exact).max()
+
+
+@pytest.mark.parametrize("in_planes", [False, True])
+@pytest.mark.parametrize("rows", [2, 9])
+def test_accelerators_make_numbers_of_a_tile(rows, in_planes, monkeypatch):
+    """Blocks of experts stay packed there; two rows pass their own experts, nine go through all of them."""
+    o = operands(rows)
+    exact = dict(o)
+    for leaf in ("gate_up", "down"):
+        blocks = Blocks(jnp.asarray(encode_blocks(o[leaf], "q8_0").reshape(*o[leaf].shape[:2], -1, 34)), "q8_0")
+        exact[leaf] = np.asarray(dequantise(blocks))
+        planes = to_planes(blocks.data, "q8_0", E * blocks.shape[1])
+        o[leaf] = Blocks(planes, "q8_0_planes") if in_planes else blocks
+    monkeypatch.setattr(reference, "TILE_VALUES", 100 * D)
+    got = run(registry.Kernels("xla", "gpu"), o)
+    assert error(got, expected(exact)) < 2e-2
+    # Those that another device has add nothing.
+    half = {leaf: Blocks(o[leaf].data[2:5], o[leaf].format) for leaf in ("gate_up", "down")}
+    got = run(registry.Kernels("xla", "gpu"), o | half, first=2)
+    assert error(got, expected(exact, mine=range(2, 5))) < 2e-2
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("rows", [1, 2, 9, 40])
+def test_equals_numpy(kernels, rows):
+    """One row, and two, gather their experts' weights with XLA; nine go through all experts."""
+    o = operands(rows)
+    for renormalise in (True, False):
+        assert error(run(kernels, o, renormalise), expected(o, renormalise)) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_devices_with_some_experts_add_up(kernels):
+    """Also where the last device has fewer: its padding is of zeros, and is never chosen."""
+    for rows in (1, 9):
+        o, total = operands(rows), 0
+        for first in range(0, E, 2):
+            own = {name: np.zeros((2, *o[name].shape[1:]), np.float32) for name in ("gate_up", "down")}
+            for name, part in own.items():
+                part[: len(o[name][first : first + 2])] = o[name][first : first + 2]
+            got = run(kernels, o | own, first=first)
+            exact = expected(o, mine=range(first, first + 2))
+            np.testing.assert_allclose(got, exact, atol=1e-5 * np.abs(expected(o)).max())
+            total = total + got
+        assert error(total, expected(o)) < 1e-5
+
+
+CLAMP = Clamp(0.6, 1.702)
+CHOSEN = {"scores": "chosen", "clamp": CLAMP}
+
+
+def with_biases(o, seed=1):
+    rng = np.random.default_rng(seed)
+    biases = {name: rng.normal(size=o[leaf].shape[:2]) for name, leaf in BIASED.items()}
+    return o | {name: bias.astype(np.float32) for name, bias in biases.items()}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_biases_and_the_clamped_activation(kernels, rows):
+    o = with_biases(operands(rows))
+    assert error(run(kernels, o, **CHOSEN), expected(o, clamp=CLAMP)) < 1e-5
+    assert error(expected(o), expected(o, clamp=CLAMP)) > 0.1
+    for left in BIASED:
+        some = {name: value for name, value in o.items() if name != left}
+        assert error(run(kernels, some), expected(some)) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_chosen_scores_go_by_the_logits(kernels):
+    """Far below the largest logit all scores are zero; the logits still say which experts are better."""
+    o = operands(2) | {"logits": np.tile(np.array([-200, -150, 0, -201, -190, -199, -160], np.float32), (2, 1))}
+    order = np.argsort(-o["logits"][0])[:K]
+    # Whatever else is chosen makes the result NaN.
+    bias = np.full((E, D), np.nan, np.float32)
+    bias[order] = 0
+    got = run(kernels, o | {"down_bias": bias}, scores="chosen")
+    assert error(got, expected(o)) < 1e-5
+
+
+@needs_native
+def test_row_bits_with_biases_do_not_depend_on_other_rows():
+    check_invariance(with_biases(operands(40)), **CHOSEN)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_ties_go_to_the_lower_expert(kernels):
+    o = operands(9) | {"logits": np.zeros((9, E), np.float32)}
+    assert error(run(kernels, o), expected(o)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "mxfp4"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_blocks(kernels, name):
+    """The same as the numbers that the blocks stand for; gate and down may differ in format."""
+    o = operands(9)
+    for up_name, down_name in ((name, "q8_0"), ("q8_0", name)):
+        blocks = {
+            "gate_up": Blocks(jnp.asarray(encode(o["gate_up"], up_name)), up_name),
+            "down": Blocks(jnp.asarray(encode(o["down"], down_name)), down_name),
+        }
+        numbers = {leaf: np.asarray(dequantise(weight)) for leaf, weight in blocks.items()}
+        assert error(run(kernels, o | blocks), expected(o | numbers)) < 1e-5
+
+
+def encode(numbers, name):
+    return encode_blocks(numbers, name).reshape(*numbers.shape[:2], -1, FORMATS[name].nbytes)
+
+
+@needs_native
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "mxfp4"])
+def test_packed_blocks(name, activations):
+    """Integer products, of experts whose columns do not fill groups of sixteen."""
+    o = operands(9)
+    weights, numbers = {}, {}
+    for leaf in ("gate_up", "down"):
+        data = encode(o[leaf], name)
+        numbers[leaf] = np.asarray(dequantise(Blocks(jnp.asarray(data), name)))
+        packed = pack_blocks(data, name, data.shape[0] * data.shape[1])
+        weights[leaf] = Blocks(jnp.asarray(packed), packed_name(name, activations))
+    assert error(run(NATIVE, o | weights), expected(o | numbers)) < ROUNDED[activations]
+    check_invariance(o | weights)
+
+
+@needs_native
+@pytest.mark.parametrize("columns", [F, 37])
+def test_row_bits_do_not_depend_on_other_rows(columns):
+    o = operands(40, columns=columns)
+    check_invariance(o)
+    half = {name: o[name].astype(jnp.bfloat16) for name in ("gate_up", "down")}
+    check_invariance(o | half)
+
+
+def check_invariance(o, **options):
+    """Alone, in another order, among rows that all go to the same experts, with dead rows, on one thread."""
+    rows = len(o["x"])
+    together = run(NATIVE, o, **options)
+    for row in (0, 1, rows - 1):
+        alone = run(NATIVE, o | {name: o[name][row : row + 1] for name in ("x", "logits")}, **options)
+        np.testing.assert_array_equal(alone[0], together[row])
+    order = np.random.default_rng(1).permutation(rows)
+    mixed = run(NATIVE, o | {name: o[name][order] for name in ("x", "logits")}, **options)
+    np.testing.assert_array_equal(mixed, together[order])
+    crowd = {"x": np.repeat(o["x"][:1], rows, 0), "logits": np.repeat(o["logits"][:1], rows, 0)}
+    np.testing.assert_array_equal(run(NATIVE, o | crowd, **options), np.repeat(together[:1], rows, 0))
+    some = run(NATIVE, o, active_rows=np.int32(5), **options)
+    np.testing.assert_array_equal(some[:5], together[:5])
+    assert not some[5:].any()
+    single = registry.Kernels("cpu", "cpu", 1)
+    np.testing.assert_array_equal(run(single, o, **options), together)
+
+
+@needs_native
+def test_broken_logits_reach_no_other_row():
+    o = operands(5)
+    o["logits"][1] = np.nan
+    o["logits"][3, 2] = np.inf
+    got, exact = run(NATIVE, o), expected(operands(5))
+    assert error(got[[0, 2, 4]], exact[[0, 2, 4]]) < 1e-5
+
+
+def test_operands_that_do_not_fit_are_refused():
+    o = operands(3)
+    for change, message in (
+        ({"logits": o["logits"][:2]}, "logits"),
+        ({"down": o["down"][:, :, :-1]}, "need .e, 2F, D."),
+        ({"gate_up": o["gate_up"].astype(np.float64)}, "need float32, bfloat16 or float16"),
+        ({"logits": o["logits"][:, :2]}, "3 experts of a row, of 2"),
+        ({"down_bias": np.zeros((E, F), np.float32)}, r"the bias of experts \(7, 256\) must be float32 \(7, 256\)"),
+        ({"gate_up_bias": np.zeros((E, 2 * F))}, "must be float32"),
+    ):
+        with pytest.raises(ValueError, match=message), jax.enable_x64(True):
+            run(registry.Kernels("xla", "cpu"), o | change)

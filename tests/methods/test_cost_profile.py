@@ -1,0 +1,228 @@
+"""What rounds cost on this machine: measured with a clock of the test, kept, read again, and used by `auto`."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from method_cases import LLAMA_AUTO_LONG, PROMPT, Case, models_of, params_of, plain, run, tokens_of
+
+from jaxspec.engine import Engine
+from jaxspec.methods.auto import Auto
+from jaxspec.methods.base import Store
+from jaxspec.methods.core import cost_profile
+from jaxspec.methods.core.cost_model import fill_rows
+from jaxspec.methods.core.cost_profile import CostProfile, RoundTimes, can_measure, measured_rows
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH
+from jaxspec.runtime import hosts, program_store
+
+CASE = LLAMA_AUTO_LONG._replace(method=Auto())
+TIMES = RoundTimes(0.01, {1: 0.011, 2: 0.012, 4: 0.018, 16: 0.041}, search_s=0.002, draft_s=0.001)
+# Seconds of a plain token, of a verification of n rows, of a search, and of a draft pass.
+PLAIN_S, ROW_S, SEARCH_S, DRAFT_S = 0.004, 0.001, 0.0005, 0.00025
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_store, "disabled", False)
+    monkeypatch.setattr(program_store, "_folder", tmp_path / "ready")
+    monkeypatch.setattr(cost_profile, "surroundings", lambda: "this machine")
+    return Store(cache_folder=tmp_path)
+
+
+class SlowRunner:
+    """A runner whose parts take as long as the test says, on its own clock."""
+
+    def __init__(self, runner):
+        self.seconds, self.runner, self.samples = 0.0, runner, 0
+        self.slow = 1.0
+        self._verify, self._decode = runner.executor.verify, runner.executor.decode
+        self._draft, self._prefill = runner.drafter.draft, runner.prefill
+
+    def __call__(self):
+        return self.seconds
+
+    def patch(self, monkeypatch):
+        def verify(params, state, draft, request):
+            self.seconds += self.slow * (PLAIN_S + ROW_S * int(draft.batch.count))
+            return self._verify(params, state, draft, request)
+
+        def decode(params, state, request, steps):
+            out = self._decode(params, state, request, steps)
+            self.seconds += self.slow * PLAIN_S * out[3]
+            return out
+
+        def draft(*arguments):
+            out = self._draft(*arguments)
+            self.seconds += self.slow * (SEARCH_S + DRAFT_S * int(out[2].passes))
+            return out
+
+        def prefill(*arguments):
+            self.samples += 1
+            return self._prefill(*arguments)
+
+        monkeypatch.setattr(self.runner.executor, "verify", verify)
+        monkeypatch.setattr(self.runner.executor, "decode", decode)
+        monkeypatch.setattr(self.runner.drafter, "draft", draft)
+        monkeypatch.setattr(self.runner, "prefill", prefill)
+
+
+def make_engine(store, case=CASE):
+    engine = Engine(models_of(case), case.method, None, store)
+    engine.prepare()
+    return engine
+
+
+@pytest.fixture
+def clocked(store, monkeypatch):
+    """An engine whose rounds take what the test says."""
+    engine = make_engine(store)
+    clock = SlowRunner(engine.runner)
+    clock.patch(monkeypatch)
+    measure = cost_profile.measure_rounds
+    monkeypatch.setattr(
+        cost_profile, "measure_rounds", lambda *arguments: measure(*arguments, now=clock)
+    )  # fmt: skip
+    return engine, clock
+
+
+def test_the_figures_are_those_of_the_times():
+    figures = TIMES.figures()
+    assert figures["pass_cost"][:5] == pytest.approx((1.0, 1.1, 1.4, 1.7, 1.892), abs=1e-3)
+    assert len(figures["pass_cost"]) == 16 and figures["pass_cost"][-1] == pytest.approx(4.0)
+    assert figures["round_cost"] == pytest.approx(0.3) and figures["draft_cost"] == pytest.approx(0.1)
+    assert "draft_cost" not in dataclasses.replace(TIMES, draft_s=0.0).figures()
+    # Rows that seem to cost less than fewer rows cost as much; rounds cost at least nothing.
+    odd = RoundTimes(0.01, {1: 0.005, 2: 0.008, 4: 0.007}, 0.0, 0.0).figures()
+    assert odd == {"pass_cost": (1.0, 1.3, 1.3, 1.3), "round_cost": 0.0}
+    assert fill_rows({1: 1.0, 3: 2.0}) == (1.0, 1.5, 2.0)
+
+
+def test_rounds_are_measured_once_and_kept(clocked, store):
+    engine, clock = clocked
+    params = params_of(CASE, "copy")
+    assert not engine.runner.calibrated and engine.runner.report()["figures"] == "built in"
+    engine.calibrate(params)
+    assert engine.runner.calibrated and clock.samples == 1 + cost_profile.MOST_SAMPLES
+    report = engine.runner.report()
+    expected = fill_rows({rows: 1 + (rows - 1) * ROW_S / PLAIN_S for rows in measured_rows(16)})
+    assert report["figures"] == "measured"
+    np.testing.assert_allclose(report["pass_cost"], expected, atol=2e-3)
+    assert report["draft_cost"] == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
+    assert report["round_cost"] == pytest.approx((ROW_S + SEARCH_S) / PLAIN_S, abs=1e-3)
+    # The device weighs with what the report says, and not with what the measurement needed.
+    np.testing.assert_allclose(engine.runner.drafter._costs.rounds[1], expected[1] + report["round_cost"], rtol=1e-3)
+    engine.calibrate(params)
+    assert clock.samples == 1 + cost_profile.MOST_SAMPLES, "once"
+    again = make_engine(store)
+    assert again.runner.calibrated and again.runner.report() == report
+    # Figures of one's own come first, and nothing is measured where all are given.
+    own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
+    assert own["figures"] == "given, rest measured" and own["round_cost"] == 0.5
+    assert own["pass_cost"] == report["pass_cost"]
+
+
+def test_the_tokens_are_plain_decodings_after_a_measurement(clocked):
+    engine, _ = clocked
+    params = params_of(CASE, "copy")
+    rounds = run(engine, params, PROMPT, 40, seed=3)  # opening a text measures first
+    assert engine.runner.report()["figures"] == "measured"
+    assert tokens_of(rounds)[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
+    assert engine.runner.timer.gain is None or engine.runner.timer.gain > 0
+
+
+def test_a_machine_that_is_too_slow_is_not_measured_on(clocked, tmp_path):
+    engine, clock = clocked
+    clock.slow = 1e3
+    engine.calibrate(params_of(CASE, "copy"))
+    assert engine.runner.calibrated and clock.samples == 1
+    assert engine.runner.report()["figures"] == "built in"
+    assert not (tmp_path / cost_profile.FOLDER).exists()
+
+
+def test_a_slow_machine_is_measured_less_often(clocked):
+    engine, clock = clocked
+    clock.slow = 5.0
+    engine.calibrate(params_of(CASE, "copy"))
+    assert 1 + cost_profile.LEAST_SAMPLES <= clock.samples < 1 + cost_profile.MOST_SAMPLES
+
+
+def test_times_that_vary_are_used_but_not_kept(clocked, tmp_path):
+    engine, clock = clocked
+    vary = engine.runner.prefill
+
+    def prefill(*arguments):
+        clock.slow = 1.0 if clock.samples < 2 else 3.0
+        return vary(*arguments)
+
+    engine.runner.prefill = prefill
+    engine.calibrate(params_of(CASE, "copy"))
+    assert engine.runner.report()["figures"] == "measured"
+    assert not (tmp_path / cost_profile.FOLDER).exists()
+
+
+def find(store, case=CASE, rows=16):
+    return CostProfile.find(store.cache_folder, models_of(case), rows)
+
+
+def test_a_damaged_file_is_written_again(store):
+    profile = find(store)
+    assert profile is not None and profile.load() is None
+    profile.save(TIMES)
+    assert profile.load() == TIMES
+    good = json.loads(profile._path.read_text())
+    damages = [
+        "{", "[]", "", '{"format": "other"}', json.dumps({**good, "plain_s": 0}), json.dumps({**good, "draft_s": None}),
+        json.dumps({**good, "verify_s": {"1": 1.0}}), json.dumps({**good, "verify_s": {"2": 1.0, "4": 2.0}}),
+        json.dumps({**good, "verify_s": [1.0]}), json.dumps({**good, "search_s": "x"}),
+        json.dumps(good).replace("0.012", "NaN"), json.dumps({**good, "plain_s": -1.0}),
+    ]  # fmt: skip
+    for damaged in damages:
+        profile._path.write_text(damaged)
+        assert profile.load() is None, damaged
+    profile.save(TIMES)
+    assert profile.load() == TIMES
+    assert [path.name for path in profile._path.parent.iterdir()] == [profile._path.name], "nothing else is left"
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, store):
+    (tmp_path / cost_profile.FOLDER).write_text("no folder")
+    profile = find(store)
+    assert profile is not None
+    profile.save(TIMES)
+    assert profile.load() is None
+
+
+def test_a_profile_holds_for_one_machine_and_one_pair(store, monkeypatch):
+    paths = {find(store)._path, find(store, rows=32)._path, find(store, Case("llama", 1, "none", Auto()))._path}
+    monkeypatch.setattr(cost_profile, "surroundings", lambda: "another machine")
+    paths.add(find(store)._path)
+    models = models_of(CASE)
+    other = models._replace(target=dataclasses.replace(models.target, cache_dtype=np.dtype("float16")))
+    paths.add(CostProfile.find(store.cache_folder, other, 16)._path)
+    assert len(paths) == 5
+
+
+def test_where_nothing_is_measured(store, monkeypatch):
+    assert CostProfile.find(None, models_of(CASE), 16) is None
+    models = models_of(CASE)
+    streamed = models._replace(target=dataclasses.replace(models.target, resident_layers=1))
+    assert CostProfile.find(store.cache_folder, streamed, 16) is None
+    assert find(store, CASE._replace(degree=4)) is None
+    assert not can_measure(128, 16) and can_measure(1024, 16) and measured_rows(3) == [1, 2, 3]
+    assert measured_rows(1024)[-1] == 64 and STEPS_PER_DISPATCH > 0
+    given = CASE._replace(method=Auto(draft_cost=0.1, pass_cost=(1.0, 1.1), round_cost=0.1))
+    assert make_engine(store, given).runner.calibrated
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    assert find(store) is None
+    monkeypatch.setattr(hosts, "several", lambda: False)
+    monkeypatch.setattr(program_store, "disabled", True)
+    assert find(store) is None
+
+
+def test_without_a_draft_verifications_are_measured(store):
+    case = Case("llama", 1, "none", Auto())
+    engine = make_engine(store, case)
+    engine.calibrate(params_of(case, "copy"))
+    report = engine.runner.report()
+    assert report["figures"] == "measured" and "draft_cost" not in report

@@ -1,0 +1,85 @@
+"""Measured speeds of splits: saved by the tuner, weighed by `auto`."""
+
+import logging
+
+import jax
+import pytest
+from native_models import LLAMA, write_native, write_tokenizer
+
+from jaxspec.config import SamplingParams
+from jaxspec.llm import LLM
+from jaxspec.methods.auto import Auto
+from jaxspec.methods.core.device_profile import Measured, load_profile, profile_path, save_profile, weigh_devices
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+
+PLAIN = Measured("ar", {}, 8, None, 20.0)
+CHAIN = Measured("chain", {"num_draft_tokens": 4}, 8, None, 25.0)
+SPLIT = Measured("swiftspec", {"num_draft_tokens": 7, "depth": 5}, 6, 2, 31.2)
+
+
+def weighed(tmp_path, *rows, devices=8):
+    save_profile(tmp_path / "profiles" / "it.json", rows, "jaxspec-tune")
+    return weigh_devices(tmp_path / "profiles" / "it.json", devices)
+
+
+def test_the_fastest_placement_is_taken(tmp_path):
+    found = weighed(tmp_path, PLAIN, CHAIN, SPLIT)
+    assert found.best == SPLIT
+    assert found.report == {
+        "why": "measured: swiftspec on 6/2 devices, 31.2 tokens/s", "next": "chain on 8 devices, 25.0 tokens/s",
+    }  # fmt: skip
+    slow = Measured("swiftspec", {}, 6, 2, 25.3)
+    assert weighed(tmp_path, PLAIN, CHAIN, slow).best == CHAIN, "a gain within the noise is none"
+    assert weighed(tmp_path, SPLIT).report["next"] is None
+
+
+def test_without_a_profile_nothing_is_weighed(tmp_path, caplog):
+    for path in (None, tmp_path / "none.json"):
+        found = weigh_devices(path, 8)
+        assert found.best is None and "jaxspec-tune --method swiftspec measures one" in found.report["why"]
+    assert weighed(tmp_path, SPLIT, devices=4).best is None
+    assert caplog.text == ""
+    damaged = tmp_path / "it.json"
+    row = '{"method": "ar", "settings": {}, "target_devices": 1, "draft_devices": null, "tokens_per_s": -1}'
+    for text in ("{", '{"format": "other"}', f'{{"format": "jaxspec device profile 1", "rows": [{row}]}}'):
+        damaged.write_text(text)
+        with caplog.at_level(logging.WARNING):
+            assert load_profile(damaged) == []
+        assert "is not used" in caplog.text
+        caplog.clear()
+
+
+def test_settings_of_ones_own_are_used_as_they_are(tmp_path):
+    assert Auto(length=4).choose_devices(None, 8) is None and SwiftSpec().choose_devices(None, 8) is None
+
+
+def test_auto_follows_the_profile(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    write_native(folder, LLAMA)
+    write_tokenizer(folder, LLAMA.vocab_size)
+    two = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: two)
+    split = Measured("swiftspec", {"num_draft_tokens": 3, "width": 2, "depth": 3}, 1, 1, 30.0)
+    path = profile_path(tmp_path / "cache", folder, folder, "auto", "auto")
+    save_profile(path, [Measured("ar", {}, 2, None, 20.0), split], "jaxspec-tune")
+    options = {"draft": folder, "compile_cache": str(tmp_path / "cache")}
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    llm = LLM(folder, **options)
+    assert llm.engine.method == SwiftSpec(3, 2, depth=3)
+    assert [model.plan.devices for model in llm.engine.models] == [(jax.devices()[0],), (jax.devices()[1],)]
+    out = llm.generate("w1 w2 w3", sampling)
+    assert out.stats.choice["devices"]["why"] == "measured: swiftspec on 1/1 devices, 30.0 tokens/s"
+    assert out.stats.choice["depth"] == 3
+    assert out.token_ids == llm.with_method("ar").generate("w1 w2 w3", sampling).token_ids
+    # A number of devices that was given is kept, and so is the method on it.
+    kept = LLM(folder, target_devices=1, **options)
+    assert kept.engine.method == Auto()
+    assert "devices" not in kept.generate("w1 w2 w3", sampling).stats.choice
+
+
+@pytest.fixture(autouse=True)
+def callers_compile_cache():
+    """The folder that the suite compiles into."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)

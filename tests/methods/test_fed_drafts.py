@@ -1,0 +1,259 @@
+"""Drafts that are fed the target's hidden states: the invariants of every draft, and what is kept between rounds."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import fast_part
+from method_cases import (
+    FLOAT32,
+    LONG_PROMPT,
+    PROMPT,
+    SAMPLINGS,
+    VOCAB,
+    Case,
+    EditedSource,
+    Steps,
+    case_id,
+    check_counts,
+    count_on,
+    counting,
+    decode,
+    draft_config,
+    engine_of,
+    logprobs_of,
+    models_of,
+    params_of,
+    plain,
+    run,
+    tokens_of,
+)
+from test_draft_cache import assert_prefix
+from test_exact import exact_samplings
+from test_prefix_reuse import answer
+from tiny_models import FAMILIES, on_one_device
+
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.checkpoint.shared_weights import share_embedding
+from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.methods.auto import Auto
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.models.feature_draft import forward_draft, fuse
+from jaxspec.models.features import FeatureConfig
+from jaxspec.models.kv_cache import init_cache
+from jaxspec.models.quantization import Storage
+from jaxspec.models.transformer import prefill_with_states, vocab_logits
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement, SharedEmbedding
+
+FED_CHAIN = Case("llama", 1, "fed", Chain(4))
+FED_SPECEXEC = Case("llama", 1, "fed", SpecExec(12, width=3))
+FED_SPECINFER = Case("llama", 1, "fed", SpecInfer((2, 2, 1)))
+FED_AUTO = Case("llama", 1, "fed", Auto(draft_cost=1e-3))
+FED_TP4 = Case("llama", 4, "fed", SpecExec(9, width=2))
+FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_TP4]
+CASES = [
+    *FAST,
+    FED_SPECEXEC,
+    Case("qwen2", 1, "fed own", SpecExec(7, width=2)),
+    Case("qwen3", 4, "fed own", Chain(3, min_probability=0.05)),
+    Case("llama-tied", 1, "fed eagle1", SpecExec(8, width=2)),
+    Case("llama", 4, "fed", SpecInfer((3, 1, 2), replacement=False)),
+    Case("mistral", 4, "fed eagle1", Auto(draft_cost=1e-3)),
+    Case("llama", 1, "fed", Chain(3, "rejection")),
+    Case("gemma2", 1, "fed", Chain(2)),
+]
+KINDS = ("copy", "random", "adversarial", "constant", "broken")
+
+
+@pytest.mark.parametrize("case", fast_part(CASES, lambda case: case in FAST), ids=case_id)
+def test_tokens_are_those_of_plain_decoding(case):
+    samplings = exact_samplings(case)
+    for index, draft in enumerate(KINDS):
+        for sampling in {samplings[0], samplings[1 % len(samplings)], samplings[index % len(samplings)]}:
+            prompt = (PROMPT, LONG_PROMPT, PROMPT[:1], PROMPT[:2])[index % 4]
+            rounds = decode(case, prompt, 20, draft, index, **SAMPLINGS[sampling])
+            expected = plain(case.family, prompt, 20, index, **SAMPLINGS[sampling])
+            assert tokens_of(rounds) == tokens_of(expected), (draft, sampling)
+            np.testing.assert_allclose(logprobs_of(rounds), logprobs_of(expected), atol=1e-3)
+            check_counts(case, rounds)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=1"])
+@pytest.mark.parametrize("case", fast_part(CASES, lambda case: case in FAST), ids=case_id)
+def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, sampling):
+    for index, draft in enumerate(("copy", "random", "adversarial")):
+        prompt = (PROMPT, LONG_PROMPT, PROMPT[:1])[index]
+        steps = Steps(case, draft, prompt, index, **SAMPLINGS[sampling])
+        for _ in range(8):
+            known = len(steps.text)
+            steps.step()
+        caches, fresh = steps.caches(), steps.prefilled(steps.text)
+        sequence = steps.state.draft.sequence
+        assert int(sequence.seen) == known and int(caches["draft"].length) == max(known - 2, 0)
+        assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
+        # The root's row lies after the prefix, with true states, too.
+        rows = known - 1
+        lengthened = caches["draft"].replace(length=rows)
+        assert_prefix(lengthened, fresh.draft.sequence.cache, rows)
+        # The states of the last verified token's row, which the next root takes.
+        verified, count = steps.state.verified, int(steps.state.verified.count)
+        np.testing.assert_allclose(
+            np.asarray(verified.states)[count - 1], np.asarray(fresh.verified.states)[0], rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("case", FAST, ids=case_id)
+def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
+    """The last kept token of a prompt runs again: its hidden states were not kept."""
+    engine, params, prompt = engine_of(case), params_of(case, "copy"), list(PROMPT)
+    sampling = {"temperature": 1.0} if case.method.exact == "tokens" else {}
+    for turn in range(2):
+        monkeypatch.setattr(engine, "session_memory", 0)
+        cold, cached = answer(engine, params, prompt, 12, turn, **sampling)
+        assert cached == 0
+        monkeypatch.setattr(engine, "session_memory", None)
+        answer(engine, params, prompt[:-3], 5, turn)
+        warm, cached = answer(engine, params, prompt, 12, turn, **sampling)
+        assert len(prompt) - 12 <= cached < len(prompt) - 1
+        assert tokens_of(warm) == tokens_of(cold)
+        np.testing.assert_array_equal(logprobs_of(warm), logprobs_of(cold))
+        # The draft proposed the same, too.
+        assert [one.accepted for one in warm] == [one.accepted for one in cold]
+        prompt += [*tokens_of(warm), *PROMPT[turn : turn + 4]]
+
+
+def good_params(wrong=()):
+    """A target that counts, but after `wrong` tokens, and a draft that counts always.
+
+    Its attention sees the row alone and copies the embedding.
+    """
+    target = counting(wrong)
+    config = dataclasses.replace(
+        draft_config("llama", "fed"), num_heads=6, num_kv_heads=6, head_dim=8, sliding_window=1, head_ids=(),
+        features=FeatureConfig(48, (1, 1, 2), norm_before_residual=True),
+    )  # fmt: skip
+
+    def edit(tensors):
+        layer = "model.layers.0"
+        identity = np.eye(48, dtype=np.float32)
+        tensors[f"{layer}.self_attn.v_proj.weight"] = np.concatenate([identity, 0 * identity], axis=1)
+        tensors[f"{layer}.self_attn.o_proj.weight"] = identity
+        for name in ("hidden_norm.weight", "mlp.down_proj.weight"):
+            tensors[f"{layer}.{name}"] *= 0
+        tensors[f"{layer}.input_layernorm.weight"] = np.ones(48, np.float32)
+        tensors["model.norm.weight"] = np.full(48, 5, np.float32)
+        embed = np.asarray(target["embed"])[:VOCAB]
+        tensors["lm_head.weight"] = np.empty_like(embed)
+        tensors["lm_head.weight"][(np.arange(VOCAB) + 1) % VOCAB] = embed
+
+    own = load_foreign(EditedSource(config, 0, edit), plan_mesh(1), FLOAT32)
+    shared = SharedEmbedding(FAMILIES["llama"], Storage("float32"))
+    placement = Placement(config, plan_mesh(1), FLOAT32, shared_embedding=shared)
+    return placement, ModelParams(target, own | share_embedding(placement, target))
+
+
+@pytest.mark.parametrize("method", [Chain(4), SpecInfer((1, 1, 1, 1))], ids=lambda method: method.name)
+def test_a_good_draft_is_always_accepted(method):
+    placement, params = good_params()
+    engine = Engine(Models(Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32), placement), method, 150)
+    engine.prepare()
+    for prompt in ([5, 6, 7], [42]):
+        rounds = run(engine, params, prompt, 40)
+        assert tokens_of(rounds) == count_on(prompt[-1], 40)
+        # The root of a text of one token has no state before it: what follows it may be missed.
+        assert [one.accepted for one in rounds[1:]] == [4] * (len(rounds) - 1)
+
+
+def test_what_a_draft_is_fed_is_what_the_reference_is_fed():
+    """Rounds of a chain against the draft run by hand over the whole text, with the states of a pass of the target."""
+    case = Case("llama", 1, "fed", Chain(4))
+    cfg, target_cfg = draft_config("llama", "fed"), FAMILIES["llama"]
+    params = params_of(case, "copy")
+    steps = Steps(case, "copy", LONG_PROMPT)
+    size = 128
+
+    @on_one_device
+    def logits_of(target, draft, token, count, drafted, num_drafted):
+        """Logits of the draft's head after `num_drafted` tokens of its own."""
+        cache = init_cache(target_cfg, target_cfg.num_kv_heads, size, FLOAT32)
+        _, states = prefill_with_states(target, target_cfg, token, count, cache, cfg.features.layers)
+        # Row t joins token t + 1 to the state of token t; drafted ones take the own state of the row before.
+        fed = fuse(draft, cfg, states)
+        text = jnp.concatenate([token[1:], jnp.zeros(1, jnp.int32)])
+        position, mask = jnp.arange(size), jnp.tril(jnp.ones((size, size), bool))
+        for index in range(5):
+            empty = init_cache(cfg, cfg.num_kv_heads, 2 * size, FLOAT32)
+            hidden, own, _ = forward_draft(draft, cfg, text, fed, position, empty, mask)
+            text = text.at[count - 1 + index].set(drafted[index])
+            fed = fed.at[count - 1 + index].set(own[count - 2 + index])
+        last = jax.lax.dynamic_slice_in_dim(hidden, count - 2 + num_drafted, 1)
+        return vocab_logits(draft, cfg, last)[0]
+
+    ids = np.array(cfg.head_ids)
+    for _ in range(4):
+        text = list(steps.text)
+        token = np.zeros(size, np.int32)
+        token[: len(text)] = text
+        drafted: list[int] = []
+        for count in range(4):
+            padded = np.array([*drafted, *[0] * (5 - len(drafted))], np.int32)
+            logits = logits_of(params.target, params.draft, token, np.int32(len(text)), padded, np.int32(count))
+            drafted.append(int(ids[np.argmax(np.asarray(logits)[: len(ids)])]))
+        steps.step()
+        assert np.asarray(steps.state.draft.tree.child_token)[:4, 0].tolist() == drafted
+
+
+def test_methods_that_cannot_feed_a_draft_refuse_it():
+    models = models_of(FED_CHAIN)
+    streamed = models._replace(target=dataclasses.replace(models.target, resident_layers=0))
+    for method in (Chain(2), SpecExec(4), SpecInfer((2,)), Auto()):
+        with pytest.raises(ConfigError, match="layers are streamed"):
+            Engine(streamed, method, 150)
+
+
+class Turns:
+    """In place of the timer: two rounds of plain decoding, then one that may draft."""
+
+    def __init__(self):
+        self.rounds = 0
+
+    def begin_text(self):
+        return None
+
+    def may_draft(self):
+        self.rounds += 1
+        return self.rounds % 3 == 0
+
+    def observe(self, output, *, allowed):
+        return None
+
+
+def test_plain_rounds_feed_the_draft_too(monkeypatch):
+    """Rounds of plain decoding, of one and of several tokens, leave the draft where drafted ones do."""
+    monkeypatch.setattr(engine_of(FED_AUTO).runner, "timer", Turns())
+    for index, sampling in enumerate(("greedy", "T=1")):
+        rounds = decode(FED_AUTO, (PROMPT, PROMPT[:1])[index], 30, "copy", index, **SAMPLINGS[sampling])
+        expected = plain("llama", (PROMPT, PROMPT[:1])[index], 30, index, **SAMPLINGS[sampling])
+        assert tokens_of(rounds) == tokens_of(expected)
+        assert {bool(one.drafted) for one in rounds} == {False, True}
+        assert max(len(one.tokens) for one in rounds if not one.drafted) > 1
+    steps = Steps(FED_AUTO, "copy", LONG_PROMPT, 3, **SAMPLINGS["T=1"])
+    for turn in range(9):
+        known = len(steps.text)
+        steps.step()
+        fresh = steps.prefilled(steps.text)
+        assert int(steps.state.draft.sequence.seen) == known
+        if turn % 3 == 2:
+            lengthened = steps.caches()["draft"].replace(length=known - 1)
+            assert_prefix(lengthened, fresh.draft.sequence.cache, known - 1)
+        verified, count = steps.state.verified, int(steps.state.verified.count)
+        np.testing.assert_allclose(
+            np.asarray(verified.states)[count - 1], np.asarray(fresh.verified.states)[0], rtol=1e-4, atol=1e-4
+        )

@@ -1,0 +1,121 @@
+"""Programs in the form of accelerators, which never wait for data, give what those of a CPU give.
+
+They run on a CPU here, whose kernels say that they are a GPU's.
+"""
+
+import dataclasses
+import functools
+
+import pytest
+from method_cases import (
+    LLAMA_CHAIN,
+    LLAMA_LOOKUP,
+    LLAMA_SPECEXEC,
+    LLAMA_SPECINFER,
+    LONG_PROMPT,
+    SAMPLINGS,
+    Case,
+    models_of,
+    params_of,
+    plain,
+    run,
+    tokens_of,
+)
+
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.core import verify
+from jaxspec.methods.core.round import Models
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.sampling.variant import GREEDY, Variant, find_variant
+from pallas_kernels.registry import Kernels
+
+COUNT = 24
+PLAIN = Case("llama", 1, "none", Autoregressive())
+IN_TURN = Case("llama", 1, "same", SwiftSpec(7, 4, depth=2))
+RUNS = [
+    (PLAIN, "greedy", "copy"),
+    (PLAIN, "cuts", "copy"),
+    (LLAMA_SPECEXEC, "greedy", "first layer"),
+    (LLAMA_SPECEXEC, "greedy penalties", "first layer"),
+    pytest.param(LLAMA_CHAIN, "penalties", "first layer", marks=pytest.mark.slow),
+    pytest.param(LLAMA_LOOKUP, "T=1", "copy", marks=pytest.mark.slow),
+    (IN_TURN, "greedy", "first layer"),
+]
+
+
+@functools.cache
+def engine_of(case, accelerator=True):
+    """An engine of a case on one CPU, in the form of an accelerator."""
+    models = models_of(case)
+    if accelerator:
+        plan = dataclasses.replace(models.target.plan, kernels=Kernels("xla", "gpu"))
+        models = Models(*(model and dataclasses.replace(model, plan=plan) for model in models))
+    return Engine(models, case.method, 160)
+
+
+def rounds_of(case, draft, sampling, accelerator=True):
+    """Rounds of a text."""
+    engine = engine_of(case, accelerator)
+    engine.prepare(None, SamplingParams(**sampling))
+    return run(engine, params_of(case, draft), LONG_PROMPT, COUNT, 0, **sampling)
+
+
+def test_one_place_says_which_form_programs_have():
+    assert [Kernels("xla", platform).branches for platform in ("cpu", "gpu", "tpu")] == [True, False, False]
+
+
+@pytest.mark.parametrize(("case", "sampling", "draft"), RUNS)
+def test_tokens_are_those_of_plain_decoding(case, sampling, draft):
+    rounds, expected = (
+        rounds_of(case, draft, SAMPLINGS[sampling]),
+        plain("llama", LONG_PROMPT, COUNT, 0, **SAMPLINGS[sampling]),
+    )
+    assert tokens_of(rounds) == tokens_of(expected)
+    got, wanted = ([p for r in all_ for p in r.logprobs] for all_ in (rounds, expected))
+    assert got == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("sampling", ["T=1", pytest.param("greedy", marks=pytest.mark.slow)])
+def test_rejection_accepts_what_the_walk_accepts(sampling):
+    """Round by round: the same draws decide."""
+    here, there = (rounds_of(LLAMA_SPECINFER, "first layer", SAMPLINGS[sampling], flag) for flag in (True, False))
+    assert [(r.tokens, r.accepted) for r in here] == [(r.tokens, r.accepted) for r in there]
+    assert any(r.accepted for r in here) or sampling == "greedy"
+
+
+def test_the_most_probable_tokens_are_reported():
+    sampling = {"logprobs": 3}
+    rounds, expected = (
+        rounds_of(LLAMA_SPECEXEC, "first layer", sampling),
+        plain("llama", LONG_PROMPT, COUNT, 0, **sampling),
+    )
+    ids, wanted = ([[token for token, _ in top] for r in all_ for top in r.top] for all_ in (rounds, expected))
+    assert ids == wanted and len(ids) == COUNT
+
+
+@pytest.mark.slow
+def test_rows_of_a_large_batch_are_decided_in_parts(monkeypatch):
+    monkeypatch.setattr(verify, "LAZY_HEAD_ROWS", 5)
+    case = Case("llama", 1, "same", dataclasses.replace(LLAMA_SPECEXEC.method, num_draft_tokens=12))
+    rounds = rounds_of(case, "first layer", SAMPLINGS["penalties"])
+    assert tokens_of(rounds) == tokens_of(plain("llama", LONG_PROMPT, COUNT, 0, **SAMPLINGS["penalties"]))
+
+
+def test_a_request_of_a_known_kind_compiles_nothing(compilations):
+    for temperature in (0.5, 1.5):
+        rounds_of(PLAIN, "copy", {"temperature": temperature})
+        if temperature == 0.5:
+            before = len(compilations)
+    assert len(compilations) == before
+
+
+def test_what_the_host_knows_of_a_request():
+    assert find_variant(SamplingParams()) == GREEDY
+    assert find_variant(SamplingParams(**SAMPLINGS["cuts"])) == Variant(
+        draws=True, top_k=True, top_p=True, logprob=True
+    )
+    assert find_variant(SamplingParams(**SAMPLINGS["greedy penalties"])) == Variant(penalised=True, logprob=True)
+    early = SamplingParams(stop_token_ids=(3,), min_tokens=2, logprobs=2)
+    assert find_variant(early) == Variant(penalised=True, logprob=True, ranked=True)

@@ -1,0 +1,126 @@
+"""Resident and streamed engines of tiny checkpoints, and how their outputs are compared."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from make import random_tensors, tiny_config, write_gguf, write_hf
+
+from jaxspec.checkpoint.convert import convert
+from jaxspec.checkpoint.load import open_weights
+from jaxspec.checkpoint.pair import load_pair, place_pair
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.methods.auto import Auto
+from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.offload.load import load_streamed_pair
+from jaxspec.runtime.mesh import plan_pair
+
+LAYERS = 5
+TOKENS = [f"t{i}" for i in range(72)]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+CONTEXT = 100
+
+
+def medium(name):
+    """A file like Q4_K_M: layers that differ in their types."""
+    if "layers.1" in name and name.endswith(("v_proj.weight", "down_proj.weight")) or "embed" in name:
+        return Kind.Q6_K
+    return Kind.Q4_K
+
+
+CONFIG = tiny_config(num_layers=LAYERS)
+WIDE = tiny_config(num_layers=LAYERS, embed_dim=256, mlp_dim=512, head_dim=64)
+SLIDING = tiny_config("qwen2", num_layers=LAYERS, sliding_window=8, sliding_layers=(False, False, False, True, True))
+MIXTRAL = tiny_config("mixtral", num_layers=LAYERS)
+SHARED_EXPERT = tiny_config("qwen2_moe", num_layers=LAYERS)
+# Of each kind of checkpoint, how it is written.
+CHECKPOINTS = {
+    "float32": lambda folder: write_hf(folder / "hf", CONFIG, sharp(CONFIG)),
+    "bfloat16": lambda folder: write_hf(folder / "hf", SLIDING, sharp(SLIDING), shards=3, dtype="bfloat16"),
+    "q4_0": lambda folder: write_gguf(folder / "q4_0.gguf", CONFIG, sharp(CONFIG), qtype=Kind.Q4_0),
+    "medium": lambda folder: write_gguf(folder / "medium.gguf", WIDE, sharp(WIDE), qtype=medium),
+    "native": lambda folder: convert(write_hf(folder / "hf", CONFIG, sharp(CONFIG)), folder / "native"),
+    "native q8_0": lambda folder: convert(
+        write_gguf(folder / "q8_0.gguf", CONFIG, sharp(CONFIG), qtype=Kind.Q8_0), folder / "native"
+    ),
+    "mixtral": lambda folder: write_gguf(folder / "mixtral.gguf", MIXTRAL, sharp(MIXTRAL), qtype=Kind.Q8_0),
+    "shared expert": lambda folder: write_hf(folder / "hf", SHARED_EXPERT, sharp(SHARED_EXPERT)),
+    "draft": lambda folder: write_hf(folder / "draft", tiny_config(num_layers=1), sharp(CONFIG, layers=1)),
+}  # fmt: skip
+
+
+def sharp(cfg, layers=None):
+    """Tensors of which some tokens are probable, most are not; `layers` leaves the later ones out."""
+    tensors = random_tensors(cfg)
+    tensors["model.norm.weight"] *= 30
+    kept = cfg.num_layers if layers is None else layers
+    return {name: t for name, t in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < kept}
+
+
+@functools.cache
+def checkpoint(folder, kind):
+    """Path of a checkpoint of `CHECKPOINTS`, written once."""
+    import ml_dtypes  # noqa: F401  # its dtypes by name
+
+    path = folder / kind.replace(" ", "-")
+    path.mkdir()
+    written = CHECKPOINTS[kind](path)
+    return path / "native" if kind.startswith("native") else written
+
+
+class Pair(NamedTuple):
+    """An engine with its parameters."""
+
+    engine: Engine
+    params: ModelParams
+
+
+def make_pair(
+    path, method, *, draft=None, degree=1, offload="none", resident=0, dtype="auto", kernels="auto", context=CONTEXT,
+    shared=False,
+):  # fmt: skip
+    """A compiled engine of a checkpoint, streamed where `offload` says so; `shared` devices are those of the target."""
+    weights, draft_weights = open_weights(path), None if draft is None else open_weights(draft)
+    apart = method.own_devices and draft is not None and not shared
+    plans = plan_pair(
+        degree, 1 if apart else None, draft_platform=None, kernels=kernels, method=method.name, own_devices=apart
+    )
+    target, draft_place = place_pair(weights, draft_weights, TOKENS, lambda _: TOKENS, *plans, dtype)
+    if offload == "none":
+        params = load_pair(weights, draft_weights, target, draft_place)
+    else:
+        target = dataclasses.replace(target, resident_layers=resident)
+        params = load_streamed_pair(weights, draft_weights, target, draft_place, offload)
+    engine = Engine(Models(target, draft_place), method, context)
+    engine.prepare()
+    engine.calibrate(ModelParams(*params))
+    if isinstance(method, Auto):
+        engine.runner.timer = None  # rounds that follow a clock are not the same twice
+    return Pair(engine, ModelParams(*params))
+
+
+def decode(pair, prompt=PROMPT, count=24, seed=1, **sampling):
+    """What an engine gives: tokens, their log-probabilities, the most probable tokens at each place."""
+    options = SamplingParams(max_tokens=count, logprobs=5, **sampling)
+    rounds = []
+    with pair.engine.open(pair.params, prompt, options, seed) as session:
+        while not session.done:
+            rounds.append(session.step())
+    tokens = [token for one in rounds for token in one.tokens]
+    logprobs = [p for one in rounds for p in one.logprobs]
+    return tokens, logprobs, [top for one in rounds for top in one.top]
+
+
+def stream_of(pair) -> Any:
+    return pair.params.target["layers"]
+
+
+def caches(pair):
+    """Keys and values of the session that ended last."""
+    state = pair.engine._idle[-1].state
+    cache = getattr(state, "target", state).cache
+    length = int(cache.length)
+    return [np.asarray(layer)[:, :length] for layer in (*cache.key, *cache.value)]

@@ -1,0 +1,141 @@
+"""A streamed target gives the bits of the resident one, and each pass reads the streamed bytes once."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from marks import fast_part
+from offload_cases import PROMPT, caches, checkpoint, decode, make_pair, stream_of
+
+import jaxspec
+from jaxspec.config import SamplingParams
+from jaxspec.methods.auto import Auto
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+
+SAMPLINGS = ({}, {"temperature": 1.0, "repetition_penalty": 1.2})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("offload")
+
+
+@functools.cache
+def resident(folder, kind, method, **options):
+    return make_pair(checkpoint(folder, kind), method, **options)
+
+
+def check_equal(one, other):
+    """Tokens, log-probabilities and cached keys and values of two engines are the same bits."""
+    for sampling in SAMPLINGS:
+        assert decode(other, **sampling) == decode(one, **sampling)
+    # A resident target may have run a round that was not read: what both hold for sure is compared.
+    same = [
+        np.array_equal(a[:, : len(PROMPT) + 20], b[:, : len(PROMPT) + 20])
+        for a, b in zip(caches(other), caches(one), strict=True)
+    ]
+    assert all(same), f"layers {[i for i, equal in enumerate(same) if not equal]} of the caches differ"
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "q4_0", "medium", "native", "native q8_0"])
+def test_plain_decoding(folder, kind):
+    """Every format, from disk and from memory, with some layers resident and none."""
+    method = Autoregressive()
+    expected = resident(folder, kind, method)
+    for offload, kept in (("disk", 0), ("host", 2)):
+        streamed = make_pair(checkpoint(folder, kind), method, offload=offload, resident=kept)
+        check_equal(expected, streamed)
+        stream_of(streamed).close()
+
+
+FAST = ("specexec", "swiftspec", "plain tp4")
+METHODS = {
+    "chain": (Chain(4), 1),
+    "specexec": (SpecExec(16), 1),
+    "specinfer": (SpecInfer((2, 2, 1)), 4),
+    "swiftspec": (SwiftSpec(7, depth=3), 4),
+    "swiftspec adaptive": (SwiftSpec(7, depth=3, adaptive=True), 1),
+    "swiftspec, shared devices": (SwiftSpec(7, depth=3), 1),
+    "lookup": (PromptLookup(), 1),
+    "auto": (Auto(draft_cost=0.01), 1),
+    "plain tp4": (Autoregressive(), 4),
+}
+
+
+@pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
+def test_methods(folder, name):
+    method, degree = METHODS[name]
+    options = {"degree": degree, "draft": checkpoint(folder, "draft") if method.drafts else None}
+    options["shared"] = name.endswith("shared devices")
+    expected = make_pair(checkpoint(folder, "q4_0"), method, **options)
+    streamed = make_pair(checkpoint(folder, "q4_0"), method, offload="host", resident=1, **options)
+    check_equal(expected, streamed)
+
+
+def in_parallel(kind, method):
+    return kind in ("q4_0", "mixtral") and method == "specexec"
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    fast_part(
+        itertools.product(["float32", "bfloat16", "q4_0", "medium", "mixtral", "shared expert"], ["ar", "specexec"]),
+        in_parallel,
+    ),
+)
+def test_four_devices(folder, kind, method):
+    """Tensor parallelism of every kind of weights, mixtures of experts too: each device has its part of a layer."""
+    chosen = {"ar": Autoregressive(), "specexec": SpecExec(8)}[method]
+    options = {"degree": 4, "draft": checkpoint(folder, "draft") if chosen.drafts else None}
+    expected = make_pair(checkpoint(folder, kind), chosen, **options)
+    offload, kept = ("host", 1) if method == "ar" else ("disk", 0)
+    check_equal(expected, make_pair(checkpoint(folder, kind), chosen, offload=offload, resident=kept, **options))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "shared expert"])
+@pytest.mark.slow
+def test_mixtures_of_experts(folder, kind):
+    """All experts of a layer pass by, whichever a row is sent to."""
+    for method, offload in ((Autoregressive(), "disk"), (SpecExec(16), "host"), (SwiftSpec(7, depth=3), "host")):
+        options = {"draft": checkpoint(folder, "draft") if method.drafts else None}
+        expected = make_pair(checkpoint(folder, kind), method, **options)
+        check_equal(expected, make_pair(checkpoint(folder, kind), method, offload=offload, **options))
+
+
+def test_a_longer_prompt_goes_on_from_the_shorter_one(folder):
+    """What an earlier text left in the caches is not computed again; the bits are those of a cold run."""
+    method, path = Autoregressive(), checkpoint(folder, "q4_0")
+    streamed = make_pair(path, method, offload="host")
+    cold = decode(streamed, prompt=PROMPT + PROMPT[:9])
+    streamed.engine.session_memory = 2**30
+    decode(streamed, count=2)
+    with streamed.engine.open(streamed.params, PROMPT + PROMPT[:9], SamplingParams(max_tokens=1), 1) as session:
+        assert session.num_cached == len(PROMPT)
+    assert decode(streamed, prompt=PROMPT + PROMPT[:9]) == cold
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [256, 1024])
+def test_large_trees(folder, budget):
+    options = {"draft": checkpoint(folder, "draft"), "dtype": "float32"}
+    method = SpecExec(budget, width=32, depth=8)
+    expected = make_pair(checkpoint(folder, "float32"), method, **options)
+    check_equal(expected, make_pair(checkpoint(folder, "float32"), method, offload="disk", **options))
+
+
+@pytest.mark.real_model
+def test_the_default_model(llm):
+    """Fully compiled, from its file: logits of its integer products are those of the resident model."""
+    streamed = jaxspec.LLM(method="ar", offload="disk", resident_layers=10)
+    options = jaxspec.SamplingParams(max_tokens=16, logprobs=5, ignore_eos=True)
+    text = "The capital of France is"
+    one, other = llm.with_method("ar").generate(text, options), streamed.generate(text, options)
+    assert other.token_ids == one.token_ids
+    assert other.top_logprobs == one.top_logprobs and other.logprobs == one.logprobs
+    assert other.stats.offload["passes"] >= 16

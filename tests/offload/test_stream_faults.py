@@ -1,0 +1,189 @@
+"""Faults while layers are read: an error that names file and tensor, no wrong token, and the next request works."""
+
+import errno
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from offload_cases import checkpoint, decode, make_pair, stream_of
+
+from jaxspec.errors import CheckpointError
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.offload.layout import LeafLayout
+from jaxspec.offload.reader import OpenFile
+
+KINDS = ("float32", "q4_0", "native q8_0")
+# Prompt and four tokens: five passes of five layers.
+COUNT = 4
+
+
+class Streamed:
+    """A model that is streamed from a copy of its files, which a fault may damage."""
+
+    def __init__(self, kind, folder):
+        source = checkpoint(folder, kind)
+        self.path = folder / "copies" / kind.replace(" ", "-") / source.name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        self.path.parent.mkdir(parents=True)
+        copy(source, self.path)
+        self.pair = make_pair(self.path, Autoregressive(), offload="disk", resident=1)
+        self.expected = decode(self.pair, count=COUNT)
+        files = stream_of(self.pair).store._reader._files
+        self.kept = {path: (path.read_bytes(), os.stat(path).st_mtime_ns) for path in files}
+        self._calls = {}
+
+    def num_calls(self, monkeypatch, owner, name):
+        """How often an undisturbed request calls a method; how many reads it takes depends on the file system."""
+        if (owner, name) not in self._calls:
+            with monkeypatch.context() as patch:
+                calls = at_call(patch, owner, name, None, None)
+                assert decode(self.pair, count=COUNT) == self.expected
+            self._calls[owner, name] = len(calls)
+        return self._calls[owner, name]
+
+    def restore(self):
+        """Put the files back in place, with the time of their last change."""
+        stream_of(self.pair).reset()
+        for path, (data, modified) in self.kept.items():
+            moved = path.with_name(path.name + ".moved")
+            if moved.exists():
+                moved.rename(path)
+            with open(path, "r+b") as file:
+                file.truncate(0)
+                file.write(data)
+            os.utime(path, ns=(modified, modified))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    return {kind: Streamed(kind, folder) for kind in KINDS}
+
+
+def at_call(monkeypatch, owner, name, number, fault):
+    """Count the calls of a method; the one with this number runs a fault: before it, or in its place if it raises."""
+    original, calls = getattr(owner, name), []
+
+    def called(self, *args):
+        calls.append(None)
+        if len(calls) == number:
+            fault(self, *args)
+        return original(self, *args)
+
+    monkeypatch.setattr(owner, name, called)
+    return calls
+
+
+def read_error(self, *_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
+
+
+def out_of_memory(*_):
+    raise MemoryError
+
+
+def truncate(model, rng):
+    path = rng.choice(list(model.kept))
+    os.truncate(path, rng.randrange(os.stat(path).st_size))
+
+
+def flip_bit(model, rng):
+    path = rng.choice(list(model.kept))
+    with open(path, "r+b") as file:
+        file.seek(rng.randrange(len(model.kept[path][0])))
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
+
+
+def remove(model, rng):
+    path = rng.choice(list(model.kept))
+    path.rename(path.with_name(path.name + ".moved"))
+
+
+def run_fault(model, kind, rng, monkeypatch):
+    """A request in the middle of which a fault happens; returns its error, or None where it was over before."""
+    at = {read_error: (OpenFile, "_read_some"), out_of_memory: (LeafLayout, "write")}
+    owner, name = at.get(kind, (OpenFile, "read"))
+    fault = kind if kind in at else lambda *_: kind(model, rng)
+    # A few calls may come after the last pass, for a further one: their faults are nobody's.
+    number = rng.randrange(1, model.num_calls(monkeypatch, owner, name) * 5 // 4)
+    with monkeypatch.context() as patch:
+        at_call(patch, owner, name, number, fault)
+        try:
+            found = decode(model.pair, count=COUNT)
+        except (CheckpointError, MemoryError) as error:
+            return error
+        assert found == model.expected, "a fault changed a token"
+    return None
+
+
+FAULTS = (read_error, out_of_memory, truncate, flip_bit, remove)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_says_what_and_where(models, kind, fault, monkeypatch):
+    """Each fault is hit at least once; the next request gives the tokens of an undisturbed one."""
+    model, errors = models[kind], []
+    for seed in range(6):
+        errors.append(run_fault(model, fault, random.Random(seed), monkeypatch))
+        model.restore()
+        assert decode(model.pair, count=COUNT) == model.expected
+    hit = [error for error in errors if error is not None]
+    assert hit, "no seed hit a read"
+    for error in hit:
+        if fault is out_of_memory:
+            assert isinstance(error, MemoryError)
+        else:
+            assert isinstance(error, CheckpointError)
+            assert str(model.path) in str(error)
+            assert re.search(r"layers\.\d\.\w+", str(error)), f"no tensor is named: {error}"
+
+
+def test_a_flipped_bit_of_a_native_checkpoint_is_noticed_by_its_checksum(models):
+    """Also where size and time of the file are those of before."""
+    model = models["native q8_0"]
+    streamed = max(stream_of(model.pair).store.layouts)
+    path = next(path for path in model.kept if f"layers.{streamed}.gate_up" in str(path))
+    flip_bit_at = len(model.kept[path][0]) // 2
+    with open(path, "r+b") as file:
+        file.seek(flip_bit_at)
+        file.write(bytes([model.kept[path][0][flip_bit_at] ^ 4]))
+    os.utime(path, ns=(model.kept[path][1],) * 2)
+    stream_of(model.pair).reset()
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        decode(model.pair, count=COUNT)
+    model.restore()
+    assert decode(model.pair, count=COUNT) == model.expected
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_200_random_faults_leave_nothing_behind(models, monkeypatch):
+    """No wrong token, no hang, and memory that stays."""
+    rng, hit, sizes = random.Random(7), 0, []
+    for number in range(200):
+        model = models[KINDS[number % len(KINDS)]]
+        hit += run_fault(model, rng.choice(FAULTS), rng, monkeypatch) is not None
+        model.restore()
+        assert decode(model.pair, count=COUNT) == model.expected
+        assert (
+            len(stream_of(model.pair)._free) + len(stream_of(model.pair)._coming) == stream_of(model.pair).num_buffers
+        )
+        if Path("/proc/self/statm").exists():
+            sizes.append(resident_bytes())
+    assert hit > 100
+    if sizes:
+        # The first faults import what their errors need, and the allocator settles.
+        assert sizes[-1] - sizes[100] < 8 << 20

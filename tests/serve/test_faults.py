@@ -1,0 +1,235 @@
+"""Limits and faults: the right code for each, no answer lost or wrong, nothing left afterwards."""
+
+import contextlib
+import gc
+import json
+import os
+import random
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from jaxspec.config import SamplingParams
+from jaxspec.serve import app
+from jaxspec.serve.app import Limits
+
+HEADERS = {"Content-Type": "application/json"}
+LONG = {"ignore_eos": True, "max_tokens": 390}
+
+
+def post(server, content, headers=HEADERS, path="/v1/completions"):
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "message"),
+    [
+        (b'{"prompt": ', HEADERS, 400, "not JSON"),
+        (b'{"prompt": "\xff"}', HEADERS, 400, "not UTF-8"),
+        (b'["w1"]', HEADERS, 400, "JSON object"),
+        (b'{"prompt": "w1", "temperature": NaN}', HEADERS, 400, "NaN"),
+        (b"[" * 50_000, HEADERS, 400, "not JSON"),
+        (b'{"prompt": "\\ud800"}', HEADERS, 400, "surrogate"),
+        (b'{"prompt": ""}', HEADERS, 400, "not empty"),
+        (b'{"prompt": [1, 999]}', HEADERS, 400, "999 is not in the vocabulary"),
+        (b'{"prompt": ["w1", "w2"]}', HEADERS, 400, "2 prompts"),
+        (b'{"prompt": "w1", "model": "other"}', HEADERS, 404, "other"),
+        (b'{"prompt": "w1", "seed": -1}', HEADERS, 400, "seed"),
+        (b" " * 100_001, HEADERS, 413, "larger than 100000 bytes"),
+        (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
+    ],
+)
+def test_bad_bodies(server, content, headers, status, message):
+    answer = post(server, content, headers)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert answer.headers["x-request-id"]
+
+
+def test_a_body_of_unknown_length_has_the_same_limit(server):
+    answer = post(server, iter([b" " * 60_000] * 2))
+    assert answer.status_code == 413
+
+
+def test_other_paths_and_verbs(server):
+    assert httpx.get(f"{server.url}/v1/nothing").json()["error"]["message"].startswith("GET /v1/nothing")
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{server.url}/health", headers={"Host": "elsewhere.org"}).status_code == 400
+
+
+def test_a_key_is_asked_for(start):
+    server = start(api_key="secret")
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "secret"},
+        {"Authorization": "Bearer é".encode()},
+    ):
+        for path in ("models", "models/tiny"):
+            answer = httpx.get(f"{server.url}/v1/{path}", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert post(server, b"{}", {**HEADERS, **headers}).status_code == 401
+        assert post(server, b"{}", {**HEADERS, **headers}, "/v1/live").status_code == 401
+    assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_full_queue_and_a_slow_answer(start):
+    server = start(limits=Limits(active=1, waiting=1, seconds=1.0))
+    slow = json.dumps({"prompt": "w1", "stream": True, **LONG}).encode()
+    step, pause = server.api.scheduler._step, 0.02
+
+    def slowed(job):
+        time.sleep(pause)
+        return step(job)
+
+    server.api.scheduler._step = slowed
+    with httpx.stream("POST", f"{server.url}/v1/completions", content=slow, headers=HEADERS) as first:
+        lines = first.iter_lines()
+        next(lines)
+        waiting = threading.Thread(target=post, args=(server, b'{"prompt": "w1"}'))
+        waiting.start()
+        while not server.gauge("num_requests_waiting"):
+            time.sleep(0.01)
+        refused = post(server, b'{"prompt": "w1"}')
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert rest[-1]["error"]["code"] == "timeout"  # after the answer had begun
+    waiting.join()
+    late = post(server, json.dumps({"prompt": "w1", **LONG}).encode())
+    assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
+    pause = 0.0
+    assert post(server, b'{"prompt": "w1"}').status_code == 200
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one(server):
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "w1", "stream": True, **LONG}) as long:
+        lines = long.iter_lines()
+        next(lines)
+        assert server.post(prompt="w2", max_tokens=3).status_code == 200
+        assert server.gauge("num_requests_running") == 1
+        assert "[DONE]" in list(lines)[-2]
+
+
+def test_an_error_inside_ends_one_request(server, monkeypatch):
+    wanted = server.post(prompt="w1 w2").json()["choices"]
+    monkeypatch.setattr(server.api.llm.engine, "open", lambda *_: 1 / 0)
+    failed = server.post(prompt="w1 w2")
+    assert failed.status_code == 500 and "ZeroDivision" not in failed.text
+    monkeypatch.undo()
+    assert server.post(prompt="w1 w2").json()["choices"] == wanted
+
+
+def test_closing_finishes_what_runs_and_refuses_the_rest(start):
+    server = start()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "w1", "stream": True, **LONG}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.api.scheduler.close(30)
+        assert server.post(prompt="w1").status_code == 503
+        assert json.loads(list(lines)[-4][6:])["choices"][0]["finish_reason"] == "length"
+
+
+def test_closing_at_once_says_so(start):
+    server = start()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "w1", "stream": True, **LONG}) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.api.scheduler.close(0)
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down" and rest[-1] == "data: [DONE]"
+
+
+def raw_request(body, length=None):
+    lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json")
+    head = "\r\n".join([*lines, f"Content-Length: {length or len(body)}", "", ""])
+    return head.encode() + body
+
+
+def load(server, cold_llm, count, seed=0):
+    """Requests of all kinds, one after the other and abandoned at random; whole answers must be right."""
+    host, port = server.url.removeprefix("http://").split(":")
+    rng, finished = random.Random(seed), 0
+    for _ in range(count):
+        kind = rng.choice(["whole", "leave", "read some", "half a body", "garbage", "not UTF-8", "too large"])
+        prompt, tokens = f"w{rng.randrange(40)} w{rng.randrange(40)}", rng.randrange(1, 30)
+        body = json.dumps({"prompt": prompt, "max_tokens": tokens, "stream": kind == "read some"}).encode()
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            if kind == "whole":
+                answer = server.post(prompt=prompt, max_tokens=tokens)
+                wanted = cold_llm.generate(prompt, SamplingParams(max_tokens=tokens)) if finished % 10 == 0 else None
+                assert answer.status_code == 200
+                assert wanted is None or answer.json()["choices"][0]["text"] == wanted.text
+                finished += 1
+            elif kind == "half a body":
+                connection.sendall(raw_request(body[:5], len(body)))
+            elif kind in ("leave", "read some"):
+                connection.sendall(raw_request(body))
+                if kind == "read some":
+                    connection.recv(200)
+            else:
+                sent = {"garbage": b"{" * 50, "not UTF-8": b'"\xff"', "too large": b" " * 150_000}[kind]
+                status = {"garbage": b"400", "not UTF-8": b"400", "too large": b"413"}[kind]
+                try:
+                    connection.sendall(raw_request(sent))
+                    assert connection.recv(100).split(b" ")[1] == status
+                except ConnectionError:
+                    assert kind == "too large"  # refused before all of it was sent
+    server.wait_idle()
+    return finished
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_load_leaves_nothing(server, served_llm, cold_llm, count, monkeypatch):
+    # Caches of earlier texts are kept up to this size, on purpose; the first requests fill it.
+    monkeypatch.setattr(served_llm.engine, "session_memory", 2**22)
+    load(server, cold_llm, 30 if count < 100 else 300, seed=1)
+    gc.collect()
+    files, memory = len(os.listdir("/proc/self/fd")), resident()
+    assert load(server, cold_llm, count) > 0
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/proc/self/fd")) > files + 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    gc.collect()
+    now = len(os.listdir("/proc/self/fd"))
+    print(
+        f"{count} requests: {files} open files before, {now} after; resident memory grew by {resident() - memory} bytes"
+    )
+    assert now <= files + 3
+    assert resident() - memory < 16 * 2**20
+
+
+def test_slow_readers_hold_nobody_up(start, cold_llm, monkeypatch):
+    """A client that reads nothing is given up after a while; one that reads a byte at a time gets all of its answer."""
+    monkeypatch.setattr(app, "STALL_SECONDS", 0.5)
+    server = start(limits=Limits(active=2))
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    # So much text that the buffers of both sides cannot hold it; with log-probabilities each token has a kilobyte.
+    body = json.dumps({"prompt": "w1", "stream": True, "logprobs": 20, **LONG}).encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stalled = stack.enter_context(socket.socket())
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.connect(address)
+            stalled.sendall(raw_request(body))
+        answer = server.post(prompt="w2", max_tokens=5)  # waits for neither of them for long
+        assert answer.json()["choices"][0]["text"] == cold_llm.generate("w2", SamplingParams(max_tokens=5)).text
+        with socket.create_connection(address, timeout=30) as slow:
+            slow.sendall(raw_request(json.dumps({"prompt": "w1 w7", "max_tokens": 12, "stream": True}).encode()))
+            received = b""
+            while b"[DONE]" not in received:
+                received += slow.recv(1)
+        text = "".join(
+            json.loads(line[6:])["choices"][0]["text"] for line in received.splitlines() if b"data: {" in line
+        )
+        assert text == cold_llm.generate("w1 w7", SamplingParams(max_tokens=12)).text
+        server.wait_idle()

@@ -1,0 +1,59 @@
+"""The live view: its page needs nothing from elsewhere, and its events describe every round."""
+
+import json
+import re
+
+import httpx
+import pytest
+from serving import Running
+
+import jaxspec
+from jaxspec.config import SamplingParams
+
+
+def test_the_page_is_whole(server):
+    answer = httpx.get(server.url)
+    assert answer.headers["content-type"].startswith("text/html")
+    assert not re.search(r"""(src|href)=|@import|url\(""", answer.text)
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+@pytest.fixture(scope="module", params=["specexec", "swiftspec", "streamed"])
+def drafting(request, served_model):
+    method = jaxspec.SwiftSpec(7, 4, depth=2) if request.param == "swiftspec" else jaxspec.SpecExec(8)
+    offload = "host" if request.param == "streamed" else "none"
+    return jaxspec.LLM(served_model, draft=served_model, method=method, offload=offload)
+
+
+def test_every_round_is_described(drafting):
+    with Running(drafting) as server:
+        body = {
+            "prompt": "w1 w2",
+            "max_tokens": 20,
+            "ignore_eos": True,
+            "baseline": True,
+            "temperature": 1.0,
+            "seed": 3,
+        }
+        lines = server.post("/v1/live", **body).text.split("\n\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[0]["method"] == drafting.engine.method.name and events[0]["draft"] == "tiny"
+    rounds = [event["round"] for event in events if "round" in event]
+    wanted = drafting.generate("w1 w2", SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=3))
+    assert "".join(token for round_ in rounds for token in round_["tokens"]) == wanted.text
+    for round_ in rounds:
+        tree = round_["tree"]
+        assert len(tree["rows"]) == round_["drafted"] + 1
+        path = [tree["text"][tree["rows"].index(row)] for row in tree["accepted"]]
+        assert path[1:] == round_["tokens"][: round_["accepted"]] and len(path) == round_["accepted"] + 1
+    assert any(round_["accepted"] for round_ in rounds)
+    timelines = [event["timeline"] for event in events if "timeline" in event]
+    apart = set(drafting.engine.models.draft.plan.devices) != set(drafting.engine.models.target.plan.devices)
+    assert bool(timelines) == apart
+    if apart:
+        rows = {row for row, *_ in timelines[-1]}
+        assert {"target", "draft"} <= rows and {round_ for *_, round_ in timelines[-1]} >= {len(rounds) - 1}
+        assert all(0 <= start <= end for _, _, start, end, _ in timelines[-1])
+        assert any(name == "verify" for row, name, *_ in timelines[-1] if row == "target")
+    assert events[-2]["done"]["completion_tokens"] == 20
+    assert events[-1]["baseline"]["equal"] is True and events[-1]["baseline"]["tokens_per_s"] > 0

@@ -1,0 +1,361 @@
+"""Compile the programs of methods for a GPU that is not there, and count what makes a round slow.
+
+    pip install 'jaxspec-decode[gpu-compile]'
+    python tools/gpu_compile.py [--gpu h100] [--devices 1] [--methods ar,specexec] [--weights q4_0] [--json FILE]
+
+XLA's compiler for GPUs needs no GPU: it is told what the device is like. Each program is compiled for the Llama-3-8B
+geometry and a 1B draft in bfloat16 or in blocks, with two and with three layers, so that the difference is what a layer
+takes.
+Nothing is tuned, since nothing can be timed: a product may take other kernels on a device.
+
+  waits      loops and branches on data outside of CUDA graphs, for each of which the host waits in every turn
+  on data    all loops and branches on data
+  graphs     CUDA graphs and what else the host launches, in order
+  kernels    launches outside of loops; "a layer" is what one more layer of target and draft adds
+  copies     copies of a whole layer of a cache
+  spills     bytes of registers that a kernel keeps in memory, the most of any; by ptxas
+  shared     bytes of shared memory of a kernel, the most of any
+  memory     bytes for what a program computes on the way: with packed weights, far less than their numbers
+"""
+
+import argparse
+import collections
+import dataclasses
+import glob
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET, DRAFT, TOKENS = "llama-3-8b", "llama-3.2-1b", 1024
+LAYERS = (2, 3)
+PACKAGES = ("jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
+# Programs of a round. The others run once a text.
+ONCE = ("create", "begin", "rewind", "restart", "prefill", "skip")
+# `swift` puts data on its devices when it is bound, which devices that are not there cannot take.
+METHODS: dict[str, dict[str, Any]] = {
+    "ar": {}, "lookup": {}, "chain": {}, "specexec": {}, "specinfer": {}, "swiftspec": {}, "auto": {},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """What the compiler is told of a GPU: JAX's name of it, and the fields of XLA's target configuration.
+
+    Attributes:
+      kind: JAX's name.
+      capability: compute capability.
+      multiprocessors: number of them.
+      shared: bytes of shared memory that a block may ask for.
+      shared_in_all: bytes of a multiprocessor.
+      cache: bytes of the second-level cache.
+      bandwidth: bytes per second.
+      memory: bytes.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared: int
+    shared_in_all: int
+    cache: int
+    bandwidth: int
+    memory: int
+
+    def describe(self) -> str:
+        """XLA's target configuration. Without versions of driver and runtime, calls and branches fall out of graphs."""
+        major, minor = self.capability
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+              shared_memory_per_core: {self.shared_in_all} threads_per_core_limit: 2048
+              core_count: {self.multiprocessors} fpus_per_core: 128
+              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+              memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache} clock_rate_ghz: 1.98
+              device_memory_size: {self.memory} shared_memory_per_block_optin: {self.shared}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536
+              driver_version: "12.9.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
+            }}
+            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }}
+            runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{self.kind}"
+        """
+
+
+GPUS = {
+    "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 233472, 50 << 20, 3_350_000_000_000, 80_000_000_000),
+    "a100": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 40 << 20, 2_039_000_000_000, 80_000_000_000),
+}
+
+
+def find_problem() -> str | None:
+    """What is missing for compiling, or None."""
+
+    def is_missing(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is None
+        except ModuleNotFoundError:
+            return True
+
+    missing = [name for name in PACKAGES if is_missing(name)]
+    return f"not installed: {', '.join(missing)}; pip install 'jaxspec-decode[gpu-compile]'" if missing else None
+
+
+def main() -> None:
+    """Compile, print a table, and write the numbers if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("--devices", type=int, default=1, help="that share the target's weights, and the draft's [1]")
+    parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
+    parser.add_argument("--weights", default="bfloat16", help="a dtype or a block format, such as q4_0 [bfloat16]")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    arguments = parser.parse_args()
+    chosen = arguments.methods.split(",")
+    if unknown := [name for name in chosen if name not in METHODS]:
+        parser.error(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
+    if problem := find_problem():
+        sys.exit(problem)
+    devices = make_devices(GPUS[arguments.gpu], arguments.devices)
+    from jaxspec.models.quantization import WEIGHT_TYPES
+
+    if arguments.weights not in WEIGHT_TYPES:
+        parser.error(f"unknown weights {arguments.weights!r}; known: {', '.join(WEIGHT_TYPES)}")
+    rows = []
+    print(HEAD)
+    for name in chosen:
+        for row in count_method(name, GPUS[arguments.gpu], devices, arguments.weights):
+            rows.append(row)
+            print(render_row(row), flush=True)
+    if arguments.json:
+        result = {
+            "gpu": GPUS[arguments.gpu].kind, "devices": arguments.devices, "weights": arguments.weights, "rows": rows,
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def make_devices(gpu: GPU, count: int) -> Sequence[Any]:
+    """Devices to compile for, which cannot run anything."""
+    # Before JAX starts: it would look for a GPU, and XLA would time its choices on one.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), "--xla_gpu_autotune_level=0")))
+    compiler = importlib.util.find_spec("nvidia.cuda_nvcc")
+    assert compiler is not None and compiler.submodule_search_locations is not None
+    os.environ["PATH"] = os.pathsep.join((f"{compiler.submodule_search_locations[0]}/bin", os.environ["PATH"]))
+    import jax
+    from jax._src import xla_bridge
+    from jax.experimental import topologies
+
+    jax.devices()
+    canonicalize = xla_bridge.canonicalize_platform
+    # JAX knows a platform only if it has a device of it.
+    xla_bridge.canonicalize_platform = lambda name: "cuda" if name in ("gpu", "cuda") else canonicalize(name)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=gpu.describe(), topology=f"1x1x{count}")
+    return topology.devices
+
+
+def count_method(name: str, gpu: GPU, devices: Sequence[Any], weights: str) -> Iterator[dict[str, Any]]:
+    """A row for each program of a method's round."""
+    from jaxspec.methods.registry import make_method
+
+    found = [
+        {
+            program.name: count_program(program)
+            for program in list_programs(make_method(name, METHODS[name]), gpu, devices, layers, weights)
+        }
+        for layers in LAYERS
+    ]
+    for program, fewer in found[0].items():
+        more = found[1][program]
+        yield fewer | {
+            "method": name, "program": program, "kernels_a_layer": more["kernels"] - fewer["kernels"],
+            "by_kind_a_layer": dict(collections.Counter(more["kinds"]) - collections.Counter(fewer["kinds"])),
+        }  # fmt: skip
+
+
+def list_programs(method: Any, gpu: GPU, devices: Sequence[Any], layers: int, weights: str) -> list[Any]:
+    """Programs of a round, for models of so many layers whose weights are all of one type."""
+    import jax.numpy as jnp
+
+    from jaxspec.methods.core.round import Models
+    from jaxspec.models.presets import load_preset
+    from jaxspec.models.quantization import Storage, fit_storage
+    from jaxspec.runtime.mesh import MeshPlan
+    from jaxspec.runtime.placement import Placement
+    from pallas_kernels import selection
+    from pallas_kernels.registry import Kernels
+
+    # What `auto` chooses where all kernels pass their check.
+    usable = tuple(
+        (operation, candidate)
+        for operation, candidates in selection.SETS["auto"].items()
+        for candidate in candidates
+        if selection.find_obstacle(candidate, gpu.capability) is None
+    )
+    kernels = Kernels(
+        "pallas-triton", "gpu", implementations=usable, automatic=True, capability=gpu.capability,
+        device_kind=gpu.kind, multiprocessors=gpu.multiprocessors,
+    )  # fmt: skip
+    plan = MeshPlan(tuple(devices), kernels)
+
+    def place(preset: str, layers: int) -> Placement:
+        cfg = dataclasses.replace(load_preset(preset), num_layers=layers)
+        return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=fit_storage(Storage(weights), cfg, plan.tensor))
+
+    models = Models(place(TARGET, layers), place(DRAFT, layers - 1) if method.drafts else None)
+    programs = method.bind(models, TOKENS).programs
+    return [program for program in programs if not any(word in program.name for word in ONCE)]
+
+
+def count_program(program: Any) -> dict[str, Any]:
+    """Compile a program for greedy requests, and count."""
+    from jaxspec.runtime.xla_options import choose_options
+    from jaxspec.sampling.variant import GREEDY
+
+    start = time.monotonic()
+    lowered = program.lower(program.fit(GREEDY))
+    with tempfile.TemporaryDirectory() as folder:
+        options = choose_options(program._plan) or {}
+        compiled = lowered.compile(compiler_options=options | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        kernels = [kernel for file in glob.glob(f"{folder}/*.ptx") for kernel in assemble(Path(file))]
+        (thunks,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
+        host = thunks.read_text(encoding="utf-8")
+    launched, free = read_thunks(host)
+    # What a kernel declares, and what it is launched with.
+    shared = [kernel["shared"] for kernel in kernels] + [
+        int(size) for size in re.findall(r"shared_memory: (\d+)", host)
+    ]
+    seconds = time.monotonic() - start
+    counts = count_text(compiled.as_text())
+    return counts | {
+        "waits": counts["on_data"] if free else [],
+        "launched": launched,
+        "compile_s": seconds,
+        "spills": max((kernel["spills"] for kernel in kernels), default=0),
+        "shared": max(shared, default=0),
+        "memory": compiled.memory_analysis().temp_size_in_bytes,
+        "assembled": sorted(
+            {kernel["name"] for kernel in kernels if "attention" in kernel["name"] or "jaxspec" in kernel["name"]}
+        ),
+        "spilling": {kernel["name"]: kernel["spills"] for kernel in kernels if kernel["spills"]},
+    }
+
+
+def count_text(text: str) -> dict[str, Any]:
+    """What the compiled text of a program holds; see the module."""
+    bodies = split_computations(text)
+    entry = [found for line in bodies["ENTRY"] if (found := read_instruction(line))]
+    loops, on_data = [], []
+    for line in (line for lines in bodies.values() for line in lines):
+        found = read_instruction(line)
+        if found and found[0] in ("while", "conditional"):
+            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            named = re.search(r'op_name="([^"]*)"', line)
+            where = named[1].partition("/")[2] if named else found[1]
+            (loops if turns else on_data).append(where)
+    kinds = collections.Counter(kind for kind, _, _ in entry if kind not in FREE)
+    caches = {shape for shape in re.findall(r"bf16\[\d+,\d{3,},\d+\]", text)}
+    copies = sum(kind == "copy" and any(shape.startswith(cache) for cache in caches) for kind, _, shape in entry)
+    return {
+        "on_data": on_data, "loops": loops, "kernels": sum(kinds.values()), "kinds": dict(kinds), "copies": copies,
+    }  # fmt: skip
+
+
+def read_thunks(text: str) -> tuple[list[str], int]:
+    """Kinds of what the host launches, in order, and how many loops and branches lie outside of CUDA graphs."""
+    launched, free, above = [], 0, []
+    for line in text.splitlines():
+        found = re.match(r"( *)\d+: k(\w+)", line)
+        if not found:
+            continue
+        depth, kind = len(found[1]), found[2]
+        above = [(indent, other) for indent, other in above if indent < depth]
+        if not depth:
+            launched.append(kind)
+        if kind in ("While", "Conditional") and all(other != "CommandBuffer" for _, other in above):
+            free += 1
+        above.append((depth, kind))
+    return launched, free
+
+
+# Instructions that launch nothing.
+FREE = frozenset((
+    "parameter", "bitcast", "get-tuple-element", "tuple", "constant", "while", "conditional", "call", "after-all",
+    "opt-barrier", "async-done", "copy-done", "all-reduce-done", "all-gather-done",
+))  # fmt: skip
+
+
+def split_computations(text: str) -> dict[str, list[str]]:
+    """Lines of each computation of a module, the entry's as "ENTRY"."""
+    found, current = {}, None
+    for line in text.splitlines():
+        if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            current = found.setdefault("ENTRY" if head[1] else head[2], [])
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            current.append(line.strip())
+    return found
+
+
+def read_instruction(line: str) -> tuple[str, str, str] | None:
+    """Kind, name and shape of an instruction; a call's kind is what it calls."""
+    # Tuples of more than five have comments: "/*index=5*/".
+    found = re.match(r"(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(", line)
+    if not found:
+        return None
+    name, shape, kind = found.groups()
+    if kind == "custom-call" and (called := re.search(r'custom_call_target="([^"]+)"', line)):
+        kind = called[1]
+    return kind, name, shape
+
+
+def assemble(file: Path) -> list[dict[str, Any]]:
+    """Name, registers, spilled bytes and shared memory of each kernel in a PTX file, by ptxas."""
+    text = file.read_text(encoding="utf-8")
+    if not text:
+        return []  # a module whose kernels all have files of their own
+    target = re.search(r"^\.target (\w+)", text, re.MULTILINE)
+    assert target is not None
+    said = subprocess.run(
+        ["ptxas", "-v", f"-arch={target[1]}", "-o", os.devnull, str(file)], check=True, capture_output=True, text=True
+    ).stderr
+    kernels = []
+    for part in re.split(r"Compiling entry function ", said)[1:]:
+        name = re.match(r"'([^']+)'", part)
+        spilled = re.search(r"(\d+) bytes spill stores", part)
+        used = re.search(r"Used (\d+) registers", part)
+        shared = re.search(r"(\d+) bytes smem", part)
+        kernels.append({
+            "name": name[1] if name else "", "spills": int(spilled[1]) if spilled else 0,
+            "registers": int(used[1]) if used else 0, "shared": int(shared[1]) if shared else 0,
+        })  # fmt: skip
+    return kernels
+
+
+HEAD = (
+    "| method | program | waits | on data | launches | kernels a layer | copies | spills | shared | memory |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def render_row(row: dict[str, Any]) -> str:
+    """A row as a line of Markdown."""
+    waits, kinds = ", ".join(row["waits"]) or "none", collections.Counter(row["launched"])
+    launched = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    cells = (
+        row["method"], row["program"], waits, len(row["on_data"]), launched, row["kernels_a_layer"], row["copies"],
+        row["spills"], row["shared"], row["memory"],
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+if __name__ == "__main__":
+    main()
