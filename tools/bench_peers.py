@@ -149,6 +149,8 @@ def markdown(report: dict[str, Any], command: str) -> str:
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="GGUF file [the default model]")
+    parser.add_argument("--draft", help="checkpoint of the draft [the one shipped for the default model]")
     parser.add_argument("--methods", default="ar,lookup,auto", help="of jaxspec, by comma; ar is always there")
     parser.add_argument("--peers", default=",".join(PEERS), help="other libraries, by comma")
     parser.add_argument("--max-prompts", type=int, default=12, help="of the mini suite, evenly over its categories")
@@ -176,7 +178,9 @@ def main(words: Sequence[str] | None = None) -> None:
     prompts = select_prompts(load_prompts(), None, arguments.max_prompts)
     prompts = [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     columns = make_columns(arguments.methods.split(","))
-    llm = LLM(method=loading_method(columns, has_draft(None, None), given=False), session_memory=0)
+    drafted = has_draft(arguments.model, arguments.draft)
+    method = loading_method(columns, drafted, given=False)
+    llm = LLM(arguments.model, draft=arguments.draft, method=method, session_memory=0)
     context = max(len(llm.encode([{"role": "user", "content": p.turns[0]}])) for p in prompts) + arguments.max_tokens
     loaders = {
         "llama.cpp": lambda: load_llama(llm.model_path, context + 16, arguments.threads),
