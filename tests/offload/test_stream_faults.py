@@ -131,15 +131,17 @@ FAULTS = (read_error, out_of_memory, truncate, flip_bit, remove)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_says_what_and_where(models, kind, fault, monkeypatch):
-    """Each fault is hit at least once; the next request gives the tokens of an undisturbed one."""
+    """The next request gives the tokens of an undisturbed one."""
     model, errors = models[kind], []
-    for seed in range(6):
-        errors.append(run_fault(model, fault, random.Random(seed), monkeypatch))
+    for seed in range(100):
+        if len(errors) == 3:
+            break
+        error = run_fault(model, fault, random.Random(seed), monkeypatch)
+        errors += [error] if error is not None else []
         model.restore()
         assert decode(model.pair, count=COUNT) == model.expected
-    hit = [error for error in errors if error is not None]
-    assert hit, "no seed hit a read"
-    for error in hit:
+    assert len(errors) == 3, "the seeds hit too few reads"
+    for error in errors:
         if fault is out_of_memory:
             assert isinstance(error, MemoryError)
         else:
@@ -173,7 +175,10 @@ def resident_bytes():
 def test_200_random_faults_leave_nothing_behind(models, monkeypatch):
     """No wrong token, no hang, and memory that stays."""
     rng, hit, sizes = random.Random(7), 0, []
-    for number in range(200):
+    # Which fault is met depends on how far ahead the threads have read: some come too late for the request.
+    for number in range(1000):
+        if hit == 200:
+            break
         model = models[KINDS[number % len(KINDS)]]
         hit += run_fault(model, rng.choice(FAULTS), rng, monkeypatch) is not None
         model.restore()
@@ -183,7 +188,7 @@ def test_200_random_faults_leave_nothing_behind(models, monkeypatch):
         )
         if Path("/proc/self/statm").exists():
             sizes.append(resident_bytes())
-    assert hit > 100
+    assert hit == 200
     if sizes:
         # The first faults import what their errors need, and the allocator settles.
         assert sizes[-1] - sizes[100] < 8 << 20
