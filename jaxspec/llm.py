@@ -51,6 +51,7 @@ from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.host_plan import describe_hosts
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import release_free_memory
 from jaxspec.stream_events import EventMaker, RoundClock
 from jaxspec.text.stream import TextStream
 from jaxspec.text.tokenizer import load_tokenizer
@@ -217,6 +218,7 @@ class LLM:
             loading = pool.submit(load, weights, draft_weights, *models)
             self._unreported_compile_s = self.engine.prepare()
             self.model_params = ModelParams(*loading.result())
+        release_free_memory()
         self._unreported_compile_s += self.engine.calibrate(self.model_params)
         hosts.gather("loaded", True)
         watch.ready()

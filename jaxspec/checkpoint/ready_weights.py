@@ -8,13 +8,14 @@ written once and never changed: it is replaced or removed as a whole, which leav
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -114,33 +115,27 @@ class ReadyWeights:
             self._writing.result()
 
     def _write(self, leaves: list[jax.Array]) -> None:
-        places, sizes, at = [], {}, 0
-        for leaf in leaves:
-            if id(leaf) not in sizes:
-                sizes[id(leaf)] = at
-                at += _round_up(leaf.nbytes)
-            places.append(sizes[id(leaf)])
-        data = np.zeros(at, np.uint8)
-        written = set()
-        for leaf, place in zip(leaves, places, strict=True):
-            if place not in written:
-                data[place : place + leaf.nbytes] = np.asarray(leaf).reshape(-1).view(np.uint8)
-                written.add(place)
-        pieces = [data[start : start + PART_BYTES].data for start in range(0, at, PART_BYTES)]
-        parts = [hashlib.sha256(piece).hexdigest() for piece in pieces]
-        header = json.dumps({"places": places, "size": at, "parts": parts}).encode()
-        head = MAGIC + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header
-        head += bytes(_round_up(len(head)) - len(head))
+        arrays = list({id(leaf): leaf for leaf in leaves}.values())
+        starts = dict(zip(map(id, arrays), _starts([leaf.nbytes for leaf in arrays]), strict=True))
+        size = sum(_round_up(leaf.nbytes) for leaf in arrays)
+        places = [starts[id(leaf)] for leaf in leaves]
+        sums = [hashlib.sha256() for _ in range(0, size, PART_BYTES)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, name = tempfile.mkstemp(dir=self._folder, prefix=".part-")
             try:
                 with os.fdopen(handle, "wb") as file:
-                    file.write(head)
-                    for piece in pieces:
+                    # The sums follow from the bytes, and take as much place whatever they are.
+                    file.write(_head(places, size, sums))
+                    at = 0
+                    for piece in _pieces(arrays):
                         if not threading.main_thread().is_alive():
                             raise OSError("the process ends")
+                        sums[at // PART_BYTES].update(piece)
                         file.write(piece)
+                        at += len(piece)
+                    file.seek(0)
+                    file.write(_head(places, size, sums))
                 os.replace(name, self._path)
             except BaseException:
                 os.unlink(name)
@@ -148,6 +143,31 @@ class ReadyWeights:
             program_store.trim(self._folder, MOST_BYTES)
         except OSError as error:
             LOG.info("the weights are not kept: %s", error)
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where arrays of so many bytes begin."""
+    return [0, *itertools.accumulate(map(_round_up, sizes))][:-1]
+
+
+def _pieces(arrays: Sequence[jax.Array]) -> Iterator[memoryview]:
+    """Bytes of arrays, each filled up to the alignment; no piece lies in two parts. Nothing is copied on a CPU."""
+    at = 0
+    for array in arrays:
+        data = np.asarray(array).reshape(-1).view(np.uint8)
+        for whole in (data, np.zeros(_round_up(len(data)) - len(data), np.uint8)):
+            done = 0
+            while done < len(whole):
+                piece = whole[done : done + PART_BYTES - at % PART_BYTES]
+                yield piece.data
+                done, at = done + len(piece), at + len(piece)
+
+
+def _head(places: Sequence[int], size: int, sums: Sequence[Any]) -> bytes:
+    """Beginning of a file, up to the arrays."""
+    header = json.dumps({"places": places, "size": size, "parts": [part.hexdigest() for part in sums]}).encode()
+    head = MAGIC + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header
+    return head + bytes(_round_up(len(head)) - len(head))
 
 
 def _map(file: BinaryIO) -> tuple[dict[str, Any], np.ndarray]:

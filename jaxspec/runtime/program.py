@@ -235,15 +235,15 @@ def compile_programs(
                     for program, fitted in missing]  # fmt: skip
             for job in jobs:
                 job.result()
-        _release_free_memory()
+        release_free_memory()
     if later is None:
         for program in programs:
             program.wait(variant)
     return time.perf_counter() - start
 
 
-def _release_free_memory() -> None:
-    """Give the pages that the compiler freed back to the system: a quarter of all memory at hand with a small model."""
+def release_free_memory() -> None:
+    """Give freed pages back to the system, after compiling or loading: a quarter of all memory and more."""
     libc = ctypes.CDLL(None) if os.name == "posix" else None
     # glibc alone keeps them, and has the function.
     if hasattr(libc, "malloc_trim"):
