@@ -5,8 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native, registry
-from pallas_kernels.experts import reference
-from pallas_kernels.experts.reference import Clamp, Scores, experts_by_xla
+from pallas_kernels.experts.reference import (
+    Clamp,
+    Scores,
+    choose_experts_by_xla,
+    chosen_experts_by_xla,
+    experts_by_xla,
+)
 from pallas_kernels.linear.api import native_weight
 from pallas_kernels.linear.blocks import Blocks, Weight, find_format
 
@@ -85,7 +90,7 @@ def choose_experts(
     if logits.ndim != 2 or logits.dtype != jnp.float32 or not 1 <= per_token <= logits.shape[1]:
         raise ValueError(f"{per_token} experts of a row need float32 logits [T, E], got {logits.dtype} {logits.shape}")
     if not registry.current().native:
-        return reference.choose_experts(logits, per_token, scores)
+        return choose_experts_by_xla(logits, per_token, scores)
     shape = (logits.shape[0], per_token)
     out = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     rows = native.row_count(active_rows, logits)
@@ -122,7 +127,7 @@ def chosen_experts(
     kernels = registry.current()
     if not kernels.native:
         biases = gate_up_bias, down_bias
-        return reference.chosen_experts_by_xla(x, choice, score, places, gate_up, down, biases, clamp)
+        return chosen_experts_by_xla(x, choice, score, places, gate_up, down, biases, clamp)
     (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
     return native.call(
         "chosen_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32), x.astype(jnp.float32), choice, score, places,

@@ -26,7 +26,7 @@ class Clamp:
     alpha: float
 
 
-def choose_experts(
+def choose_experts_by_xla(
     logits: jax.Array, per_token: int, scores: Scores
 ) -> tuple[jax.Array, jax.Array]:  # float32 [T, E] -> int32 [T, k], float32 [T, k]
     """The best experts of each row, best first, the lower one first where two are alike; and their scores."""
@@ -46,7 +46,7 @@ def experts_by_xla(
     A few rows gather the weights of their experts; for more, each expert multiplies all rows, of which those count that
     are sent to it. Either way the shapes depend on the number of rows alone, and a row's result on no other row.
     """
-    choice, score = choose_experts(logits, per_token, scores)
+    choice, score = choose_experts_by_xla(logits, per_token, scores)
     own = choice - first
     mine = (own >= 0) & (own < gate_up.shape[0])
     return _mix(x, own, mine, score, None, gate_up, down, biases, clamp)
