@@ -55,19 +55,16 @@ class ExpertCache:
     """
 
     def __init__(
-        self, store: WeightStore, slots: Mapping[int, TreeLayout], kept: int, pool: Pool,
-        wait: Callable[[Sequence["Future[None]"]], Any],
+        self, slots: Mapping[int, TreeLayout], kept: int, pool: Pool, wait: Callable[[Sequence["Future[None]"]], Any]
     ):  # fmt: skip
         """Nothing is read yet.
 
         Args:
-          store: has the experts.
           slots: of each layer, the layout of the arrays that it shares with others of its kind; see `slot_layouts`.
           kept: experts of a layer that stay.
           pool: runs what fills memory; `wait` waits for it.
         """
-        self._store, self._kept, self._pool, self._wait = store, kept, pool, wait
-        self._counts = {layer: experts.count for layer, experts in store.experts.items()}
+        self._kept, self._pool, self._wait = kept, pool, wait
         shared = {layout.kind: ExpertSlots(layout) for layout in {one.kind: one for one in slots.values()}.values()}
         self._slots = {layer: shared[layout.kind] for layer, layout in slots.items()}
         # Of each layer, where its experts are, those used last at the end.
@@ -76,10 +73,11 @@ class ExpertCache:
         self._running: dict[int, Any] = {}
         self.needed = self.read = 0
 
-    def fetch(self, layer: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+    def fetch(self, store: WeightStore, layer: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         """The arrays of experts, and where in them each expert of a layer is, int32 [E], -1 for those that are not.
 
-        `rows` int [E] says how many rows each expert has to serve. Those that are needed and not there are read.
+        `rows` int [E] says how many rows each expert has to serve. Those that are needed and not there are read from
+        the store.
 
         Raises:
           CheckpointError: an expert cannot be read.
@@ -89,15 +87,15 @@ class ExpertCache:
         missing = [expert for expert in needed if expert not in places]
         self.needed, self.read = self.needed + len(needed), self.read + len(missing)
         if missing:
-            self._fill(layer, missing)
+            self._fill(store, layer, missing)
         for expert in needed:
             places[expert] = places.pop(expert)
-        found = np.full(self._counts[layer], -1, np.int32)
+        found = np.full(len(rows), -1, np.int32)
         found[[*places]] = [*places.values()]
         return slots.arrays, found
 
-    def _fill(self, layer: int, missing: Sequence[int]) -> None:
-        slots, store = self._slots[layer], self._store
+    def _fill(self, store: WeightStore, layer: int, missing: Sequence[int]) -> None:
+        slots = self._slots[layer]
         jax.block_until_ready([*self._running.values()])
         self._running.clear()
         taken = [slots.free.pop() for _ in missing]

@@ -131,7 +131,7 @@ class LayerStream:
         self._next = 0  # place in the order of the layer that is filled next
         self._coming: collections.deque[tuple[int, Buffer, list[Future[None]]]] = collections.deque()
         self._passes, self._stalls, self._stall_s, self._pass_s = 0, 0, 0.0, 0.0
-        self._experts = ExpertCache(store, slots or {}, kept, self._pool, self._wait)
+        self._experts = ExpertCache(slots or {}, kept, self._pool, self._wait)
 
     @property
     def nbytes(self) -> int:
@@ -221,7 +221,7 @@ class LayerStream:
 
     def _fetch(self, layer: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
         read, start = self._experts.read, self._clock()
-        found = self._experts.fetch(layer, rows)
+        found = self._experts.fetch(self.store, layer, rows)
         if self._experts.read > read:
             self._stalls += 1
             self._stall_s += self._clock() - start
