@@ -93,7 +93,7 @@ def plan_target_offload(
             return found  # what the time of a pass would make worthwhile does not fit
         speeds = speeds or measure_bandwidth(plan, weights)
         plan = dataclasses.replace(plan, bytes_per_s=speeds[0], memory_bytes_per_s=speeds[1])
-        measured = dataclasses.replace(store, stream_ratio=plan.stream_ratio)
+        measured = dataclasses.replace(store, stream_ratio=plan.stream_ratio, expert_share=plan.expert_share)
         # The time of a pass only grows from turn to turn, and with it the tree.
         if method.configure(models, measured) == chosen or measured.stream_ratio <= store.stream_ratio:
             return plan, store
@@ -148,7 +148,7 @@ def explain_offload(
     store = Store(weights.path, None, shipped)
     plan, _ = plan_target_offload(weights, draft_weights, models, resolved, config, store)
     rates = shipped_rates(shipped) if shipped is not None else {}
-    return plan.lines({"plain decoding": 1.0} | {f"specexec, {n} draft tokens": rate for n, rate in rates.items()})
+    return plan.lines({0: 1.0, **rates})
 
 
 def token_strings(path: Path) -> Sequence[str]:

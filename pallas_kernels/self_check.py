@@ -14,7 +14,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pallas_kernels import registry
-from pallas_kernels.experts import Clamp, experts
+from pallas_kernels.experts import Clamp, choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, linear, take_rows
 from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, GROUP_FORMATS, PACKED, packed_name
 from pallas_kernels.linear.groups import decode_groups
@@ -129,6 +129,7 @@ def _run(o):
         "swiglu": swiglu(o["x"], o["dense"]),
         "experts": experts(*operands, 2, scores="renormalised"),
         "experts with biases": experts(*operands, 2, scores="chosen", clamp=CLAMP, **biases),
+        "chosen_experts after choose_experts": _choose_and_mix(o),
         "rms_norm": rms_norm(o["x"], o["scale"], EPSILON),
         "rope_tables": jnp.concatenate([cos, sin]),
         "tree_attention": heads,
@@ -146,6 +147,13 @@ def _run(o):
     return out
 
 
+def _choose_and_mix(o: dict[str, np.ndarray]) -> jax.Array:
+    """The mixture in two steps, the weights of its three experts in another order."""
+    choice, score = choose_experts(jnp.asarray(o["logits"]), 2, scores="renormalised")
+    moved = [jnp.roll(o[name], -1, axis=0) for name in ("expert_up", "expert_down")]
+    return chosen_experts(jnp.asarray(o["x"]), choice, score, jnp.array([2, 0, 1], jnp.int32), *moved)
+
+
 def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     x, hidden = o["x"], o["x"] @ o["dense"].T
     angle = POSITION[:, None] * o["frequency"]
@@ -160,6 +168,7 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "experts with biases": _mix(
             x, o["logits"], o["expert_up"], o["expert_down"], (o["up_bias"], o["down_bias"]), CLAMP
         ),
+        "chosen_experts after choose_experts": _mix(x, o["logits"], o["expert_up"], o["expert_down"]),
         "rms_norm": x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
         "rope_tables": np.concatenate([cos, sin]),
         "tree_attention": _attend(rotate(o["qkv"][:, :, :-2], cos, sin), key, value),

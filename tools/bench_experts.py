@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.microbench import median_times, time_target_pass
-from jaxspec.methods.core.cost_model import distinct_experts, pass_costs
+from jaxspec.methods.core.cost_model import pass_costs
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.experts import ExpertsConfig, distinct_experts
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement

@@ -161,9 +161,10 @@ def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable
     Raises:
       ConfigError: the model is a mixture of experts, of which a step reads a few that depend on the text.
     """
-    if isinstance(stream := params["layers"], LayerStream):
+    stream = params["layers"] if isinstance(params["layers"], LayerStream) else None
+    if stream is not None and not stream.store.experts:
         return lambda: _time_stream(stream)
-    if any("router" in layer for layer in params["layers"]):
+    if stream is not None or any("router" in layer for layer in params["layers"]):
         raise ConfigError("the roofline of a mixture of experts is not measured: what a step reads depends on the text")
     leaves, treedef = jax.tree.flatten(params)
     specs = jax.tree.unflatten(treedef, [leaf.sharding.spec for leaf in leaves])

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -40,7 +40,21 @@ _NUM_THREADS = 2
 
 
 ReadBytes = Callable[[Path, int, int], np.ndarray]
-ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
+
+
+class ReadLeaf(Protocol):
+    """Reads one whole unpadded parameter by leaf name, as its declaration says; or the part of one `expert` of it.
+
+    The declaration of a part is that of the whole, with one expert in place of all.
+    """
+
+    def __call__(self, name: str, info: ArrayInfo, expert: int | None = None) -> np.ndarray: ...
+
+
+class FileBytes(Protocol):
+    """Bytes of files that a `ReadLeaf` asks for with the same arguments."""
+
+    def __call__(self, name: str, info: ArrayInfo, expert: int | None = None) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +67,7 @@ class Weights:
       read: reads one whole unpadded parameter by leaf name, as its declaration says.
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
-      direct: the same as `read` by a function of path, offset and size that reads bytes of a file.
+      direct: makes a `ReadLeaf` of a function of path, offset and size that reads bytes of a file.
       file_bytes: bytes that `direct` asks for to read a parameter.
     """
 
@@ -66,7 +80,7 @@ class Weights:
     vocabulary: str | None = None
     layers: LayerSet | None = None
     direct: Callable[[ReadBytes], ReadLeaf] | None = None
-    file_bytes: Callable[[str, ArrayInfo], int] | None = None
+    file_bytes: FileBytes | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
         """The types on `plan` where weights stay as the checkpoint holds them."""
@@ -101,10 +115,10 @@ def open_weights(path: Path | None) -> Weights:
 
             return functools.partial(read_leaf, native, read_bytes=read_bytes)
 
-        def native_bytes(name: str, info: ArrayInfo) -> int:
+        def native_bytes(name: str, info: ArrayInfo, expert: int | None = None) -> int:
             from jaxspec.checkpoint.native.checkpoint import leaf_bytes
 
-            return leaf_bytes(native, name, info)
+            return leaf_bytes(native, name, info, expert)
 
         return Weights(
             path, native.config, native.eos_ids, native.storage, restore, read_native, native.vocabulary,
@@ -137,11 +151,25 @@ def open_weights(path: Path | None) -> Weights:
         if is_default:
             verify_default(source.path)
         reading = source.reading(read_bytes)
-        return lambda name, info: dataclasses.replace(all_recipes()[name], info=info).read(reading)
 
-    def file_bytes(name: str, info: ArrayInfo) -> int:
+        def read_directly(name: str, info: ArrayInfo, expert: int | None = None) -> np.ndarray:
+            recipe = all_recipes()[name]
+            if expert is None:
+                return dataclasses.replace(recipe, info=info).read(reading)
+            whole = dataclasses.replace(info, shape=(recipe.info.shape[0], *info.shape[1:]))
+            return dataclasses.replace(recipe, info=whole).read(reading, name, Part(0, expert, expert + 1))
+
+        return read_directly
+
+    def file_bytes(name: str, info: ArrayInfo, expert: int | None = None) -> int:
         recipe = all_recipes()[name]
-        return 0 if recipe.is_order else sum(source.nbytes(tensor) for tensor, _ in recipe.sources)
+        if recipe.is_order:
+            return 0
+        sources = recipe.sources
+        if expert is not None:
+            each = len(sources) // recipe.info.shape[0]
+            sources = sources[expert * each : (expert + 1) * each]
+        return sum(source.nbytes(tensor) for tensor, _ in sources)
 
     return Weights(path, source.config, source.eos_ids, storage, load, read, direct=direct, file_bytes=file_bytes)
 

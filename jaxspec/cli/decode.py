@@ -384,6 +384,8 @@ def _offload_line(counts: dict[str, Any]) -> str:
         f"{counts['passes']} passes of {counts['pass_s'] / max(counts['passes'], 1):.2f} s",
         f"waited {counts['stalls']} times, {counts['stall_s']:.2f} s",
     ]
+    if counts["experts"]:
+        parts.append(f"{counts['experts_read']} of {counts['experts']} experts read")
     return " · ".join(parts + ([] if counts["overlap"] is None else [f"overlap {counts['overlap']:.0%}"]))
 
 

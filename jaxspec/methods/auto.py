@@ -21,6 +21,7 @@ from jaxspec.methods.core.cost_model import (
     relative_draft_cost,
     shipped_costs,
     shipped_rates,
+    stream_growth,
     tree_passes,
 )
 from jaxspec.methods.core.cost_profile import CostProfile, MeasuringRunner, RoundTimes
@@ -126,7 +127,8 @@ class Auto(Method):
         def speed(budget: int) -> float:
             passes, width = pass_costs(target, budget + 1)[-1], SpecExec(budget).draft_rows
             drafting = tree_passes(budget, width) * draft_cost * pass_costs(draft, width)[-1]
-            return rates[budget] / (max(ratio, passes) + drafting)
+            reading = ratio * stream_growth(target, budget + 1, store.expert_share)
+            return rates[budget] / (max(reading, passes) + drafting)
 
         speeds = {budget: speed(budget) for budget in sorted(rates)}
         best = max(speeds.values())

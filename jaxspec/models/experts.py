@@ -68,3 +68,11 @@ class ExpertsConfig:
     def clamp(self) -> Clamp | None:
         """The activation, where it is not silu's."""
         return None if self.limit is None else Clamp(self.limit, self.alpha)
+
+
+def distinct_experts(experts: ExpertsConfig, rows: float) -> float:
+    """Experts that some of so many rows are sent to, if each row's are drawn at random.
+
+    The rows of a text have more in common: this is an upper estimate (docs/results/moe-cpu.md).
+    """
+    return experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)

@@ -30,8 +30,9 @@ MLP_PARAMS = (
     "shared_gate_up", "shared_down", "router_bias", "gate_up_bias", "down_bias",
 )  # fmt: skip
 
-# Those of which a mixture of experts has one for each expert.
-ROUTED_PARAMS = ("gate_up", "down", "gate_up_bias", "down_bias")
+# Those of which a mixture of experts has one for each expert: weights, and all of them.
+EXPERT_WEIGHTS = ("gate_up", "down")
+ROUTED_PARAMS = (*EXPERT_WEIGHTS, "gate_up_bias", "down_bias")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,13 +22,13 @@ from jaxspec.models.features import NORMED
 from jaxspec.models.heads import head_layout, split_slots
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
+from jaxspec.models.mixture import Routed, mix_routed_rows, mix_rows, route_rows
 from jaxspec.models.params import Params
 from jaxspec.models.quantization import PARTS
 from jaxspec.models.rope import RopeConfig, rope_frequencies
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
-from pallas_kernels.experts import experts as mix
-from pallas_kernels.linear import Blocks, as_matrix, linear, row_dtype, take_rows
+from pallas_kernels.linear import as_matrix, linear, row_dtype, take_rows
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
 from pallas_kernels.swiglu import geglu, norm_swiglu, swiglu
@@ -162,18 +162,20 @@ class Frame:
     position: jax.Array  # int32 [T]
     length: jax.Array  # int32 [], of the cache
     window: Window | None
+    live: jax.Array | None = None  # int32 [], rows whose experts are needed; None for all of the window's active rows
 
 
 def begin_rows(
-    params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, length: jax.Array, window: Window | None
-) -> tuple[jax.Array, Frame]:
+    params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, length: jax.Array, window: Window | None,
+    live: jax.Array | None = None,
+) -> tuple[jax.Array, Frame]:  # fmt: skip
     """The first step of a pass that runs layer by layer: embedded rows, float32 [T, D], and what all layers share."""
     with jax.named_scope("embed"):
         x = embed(params, token)
         if cfg.embed_scale != 1:
             x = x * cfg.embed_scale
     ropes = tuple(make_tables(rope, cfg.head_dim, position) for rope in rope_settings(cfg))
-    return x, Frame(ropes, position, length, window)
+    return x, Frame(ropes, position, length, window, live)
 
 
 def rope_settings(cfg: ModelConfig) -> tuple[RopeConfig, ...]:
@@ -183,20 +185,45 @@ def rope_settings(cfg: ModelConfig) -> tuple[RopeConfig, ...]:
 
 def run_one_layer(
     layer: Params, cfg: ModelConfig, index: int, x: jax.Array, frame: Frame, key: tuple[jax.Array, ...],
-    value: tuple[jax.Array, ...],
-) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:  # fmt: skip
+    value: tuple[jax.Array, ...], *, route_only: bool = False,
+) -> tuple[Any, tuple[jax.Array, ...], tuple[jax.Array, ...]]:  # fmt: skip
     """Layer `index` of a pass that runs layer by layer.
 
-    `key` and `value` are the layer's arrays of the cache, one for each kind of KV head; they come back written.
+    `key` and `value` are the layer's arrays of the cache, one for each kind of KV head; they come back written. With
+    `route_only` the layer ends where its router has chosen experts, whose weights are not needed: the first result is
+    a `Routed` for `mix_one_layer`.
     """
     window, sliding = frame.window, cfg.window(index)
     if window is not None and sliding is not None:
         window = window.cut(frame.position, sliding)
-    return _run_layer(
+    out, key, value = _run_layer(
         layer, x, frame.ropes[rope_settings(cfg).index(cfg.layer_rope(index))], key, value, frame.length,
         frame.position, window, None, runs=cfg.layer_units(index), cfg=cfg, experts=cfg.layer_experts(index),
-        sliding=sliding, cache_only=False, kernels=registry.current(),
+        sliding=sliding, cache_only=False, route_only=route_only, kernels=registry.current(),
     )  # fmt: skip
+    live = frame.live if window is None or frame.live is not None else window.active_rows
+    return out.keep_first(live) if isinstance(out, Routed) and live is not None else out, key, value
+
+
+def mix_one_layer(
+    layer: Params, cfg: ModelConfig, index: int, routed: Routed, frame: Frame, places: jax.Array
+) -> jax.Array:
+    """The rest of layer `index` after `run_one_layer` with `route_only`: the rows' experts; float32 [T, D].
+
+    `gate_up` and `down` of `layer` hold the weights of expert i at `places[i]` (int32 [E]), at least those of the
+    experts that were chosen.
+    """
+    experts = cfg.layer_experts(index)
+    assert experts is not None  # the layer has a router
+
+    def mix(active_rows: jax.Array | None, routed: Routed) -> jax.Array:
+        with jax.named_scope("mlp"):
+            mixed = _all_reduce(mix_routed_rows(layer, experts, routed, places, active_rows))
+            return routed.x + norm_result(layer, cfg, "mlp_post_norm", mixed)
+
+    active_rows = None if frame.window is None else frame.window.active_rows
+    leaves, tree = jax.tree.flatten(routed)
+    return map_active_rows(lambda active, *rows: mix(active, jax.tree.unflatten(tree, rows)), active_rows, *leaves)
 
 
 def finish_rows(params: Params, cfg: ModelConfig, x: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
@@ -248,10 +275,13 @@ def run_layers(
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the
 # operations ask the registry for: it is an argument so that no trace is used for another choice.
-@functools.partial(jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "kernels"))
+@functools.partial(
+    jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "route_only", "kernels")
+)
 def _run_layer(
     layer: Params, x, rope, key, value, length, position, window, units, joined=None,
     *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None, sliding, cache_only, kernels,
+    route_only=False,
 ):  # fmt: skip
     active_rows = None if window is None else window.active_rows
 
@@ -290,8 +320,16 @@ def _run_layer(
 
     def add_mlp(active_rows, x):
         with jax.named_scope("mlp"):
-            block = feed_forward if experts is None else functools.partial(mix_experts, experts=experts)
-            return x + norm_result(layer, cfg, "mlp_post_norm", _all_reduce(block(layer, cfg, x, active_rows)))
+            if experts is None:
+                result = feed_forward(layer, cfg, x, active_rows)
+            else:
+                result = mix_rows(layer, experts, norm_input(layer, cfg, "mlp_norm", x), active_rows)
+            return x + norm_result(layer, cfg, "mlp_post_norm", _all_reduce(result))
+
+    def route(active_rows, x):
+        with jax.named_scope("mlp"):
+            assert experts is not None  # only a mixture has a router
+            return route_rows(layer, experts, x, norm_input(layer, cfg, "mlp_norm", x), active_rows)
 
     def attention_unit(x, key, value):
         heads, key, value = attend(x, key, value)
@@ -312,7 +350,8 @@ def _run_layer(
         heads, key, value = attend(x, key, value)
         if cache_only:
             return x, key, value
-        finish = lambda active_rows, x, heads: add_mlp(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
+        end = route if route_only else add_mlp
+        finish = lambda active_rows, x, heads: end(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
         return map_active_rows(finish, active_rows, x, heads), key, value
     if runs[0]:
         x, key, value = attention_unit(x, key, value)
@@ -446,41 +485,3 @@ def _order(layer: Params, name: str, x: jax.Array) -> jax.Array:  # [T, I] -> [T
     """Inputs in the order in which a weight takes them."""
     order = layer.get(f"{name}_order")
     return x if order is None else jnp.take(x, order, axis=1, mode="clip")
-
-
-def mix_experts(
-    layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None, *, experts: ExpertsConfig
-) -> jax.Array:
-    """Norm and mixture of experts, [T, D] -> [T, D] float32; a partial sum over shards.
-
-    A shard has a part of every expert, or, where it has fewer experts than there are, all of some.
-    """
-    x = norm_input(layer, cfg, "mlp_norm", x)
-    gate_up, down = layer["gate_up"], layer["down"]
-    first, biases = 0, {}
-    is_whole = gate_up.shape[0] == experts.count
-    if not is_whole:
-        first = jax.lax.axis_index(TENSOR_AXIS) * gate_up.shape[0]
-    logits = linear(x, layer["router"], active_rows)
-    if experts.biases:
-        logits = logits + layer["router_bias"]
-        biases = {"gate_up_bias": merge_gate_up(layer["gate_up_bias"]), "down_bias": layer["down_bias"]}
-        if is_whole and jax.lax.axis_size(TENSOR_AXIS) > 1:
-            # Every shard has a part of each expert: one of them adds its bias.
-            biases["down_bias"] = jnp.where(jax.lax.axis_index(TENSOR_AXIS) == 0, layer["down_bias"], 0)
-    mixed = mix(
-        x, logits, merge_gate_up(gate_up), down, experts.per_token, scores=experts.scores, first=first,
-        active_rows=active_rows, clamp=experts.clamp, **biases,
-    )  # fmt: skip
-    if not experts.shared_dim:
-        return mixed
-    hidden = swiglu(x, as_matrix(layer["shared_gate_up"], 2 * layer["shared_gate_up"].shape[1]), active_rows)
-    shared = linear(hidden, as_matrix(layer["shared_down"], layer["shared_down"].shape[0]), active_rows)
-    return mixed + jax.nn.sigmoid(linear(x, layer["shared_gate"], active_rows)) * shared
-
-
-def merge_gate_up(weight: Any) -> Any:
-    """`[e, 2, F, ...]` as `[e, 2F, ...]`; nothing moves in memory."""
-    if isinstance(weight, Blocks):
-        return Blocks(merge_gate_up(weight.data), weight.format)
-    return weight.reshape(weight.shape[0], -1, *weight.shape[3:])

@@ -1,5 +1,6 @@
 """How the parameters of a layer lie in memory as programs take them: each device's part of each array, packed."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -8,13 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.models.params import ArrayInfo, declare_params, is_info, leaf_name
+from jaxspec.models.params import EXPERT_WEIGHTS, ArrayInfo, declare_params, is_info, leaf_name
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.sharding import arrange_declared, pad_to
 from pallas_kernels.linear.blocks import FORMATS, PLANES, Blocks
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes
 
+PACKED_OUTPUTS = 16  # of a group, see `pallas_kernels/linear/packed_formats.h`
 ALIGNMENT = 64  # JAX keeps an array's memory without a copy where it begins at a multiple of so many bytes
 
 
@@ -71,6 +73,22 @@ class LeafLayout:
                 else:
                     pack_blocks(shard, name, outputs, buffer)
 
+    def of_experts(self, count: int) -> "LeafLayout":
+        """The same array with so many experts in place of all of them."""
+
+        def cut(whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *whole.shape[1:]), whole.dtype, sharding=whole.sharding)
+
+        info = dataclasses.replace(self.info, shape=(count, *self.info.shape[1:]))
+        return LeafLayout(self.name, info, cut(self.loaded), cut(self.placed), self.packed)
+
+    @property
+    def has_separate_experts(self) -> bool:
+        """Whether the bytes of each expert follow those of the one before."""
+        # Packed blocks lie in groups of sixteen outputs, which may cross from expert to expert.
+        outputs = math.prod(self.shard_shape[1:-2])
+        return self.packed is None or self.packed in PLANES or outputs % PACKED_OUTPUTS == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class TreeLayout:
@@ -85,11 +103,25 @@ class TreeLayout:
         return sum(-(-leaf.shard_bytes // ALIGNMENT) * ALIGNMENT for leaf in self.leaves)
 
     @property
+    def all_bytes(self) -> int:
+        """Bytes on all devices of this process."""
+        return sum(leaf.shard_bytes * len(leaf.shards) for leaf in self.leaves)
+
+    @property
     def kind(self) -> Any:
         """What layers must have in common to use the same buffers in the same way."""
         return self.tree, tuple(
             (leaf.placed.shape, str(leaf.placed.dtype), leaf.placed.sharding) for leaf in self.leaves
         )
+
+    def of_experts(self, count: int) -> "TreeLayout":
+        """The same arrays with so many experts in place of all of them."""
+        return TreeLayout(tuple(leaf.of_experts(count) for leaf in self.leaves), self.tree)
+
+    @property
+    def shapes(self) -> Any:
+        """The tree of the placed arrays' shapes."""
+        return jax.tree.unflatten(self.tree, [leaf.placed for leaf in self.leaves])
 
     def carve(self, arenas: dict[Any, np.ndarray]) -> list[list[np.ndarray]]:
         """Buffers of each leaf, one for each of its shards, in one array of bytes for each device."""
@@ -113,11 +145,28 @@ class TreeLayout:
         return jax.tree.unflatten(self.tree, placed)
 
 
+class Experts(NamedTuple):
+    """The experts of a layer: how one of them lies in memory, and how many there are."""
+
+    layout: TreeLayout
+    count: int
+
+
 class LayerLayout(NamedTuple):
-    """A layer: norms and biases, which always stay on the devices, and its weights, which may pass by."""
+    """A layer: norms and biases, which always stay on the devices, and its weights, which may pass by.
+
+    Of a mixture whose experts pass one by one, `shared` are the weights that every pass takes; None else.
+    """
 
     small: TreeLayout
     weights: TreeLayout
+    shared: TreeLayout | None = None
+    experts: Experts | None = None
+
+    @property
+    def passing(self) -> TreeLayout:
+        """What every pass takes of the layer, if it is streamed."""
+        return self.weights if self.shared is None else self.shared
 
 
 def layer_layouts(placement: Placement) -> list[LayerLayout]:
@@ -125,11 +174,35 @@ def layer_layouts(placement: Placement) -> list[LayerLayout]:
     trees = [declare_params(placement.cfg, placement.weights), placement.own_params(), placement.params()]
     made = []
     for index, layer in enumerate(zip(*(tree["layers"] for tree in trees), strict=True)):
-        names = [name for name in layer[0] if name.endswith(("norm", "bias"))]
-        small = _make_layout(index, *({name: tree[name] for name in names} for tree in layer))
-        weights = ({name: leaf for name, leaf in tree.items() if name not in names} for tree in layer)
-        made.append(LayerLayout(small, _make_layout(index, *weights)))
+
+        def lay_out(names: list[str], index: int = index, layer: Any = layer) -> TreeLayout:
+            return _make_layout(index, *({name: tree[name] for name in names if name in tree} for tree in layer))
+
+        small = [name for name in layer[0] if name.endswith(("norm", "bias"))]
+        weights = [name for name in layer[0] if name not in small]
+        made.append(LayerLayout(lay_out(small), lay_out(weights)))
+        experts = placement.cfg.layer_experts(index)
+        if experts is None or placement.plan.expert_parallel or not all(placement.cfg.layer_units(index)):
+            continue
+        every = lay_out([*EXPERT_WEIGHTS])
+        if all(leaf.has_separate_experts for leaf in every.leaves):
+            shared = lay_out([name for name in weights if name not in EXPERT_WEIGHTS])
+            made[-1] = made[-1]._replace(shared=shared, experts=Experts(every.of_experts(1), experts.count))
     return made
+
+
+def slot_layouts(placement: Placement) -> dict[int, TreeLayout]:
+    """Of each streamed layer whose experts pass one by one, the array of experts on the devices that it uses.
+
+    Layers of a kind share it. It has room for all experts of a layer, and for those that each layer keeps.
+    """
+    layouts = layer_layouts(placement)
+    found = {i: experts for i in placement.streamed if (experts := layouts[i].experts) is not None}
+    users = collections.Counter(experts.layout.kind for experts in found.values())
+    return {
+        i: experts.layout.of_experts(experts.count + placement.kept_experts * users[experts.layout.kind])
+        for i, experts in found.items()
+    }
 
 
 def _make_layout(index: int, declared: Any, loaded: Any, placed: Any) -> TreeLayout:

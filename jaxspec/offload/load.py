@@ -12,7 +12,7 @@ from jaxspec.checkpoint.pair import DamagedDraftError
 from jaxspec.config import Offload
 from jaxspec.errors import CheckpointError
 from jaxspec.models.params import Params, declare_params, is_info, leaf_name
-from jaxspec.offload.layout import layer_layouts
+from jaxspec.offload.layout import layer_layouts, slot_layouts
 from jaxspec.offload.reader import DirectReader
 from jaxspec.offload.stores import DiskStore, HostStore, WeightStore, read_tree
 from jaxspec.offload.stream import LayerStream
@@ -51,14 +51,17 @@ def load_streamed_pair(
         layouts, streamed = layer_layouts(target), target.streamed
         small = [read_tree(read, layout.small) for layout in layouts]
         resident = {i: read_tree(read, layout.weights) for i, layout in enumerate(layouts) if i not in streamed}
-        store: WeightStore = DiskStore({i: layouts[i].weights for i in streamed}, reader, read)
+        passing = {i: layouts[i].passing for i in streamed}
+        experts = {i: one for i in streamed if (one := layouts[i].experts) is not None}
+        store: WeightStore = DiskStore(passing, reader, read, experts)
         if offload == "host":
-            store = HostStore(store.layouts, store)
+            store = HostStore(store)
             reader.close()
     except BaseException:
         reader.close()
         raise
-    return params | {"layers": LayerStream(store, small, resident)}, draft_params
+    stream = LayerStream(store, small, resident, slots=slot_layouts(target), kept=target.kept_experts)
+    return params | {"layers": stream}, draft_params
 
 
 def _read_beside(read: ReadLeaf, target: Placement) -> Params:

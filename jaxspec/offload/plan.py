@@ -13,13 +13,16 @@ import numpy as np
 from jaxspec.checkpoint.load import Weights
 from jaxspec.config import EngineConfig, Offload
 from jaxspec.errors import ConfigError
-from jaxspec.offload.layout import TreeLayout, layer_layouts
+from jaxspec.models.experts import distinct_experts
+from jaxspec.offload.layout import LayerLayout, TreeLayout, layer_layouts, slot_layouts
 from jaxspec.offload.reader import PIECE, DirectReader
 from jaxspec.offload.stream import NUM_BUFFERS, NUM_FILLERS
 from jaxspec.runtime.placement import Placement
 
 # Of the checkpoint's files, how much is read to learn what the disk gives.
 _PROBE_BYTES, _PROBE_SECONDS = 256 << 20, 0.5
+# Numbers of rows whose expected bytes a plan of a mixture shows.
+SHOWN_ROWS = (1, 8, 64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,7 @@ class OffloadPlan:
       beside: the target's weights apart from the layers: embedding, norms, head.
       resident: its layers that stay.
       buffers: the ring through which the others pass.
+      experts: arrays of experts that are read one by one: all of a layer, and those that layers keep.
       held: caches, trees and texts of one answer, target and draft.
       work: what programs take while they run, an estimate from above.
       kept: caches that finished conversations may keep.
@@ -39,7 +43,8 @@ class OffloadPlan:
       apart: what a draft on devices of its own takes on each of them, in all; `draft_devices` says how many there are.
       staging: host memory for what is read and not yet packed (all devices).
       host: host memory for the layers that pass by (all devices); 0 where they are read from disk.
-      pass_bytes: bytes read from files, or copied from host memory, for each pass.
+      pass_bytes: bytes read from files, or copied from host memory, for a pass; with all experts.
+      expert_bytes: those of them that are of experts which are read only if rows are sent to them.
       process: memory that this process takes already, without any weights; 0 where that is not known.
       bytes_per_s: what the disk or the memory gives, where it was measured.
       memory_bytes_per_s: what copies in memory reach, measured at the same time.
@@ -50,6 +55,7 @@ class OffloadPlan:
     beside: int
     resident: int
     buffers: int
+    experts: int
     held: int
     work: int
     kept: int
@@ -59,6 +65,7 @@ class OffloadPlan:
     staging: int
     host: int
     pass_bytes: int
+    expert_bytes: int = 0
     process: int = 0
     bytes_per_s: float | None = None
     memory_bytes_per_s: float | None = None
@@ -66,28 +73,45 @@ class OffloadPlan:
     @property
     def device_bytes(self) -> int:
         """What the memory of each of the target's devices has to hold."""
-        weights = self.beside + self.resident + self.buffers + self.draft
+        weights = self.beside + self.resident + self.buffers + self.experts + self.draft
         return weights + self.held + self.kept + self.work
 
+    def bytes_of_rows(self, rows: int) -> float:
+        """Bytes of a pass of so many rows, if each one's experts are drawn at random and none of them is kept."""
+        experts = self.target.cfg.experts
+        part = 1.0 if experts is None else distinct_experts(experts, rows) / experts.count
+        return self.pass_bytes - (1 - part) * self.expert_bytes
+
+    def seconds_of_rows(self, rows: int) -> float | None:
+        """Seconds that such a pass takes at least, as it waits for all that is streamed."""
+        return self.bytes_of_rows(rows) / self.bytes_per_s if self.bytes_per_s else None
+
     @property
-    def pass_s(self) -> float | None:
-        """Seconds that a pass takes at least, as it waits for all that is streamed."""
-        return self.pass_bytes / self.bytes_per_s if self.bytes_per_s else None
+    def expert_share(self) -> float:
+        """Of the bytes of a pass of one row, the part of experts that are read as rows need them."""
+        experts, one = self.target.cfg.experts, self.bytes_of_rows(1)
+        return 0.0 if experts is None or not one else self.expert_bytes * experts.per_token / experts.count / one
 
     @property
     def stream_ratio(self) -> float:
         """The least time of a pass over what one row takes to compute, which reads all weights from memory; or 0."""
-        if self.pass_s is None or self.memory_bytes_per_s is None:
+        pass_s = self.seconds_of_rows(1)
+        if pass_s is None or self.memory_bytes_per_s is None:
             return 0.0
-        layers = sum(layout.weights.nbytes for layout in layer_layouts(self.target))
-        return self.pass_s * self.memory_bytes_per_s / (self.beside + layers)
+        layers, unread = sum(layout.weights.nbytes for layout in layer_layouts(self.target)), 0.0
+        if (experts := self.target.cfg.experts) is not None:
+            split = (layout.experts for layout in layer_layouts(self.target))
+            every = sum(one.layout.nbytes * one.count for one in split if one is not None)
+            unread = every * (1 - experts.per_token / experts.count)
+        return pass_s * self.memory_bytes_per_s / (self.beside + layers - unread)
 
-    def lines(self, rates: Mapping[str, float] | None = None) -> list[str]:
-        """The plan in words; `rates` are tokens per pass by what methods are called."""
+    def lines(self, rates: Mapping[int, float] | None = None) -> list[str]:
+        """The plan in words; `rates` are tokens per pass of SpecExec by draft tokens, 0 is plain decoding."""
         layers, streamed = self.target.cfg.num_layers, len(self.target.streamed)
         rows = [
             ("embedding, norms, head", self.beside), (f"{layers - streamed} resident layers", self.resident),
-            (f"buffers for {streamed} streamed layers", self.buffers), ("draft", self.draft),
+            (f"buffers for {streamed} streamed layers", self.buffers),
+            (f"experts, {self.target.kept_experts} of a layer stay", self.experts), ("draft", self.draft),
             ("caches, trees and texts", self.held), ("earlier conversations, at most", self.kept),
             ("programs while they run, at most", self.work),
         ]  # fmt: skip
@@ -107,14 +131,29 @@ class OffloadPlan:
             most = self.device_bytes * len(devices) + self.apart * self.draft_devices
             most += sum(size for _, size in beside)
             made.append(f"{'memory of the process, in all':<36}{format_bytes(most):>12}")
-        made.append(f"{'bytes of a pass':<36}{format_bytes(self.pass_bytes):>12}")
-        if self.pass_s is not None and self.bytes_per_s is not None:
+        made += self._pass_lines()
+        pass_s = self.seconds_of_rows(1)
+        if pass_s is not None and self.bytes_per_s is not None:
             made.append(f"{'measured bandwidth':<36}{format_bytes(self.bytes_per_s):>12}/s")
-            made.append(f"{'seconds of a pass, at least':<36}{self.pass_s:>12.3f}")
+            made.append(f"{'seconds of a pass, at least':<36}{pass_s:>12.3f}")
             if rates:
                 made.append("tokens/s at most, where drafting takes no time:")
-                made += [f"  {name:<34}{rate / self.pass_s:>12.2f}" for name, rate in rates.items()]
+                for tokens, rate in rates.items():
+                    name = f"specexec, {tokens} draft tokens" if tokens else "plain decoding"
+                    made.append(f"  {name:<34}{rate / (self.seconds_of_rows(tokens + 1) or pass_s):>12.2f}")
         return made
+
+    def _pass_lines(self) -> list[str]:
+        """What a pass reads."""
+        experts = self.target.cfg.experts
+        if not self.expert_bytes or experts is None:
+            return [f"{'bytes of a pass':<36}{format_bytes(self.pass_bytes):>12}"]
+        made = [f"bytes of a pass, each of whose rows has {experts.per_token} of {experts.count} experts at random:"]
+        for rows in SHOWN_ROWS:
+            name = "1 row" if rows == 1 else f"{rows} rows, expected"
+            made.append(f"  {name:<34}{format_bytes(self.bytes_of_rows(rows)):>12}")
+        made.append(f"  {'all experts, at most':<34}{format_bytes(self.pass_bytes):>12}")
+        return [*made, "experts are read once the router has chosen them: each layer waits for them"]
 
 
 def plan_offload(
@@ -143,21 +182,23 @@ def plan_offload(
                 {name: lent[name] for name in draft.shared_params() if not (name == "head" and draft.cfg.head_ids)}
             )
 
-    def plan(resident_layers: int) -> OffloadPlan:
-        placed = dataclasses.replace(target, resident_layers=resident_layers)
-        streamed = [layers[i].weights for i in placed.streamed]
+    def plan(resident_layers: int, kept_experts: int = 0) -> OffloadPlan:
+        placed = dataclasses.replace(target, resident_layers=resident_layers, kept_experts=kept_experts)
+        streamed = [layers[i] for i in placed.streamed]
         resident = sum(layout.weights.nbytes for i, layout in enumerate(layers) if i not in placed.streamed)
-        largest = max((layout.nbytes for layout in streamed), default=0)
-        devices = len({device for layout in streamed for leaf in layout.leaves for device, _ in leaf.shards})
+        largest = max((layout.passing.nbytes for layout in streamed), default=0)
+        devices = len({device for layout in streamed for leaf in layout.weights.leaves for device, _ in leaf.shards})
         buffers = min(NUM_BUFFERS, len(streamed)) * largest
+        experts = sum(layout.nbytes for layout in {one.kind: one for one in slot_layouts(placed).values()}.values())
         # Where devices have memory of their own, the ring lies in the host's, too.
-        host = 0 if device.platform == "cpu" else buffers * devices
+        host = 0 if device.platform == "cpu" else (buffers + experts) * devices
         if config.offload == "host":
-            host += sum(layout.nbytes for layout in streamed) * devices
+            host += sum(layout.weights.nbytes for layout in streamed) * devices
+        pass_bytes, expert_bytes = _pass_bytes(weights, streamed, config.offload)
         return OffloadPlan(
-            placed, config.offload, beside, resident, buffers, held.get(device, 0), work.get(device, 0), kept, own,
-            apart, draft_devices, _staging(weights, streamed) if config.offload == "disk" else 0, host,
-            _pass_bytes(weights, streamed, config.offload), _process_bytes(),
+            placed, config.offload, beside, resident, buffers, experts, held.get(device, 0), work.get(device, 0), kept,
+            own, apart, draft_devices, _staging(weights, streamed) if config.offload == "disk" else 0, host, pass_bytes,
+            expert_bytes, _process_bytes(),
         )  # fmt: skip
 
     if config.resident_layers is not None and config.resident_layers > cfg.num_layers:
@@ -173,7 +214,12 @@ def plan_offload(
             f"{format_bytes(least.device_bytes)}, of which an answer takes {format_bytes(answer)} (max_context and "
             "fewer draft tokens make it smaller)" + (f", earlier conversations {format_bytes(kept)}" if kept else "")
         )
-    return plan(max(count for count in range(cfg.num_layers + 1) if plan(count).device_bytes <= limit))
+    if (whole := plan(cfg.num_layers)).device_bytes <= limit:
+        return whole
+    # Experts that many rows are sent to are worth more than whole layers, and so have memory first.
+    most = cfg.experts.count if least.experts and cfg.experts is not None else 1
+    stay = max(count for count in range(most) if plan(0, count).device_bytes <= limit)
+    return plan(max(n for n in range(cfg.num_layers + 1) if plan(n, stay).device_bytes <= limit), stay)
 
 
 def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None, float]:
@@ -233,17 +279,30 @@ def _process_bytes() -> int:
     return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.exists() else 0
 
 
-def _pass_bytes(weights: Weights, layouts: Sequence[TreeLayout], offload: Offload) -> int:
-    leaves = [leaf for layout in layouts for leaf in layout.leaves]
+def _pass_bytes(weights: Weights, layouts: Sequence[LayerLayout], offload: Offload) -> tuple[int, int]:
+    """Bytes of a pass with all experts, and those of the experts that are read one by one."""
+    # Experts of a layer have equal sizes.
+    experts = sum(
+        one.count * _bytes_read(weights, one.layout, offload, 0)
+        for one in (layout.experts for layout in layouts)
+        if one
+    )
+    return experts + sum(_bytes_read(weights, layout.passing, offload) for layout in layouts), experts
+
+
+def _bytes_read(weights: Weights, layout: TreeLayout, offload: Offload, expert: int | None = None) -> int:
     if offload == "host":
-        return sum(leaf.shard_bytes * len(leaf.shards) for leaf in leaves)
+        return layout.all_bytes
     assert weights.file_bytes is not None
-    return sum(weights.file_bytes(leaf.name, leaf.info) for leaf in leaves)
+    return sum(weights.file_bytes(leaf.name, leaf.info, expert) for leaf in layout.leaves)
 
 
-def _staging(weights: Weights, layouts: Sequence[TreeLayout]) -> int:
+def _staging(weights: Weights, layouts: Sequence[LayerLayout]) -> int:
     """Memory of the threads that fill buffers: what they read, and as much while the parts of an array are joined."""
     assert weights.file_bytes is not None
-    leaves = [leaf for layout in layouts[:1] for leaf in layout.leaves]
-    largest = max((weights.file_bytes(leaf.name, leaf.info) for leaf in leaves), default=0)
+    largest = 0
+    for layout in layouts[:1]:
+        passing = [(leaf, None) for leaf in layout.passing.leaves]
+        single = [(leaf, 0) for leaf in layout.experts.layout.leaves] if layout.experts else []
+        largest = max(weights.file_bytes(leaf.name, leaf.info, expert) for leaf, expert in [*passing, *single])
     return NUM_FILLERS * 2 * (largest + PIECE)

@@ -3,30 +3,31 @@
 import abc
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.load import ReadLeaf
 from jaxspec.errors import CheckpointError, JaxspecError
-from jaxspec.models.params import ArrayInfo
-from jaxspec.offload.layout import LeafLayout, TreeLayout
+from jaxspec.offload.layout import Experts, LeafLayout, TreeLayout
 from jaxspec.offload.reader import DirectReader
-
-ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
 
 
 class WeightStore(abc.ABC):
     """The weights of layers, each of which is copied or read when its turn comes.
 
     Attributes:
-      layouts: of each layer, by its number.
+      layouts: of each layer, by its number; without its experts where those are read one by one.
+      experts: of each layer whose experts are.
       bytes_given: bytes that the store has read or copied so far; `reads` counts in how many pieces, `busy_s` the
         seconds in which it was at work.
     """
 
     layouts: Mapping[int, TreeLayout]
+    experts: Mapping[int, Experts] = types.MappingProxyType({})
 
     @property
     @abc.abstractmethod
@@ -34,8 +35,10 @@ class WeightStore(abc.ABC):
         """Bytes read or copied so far, in how many pieces, and the seconds in which it was at work."""
 
     @abc.abstractmethod
-    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray]) -> None:
-        """Write one array of a layer into a buffer for each device; called from several threads.
+    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
+        """Write one array of a layer, or of one of its experts, into a buffer for each device.
+
+        Called from several threads.
 
         Raises:
           CheckpointError: it cannot be read; the message names file and tensor.
@@ -49,9 +52,12 @@ class WeightStore(abc.ABC):
 class DiskStore(WeightStore):
     """Layers in the files of a checkpoint, read and packed each time."""
 
-    def __init__(self, layouts: Mapping[int, TreeLayout], reader: DirectReader, read: ReadLeaf):
-        """`read` gives a whole array as declared, read through `reader`."""
-        self.layouts, self._reader, self._read = layouts, reader, read
+    def __init__(
+        self, layouts: Mapping[int, TreeLayout], reader: DirectReader, read: ReadLeaf,
+        experts: Mapping[int, Experts] | None = None,
+    ):  # fmt: skip
+        """`read` gives a whole array as declared, or the part of one expert, read through `reader`."""
+        self.layouts, self.experts, self._reader, self._read = layouts, experts or {}, reader, read
 
     @property
     def counters(self) -> tuple[int, int, float]:
@@ -62,9 +68,10 @@ class DiskStore(WeightStore):
         """Whether reads go past the page cache."""
         return self._reader.direct
 
-    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray]) -> None:
+    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
+        layout = self.layouts[layer] if expert is None else self.experts[layer].layout
         with self._reader.reusing():
-            read_into(self._read, self.layouts[layer].leaves[leaf], buffers)
+            read_into(self._read, layout.leaves[leaf], buffers, expert)
 
     def close(self) -> None:
         self._reader.close()
@@ -73,15 +80,15 @@ class DiskStore(WeightStore):
 class HostStore(WeightStore):
     """Layers in host memory, as programs take them."""
 
-    def __init__(self, layouts: Mapping[int, TreeLayout], source: WeightStore):
+    def __init__(self, source: WeightStore):
         """Copy the layers of another store, which is not needed afterwards."""
-        self.layouts = layouts
-        self._held: dict[int, list[list[np.ndarray]]] = {}
-        for layer, layout in layouts.items():
-            buffers = [[np.empty(leaf.shard_shape, leaf.placed.dtype) for _ in leaf.shards] for leaf in layout.leaves]
-            for leaf, own in enumerate(buffers):
-                source.fill(layer, leaf, own)
-            self._held[layer] = buffers
+        self.layouts, self.experts = source.layouts, source.experts
+        self._held: dict[tuple[int, int | None], list[list[np.ndarray]]] = {}
+        for layer, layout in self.layouts.items():
+            self._held[layer, None] = _copy(source, layer, layout, None)
+        for layer, experts in self.experts.items():
+            for expert in range(experts.count):
+                self._held[layer, expert] = _copy(source, layer, experts.layout, expert)
         self._bytes = self._reads = 0
         self._busy_s, self._lock = 0.0, threading.Lock()
 
@@ -89,9 +96,9 @@ class HostStore(WeightStore):
     def counters(self) -> tuple[int, int, float]:
         return self._bytes, self._reads, self._busy_s
 
-    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray]) -> None:
+    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
         start = time.perf_counter()
-        for held, buffer in zip(self._held[layer][leaf], buffers, strict=True):
+        for held, buffer in zip(self._held[layer, expert][leaf], buffers, strict=True):
             np.copyto(buffer, held)
         with self._lock:
             self._bytes += sum(buffer.nbytes for buffer in buffers)
@@ -104,15 +111,15 @@ class ThrottledStore(WeightStore):
 
     def __init__(self, store: WeightStore, bytes_per_s: float):
         """Bytes are counted as programs take them."""
-        self.layouts, self._store, self._rate = store.layouts, store, bytes_per_s
+        self.layouts, self.experts, self._store, self._rate = store.layouts, store.experts, store, bytes_per_s
         self._free_at, self._lock = 0.0, threading.Lock()
 
     @property
     def counters(self) -> tuple[int, int, float]:
         return self._store.counters
 
-    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray]) -> None:
-        self._store.fill(layer, leaf, buffers)
+    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
+        self._store.fill(layer, leaf, buffers, expert)
         with self._lock:
             # Time in which nothing was asked for does not add up.
             self._free_at = max(time.perf_counter(), self._free_at)
@@ -121,14 +128,23 @@ class ThrottledStore(WeightStore):
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
-def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray]) -> None:
-    """Read one array and write it as programs take it; CheckpointError names the tensor."""
+def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray], expert: int | None = None) -> None:
+    """Read one array, or that of an expert, and write it as programs take it; CheckpointError names the tensor."""
+    name = leaf.name if expert is None else f"{leaf.name} of expert {expert}"
     try:
-        leaf.write(read(leaf.name, leaf.info), buffers)
+        leaf.write(read(leaf.name, leaf.info, expert), buffers)
     except JaxspecError as error:
-        raise CheckpointError(f"{error} (while {leaf.name} was read)") from error
+        raise CheckpointError(f"{error} (while {name} was read)") from error
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror} ({leaf.name})") from error
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror} ({name})") from error
+
+
+def _copy(source: WeightStore, layer: int, layout: TreeLayout, expert: int | None) -> list[list[np.ndarray]]:
+    """The arrays of a layer, or of one expert, from a store."""
+    buffers = [[np.empty(leaf.shard_shape, leaf.placed.dtype) for _ in leaf.shards] for leaf in layout.leaves]
+    for leaf, own in enumerate(buffers):
+        source.fill(layer, leaf, own, expert)
+    return buffers
 
 
 def read_tree(read: ReadLeaf, layout: TreeLayout) -> Any:

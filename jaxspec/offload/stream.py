@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from jaxspec.models.params import Params
+from jaxspec.offload.experts import ExpertCache
 from jaxspec.offload.layout import TreeLayout
 from jaxspec.offload.reader import map_memory
+from jaxspec.offload.shared_memory import is_same_memory
 from jaxspec.offload.stores import WeightStore
 
 # Buffers of a layer each: one in use, one that is full, one that is being filled.
@@ -34,6 +36,7 @@ class StreamCounts:
       read_s: seconds in which something was being read or copied.
       stalls: layers that a pass had to wait for, and `stall_s` the seconds of it.
       pass_s: seconds of all passes.
+      experts: experts that rows of a pass were sent to, each layer's counted; `experts_read` of them were not there.
     """
 
     passes: int = 0
@@ -43,6 +46,8 @@ class StreamCounts:
     stalls: int = 0
     stall_s: float = 0.0
     pass_s: float = 0.0
+    experts: int = 0
+    experts_read: int = 0
 
     def since(self, before: "StreamCounts") -> dict[str, Any]:
         """What was added to `before`, for the statistics of a generation.
@@ -79,7 +84,7 @@ class Buffer:
         if placed is not None:
             return placed
         placed = layout.place(parts)
-        if _is_same_memory(placed, parts):
+        if is_same_memory(placed, parts):
             # On a CPU the arrays are the buffer: they show what is written there later.
             self._known[layout.kind] = parts, placed
         else:
@@ -96,13 +101,16 @@ class LayerStream:
 
     def __init__(
         self, store: WeightStore, small: Sequence[Params], resident: Mapping[int, Params], *,
-        buffers: int = NUM_BUFFERS, pool: Any = None, clock: Callable[[], float] = time.perf_counter,
+        slots: Mapping[int, TreeLayout] | None = None, kept: int = 0, buffers: int = NUM_BUFFERS, pool: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):  # fmt: skip
         """Nothing is read yet.
 
         Args:
           small: of each layer, what always stays on the devices.
           resident: the rest of the layers that stay.
+          slots: of each layer whose experts are read one by one, the layout of the arrays that they lie in.
+          kept: experts of such a layer that stay from pass to pass.
           buffers: most layers that are in memory at once.
           pool: runs what fills buffers.
           clock: tells seconds.
@@ -123,18 +131,20 @@ class LayerStream:
         self._next = 0  # place in the order of the layer that is filled next
         self._coming: collections.deque[tuple[int, Buffer, list[Future[None]]]] = collections.deque()
         self._passes, self._stalls, self._stall_s, self._pass_s = 0, 0, 0.0, 0.0
+        self._experts = ExpertCache(slots or {}, kept, self._pool, self._wait)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the layers that pass by on all devices, as programs take them."""
-        layouts = [self.store.layouts[layer] for layer in self._order]
-        return sum(leaf.shard_bytes * len(leaf.shards) for layout in layouts for leaf in layout.leaves)
+        """Bytes of the layers that pass by on all devices, as programs take them, with all of their experts."""
+        whole = sum(layout.all_bytes for layout in self.store.layouts.values())
+        return whole + sum(experts.layout.all_bytes * experts.count for experts in self.store.experts.values())
 
     @property
     def counts(self) -> StreamCounts:
         """What has passed so far."""
         nbytes, reads, busy_s = self.store.counters
-        return StreamCounts(self._passes, nbytes, reads, busy_s, self._stalls, self._stall_s, self._pass_s)
+        found = StreamCounts(self._passes, nbytes, reads, busy_s, self._stalls, self._stall_s, self._pass_s)
+        return dataclasses.replace(found, experts=self._experts.needed, experts_read=self._experts.read)
 
     @contextlib.contextmanager
     def weights(self) -> "Iterator[Pass]":
@@ -162,6 +172,7 @@ class LayerStream:
         self._wait(futures)
         self._free += [buffer for _, buffer, _ in coming]
         self._next = 0
+        self._experts.reset()
 
     def close(self) -> None:
         """End the threads and give up the store."""
@@ -204,6 +215,18 @@ class LayerStream:
         self._free.append(buffer)
         self._fill_ahead()
 
+    def _used(self, layer: int, result: Any) -> None:
+        if layer in self.store.experts:
+            self._experts.used(layer, result)
+
+    def _fetch(self, layer: int, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+        read, start = self._experts.read, self._clock()
+        found = self._experts.fetch(self.store, layer, rows)
+        if self._experts.read > read:
+            self._stalls += 1
+            self._stall_s += self._clock() - start
+        return found
+
 
 class Pass:
     """One pass over the layers; see `LayerStream.weights`."""
@@ -227,8 +250,22 @@ class Pass:
         self._taken, params = self._stream._receive(layer)
         return params
 
+    def experts(self, layer: int, choices: Sequence[np.ndarray]) -> tuple[Any, np.ndarray]:
+        """The experts of a layer that rows were sent to, int32 [T, k] each, -1 for none; waits for them.
+
+        Returns the arrays that hold them, and where each expert is in those; see `ExpertCache.fetch`.
+
+        Raises:
+          CheckpointError: an expert cannot be read.
+        """
+        # What ran before has ended: its buffers are filled while experts are read.
+        self.finish()
+        chosen = np.concatenate([choice[choice >= 0] for choice in choices])
+        return self._stream._fetch(layer, np.bincount(chosen, minlength=self._stream.store.experts[layer].count))
+
     def used(self, layer: int, result: Any) -> None:
         """The program that takes the layer was dispatched, and `result` is what it gives."""
+        self._stream._used(layer, result)
         if self._taken is not None:
             self._running.append((self._taken, result))
             self._taken = None
@@ -260,16 +297,3 @@ class Pass:
         result.block_until_ready()
         self._running.popleft()
         self._stream._give_back(buffer)
-
-
-def _is_same_memory(placed: Any, parts: list[list[np.ndarray]]) -> bool:
-    """Whether arrays lie where their parts were written."""
-    leaves = jax.tree.leaves(placed)
-    if any(device.platform != "cpu" for leaf in leaves for device in leaf.devices()):
-        return False
-    for leaf, own in zip(leaves, parts, strict=True):
-        shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
-        places = [shard.data.unsafe_buffer_pointer() for shard in shards]
-        if places != [part.ctypes.data for part in own]:
-            return False
-    return True

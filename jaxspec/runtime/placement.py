@@ -55,6 +55,8 @@ class Placement:
     cache_dtype: Any = None  # of keys and values
     # Layers whose weights stay on the devices while the others pass by (`jaxspec/offload`); None keeps all of them.
     resident_layers: int | None = None
+    # Of each streamed mixture, experts that stay on the devices from pass to pass, those used last.
+    kept_experts: int = 0
 
     @property
     def kv_dtype(self) -> Any:

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native, registry
-from pallas_kernels.experts.reference import Clamp, Scores, experts_by_xla
+from pallas_kernels.experts.reference import (
+    Clamp,
+    Scores,
+    choose_experts_by_xla,
+    chosen_experts_by_xla,
+    experts_by_xla,
+)
 from pallas_kernels.linear.api import native_weight
 from pallas_kernels.linear.blocks import Blocks, Weight, find_format
 
@@ -67,13 +73,95 @@ def experts(
     )  # fmt: skip
 
 
+def choose_experts(
+    logits: jax.Array,  # float32 [T, E]
+    per_token: int,
+    *,
+    scores: Scores,
+    active_rows: jax.Array | None = None,  # int32 []
+) -> tuple[jax.Array, jax.Array]:  # int32 [T, k], float32 [T, k]
+    """The first half of `experts`: the experts of each row, best first, and their scores.
+
+    With native kernels the choices of rows from `active_rows` on are -1.
+
+    Raises:
+      ValueError: logits of another type or shape.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32 or not 1 <= per_token <= logits.shape[1]:
+        raise ValueError(f"{per_token} experts of a row need float32 logits [T, E], got {logits.dtype} {logits.shape}")
+    if not registry.current().native:
+        return choose_experts_by_xla(logits, per_token, scores)
+    shape = (logits.shape[0], per_token)
+    out = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    rows = native.row_count(active_rows, logits)
+    choice, score = native.call("choose_experts", out, logits, rows, per_token=per_token, scores=scores)
+    return choice, score
+
+
+def chosen_experts(
+    x: jax.Array,  # [T, D]
+    choice: jax.Array,  # int32 [T, k]
+    score: jax.Array,  # float32 [T, k]
+    places: jax.Array,  # int32 [E]
+    gate_up: Weight,  # [e, 2F, D]
+    down: Weight,  # [e, D, F]
+    *,
+    gate_up_bias: jax.Array | None = None,  # [E, 2F] float32
+    down_bias: jax.Array | None = None,  # [E, D] float32
+    clamp: Clamp | None = None,
+) -> jax.Array:  # [T, D] float32
+    """The second half of `experts`, with weights that lie in any order: those of expert i at `places[i]`.
+
+    A negative choice adds nothing, nor does an expert whose place is negative. Weights at other places are not read by
+    native kernels, and what lies there does not matter. Biases are those of all E experts. The bits are those of
+    `experts`.
+
+    Raises:
+      ValueError: shapes do not fit together.
+    """
+    none = jnp.zeros((0,), jnp.float32)
+    columns = _check_chosen(x, choice, score, places, gate_up, down)
+    for bias, width in ((gate_up_bias, 2 * columns), (down_bias, x.shape[1])):
+        if bias is not None and (bias.shape != (places.shape[0], width) or bias.dtype != jnp.float32):
+            raise ValueError(f"biases of experts must be float32 [E, {width}], got {bias.dtype} {bias.shape}")
+    kernels = registry.current()
+    if not kernels.native:
+        biases = gate_up_bias, down_bias
+        return chosen_experts_by_xla(x, choice, score, places, gate_up, down, biases, clamp)
+    (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
+    return native.call(
+        "chosen_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32), x.astype(jnp.float32), choice, score, places,
+        up_data, down_data, none if gate_up_bias is None else gate_up_bias, none if down_bias is None else down_bias,
+        gate_up_format=up_format, down_format=down_format, columns=columns,
+        limit=np.float32(clamp.limit if clamp else 0), alpha=np.float32(clamp.alpha if clamp else 0),
+        threads=kernels.threads,
+    )  # fmt: skip
+
+
+def _check_chosen(
+    x: jax.Array, choice: jax.Array, score: jax.Array, places: jax.Array, gate_up: Weight, down: Weight
+) -> int:
+    """F; ValueError for operands that do not fit together."""
+    known = choice.ndim == 2 and choice.shape[0] == x.shape[0] and choice.shape[1] >= 1 and score.shape == choice.shape
+    if not known or places.ndim != 1 or {choice.dtype, places.dtype} != {jnp.dtype(jnp.int32)}:
+        raise ValueError(f"chosen experts need int32 [T, k] and [E], got {choice.shape} and {places.shape}")
+    if score.dtype != jnp.float32:
+        raise ValueError(f"scores of chosen experts must be float32, got {score.dtype}")
+    return _check_weights(x, gate_up, down)
+
+
 def _check(x: jax.Array, logits: jax.Array, gate_up: Weight, down: Weight, per_token: int) -> int:
     """F; ValueError for operands that do not fit together."""
-    shapes = [_shape(gate_up), _shape(down)]
     if x.ndim != 2 or logits.ndim != 2 or logits.shape[0] != x.shape[0] or logits.dtype != jnp.float32:
         raise ValueError(f"experts need [T, D] and float32 logits [T, E], got {x.shape} and {logits.shape}")
     if not 1 <= per_token <= logits.shape[1]:
         raise ValueError(f"{per_token} experts of a row, of {logits.shape[1]} that there are")
+    return _check_weights(x, gate_up, down)
+
+
+def _check_weights(x: jax.Array, gate_up: Weight, down: Weight) -> int:
+    """F; ValueError for weights that do not fit together."""
+    shapes = [_shape(gate_up), _shape(down)]
     (e, rows, width), (others, outputs, columns) = shapes
     if e != others or width != x.shape[1] or outputs != width or rows != 2 * columns:
         raise ValueError(f"experts need [e, 2F, D] and [e, D, F] for rows of {x.shape[1]}, got {shapes}")

@@ -128,29 +128,31 @@ void activate_clamped(const float* gate, const float* up, int64_t count, float l
   }
 }
 
-ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
-                       Floats gate_up_bias, Floats down_bias, Scalar first, Scalar active_rows,
-                       ffi::ResultBuffer<ffi::F32> y, std::string_view gate_up_format, std::string_view down_format,
-                       int64_t columns, int64_t per_token, std::string_view scores, float limit, float alpha,
-                       int64_t threads) {
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], experts = logits.dimensions()[1];
-  if (rows == 0 || width == 0) return ffi::Error::Success();
-  if (logits.dimensions()[0] != rows || columns < 1 || per_token < 1 || per_token > experts)
-    return invalid("experts: the operands do not fit together");
-  const int64_t local = gate_up.dimensions()[0];
+// What the handlers have in common: the weights of the experts that are here, their biases and their activation.
+struct Experts {
+  ffi::AnyBuffer gate_up, down;
+  Floats gate_up_bias, down_bias;
+  std::string_view gate_up_format, down_format;
+  int64_t columns;
+  float limit, alpha;
+};
+
+// Rows `x` through the experts that they are routed to; `biased` experts have biases, if any has.
+ffi::Error mix(ffi::ThreadPool pool, const Floats& x, const Routing& routing, const Experts& own, int64_t biased,
+               int64_t per_token, int64_t threads, float* y) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], columns = own.columns;
+  const int64_t local = own.gate_up.dimensions()[0];
   ExpertWeights up{nullptr, local, 2 * columns, width, 0}, out{nullptr, local, width, columns, 0};
-  if (!fits(gate_up_format, gate_up, up) || !fits(down_format, down, out))
-    return invalid("experts: the weights are none of the format " + std::string(gate_up_format) + " or " +
-                   std::string(down_format));
+  if (!fits(own.gate_up_format, own.gate_up, up) || !fits(own.down_format, own.down, out))
+    return invalid("experts: the weights are none of the format " + std::string(own.gate_up_format) + " or " +
+                   std::string(own.down_format));
   const auto bias_of = [](const Floats& bias) { return bias.element_count() ? bias.typed_data() : nullptr; };
-  const float *up_bias = bias_of(gate_up_bias), *out_bias = bias_of(down_bias);
-  if ((up_bias && static_cast<int64_t>(gate_up_bias.element_count()) != local * 2 * columns) ||
-      (out_bias && static_cast<int64_t>(down_bias.element_count()) != local * width))
+  const float *up_bias = bias_of(own.gate_up_bias), *out_bias = bias_of(own.down_bias);
+  if ((up_bias && static_cast<int64_t>(own.gate_up_bias.element_count()) != biased * 2 * columns) ||
+      (out_bias && static_cast<int64_t>(own.down_bias.element_count()) != biased * width))
     return invalid("experts: the biases do not fit the weights");
-  const Scores kind = scores == "chosen" ? Scores::kChosen : scores == "all" ? Scores::kAll : Scores::kRenormalised;
-  const int64_t count = count_active_rows(active_rows, rows);
-  const Routing routing = route(logits.typed_data(), count, experts, per_token, kind, *first.typed_data(), local);
-  const int64_t pairs = routing.pairs();
+  const float limit = own.limit, alpha = own.alpha;
+  const int64_t pairs = routing.pairs(), choices = static_cast<int64_t>(routing.pair.size());
   const Room<GatheredTag> gathered(pairs * width);
   const Room<HiddenTag> hidden(pairs * columns);
   const Room<ResultTag> result(pairs * width);
@@ -158,14 +160,14 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::AnyBu
   for (int64_t p = 0; p < pairs; p++)
     std::copy_n(x.typed_data() + routing.row[p] * width, width, inputs + p * width);
 
-  for_chunks(pool, threads, routing, up, gate_up_format, inputs, columns,
+  for_chunks(pool, threads, routing, up, own.gate_up_format, inputs, columns,
              [=](auto multiply, const Routing::Expert& expert, int64_t from, int64_t n, int64_t unit) {
                float* gate = scratch<ExpertGateTag>(2 * expert.count * unit);
                float* linear = gate + expert.count * unit;
                multiply(from, n, gate, unit);
                multiply(columns + from, n, linear, unit);
                if (up_bias) {
-                 const float* bias = up_bias + expert.index * 2 * columns + from;
+                 const float* bias = up_bias + expert.bias * 2 * columns + from;
                  add_bias(bias, expert.count, n, gate, unit);
                  add_bias(bias + columns, expert.count, n, linear, unit);
                }
@@ -178,17 +180,17 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::AnyBu
                  }
                }
              });
-  for_chunks(pool, threads, routing, out, down_format, h, width,
+  for_chunks(pool, threads, routing, out, own.down_format, h, width,
              [=](auto multiply, const Routing::Expert& expert, int64_t from, int64_t n, int64_t) {
                multiply(from, n, each + expert.first * width + from, width);
                if (out_bias)
-                 add_bias(out_bias + expert.index * width + from, expert.count, n, each + expert.first * width + from,
+                 add_bias(out_bias + expert.bias * width + from, expert.count, n, each + expert.first * width + from,
                           width);
              });
   for (int64_t t = 0; t < rows; t++) {
-    float* row = y->typed_data() + t * width;
+    float* row = y + t * width;
     std::fill_n(row, width, 0.0f);
-    for (int64_t j = t * per_token; t < count && j < (t + 1) * per_token; j++) {
+    for (int64_t j = t * per_token; j < std::min((t + 1) * per_token, choices); j++) {
       if (routing.pair[j] < 0) continue;
       const float* part = each + routing.pair[j] * width;
       const float score = routing.score[j];
@@ -196,6 +198,52 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::AnyBu
     }
   }
   return ffi::Error::Success();
+}
+
+ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
+                       Floats gate_up_bias, Floats down_bias, Scalar first, Scalar active_rows,
+                       ffi::ResultBuffer<ffi::F32> y, std::string_view gate_up_format, std::string_view down_format,
+                       int64_t columns, int64_t per_token, std::string_view scores, float limit, float alpha,
+                       int64_t threads) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], experts = logits.dimensions()[1];
+  if (rows == 0 || width == 0) return ffi::Error::Success();
+  if (logits.dimensions()[0] != rows || columns < 1 || per_token < 1 || per_token > experts)
+    return invalid("experts: the operands do not fit together");
+  const Experts own{gate_up, down, gate_up_bias, down_bias, gate_up_format, down_format, columns, limit, alpha};
+  const int64_t local = gate_up.dimensions()[0];
+  const Routing routing = route(logits.typed_data(), count_active_rows(active_rows, rows), experts, per_token,
+                                scores_named(scores), *first.typed_data(), local);
+  return mix(pool, x, routing, own, local, per_token, threads, y->typed_data());
+}
+
+// The same in two steps: first the choice, then rows through experts that lie anywhere in a larger array.
+ffi::Error run_choose(Floats logits, Scalar active_rows, ffi::ResultBuffer<ffi::S32> choice,
+                      ffi::ResultBuffer<ffi::F32> score, int64_t per_token, std::string_view scores) {
+  const int64_t rows = logits.dimensions()[0], experts = logits.dimensions()[1];
+  if (per_token < 1 || per_token > experts) return invalid("choose_experts: the operands do not fit together");
+  const int64_t count = count_active_rows(active_rows, rows);
+  std::vector<float> weight(experts);
+  for (int64_t t = 0; t < count; t++)
+    choose_experts(logits.typed_data() + t * experts, experts, per_token, scores_named(scores), weight.data(),
+                   choice->typed_data() + t * per_token, score->typed_data() + t * per_token);
+  std::fill_n(choice->typed_data() + count * per_token, (rows - count) * per_token, -1);
+  std::fill_n(score->typed_data() + count * per_token, (rows - count) * per_token, 0.0f);
+  return ffi::Error::Success();
+}
+
+ffi::Error run_chosen(ffi::ThreadPool pool, Floats x, Ints choice, Floats score, Ints places, ffi::AnyBuffer gate_up,
+                      ffi::AnyBuffer down, Floats gate_up_bias, Floats down_bias, ffi::ResultBuffer<ffi::F32> y,
+                      std::string_view gate_up_format, std::string_view down_format, int64_t columns, float limit,
+                      float alpha, int64_t threads) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], experts = places.dimensions()[0];
+  if (rows == 0 || width == 0) return ffi::Error::Success();
+  const int64_t per_token = choice.dimensions()[1];
+  if (choice.dimensions()[0] != rows || score.element_count() != choice.element_count() || columns < 1 || per_token < 1)
+    return invalid("chosen_experts: the operands do not fit together");
+  const Experts own{gate_up, down, gate_up_bias, down_bias, gate_up_format, down_format, columns, limit, alpha};
+  const Routing routing = route_chosen(choice.typed_data(), score.typed_data(), rows, per_token, places.typed_data(),
+                                       experts, gate_up.dimensions()[0]);
+  return mix(pool, x, routing, own, experts, per_token, threads, y->typed_data());
 }
 
 }  // namespace
@@ -218,6 +266,34 @@ JAXSPEC_HANDLER(jaxspec_experts, jaxspec::run_experts,
                                   .Attr<int64_t>("columns")
                                   .Attr<int64_t>("per_token")
                                   .Attr<std::string_view>("scores")
+                                  .Attr<float>("limit")
+                                  .Attr<float>("alpha")
+                                  .Attr<int64_t>("threads"));
+
+JAXSPEC_HANDLER(jaxspec_choose_experts, jaxspec::run_choose,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Scalar>()
+                                  .Ret<jaxspec::Ints>()
+                                  .Ret<jaxspec::Floats>()
+                                  .Attr<int64_t>("per_token")
+                                  .Attr<std::string_view>("scores"));
+
+JAXSPEC_HANDLER(jaxspec_chosen_experts, jaxspec::run_chosen,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Ints>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Ints>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Arg<jaxspec::Floats>()
+                                  .Ret<jaxspec::Floats>()
+                                  .Attr<std::string_view>("gate_up_format")
+                                  .Attr<std::string_view>("down_format")
+                                  .Attr<int64_t>("columns")
                                   .Attr<float>("limit")
                                   .Attr<float>("alpha")
                                   .Attr<int64_t>("threads"));

@@ -26,7 +26,7 @@ class Clamp:
     alpha: float
 
 
-def choose_experts(
+def choose_experts_by_xla(
     logits: jax.Array, per_token: int, scores: Scores
 ) -> tuple[jax.Array, jax.Array]:  # float32 [T, E] -> int32 [T, k], float32 [T, k]
     """The best experts of each row, best first, the lower one first where two are alike; and their scores."""
@@ -46,39 +46,58 @@ def experts_by_xla(
     A few rows gather the weights of their experts; for more, each expert multiplies all rows, of which those count that
     are sent to it. Either way the shapes depend on the number of rows alone, and a row's result on no other row.
     """
-    choice, score = choose_experts(logits, per_token, scores)
-    count = gate_up.shape[0]
+    choice, score = choose_experts_by_xla(logits, per_token, scores)
     own = choice - first
-    mine = (own >= 0) & (own < count)
-    score = jnp.where(mine, score, 0.0)
+    mine = (own >= 0) & (own < gate_up.shape[0])
+    return _mix(x, own, mine, score, None, gate_up, down, biases, clamp)
+
+
+def chosen_experts_by_xla(
+    x: jax.Array, choice: jax.Array, score: jax.Array, places: jax.Array, gate_up: Weight, down: Weight,
+    biases: Biases, clamp: Clamp | None,
+) -> jax.Array:  # fmt: skip
+    """The operation, with the contract of `api.chosen_experts`."""
+    mine = (choice >= 0) & (places[jnp.clip(choice, 0)] >= 0)
+    return _mix(x, choice, mine, score, places, gate_up, down, biases, clamp)
+
+
+def _mix(
+    x: jax.Array, choice: jax.Array, mine: jax.Array, score: jax.Array, places: jax.Array | None, gate_up: Weight,
+    down: Weight, biases: Biases, clamp: Clamp | None,
+) -> jax.Array:  # fmt: skip
+    """Rows through those of their experts that are `mine`; the weights of expert i lie at `places[i]`, None is at i."""
+    count = gate_up.shape[0] if places is None else places.shape[0]
+    choice, score = jnp.clip(choice, 0, count - 1), jnp.where(mine, score, 0.0)
+    at = jnp.arange(count, dtype=jnp.int32) if places is None else jnp.clip(places, 0)
     if registry.current().platform != "cpu" and isinstance(gate_up, Blocks) and isinstance(down, Blocks):
-        return _in_tiles(x, jnp.clip(own, 0, count - 1), mine, score, gate_up, down, biases, clamp)
-    if x.shape[0] * per_token <= count:
-        return _by_choices(x, jnp.clip(own, 0, count - 1), score, gate_up, down, biases, clamp)
+        return _in_tiles(x, choice, mine, score, at, gate_up, down, biases, clamp)
+    if x.shape[0] * choice.shape[1] <= count:
+        return _by_choices(x, choice, score, at, gate_up, down, biases, clamp)
     weight = jnp.zeros((x.shape[0], count), jnp.float32)
-    weight = weight.at[jnp.arange(x.shape[0])[:, None], jnp.where(mine, own, count)].add(score, mode="drop")
-    return _by_experts(x, weight, gate_up, down, biases, clamp)
+    weight = weight.at[jnp.arange(x.shape[0])[:, None], jnp.where(mine, choice, count)].add(score, mode="drop")
+    return _by_experts(x, weight, at, gate_up, down, biases, clamp)
 
 
-def _by_choices(x, choice, score, gate_up, down, biases, clamp):  # [T, D], int32 [T, k], [T, k] -> [T, D]
+def _by_choices(x, choice, score, at, gate_up, down, biases, clamp):  # [T, D], int32 [T, k], [T, k], [e] -> [T, D]
     """Each row times the gathered weights of its experts."""
-    up = _numbers(gate_up, choice)  # [T, k, 2F, D]
+    place = at[choice]
+    up = _numbers(gate_up, place)  # [T, k, 2F, D]
     hidden = _activate(_add(_product("tkoi,ti->tko", up, x.astype(up.dtype)), biases[0], choice), clamp)
-    weight = _numbers(down, choice)  # [T, k, D, F]
+    weight = _numbers(down, place)  # [T, k, D, F]
     result = _add(_product("tkoi,tki->tko", weight, hidden.astype(weight.dtype)), biases[1], choice)
-    return (result * score[..., None]).sum(1)
+    return jnp.where(score[..., None] != 0, result * score[..., None], 0.0).sum(1)
 
 
-def _by_experts(x, weight, gate_up, down, biases, clamp):  # [T, D], [T, e] -> [T, D]
+def _by_experts(x, weight, at, gate_up, down, biases, clamp):  # [T, D], [T, e], [e] -> [T, D]
     """One expert after the other, its weights times all rows."""
 
     def add_expert(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-        up, out = _numbers(gate_up, index), _numbers(down, index)
+        up, out = _numbers(gate_up, at[index]), _numbers(down, at[index])
         hidden = _activate(_add(_product("oi,ti->to", up, x.astype(up.dtype)), biases[0], index), clamp)
         result = _add(_product("oi,ti->to", out, hidden.astype(out.dtype)), biases[1], index)
         return total + jnp.where(weight[:, index, None] != 0, weight[:, index, None] * result, 0.0), None
 
-    total, _ = jax.lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), jnp.arange(gate_up.shape[0]))
+    total, _ = jax.lax.scan(add_expert, jnp.zeros(x.shape, jnp.float32), jnp.arange(at.shape[0]))
     return total
 
 
@@ -95,26 +114,26 @@ def _add(result: jax.Array, bias: jax.Array | None, index: jax.Array) -> jax.Arr
     return result if bias is None else result + bias[index]
 
 
-def _in_tiles(x, choice, mine, score, gate_up: Blocks, down: Blocks, biases, clamp):  # [T, D], [T, k] x3 -> [T, D]
+def _in_tiles(x, choice, mine, score, at, gate_up: Blocks, down: Blocks, biases, clamp):  # [T, D], [T, k] x3, [e]
     """On accelerators: an expert's weights stay packed, and a tile of them at a time becomes numbers.
 
     A few rows pass each of their own experts; for more, each expert multiplies all rows.
     """
     platform, (T, k) = registry.current().platform, choice.shape
-    experts, outputs = gate_up.shape[:2]
+    experts, outputs = at.shape[0], gate_up.shape[1]
 
     def flat(weight: Blocks) -> Blocks:
         return Blocks(weight.data.reshape(-1, *weight.shape[2:]), weight.format)
 
     def mix(rows: jax.Array, index: jax.Array) -> jax.Array:
-        hidden = linear_in_tiles(rows, flat(gate_up), platform, index * outputs, outputs)
+        hidden = linear_in_tiles(rows, flat(gate_up), platform, at[index] * outputs, outputs)
         hidden = _activate(_add(hidden, biases[0], index), clamp)
-        return _add(linear_in_tiles(hidden, flat(down), platform, index * x.shape[1], x.shape[1]), biases[1], index)
+        return _add(linear_in_tiles(hidden, flat(down), platform, at[index] * x.shape[1], x.shape[1]), biases[1], index)
 
     if T * k <= experts:
         pairs = jnp.repeat(x, k, axis=0)[:, None], choice.reshape(-1)
         mixed = jax.lax.map(lambda pair: mix(*pair)[0], pairs).reshape(T, k, -1)
-        return (mixed * score[..., None]).sum(1)
+        return jnp.where(score[..., None] != 0, mixed * score[..., None], 0.0).sum(1)
 
     def add_expert(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         weight = jnp.where(mine & (choice == index), score, 0.0).sum(1)[:, None]

@@ -220,6 +220,7 @@ using Int4G32 = Int4Group<32, 3>;
 using Int4G64 = Int4Group<64>;
 using Int4G128 = Int4Group<128>;
 using Int8G32 = Int8Group<32>;
+using Int8G64 = Int8Group<64>;
 using Int8G128 = Int8Group<128>;
 using FP8G32 = FP8Group<32>;
 using FP8G128 = FP8Group<128>;

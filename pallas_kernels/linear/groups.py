@@ -7,7 +7,7 @@ A group of `values` consecutive inputs of a row has one scale and one zero point
 |---|---|---|---|
 | int4_g64, int4_g128 | float32 | int8, less 8 | 0 to 15: of each 32, the low halves of 16 bytes, then the high ones |
 | int4_g32 | the upper 20 bits of a float32 | 4 bits: the lowest of the three bytes | as above |
-| int8_g32, int8_g128 | float32 | int8, less 128 | 0 to 255, as int8, less 128 |
+| int8_g32, int8_g64, int8_g128 | float32 | int8, less 128 | 0 to 255, as int8, less 128 |
 | fp8_g32, fp8_g128 | float32 | none | float8_e4m3fn |
 
 The upper 20 bits hold every float16 and bfloat16 number.

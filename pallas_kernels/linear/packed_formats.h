@@ -133,6 +133,7 @@ using PackedInt4G32 = GroupLayout<4, 32, true>;
 using PackedInt4G64 = GroupLayout<4, 64>;
 using PackedInt4G128 = GroupLayout<4, 128>;
 using PackedInt8G32 = GroupLayout<8, 32>;
+using PackedInt8G64 = GroupLayout<8, 64>;
 using PackedInt8G128 = GroupLayout<8, 128>;
 
 struct PackedQ8_0 : Layout<8, 32, 1, 128, false, 34> {

@@ -388,6 +388,7 @@ bool with_packed_format(std::string_view name, F f) {
   if (layout == "int4_g64") return with_planes(PackedInt4G64());
   if (layout == "int4_g128") return with_planes(PackedInt4G128());
   if (layout == "int8_g32") return with_planes(PackedInt8G32());
+  if (layout == "int8_g64") return with_planes(PackedInt8G64());
   if (layout == "int8_g128") return with_planes(PackedInt8G128());
   return false;
 }

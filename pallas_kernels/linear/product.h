@@ -233,6 +233,7 @@ bool with_format(std::string_view name, F f) {
   if (name == "int4_g64") return f(Int4G64()), true;
   if (name == "int4_g128") return f(Int4G128()), true;
   if (name == "int8_g32") return f(Int8G32()), true;
+  if (name == "int8_g64") return f(Int8G64()), true;
   if (name == "int8_g128") return f(Int8G128()), true;
   if (name == "fp8_g32") return f(FP8G32()), true;
   if (name == "fp8_g128") return f(FP8G128()), true;

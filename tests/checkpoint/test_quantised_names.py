@@ -1,5 +1,10 @@
-"""Names, types and shapes of published checkpoints: every tensor has its place. Only headers exist here."""
+"""Names, types and shapes of published checkpoints: every tensor has its place. Only headers exist here.
 
+tests/data/published_quantised.json lists the headers of real ones with the number of their tensors. The other cases
+lay the formats' tensors out for the geometries of models, as their definitions say.
+"""
+
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +12,13 @@ import pytest
 from make import hf_config
 from test_quantised import AWQ, FP8, GPTQ, grouped
 
+from jaxspec.checkpoint.hf import read_config
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.quantised.dispatch import find_scheme
 from jaxspec.models.presets import load_preset
 from pallas_kernels.linear.blocks import FORMATS
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_quantised.json").read_text(encoding="utf-8"))
 
 
 class Headers:
@@ -93,3 +101,30 @@ def test_names_of_published_checkpoints(kind, geometry):
     assert {weight.format for weight in weights.values()} == {kept} and kept in FORMATS
     taken = [name for weight in weights.values() for name in weight.tensors]
     assert sorted(taken) == sorted(name for name in tensors if name.rpartition(".")[0] in sizes and "bias" not in name)
+
+
+def listed_tensors(model):
+    """Every tensor of a published checkpoint: those of one layer and of one expert stand for all."""
+    named = dict(model["top"])
+    for index in range(model["config"]["num_hidden_layers"]):
+        named |= {f"model.layers.{index}.{part}": entry for part, entry in model["layer"].items()}
+        for expert in range(model.get("experts", 0)):
+            named |= {f"model.layers.{index}.{part.format(expert)}": e for part, e in model["expert"].items()}
+    assert len(named) == model["count"]
+    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in named.items()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_listings_of_published_checkpoints(name):
+    """Every tensor of the headers becomes part of a parameter of its declared shape, quantised ones in their blocks."""
+    model = PUBLISHED[name]
+    config, tensors = model["config"], listed_tensors(model)
+    scheme = find_scheme(Path("published"), config, Path("config.json"))
+    assert scheme is not None
+    weights, unused = scheme.find_weights(Headers(tensors, lambda *_: None))
+    taken = {part for weight in weights.values() for part in weight.tensors}
+    assert not unused and {weight.format for weight in weights.values()} == {model["format"]}
+    found = {part: shape for part, (_, shape) in tensors.items() if part not in taken}
+    found |= {part: weight.shape for part, weight in weights.items()}
+    cfg = read_config(Path("config.json"), config, max_layers=len(tensors))
+    assert found == {source: shape for recipe in recipes(cfg).values() for source, shape in recipe.sources}

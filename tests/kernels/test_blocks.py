@@ -119,7 +119,7 @@ def test_numbers_are_rounded_to_groups(name):
 
 def test_the_largest_groups_that_fit():
     assert find_group_format("int4", 128) == find_group_format("int4", 384) == "int4_g128"
-    assert (find_group_format("int4", 64), find_group_format("int8", 64)) == ("int4_g64", "int8_g32")
+    assert (find_group_format("int4", 64), find_group_format("int8", 64)) == ("int4_g64", "int8_g64")
     assert find_group_format("int4", 48) is None
     with pytest.raises(ValueError, match="int4_g32 holds scales of float16 and bfloat16 only"):
         encode_groups(np.zeros((1, 32), np.uint8), np.float32([[0.1]]), None, "int4_g32")

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.models.quantization import encode_blocks
 from pallas_kernels import registry
-from pallas_kernels.experts import Clamp, experts
+from pallas_kernels.experts import Clamp, choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, reference
 from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, dequantise, packed_name
 from pallas_kernels.linear.packing import pack_blocks
@@ -33,7 +33,7 @@ def operands(rows, seed=0, columns=F):
     return made | {"gate_up": made["gate_up"] / 16, "down": made["down"] / 17}
 
 
-def choose_experts(logits, renormalise):
+def best_experts(logits, renormalise):
     """Experts and scores of each row."""
     scores = np.exp(logits - logits.max(1, keepdims=True), dtype=np.float64)
     scores /= scores.sum(1, keepdims=True)
@@ -46,7 +46,7 @@ def expected(o, renormalise=True, mine=range(E), clamp=None):
     out = np.zeros(o["x"].shape)
     columns = o["down"].shape[2]
     up_bias, down_bias = (o.get(name, np.zeros(E)) for name in ("gate_up_bias", "down_bias"))
-    for row, (chosen, scores) in enumerate(zip(*choose_experts(o["logits"], renormalise), strict=True)):
+    for row, (chosen, scores) in enumerate(zip(*best_experts(o["logits"], renormalise), strict=True)):
         for expert, score in zip(chosen, scores, strict=True):
             hidden = o["x"][row].astype(np.float64) @ o["gate_up"][expert].T + up_bias[expert]
             gate, up = hidden[:columns], hidden[columns:]
@@ -248,3 +248,86 @@ def test_operands_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message), jax.enable_x64(True):
             run(registry.Kernels("xla", "cpu"), o | change)
+
+
+def in_two_steps(kernels, o, places, active_rows=None, garbage=np.nan, **options):
+    """`experts` by a choice and then the chosen experts, whose weights lie at `places` among others."""
+
+    def call(o, active_rows):
+        biases = {name: o[name] for name in BIASED if name in o}
+        choice, score = choose_experts(
+            o["logits"], K, scores=options.get("scores", "renormalised"), active_rows=active_rows
+        )
+        if active_rows is not None:
+            choice = jnp.where(jnp.arange(len(choice))[:, None] < active_rows, choice, -1)
+        clamp = options.get("clamp")
+        out = chosen_experts(o["x"], choice, score, places, o["gate_up"], o["down"], clamp=clamp, **biases)
+        return out, choice
+
+    def spread(weight):
+        if isinstance(weight, Blocks):
+            return Blocks(spread(weight.data), weight.format)
+        weight = np.asarray(weight)
+        whole = np.full((2 * E, *weight.shape[1:]), 255 if weight.dtype == np.uint8 else garbage, weight.dtype)
+        whole[places[places >= 0]] = weight[places >= 0]
+        return jnp.asarray(whole)
+
+    o, places = o | {leaf: spread(o[leaf]) for leaf in ("gate_up", "down")}, jnp.asarray(places)
+    with registry.using(kernels):
+        out, choice = jax.jit(call)(o, active_rows)
+        return np.asarray(out), np.asarray(choice)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("rows", [1, 2, 9, 40])
+def test_two_steps_give_the_same_bits(kernels, rows):
+    """Wherever the weights of the chosen experts lie, and whatever lies beside them."""
+    places = np.random.default_rng(3).permutation(2 * E)[:E].astype(np.int32)
+    biased = {"gate_up_bias": np.ones((E, 2 * F), np.float32) / 3, "down_bias": np.ones((E, D), np.float32) / 7}
+    for extra, options in (({}, {}), (biased, {"scores": "chosen", "clamp": Clamp(7.0, 1.702)})):
+        o = operands(rows) | extra
+        got, choice = in_two_steps(kernels, o, places, **options)
+        np.testing.assert_array_equal(got, run(kernels, o, **options))
+        # Experts that no row is sent to may be missing.
+        some = np.where(np.isin(np.arange(E), choice), places, -1)
+        if rows < 3:
+            assert (some < 0).any()
+        np.testing.assert_array_equal(in_two_steps(kernels, o, some, **options)[0], got)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["q8_0", "q4_k"])
+def test_two_steps_of_packed_blocks(name):
+    o = operands(5, columns=256)
+    for leaf in ("gate_up", "down"):
+        blocks = encode_blocks(o[leaf], name).reshape(*o[leaf].shape[:2], -1, FORMATS[name].nbytes)
+        o[leaf] = Blocks(jnp.asarray(pack_blocks(blocks, name, E * blocks.shape[1])), packed_name(name, "int8"))
+    places = np.arange(E, dtype=np.int32)[::-1] + 3
+    np.testing.assert_array_equal(in_two_steps(NATIVE, o, places)[0], run(NATIVE, o))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_that_do_not_matter_need_no_experts(kernels):
+    o, places = operands(9), np.arange(E, dtype=np.int32)
+    whole = run(kernels, o)
+    got, choice = in_two_steps(kernels, o, places, active_rows=jnp.int32(4))
+    assert (choice[4:] == -1).all() and (choice[:4] >= 0).all()
+    np.testing.assert_array_equal(got[:4], whole[:4])
+    assert np.isfinite(got).all()
+
+
+def test_what_two_steps_refuse():
+    o, places = operands(2), np.arange(E, dtype=np.int32)
+    choice, score = np.zeros((2, K), np.int32), np.zeros((2, K), np.float32)
+    weights = o["gate_up"], o["down"]
+    with pytest.raises(ValueError, match="float32 logits"):
+        choose_experts(jnp.zeros((2, E), jnp.bfloat16), K, scores="all")
+    for given, message in (
+        ((choice[:1], score, places), "chosen experts need int32"),
+        ((choice.astype(np.int64), score, places), "chosen experts need int32"),
+        ((choice, score.astype(np.float64), places), "must be float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chosen_experts(o["x"], *given, *weights)
+    with pytest.raises(ValueError, match="biases of experts"):
+        chosen_experts(o["x"], choice, score, places, *weights, down_bias=jnp.zeros((E - 1, D)))

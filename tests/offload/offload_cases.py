@@ -31,10 +31,17 @@ def medium(name):
     return Kind.Q4_K
 
 
+def uneven(name):
+    """Layers whose experts differ in their types."""
+    return Kind.Q8_0 if "layers.1" in name or "layers.3" in name and "down_proj" in name else Kind.Q4_0
+
+
 CONFIG = tiny_config(num_layers=LAYERS)
 WIDE = tiny_config(num_layers=LAYERS, embed_dim=256, mlp_dim=512, head_dim=64)
 SLIDING = tiny_config("qwen2", num_layers=LAYERS, sliding_window=8, sliding_layers=(False, False, False, True, True))
 MIXTRAL = tiny_config("mixtral", num_layers=LAYERS)
+QWEN3_MOE = tiny_config("qwen3_moe", num_layers=LAYERS)
+GPT_OSS = tiny_config("gpt_oss", num_layers=LAYERS, sliding_layers=(True, False, True, False, True))
 SHARED_EXPERT = tiny_config("qwen2_moe", num_layers=LAYERS)
 # Of each kind of checkpoint, how it is written.
 CHECKPOINTS = {
@@ -48,6 +55,12 @@ CHECKPOINTS = {
     ),
     "mixtral": lambda folder: write_gguf(folder / "mixtral.gguf", MIXTRAL, sharp(MIXTRAL), qtype=Kind.Q8_0),
     "shared expert": lambda folder: write_hf(folder / "hf", SHARED_EXPERT, sharp(SHARED_EXPERT)),
+    "qwen3 moe": lambda folder: write_gguf(folder / "qwen3.gguf", QWEN3_MOE, sharp(QWEN3_MOE), qtype=Kind.Q4_0),
+    "mixed moe": lambda folder: write_gguf(folder / "mixed.gguf", MIXTRAL, sharp(MIXTRAL), qtype=uneven),
+    "gpt oss": lambda folder: write_gguf(folder / "oss.gguf", GPT_OSS, sharp(GPT_OSS), qtype=Kind.Q8_0),
+    "native moe": lambda folder: convert(
+        write_gguf(folder / "moe.gguf", QWEN3_MOE, sharp(QWEN3_MOE), qtype=Kind.Q8_0), folder / "native"
+    ),
     "draft": lambda folder: write_hf(folder / "draft", tiny_config(num_layers=1), sharp(CONFIG, layers=1)),
 }  # fmt: skip
 
@@ -80,9 +93,12 @@ class Pair(NamedTuple):
 
 def make_pair(
     path, method, *, draft=None, degree=1, offload="none", resident=0, dtype="auto", kernels="auto", context=CONTEXT,
-    shared=False,
+    shared=False, kept=0,
 ):  # fmt: skip
-    """A compiled engine of a checkpoint, streamed where `offload` says so; `shared` devices are those of the target."""
+    """A compiled engine of a checkpoint, streamed where `offload` says so; `shared` devices are those of the target.
+
+    Of each streamed mixture `kept` experts stay.
+    """
     weights, draft_weights = open_weights(path), None if draft is None else open_weights(draft)
     apart = method.own_devices and draft is not None and not shared
     plans = plan_pair(
@@ -92,7 +108,7 @@ def make_pair(
     if offload == "none":
         params = load_pair(weights, draft_weights, target, draft_place)
     else:
-        target = dataclasses.replace(target, resident_layers=resident)
+        target = dataclasses.replace(target, resident_layers=resident, kept_experts=kept)
         params = load_streamed_pair(weights, draft_weights, target, draft_place, offload)
     engine = Engine(Models(target, draft_place), method, context)
     engine.prepare()

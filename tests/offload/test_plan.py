@@ -10,12 +10,13 @@ from offload_cases import CONTEXT, PROMPT, TOKENS, checkpoint, decode, make_pair
 
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.pair import place_pair
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Store
 from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.cost_model import stream_growth
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
@@ -56,9 +57,9 @@ def opened(folder, method, kind="q4_0"):
     return weights, draft, models, method
 
 
-def planned(folder, method, store=None, **settings):
+def planned(folder, method, store=None, kind="q4_0", **settings):
     config = EngineConfig(**{"offload": "host", "max_context": CONTEXT, "session_memory": 0, **settings})
-    return plan_target_offload(*opened(folder, method), config, *([] if store is None else [store]))
+    return plan_target_offload(*opened(folder, method, kind), config, *([] if store is None else [store]))
 
 
 def places(device):
@@ -145,6 +146,64 @@ def test_a_larger_tree_or_text_than_was_planned_is_refused(folder):
     with pytest.raises(ConfigError, match="fewer layers stay, or use fewer draft tokens"):
         check_room(plan, plan.device_bytes, method, runner, models, CONTEXT)
     check_room(plan, 1 << 40, method, runner, models, CONTEXT)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_planned_bytes_of_a_mixture(folder, kept):
+    """Room for experts is planned, and what passes read is within what the plan says."""
+    method = METHODS["ar"]
+    none, _ = planned(folder, method, kind="mixtral", offload="disk", resident_layers=1)
+    assert none.experts and none.target.kept_experts == 0
+    plan, _ = planned(folder, method, kind="mixtral", offload="disk", device_memory=none.device_bytes * 4)
+    assert plan.target.resident_layers == plan.target.cfg.num_layers  # all of them fit
+    gc.collect()
+    device = none.target.plan.devices[0]
+    before = places(device)
+    pair = make_pair(checkpoint(folder, "mixtral"), method, offload="disk", resident=1, kept=kept)
+    counted, stream = [], pair.params.target["layers"]
+
+    def count(*_):
+        now = places(device)
+        counted.append(sum(nbytes for place, nbytes in now.items() if place not in before))
+
+    stream.progress = count
+    decode(pair, prompt=PROMPT * 3, count=12)
+    one = sum(leaf.shard_bytes for leaf in stream.store.experts[max(stream.store.experts)].layout.leaves)
+    certain = none.device_bytes - none.work + kept * one * len(stream.store.experts)
+    assert 0.97 * certain <= max(counted) <= certain + none.work
+    stream.progress = None
+    if kept:
+        return
+    stream.reset()
+    start = stream.counts
+    with pair.engine.open(pair.params, [5], SamplingParams(max_tokens=6), 1) as session:
+        while not session.done:
+            session.step()
+    stream.reset()
+    read = stream.counts.since(start)
+    ahead = read["bytes"] - read["passes"] * none.bytes_of_rows(1)
+    # Beside its passes, the stream began the next one.
+    assert read["passes"] == 6 and 0 <= ahead < none.pass_bytes - none.expert_bytes
+
+
+def test_experts_that_stay_have_memory_before_whole_layers(folder):
+    method, seen = METHODS["ar"], set()
+    none, _ = planned(folder, method, kind="mixtral")
+    whole, _ = planned(folder, method, kind="mixtral", resident_layers=none.target.cfg.num_layers)
+    for memory in range(none.device_bytes, whole.device_bytes, (whole.device_bytes - none.device_bytes) // 8):
+        plan, _ = planned(folder, method, kind="mixtral", device_memory=memory)
+        assert plan.device_bytes <= memory
+        seen.add((plan.target.kept_experts, plan.target.resident_layers))
+    assert {stay for stay, _ in seen} >= {0, 1, 2}
+    text = "\n".join(none.lines({0: 1.0, 16: 2.0}))
+    for part in ("each of whose rows has 2 of 4 experts", "1 row", "64 rows, expected", "all experts, at most"):
+        assert part in text
+    assert "each layer waits for them" in text and "specexec, 16 draft tokens" in text
+    assert none.bytes_of_rows(1) < none.bytes_of_rows(2) < none.bytes_of_rows(64) <= none.pass_bytes
+    share = none.expert_share
+    assert 0 < share < 1
+    growth = stream_growth(none.target, 17, share)
+    assert growth == pytest.approx(none.bytes_of_rows(17) / none.bytes_of_rows(1))
 
 
 def test_drafts_of_the_target_itself_are_refused(folder):

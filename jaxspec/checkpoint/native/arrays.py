@@ -95,15 +95,20 @@ def read_array(folder: Path) -> np.ndarray:
         return _open(folder).read().result()
 
 
-def array_chunks(folder: Path, info: ArrayInfo) -> Iterator[tuple[Path, tuple[slice, ...], tuple[int, ...]]]:
-    """Files of an array that `check_array` accepts, each with the part of the array in it and the shape of a chunk.
+class Chunk(NamedTuple):
+    """A file of an array: the part of the array in it, and the shape of what it holds, which is padded at the edge."""
 
-    A chunk at the edge holds padding. After the values of a chunk comes their CRC-32C, 4 bytes.
-    """
+    path: Path
+    part: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+
+def array_chunks(folder: Path, info: ArrayInfo) -> Iterator[Chunk]:
+    """Files of an array that `check_array` accepts. After the values of a chunk comes their CRC-32C, 4 bytes."""
     shape: tuple[int, ...] = tuple(read_json(folder / "zarr.json")["chunk_grid"]["configuration"]["chunk_shape"])
     for place in itertools.product(*(range(-(-n // c)) for n, c in zip(info.shape, shape, strict=True))):
         part = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(place, shape, info.shape, strict=True))
-        yield folder.joinpath("c", *map(str, place)), part, shape
+        yield Chunk(folder.joinpath("c", *map(str, place)), part, shape)
 
 
 class _Interrupted(Exception):
@@ -225,7 +230,13 @@ def _codecs(dtype: np.dtype) -> list[dict[str, Any]]:
 
 
 def _choose_chunk(info: ArrayInfo) -> list[int]:
-    """Chunk shape: cut along the dimension that tensor parallelism cuts, or the first."""
+    """Chunk shape: cut along the dimension that tensor parallelism cuts, or the first; each expert by itself.
+
+    So a pass of a streamed model reads whole files of the experts that it needs.
+    """
     axis = next((axis for axis, name in enumerate(partition_spec(info)) if name is not None), 0)
-    pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // MIN_CHUNK_BYTES))
-    return [-(-n // pieces) if i == axis else n for i, n in enumerate(info.shape)]
+    # Biases of experts are small, and stay together.
+    experts = info.shape[0] if info.axes[0] == "experts" and {"expert_mlp", "embed"} <= {*info.axes} else 1
+    pieces = min(_MAX_CHUNKS, max(1, count_bytes(info) // experts // MIN_CHUNK_BYTES))
+    whole = [-(-n // pieces) if i == axis else n for i, n in enumerate(info.shape)]
+    return whole if experts == 1 else [1, *whole[1:]]

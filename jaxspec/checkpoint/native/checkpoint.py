@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxspec.checkpoint.native.arrays import Reading, array_chunks, check_array, orbax_checkpointer, read_array
+from jaxspec.checkpoint.native.arrays import Chunk, Reading, array_chunks, check_array, orbax_checkpointer, read_array
 from jaxspec.checkpoint.native.files import check_sizes
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
 from jaxspec.errors import CheckpointError, ConfigError
@@ -109,26 +109,31 @@ ReadBytes = Callable[[Path, int, int], np.ndarray]
 
 
 def read_leaf(
-    checkpoint: NativeCheckpoint, name: str, info: ArrayInfo | None = None, read_bytes: ReadBytes | None = None
-) -> np.ndarray:
+    checkpoint: NativeCheckpoint, name: str, info: ArrayInfo | None = None, expert: int | None = None, *,
+    read_bytes: ReadBytes | None = None,
+) -> np.ndarray:  # fmt: skip
     """One whole unpadded array by leaf name, on the host, as `info` declares it: numbers, or the stored blocks.
 
     Without `info` the array is as stored: blocks are bytes. A query, key and value that are stored apart are joined
     where `name` is that of all three. `read_bytes`, a function of path, offset and size that gives uint8 arrays, reads
-    the files in place of Orbax; each is compared with its checksum in the manifest then.
+    the files in place of Orbax; each is compared with its checksum in the manifest then. With `expert` they are those
+    of one expert, and `info` declares its part.
 
     Raises:
-      CheckpointError: its files are missing, truncated or corrupted.
+      CheckpointError: its files are missing, truncated or corrupted, or hold several experts.
     """
     if name not in checkpoint.infos and info is not None:
         K, rows, *inner = info.shape
         parts = zip(PARTS, (rows - 2, 1, 1), strict=True)
         infos = {f"{name}.{part}": dataclasses.replace(info, shape=(K, heads, *inner)) for part, heads in parts}
-        parts = (read_leaf(checkpoint, part, info, read_bytes) for part, info in infos.items())
+        parts = (read_leaf(checkpoint, part, info, read_bytes=read_bytes) for part, info in infos.items())
         return np.concatenate([*parts], axis=1)
     folder, stored = checkpoint.path / ARRAYS / name, checkpoint.infos[name]
     check_array(folder, stored)
-    value = read_array(folder) if read_bytes is None else _read_chunks(checkpoint, folder, stored, read_bytes)
+    if read_bytes is None:
+        value = read_array(folder)
+    else:
+        value = _read_chunks(checkpoint, folder, stored, read_bytes, expert)
     if info is None:
         return value
     if stored.format is not None and info.format is None:
@@ -139,25 +144,39 @@ def read_leaf(
     return value.astype(info.dtype, copy=False)
 
 
-def leaf_bytes(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo) -> int:
+def leaf_bytes(checkpoint: NativeCheckpoint, name: str, info: ArrayInfo, expert: int | None = None) -> int:
     """Bytes of the files that hold a leaf as `read_leaf` reads it, checksums of chunks included."""
     if name not in checkpoint.infos:
         return sum(leaf_bytes(checkpoint, f"{name}.{part}", info) for part in PARTS)
     stored, folder = checkpoint.infos[name], checkpoint.path / ARRAYS / name
     check_array(folder, stored)
-    return sum(_chunk_bytes(shape, stored) for _, _, shape in array_chunks(folder, stored))
+    return sum(_chunk_bytes(shape, stored) for _, _, shape in _chunks_of(folder, stored, expert))
 
 
 def _chunk_bytes(shape: tuple[int, ...], info: ArrayInfo) -> int:
     return math.prod(shape) * np.dtype(info.dtype).itemsize + 4
 
 
-def _read_chunks(checkpoint: NativeCheckpoint, folder: Path, info: ArrayInfo, read_bytes: ReadBytes) -> np.ndarray:
-    """An array from its files, each compared with the manifest's checksum."""
-    files, value = checkpoint.files, np.empty(info.shape, info.dtype)
+def _chunks_of(folder: Path, info: ArrayInfo, expert: int | None) -> list[Chunk]:
+    """The chunks of an array, or those of one of its experts."""
+    chunks = [*array_chunks(folder, info)]
+    if expert is None:
+        return chunks
+    if any(chunk.shape[0] != 1 for chunk in chunks):
+        problem = "holds several experts in a file, and cannot be streamed"
+        raise CheckpointError(f"{folder}: {problem}: convert the model again with this version")
+    return [chunk for chunk in chunks if chunk.part[0].start == expert]
+
+
+def _read_chunks(
+    checkpoint: NativeCheckpoint, folder: Path, info: ArrayInfo, read_bytes: ReadBytes, expert: int | None
+) -> np.ndarray:
+    """An array, or the part of one expert, from its files, each compared with the manifest's checksum."""
+    files, first = checkpoint.files, 0 if expert is None else expert
+    value = np.empty(info.shape if expert is None else (1, *info.shape[1:]), info.dtype)
     if files is None:
         raise CheckpointError(f"{checkpoint.path}: is of a version without checksums of files; convert it again")
-    for path, part, shape in array_chunks(folder, info):
+    for path, part, shape in _chunks_of(folder, info, expert):
         entry = files.get(path.relative_to(checkpoint.path).as_posix())
         if entry is None or entry["bytes"] != _chunk_bytes(shape, info):
             raise CheckpointError(f"{path}: {MANIFEST} does not list it as a chunk of this array")
@@ -166,8 +185,8 @@ def _read_chunks(checkpoint: NativeCheckpoint, folder: Path, info: ArrayInfo, re
             says = f"has SHA-256 {digest:.12}, and {MANIFEST} says {entry['sha256']:.12}"
             raise CheckpointError(f"{path}: {says}: damaged or changed; convert the model again")
         # Chunks at the edge of an array are padded.
-        chunk = raw[:-4].view(info.dtype).reshape(shape)
-        value[part] = chunk[tuple(slice(s.stop - s.start) for s in part)]
+        chunk = raw[:-4].view(info.dtype).reshape(shape)[tuple(slice(s.stop - s.start) for s in part)]
+        value[slice(part[0].start - first, part[0].stop - first), *part[1:]] = chunk
     return value
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH
-from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.experts import distinct_experts
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import MLP_PARAMS, ROUTED_PARAMS, Params
 from jaxspec.runtime.placement import Placement
@@ -161,12 +161,12 @@ def relative_set_cost(target: Placement, layers: LayerSet) -> float:
     return 1 - skipped / _bytes_read(target) + FIXED_DRAFT_COST
 
 
-def distinct_experts(experts: ExpertsConfig, rows: float) -> float:
-    """Experts that some of so many rows are sent to, if each row's are drawn at random.
-
-    The rows of a text have more in common: this is an upper estimate (docs/results/moe-cpu.md).
-    """
-    return experts.count * (1 - (1 - experts.per_token / experts.count) ** rows)
+def stream_growth(target: Placement, rows: int, expert_share: float) -> float:
+    """Bytes of a streamed pass of so many rows over those of one; `expert_share` of the latter are experts'."""
+    experts = target.cfg.experts
+    if experts is None:
+        return 1.0
+    return 1 - expert_share + expert_share * distinct_experts(experts, rows) / experts.per_token
 
 
 def _built_in_cost(active_rows: int, rows: int, target: Placement) -> float:

@@ -62,6 +62,10 @@ def _work(models: Models, tokens: int, slots: int, rows: int, draft_rows: int) -
     # Rows between the programs of a pass; those of one chunk come and go while a layer runs.
     of_prompt = _rows_bytes(target, prompt, windowed=False) + 4 * chunk * target.cfg.embed_dim
     of_batch = _rows_bytes(target, rows, windowed=True) + 4 * rows * target.cfg.embed_dim
+    if (experts := target.cfg.experts) is not None:
+        # What experts take, and which of them, waits until their weights are there.
+        routed = 4 * target.cfg.embed_dim + 8 * experts.per_token
+        of_prompt, of_batch = of_prompt + prompt * routed, of_batch + rows * routed
     passes = max(of_prompt + layer_work(target, chunk, slots), of_batch + layer_work(target, rows, slots))
     # Of large batches the head scores a row when it is reached, or some rows at once.
     scored = min(rows, LAZY_HEAD_ROWS) if not target.plan.kernels.branches or rows <= LAZY_HEAD_ROWS else 1

@@ -13,6 +13,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.executor import Checked, Decoded, Meanwhile, ResidentExecutor, TargetExecutor, place_request
 from jaxspec.methods.core.feature_sequence import TargetSequence
+from jaxspec.methods.core.layer_programs import LayerPrograms
 from jaxspec.methods.core.round import pack_round, round_shapes, verified_shapes
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, split_chunks, usable_chunks
 from jaxspec.methods.core.verify import Rule, batch_rows, count_idle, judge_batch, match, take_token
@@ -25,7 +26,6 @@ from jaxspec.models.transformer import (
     forward,
     make_tables,
     rope_settings,
-    run_one_layer,
 )
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
@@ -50,76 +50,6 @@ def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecu
     return StreamingExecutor(target, slots, **settings)
 
 
-class LayerPrograms:
-    """Compiled layers of passes of any of some row counts: one for each kind of layer and number of rows."""
-
-    def __init__(self, target: Placement, state: SequenceState):
-        """Nothing is declared yet; `state` holds shapes."""
-        self._target, self._state = target, state
-        cfg, layers = target.cfg, target.params()["layers"]
-        self._kinds: list[Any] = []  # of each layer: all that its program depends on
-        for index, layer in enumerate(layers):
-            leaves, tree = jax.tree.flatten(layer)
-            shapes = tuple((leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves)
-            settings = cfg.window(index), cfg.layer_units(index), cfg.layer_rope(index), cfg.layer_experts(index)
-            self._kinds.append((tree, shapes, settings))
-        self._programs: dict[Any, Program] = {}
-        places, count = {index: place for place, index in enumerate(cfg.attention_layers)}, len(cfg.attention_layers)
-        # Of each layer, its arrays of the cache: one for each kind of KV head.
-        self._slices = [
-            slice(places[i], None, count) if i in places else slice(0) for i in range(cfg.num_layers)
-        ]  # fmt: skip
-
-    def declare(self, rows: int, frame: Frame) -> list[Program]:
-        """Programs of passes whose shared arrays have the shapes of `frame`."""
-        target, cache = self._target, self._state.cache
-        cfg, declared = target.cfg, []
-        for index, (kind, layer) in enumerate(zip(self._kinds, target.params()["layers"], strict=True)):
-            known = (kind, rows, frame.window is None)
-            if known in self._programs:
-                continue
-
-            def run(layer, x, frame, key, value, index=index):
-                x, key, value = run_one_layer(layer, cfg, index, x, frame, key, value)
-                return (key, value), x
-
-            key, value = cache.key[self._slices[index]], cache.value[self._slices[index]]
-            x = target.array((rows, cfg.embed_dim), jnp.float32)
-            # Layers of a kind share a program; a call of it names the layer.
-            name = f"target layer {index}" + (f" of {rows} rows" if frame.window is not None else f" of a {rows} chunk")
-            args, out = [layer, x, frame, key, value], ((key, value), x)
-            self._programs[known] = Program(name, run, target.plan, args, out, donate=[3, 4])
-            declared.append(self._programs[known])
-        return declared
-
-    def run(
-        self, stream: LayerStream, state: SequenceState, rows: Sequence[tuple[Array, Frame]],
-        meanwhile: Meanwhile = None,
-    ) -> Any:  # fmt: skip
-        """One pass over the weights; returns the rows `[T, D]` after the last layer and the state with them written.
-
-        `rows` are consecutive chunks of a prompt, or one batch. Each layer serves all of them before the next layer's
-        weights come. `meanwhile` is called before each layer's weights are waited for. The caches of `state` are
-        donated.
-        """
-        keys, values = list(state.cache.key), list(state.cache.value)
-        xs, frames = [x for x, _ in rows], [frame for _, frame in rows]
-        with stream.weights() as weights:
-            for index, (kind, cut) in enumerate(zip(self._kinds, self._slices, strict=True)):
-                if meanwhile is not None:
-                    meanwhile()
-                layer = weights.take(index)
-                key, value = tuple(keys[cut]), tuple(values[cut])
-                for place, (x, frame) in enumerate(zip(xs, frames, strict=True)):
-                    program = self._programs[kind, x.shape[0], frame.window is None]
-                    name = f"layer {index}" if frame.window is not None else f"prompt layer {index}"
-                    (key, value), xs[place] = program.run(name, layer, x, frame, key, value)
-                keys[cut], values[cut] = key, value
-                weights.used(index, xs[-1])
-        cache = dataclasses.replace(state.cache, key=tuple(keys), value=tuple(values))
-        return xs, dataclasses.replace(state, cache=cache)
-
-
 class StreamedSequence(ModelSequence):
     """A `ModelSequence` whose prompts are committed layer by layer: one pass over the weights for all chunks."""
 
@@ -131,9 +61,9 @@ class StreamedSequence(ModelSequence):
         self.layers = LayerPrograms(placement, self.state)
         programs: list[Program] = []
 
-        def begin(params, token, length, offset):
+        def begin(params, token, length, offset, count):
             position = length + offset + jnp.arange(token.shape[0], dtype=jnp.int32)
-            return begin_rows(params, cfg, token, position, length + offset, None)
+            return begin_rows(params, cfg, token, position, length + offset, None, live=count)
 
         def note(state, token, count):
             cache = dataclasses.replace(state.cache, length=state.cache.length + count)
@@ -145,7 +75,7 @@ class StreamedSequence(ModelSequence):
 
         for size in usable_chunks(self.slots):
             token, rows = placement.array((size,), jnp.int32), row_shapes(placement, size, windowed=False)
-            args = [resident, token, scalar, scalar]
+            args = [resident, token, scalar, scalar, scalar]
             self._open[size] = Program(f"{role} open {size}", begin, plan, args, rows)
             args = [self.state, token, scalar]
             self._note[size] = Program(f"{role} note {size}", note, plan, args, self.state, donate=[0])
@@ -159,7 +89,8 @@ class StreamedSequence(ModelSequence):
         resident, stream = split_params(params)
         rows, offset = [], 0
         for chunk, count in chunks:
-            rows.append(self._open[len(chunk)](resident, chunk, state.cache.length, np.int32(offset)))
+            where = state.cache.length, np.int32(offset), np.int32(count)
+            rows.append(self._open[len(chunk)](resident, chunk, *where))
             offset += count
         _, state = self.layers.run(stream, state, rows)
         for chunk, count in chunks:
@@ -232,9 +163,9 @@ class TargetPass:
 class StreamingExecutor:
     """A `TargetExecutor` whose layers come from a `LayerStream`; `params["layers"]` is one.
 
-    A pass is a program that embeds, one program for each layer, and one with head, walk and commit. The host waits for
-    reads between them: a call returns when all but the last program has been dispatched. A token without a draft takes
-    a pass, so `decode` gives one token.
+    A pass is a program that embeds, one for each layer (two for a mixture), and one with head, walk and commit. The
+    host waits for reads between them: a call returns when all but the last program has been dispatched. A token without
+    a draft takes a pass, so `decode` gives one token.
     """
 
     in_flight = 1  # a further round would only wait for the pass
@@ -288,7 +219,7 @@ class StreamingExecutor:
                 given = taken(draft)
                 position, mask, active_rows = batch_rows(length, given, path, dynamic_rows)
                 window = Window(mask, position, None, active_rows)
-                return begin_rows(params, cfg, given.batch.token, position, length, window)
+                return begin_rows(params, cfg, given.batch.token, position, length, window, live=given.batch.count)
 
             def close_batch(params, state, x, draft, request):
                 given, before = taken(draft), state.idle
@@ -301,7 +232,7 @@ class StreamingExecutor:
                 return state, reply(verified) if reply else verified, round_
 
             count = jax.eval_shape(taken, draft).batch.rows
-            rows = row_shapes(target, count, windowed=True, dynamic_rows=dynamic_rows)
+            rows = row_shapes(target, count, windowed=True, dynamic_rows=dynamic_rows, live=True)
             self._open_batch = Program("verify open", open_batch, plan, [resident, scalar, draft], rows)
             args = [resident, self.state, rows[0], draft, request]
             self._close_batch = Program("verify close", close_batch, plan, args, out, donate=[1])
@@ -338,8 +269,13 @@ class StreamingExecutor:
         return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 
-def row_shapes(target: Placement, rows: int, *, windowed: bool, dynamic_rows: bool = False) -> tuple[Any, Frame]:
-    """Shapes of what `begin_rows` gives for a pass of `rows` rows, with a tree window or as a chunk of a prompt."""
+def row_shapes(
+    target: Placement, rows: int, *, windowed: bool, dynamic_rows: bool = False, live: bool = False
+) -> tuple[Any, Frame]:
+    """Shapes of what `begin_rows` gives for a pass of `rows` rows, with a tree window or as a chunk of a prompt.
+
+    Of a chunk, or with `live`, the number of rows that matter is known.
+    """
     cfg, position, scalar = target.cfg, target.array((rows,), jnp.int32), target.array((), jnp.int32)
 
     def tables(position: Array) -> Any:
@@ -348,7 +284,8 @@ def row_shapes(target: Placement, rows: int, *, windowed: bool, dynamic_rows: bo
     ropes = target.replicated(jax.eval_shape(tables, position))
     mask: Any = target.array((rows, rows), jnp.bool_)
     window = Window(mask, position, None, scalar if dynamic_rows else None) if windowed else None
-    return target.array((rows, cfg.embed_dim), jnp.float32), Frame(ropes, position, scalar, window)
+    frame = Frame(ropes, position, scalar, window, scalar if live or not windowed else None)
+    return target.array((rows, cfg.embed_dim), jnp.float32), frame
 
 
 def resident_shapes(target: Placement) -> Params:
