@@ -3,18 +3,16 @@
 import abc
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.load import ReadLeaf
 from jaxspec.errors import CheckpointError, JaxspecError
-from jaxspec.models.params import ArrayInfo
 from jaxspec.offload.layout import LeafLayout, TreeLayout
 from jaxspec.offload.reader import DirectReader
-
-ReadLeaf = Callable[[str, ArrayInfo], np.ndarray]
 
 
 class WeightStore(abc.ABC):
@@ -122,9 +120,15 @@ class ThrottledStore(WeightStore):
 
 
 def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray]) -> None:
-    """Read one array and write it as programs take it; CheckpointError names the tensor."""
+    """Read one array, or this process's part of it, and write it as programs take it.
+
+    CheckpointError names the tensor.
+    """
+    if not leaf.shards:
+        return  # all of it lies in other processes
     try:
-        leaf.write(read(leaf.name, leaf.info), buffers)
+        given = leaf.name, leaf.info
+        leaf.write(read(*given) if leaf.part is None else read(*given, leaf.part), buffers)
     except JaxspecError as error:
         raise CheckpointError(f"{error} (while {leaf.name} was read)") from error
     except OSError as error:

@@ -27,6 +27,11 @@ def place(value: Any, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
 
+def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of which this process holds nothing."""
+    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, [], dtype=shape.dtype)  # pyright: ignore[reportArgumentType]
+
+
 def transfer(array: jax.Array, plan: MeshPlan) -> jax.Array:
     """Copy a replicated array to every device of another mesh; returns before it has arrived.
 
