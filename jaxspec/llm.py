@@ -141,8 +141,8 @@ class LLM:
         if resolve_processes(distributed) is not None:
             if draft_platform is not None:
                 raise ConfigError("draft_platform needs one process: the devices of several are of one platform")
-            if config.offload != "none":
-                raise ConfigError("offload needs one process: it streams a model to the devices of one host")
+            if config.offload == "disk":
+                raise ConfigError("offload 'disk' needs one process, which reads whole arrays; give offload 'host'")
         join_processes(distributed)
         weights = open_target(model, revision, draft, resolved, config)
         plans = plan_meshes(config, resolved, target_devices)
@@ -230,14 +230,6 @@ class LLM:
         self.device_plan = None
         if not hosts.several():
             return
-        apart = models.draft is not None and models.draft.plan.devices != models.target.plan.devices
-        if apart and models.draft is not None and models.draft.shared_embedding is not None:
-            raise ConfigError(
-                "a draft that shares its target's weights needs the target's devices where there are several "
-                "processes: give another draft"
-            )
-        if models.draft is not None and models.draft.cfg.features is not None:
-            raise ConfigError("a draft that is fed the target's hidden states needs one process: give another draft")
         self.device_plan = describe_hosts(models.target.plan, models.draft and models.draft.plan)
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         given |= {"method": self.engine.method, "devices": self.device_plan, **describe_world(models.target.plan)}

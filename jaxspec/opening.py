@@ -93,7 +93,9 @@ def plan_target_offload(
             return found  # what the time of a pass would make worthwhile does not fit
         speeds = speeds or measure_bandwidth(plan, weights)
         plan = dataclasses.replace(plan, bytes_per_s=speeds[0], memory_bytes_per_s=speeds[1])
-        measured = dataclasses.replace(store, stream_ratio=plan.stream_ratio, expert_share=plan.expert_share)
+        # Of several processes each streams its own part: the slowest decides.
+        ratio = max(hosts.gather("stream ratio", plan.stream_ratio))
+        measured = dataclasses.replace(store, stream_ratio=ratio, expert_share=plan.expert_share)
         # The time of a pass only grows from turn to turn, and with it the tree.
         if method.configure(models, measured) == chosen or measured.stream_ratio <= store.stream_ratio:
             return plan, store

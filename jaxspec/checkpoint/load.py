@@ -19,7 +19,7 @@ from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import open_hf
 from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_storage
 from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
-from jaxspec.checkpoint.shards import Part, empty, is_elsewhere, local_part, place_part
+from jaxspec.checkpoint.shards import Part, is_elsewhere, local_part, place_part
 from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
@@ -29,6 +29,7 @@ from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.sharding import place_declared, placed_shapes
+from jaxspec.runtime.transfer import empty
 
 Format = Literal["hf", "gguf", "native"]
 
@@ -40,19 +41,14 @@ _NUM_THREADS = 2
 
 
 ReadBytes = Callable[[Path, int, int], np.ndarray]
-
-
-class ReadLeaf(Protocol):
-    """Reads one whole unpadded parameter by leaf name, as its declaration says; or the part of one `expert` of it.
-
-    The declaration of a part is that of the whole, with one expert in place of all.
-    """
-
-    def __call__(self, name: str, info: ArrayInfo, expert: int | None = None) -> np.ndarray: ...
+# Takes a leaf's name and declaration. A keyword asks for less than the whole: `part`, what one of several processes
+# needs, is for `Weights.read`; `expert`, the number of an expert, is for `Weights.direct`. An expert's declaration is
+# that of the whole, with one expert in place of all.
+ReadLeaf = Callable[..., np.ndarray]
 
 
 class FileBytes(Protocol):
-    """Bytes of files that a `ReadLeaf` asks for with the same arguments."""
+    """Bytes of files that a function of `Weights.direct` asks for with the same arguments."""
 
     def __call__(self, name: str, info: ArrayInfo, expert: int | None = None) -> int: ...
 
@@ -64,10 +60,10 @@ class Weights:
     Attributes:
       own_storage: the types of the weights as the checkpoint holds them.
       load: reads every parameter that the checkpoint holds for a placement: in blocks where its storage says so.
-      read: reads one whole unpadded parameter by leaf name, as its declaration says.
+      read: reads one unpadded parameter by leaf name, as its declaration says: all of it, or a part.
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
-      direct: makes a `ReadLeaf` of a function of path, offset and size that reads bytes of a file.
+      direct: the same, of all of a parameter or one `expert`, by a function of path, offset and size that reads bytes.
       file_bytes: bytes that `direct` asks for to read a parameter.
     """
 
@@ -76,7 +72,7 @@ class Weights:
     eos_ids: tuple[int, ...]
     own_storage: Storage
     load: Callable[[Placement], Params]
-    read: Callable[[str, ArrayInfo], np.ndarray]
+    read: ReadLeaf
     vocabulary: str | None = None
     layers: LayerSet | None = None
     direct: Callable[[ReadBytes], ReadLeaf] | None = None
@@ -105,10 +101,10 @@ def open_weights(path: Path | None) -> Weights:
 
             return restore_native(native, placement.plan, placement.weights, placement.vocab_rows)
 
-        def read_native(name: str, info: ArrayInfo) -> np.ndarray:
+        def read_native(name: str, info: ArrayInfo, part: Part | None = None) -> np.ndarray:
             from jaxspec.checkpoint.native.checkpoint import read_leaf
 
-            return read_leaf(native, name, info)
+            return read_leaf(native, name, info, part=part)
 
         def direct_native(read_bytes: ReadBytes) -> ReadLeaf:
             from jaxspec.checkpoint.native.checkpoint import read_leaf
@@ -144,8 +140,8 @@ def open_weights(path: Path | None) -> Weights:
         # Query, key and value of different types also have recipes of their own.
         return recipes(source.config) | recipes(source.config, storage)
 
-    def read(name: str, info: ArrayInfo) -> np.ndarray:
-        return dataclasses.replace(all_recipes()[name], info=info).read(source)
+    def read(name: str, info: ArrayInfo, part: Part | None = None) -> np.ndarray:
+        return _read_recipe(source, name, dataclasses.replace(all_recipes()[name], info=info), part)
 
     def direct(read_bytes: ReadBytes) -> ReadLeaf:
         if is_default:
@@ -206,21 +202,12 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
     placed, treedef = jax.tree.flatten_with_path(shapes)
     made = recipes(source.config, storage)
 
-    def read_part(name: str, recipe: Recipe, part: Part) -> np.ndarray:
-        if part.start < part.stop:
-            return recipe.read(source, name, part)
-        shape = tuple(0 if axis == part.axis else n for axis, n in enumerate(recipe.info.shape))
-        return np.zeros(shape, recipe.info.dtype)  # padding alone
+    def read(name: str, _: ArrayInfo, part: Part | None = None) -> np.ndarray:
+        return _read_recipe(source, name, made[name], part)
 
     def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
         name = leaf_name(path)
-        recipe = made[name]
-        if jax.process_count() > 1:
-            if is_elsewhere(target):
-                return empty(target)
-            if (part := local_part(recipe.info, target)) is not None:
-                return place_part(read_part(name, recipe, part), part, target)
-        return place_declared(recipe.read(source), recipe.info, target)
+        return place_leaf(read, name, made[name].info, target)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         futures = [pool.submit(load_leaf, path, target) for path, target in placed]
@@ -230,6 +217,23 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
             pool.shutdown(cancel_futures=True)
             raise
     return jax.tree.unflatten(treedef, leaves)
+
+
+def place_leaf(read: ReadLeaf, name: str, info: ArrayInfo, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Read a leaf, or what this one of several processes needs of it, and place it on the devices."""
+    if jax.process_count() > 1:
+        if is_elsewhere(target):
+            return empty(target)
+        if (part := local_part(info, target)) is not None:
+            return place_part(read(name, info, part=part), part, target)
+    return place_declared(read(name, info), info, target)
+
+
+def _read_recipe(source: TensorSource, name: str, recipe: Recipe, part: Part | None) -> np.ndarray:
+    if part is None or part.start < part.stop:
+        return recipe.read(source, name, part)
+    shape = tuple(0 if axis == part.axis else n for axis, n in enumerate(recipe.info.shape))
+    return np.zeros(shape, recipe.info.dtype)  # padding alone
 
 
 def detect_format(path: str | Path) -> Format:

@@ -174,14 +174,15 @@ def load_pair(
     params = weights.load(target)
     if draft_weights is None or draft is None:
         return pack_pair(params, None, target, None)
+    read = shared_weights.target_reader(weights, target, draft)
     if draft_weights.layers is not None:
-        own = shared_weights.take_layers(target, draft, draft_weights.layers, params)
+        own = shared_weights.take_layers(target, draft, draft_weights.layers, params, read)
     else:
         try:
             own = draft_weights.load(draft)
         except CheckpointError as error:
             raise DamagedDraftError(str(error)) from error
-    return pack_pair(params, own | shared_weights.share_embedding(draft, params), target, draft)
+    return pack_pair(params, own | shared_weights.share_embedding(draft, params, read), target, draft)
 
 
 def _resolve_activations(placement: Placement, setting: ActivationsSetting, best: Activations) -> Activations:

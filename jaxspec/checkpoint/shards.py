@@ -29,6 +29,11 @@ class Part(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Of the same part in the whole leaf."""
+        return (slice(None),) * self.axis + (slice(self.start, self.stop),)
+
     def is_of_experts(self, info: ArrayInfo) -> bool:
         """Whether the entries are experts, each of which has tensors of its own in a checkpoint."""
         return info.axes[self.axis] == "experts"
@@ -56,25 +61,25 @@ def is_elsewhere(target: jax.ShapeDtypeStruct) -> bool:
     return not _local_indices(target)
 
 
-def empty(target: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of which this process holds nothing."""
-    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, [], dtype=target.dtype)
-
-
 def place_part(array: np.ndarray, part: Part, target: jax.ShapeDtypeStruct) -> jax.Array:
     """The shards of this process from its part of a leaf, padded with zeros."""
 
     def cut(index: Any) -> np.ndarray:
-        bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
-        shard = np.zeros([stop - start for start, stop in bounds], target.dtype)
-        own = [(start, min(stop, n)) for (start, stop), n in zip(bounds, array.shape, strict=True)]
-        start, stop = bounds[part.axis]
-        own[part.axis] = max(start, part.start) - part.start, max(min(stop, part.stop), part.start) - part.start
-        held = array[tuple(slice(a, max(a, b)) for a, b in own)]
-        shard[tuple(slice(n) for n in held.shape)] = held
-        return shard
+        return cut_shard(array, part, index, target)
 
     return jax.make_array_from_callback(target.shape, target.sharding, cut, dtype=target.dtype)
+
+
+def cut_shard(array: np.ndarray, part: Part, index: tuple[slice, ...], target: jax.ShapeDtypeStruct) -> np.ndarray:
+    """What lies at `index` of `target`, from a part of a leaf, padded with zeros."""
+    bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
+    shard = np.zeros([stop - start for start, stop in bounds], target.dtype)
+    own = [(start, min(stop, n)) for (start, stop), n in zip(bounds, array.shape, strict=True)]
+    start, stop = bounds[part.axis]
+    own[part.axis] = max(start, part.start) - part.start, max(min(stop, part.stop), part.start) - part.start
+    held = array[tuple(slice(a, max(a, b)) for a, b in own)]
+    shard[tuple(slice(n) for n in held.shape)] = held
+    return shard
 
 
 def count_read(array: np.ndarray) -> None:

@@ -2,10 +2,12 @@
 
 A draft may share the embedding, and a head of all or some of the target's rows. A layer subset is the target without
 some attention or MLP blocks, such as `draft="self:attention=1,3-5;mlp=2"`; it holds the blocks that it keeps.
-On the target's devices these are the target's own arrays, elsewhere copies.
+On the target's devices these are the target's own arrays, elsewhere copies. A process that has no part of the target
+has nothing to copy: with several processes, such a draft reads the target's checkpoint.
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,22 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint.load import Weights
+from jaxspec.checkpoint.shards import is_elsewhere
 from jaxspec.models.config import ModelConfig, keep_layers
 from jaxspec.models.layer_set import LayerSet, parse_layers
-from jaxspec.models.params import Params, declare_params
+from jaxspec.models.params import Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import collect_storage, encode_blocks, fit_storage, undo_order, weight_leaves
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 from jaxspec.runtime.sharding import collect_declared, place_array, place_declared
-from jaxspec.runtime.transfer import read_whole
+from jaxspec.runtime.transfer import empty, read_whole
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
 # Begins the name of such a draft; the set of skipped blocks follows, as `parse_layers` reads it.
 PREFIX = "self:"
+
+# Reads whole arrays of the target as they are declared: the beginning of their names, and declarations by the rest.
+ReadTarget = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 def open_layer_subset(name: str, weights: Weights, vocabulary: str) -> Weights:
@@ -67,10 +73,31 @@ def place_layer_subset(target: Placement, layers: LayerSet, plan: MeshPlan, dtyp
     return Placement(cfg, plan, dtype, target.cfg.vocab_size, target.cfg.vocab_size, storage, shared)
 
 
-def take_layers(target: Placement, draft: Placement, layers: LayerSet, params: Params) -> Params:
-    """The parameters of `Placement.own_params` of the draft, from the target's placed ones."""
+def target_reader(weights: Weights, target: Placement, draft: Placement) -> ReadTarget | None:
+    """What reads the target's checkpoint for a draft of its arrays; None where the draft's processes have them."""
+    if jax.process_count() == 1 or draft.plan.devices == target.plan.devices:
+        return None
+
+    def read(begin: str, declared: dict[str, Any]) -> dict[str, Any]:
+        def read_leaf(path: tuple[Any, ...], info: Any) -> np.ndarray:
+            return weights.read(f"{begin}{leaf_name(path)}", info)
+
+        return jax.tree.map_with_path(read_leaf, declared, is_leaf=is_info)
+
+    return read
+
+
+def take_layers(
+    target: Placement, draft: Placement, layers: LayerSet, params: Params, read: ReadTarget | None = None
+) -> Params:
+    """The parameters of `Placement.own_params` of the draft, from the target's placed ones, or by `read`."""
     have, want = (declare_params(placement.cfg, placement.weights) for placement in (target, draft))
     shapes = draft.own_params()
+    if read is not None:
+        if all(map(is_elsewhere, jax.tree.leaves(shapes))):
+            return jax.tree.map(empty, shapes)
+        params = read("", {"final_norm": have["final_norm"]})
+        params["layers"] = {i: read(f"layers.{i}.", have["layers"][i]) for i in layers.kept}
     taken = []
     for j, i in enumerate(layers.kept):
         layer, orders = params["layers"][i], shapes["layers"][j].keys()
@@ -95,15 +122,22 @@ def _take(leaf: Any, have: Any, want: Any, shape: Any, order: jax.Array | None =
     if isinstance(want, dict):
         return {part: _take(leaf[part], have[part], want[part], shape[part]) for part in want}
     if isinstance(want, Blocks):
-        return Blocks(place_declared(collect_declared(leaf.data, have.data), want.data, shape.data), want.format)  # pyright: ignore[reportArgumentType]
+        return Blocks(place_declared(_collect(leaf.data, have.data), want.data, shape.data), want.format)  # pyright: ignore[reportArgumentType]
     numbers = _numbers(leaf, have)
     if order is not None:
         numbers = undo_order(numbers, np.asarray(order))
     return place_declared(numbers.reshape(want.shape).astype(want.dtype), want, shape)
 
 
-def _is_placed(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> bool:
+def _is_placed(leaf: jax.Array | np.ndarray, shape: jax.ShapeDtypeStruct) -> bool:
+    if isinstance(leaf, np.ndarray):
+        return False
     return leaf.sharding == shape.sharding and leaf.shape == shape.shape and leaf.dtype == shape.dtype
+
+
+def _collect(leaf: jax.Array | np.ndarray, info: Any) -> np.ndarray:
+    """A whole array as it is declared: a placed one, or one that was read so."""
+    return leaf if isinstance(leaf, np.ndarray) else collect_declared(leaf, info)
 
 
 def _numbers(leaf: Any, have: Any) -> np.ndarray:
@@ -111,36 +145,45 @@ def _numbers(leaf: Any, have: Any) -> np.ndarray:
     if isinstance(leaf, dict):
         return np.concatenate([_numbers(leaf[part], have[part]) for part in have], axis=1)
     if isinstance(leaf, Blocks):
-        whole: Any = Blocks(collect_declared(leaf.data, have.data), leaf.format)  # pyright: ignore[reportArgumentType]
+        whole: Any = Blocks(_collect(leaf.data, have.data), leaf.format)  # pyright: ignore[reportArgumentType]
         return np.asarray(dequantise(whole))
-    return collect_declared(leaf, have)
+    return _collect(leaf, have)
 
 
-def share_embedding(draft: Placement, target: Params) -> Params:
-    """The parameters of `Placement.shared_params` of a draft, from the target's placed ones."""
-    shared = {}
+def share_embedding(draft: Placement, target: Params, read: ReadTarget | None = None) -> Params:
+    """The parameters of `Placement.shared_params` of a draft, from the target's placed ones, or by `read`."""
+    shared, lender = {}, draft.shared_embedding
     for leaf, shape in draft.shared_params().items():
-        if leaf == "head" and draft.cfg.head_ids:
-            shared[leaf] = _take_rows(target.get("head", target["embed"]), draft, shape)
-        elif leaf == "head" and leaf not in target:
-            shared[leaf] = jax.tree.map(_move, target["embed"], shape)
+        name = leaf if leaf in target else "embed"
+        if read is None:
+            table = target[name]
+        elif all(map(is_elsewhere, jax.tree.leaves(shape))):
+            shared[leaf] = jax.tree.map(empty, shape)
+            continue
         else:
-            shared[leaf] = jax.tree.map(_move, target[leaf], shape)
+            assert lender is not None
+            table = read("", {name: declare_params(lender.cfg, lender.storage)[name]})[name]
+        restricted = leaf == "head" and draft.cfg.head_ids
+        shared[leaf] = _take_rows(table, draft, shape) if restricted else jax.tree.map(_move, table, shape)
     return shared
 
 
-def _move(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+def _move(leaf: jax.Array | np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """The same array where it is placed as `shape` says, else a copy, padded for its devices."""
-    if leaf.sharding == shape.sharding and leaf.shape == shape.shape:
+    if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding and leaf.shape == shape.shape:
         return leaf
     rows = min(leaf.shape[0], shape.shape[0])  # what differs is padding
-    return place_array(read_whole(leaf)[:rows], shape)
+    return place_array(_whole(leaf)[:rows], shape)
+
+
+def _whole(leaf: jax.Array | np.ndarray) -> np.ndarray:
+    return leaf if isinstance(leaf, np.ndarray) else read_whole(leaf)
 
 
 def _take_rows(table: Any, draft: Placement, shape: Any) -> Any:
     """The rows of `head_ids` in the draft's own type."""
     ids = np.array(draft.cfg.head_ids, np.int32)
-    rows = jax.tree.map(lambda leaf: read_whole(leaf)[ids], table)
+    rows = jax.tree.map(lambda leaf: _whole(leaf)[ids], table)
     if isinstance(rows, Blocks) and isinstance(shape, Blocks) and rows.format == shape.format:
         return jax.tree.map(place_array, rows, shape)
     numbers = np.asarray(dequantise(rows)) if isinstance(rows, Blocks) else rows

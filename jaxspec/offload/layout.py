@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.shards import Part, cut_shard, local_part
 from jaxspec.models.params import EXPERT_WEIGHTS, ArrayInfo, declare_params, is_info, leaf_name
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.sharding import arrange_declared, pad_to
@@ -46,6 +47,11 @@ class LeafLayout:
         return [(device, found[device]) for device in sorted(found, key=lambda device: device.id)]
 
     @functools.cached_property
+    def part(self) -> Part | None:
+        """What this one of several processes reads of the array; None for all of it."""
+        return local_part(self.info, self.loaded) if jax.process_count() > 1 and self.shards else None
+
+    @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """Of each device's part, as programs take it."""
         sharding: Any = self.placed.sharding
@@ -56,11 +62,16 @@ class LeafLayout:
         return math.prod(self.shard_shape) * np.dtype(self.placed.dtype).itemsize
 
     def write(self, array: np.ndarray, buffers: list[np.ndarray]) -> None:
-        """Arrange, pad, cut and pack a whole array as it is declared into a buffer for each of `shards`."""
-        array = arrange_declared(array, self.info, len(self.loaded.sharding.device_set))  # pyright: ignore[reportOptionalMemberAccess]
+        """Arrange, pad, cut and pack an array as it is declared, or its `part`, into a buffer for each of `shards`."""
+        part = self.part
+        if part is None:
+            array = arrange_declared(array, self.info, len(self.loaded.sharding.device_set))  # pyright: ignore[reportOptionalMemberAccess]
         for (_, index), buffer in zip(self.shards, buffers, strict=True):
-            shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, self.loaded.shape, strict=True))
-            shard = pad_to(array[index], shape)
+            if part is None:
+                shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, self.loaded.shape, strict=True))
+                shard = pad_to(array[index], shape)
+            else:
+                shard = cut_shard(array, part, index, self.loaded)
             if self.packed is None:
                 np.copyto(buffer, shard, casting="no")
             else:
@@ -141,7 +152,8 @@ class TreeLayout:
         placed = []
         for leaf, own in zip(self.leaves, buffers, strict=True):
             parts = [jax.device_put(buffer, device) for buffer, (device, _) in zip(own, leaf.shards, strict=True)]
-            placed.append(jax.make_array_from_single_device_arrays(leaf.placed.shape, leaf.placed.sharding, parts))  # pyright: ignore[reportArgumentType]
+            shape, sharding, dtype = leaf.placed.shape, leaf.placed.sharding, leaf.placed.dtype
+            placed.append(jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype))  # pyright: ignore[reportArgumentType]
         return jax.tree.unflatten(self.tree, placed)
 
 
@@ -184,6 +196,8 @@ def layer_layouts(placement: Placement) -> list[LayerLayout]:
         experts = placement.cfg.layer_experts(index)
         if experts is None or placement.plan.expert_parallel or not all(placement.cfg.layer_units(index)):
             continue
+        if jax.process_count() > 1:
+            continue  # what each process reads of an array is a part of all experts
         every = lay_out([*EXPERT_WEIGHTS])
         if all(leaf.has_separate_experts for leaf in every.leaves):
             shared = lay_out([name for name in weights if name not in EXPERT_WEIGHTS])

@@ -1,12 +1,11 @@
 """Loading of a pair whose target is streamed: what stays is placed, the layers that pass by get a store."""
 
 import functools
-from typing import Any
 
 import jax
 
 from jaxspec.checkpoint import shared_weights
-from jaxspec.checkpoint.load import ReadLeaf, Weights
+from jaxspec.checkpoint.load import ReadLeaf, Weights, place_leaf
 from jaxspec.checkpoint.packing import pack_trees
 from jaxspec.checkpoint.pair import DamagedDraftError
 from jaxspec.config import Offload
@@ -17,7 +16,6 @@ from jaxspec.offload.reader import DirectReader
 from jaxspec.offload.stores import DiskStore, HostStore, WeightStore, read_tree
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.sharding import place_declared
 
 
 def load_streamed_pair(
@@ -33,7 +31,8 @@ def load_streamed_pair(
         raise CheckpointError(f"{weights.path}: cannot be read piece by piece, which offload {offload!r} needs")
     reader = DirectReader()
     try:
-        read = weights.direct(reader)
+        # One of several processes needs a part of each array, which lies in many pieces of a file.
+        read = weights.direct(reader) if jax.process_count() == 1 else weights.read
         params = _read_beside(read, target)
         draft_params = None
         if draft is not None and draft_weights is not None:
@@ -41,7 +40,8 @@ def load_streamed_pair(
                 own = draft_weights.load(draft)
             except CheckpointError as error:
                 raise DamagedDraftError(str(error)) from error
-            draft_params = own | shared_weights.share_embedding(draft, params)
+            read_target = shared_weights.target_reader(weights, target, draft)
+            draft_params = own | shared_weights.share_embedding(draft, params, read_target)
         shapes = [{name: leaf for name, leaf in target.params().items() if name != "layers"}]
         trees = [params]
         if draft is not None and draft_params is not None:
@@ -71,7 +71,8 @@ def _read_beside(read: ReadLeaf, target: Placement) -> Params:
         for tree in (declare_params(target.cfg, target.weights), target.own_params())
     )
     infos, _ = jax.tree.flatten_with_path(declared, is_leaf=is_info)
-    place = functools.partial(_place, read)
+    # The memory that was read into may be the array's own from here on.
+    place = functools.partial(place_leaf, read)
     return jax.tree.unflatten(
         jax.tree.structure(shapes),
         [
@@ -79,8 +80,3 @@ def _read_beside(read: ReadLeaf, target: Placement) -> Params:
             for (path, info), shape in zip(infos, jax.tree.leaves(shapes), strict=True)
         ],
     )
-
-
-def _place(read: ReadLeaf, name: str, info: Any, shape: Any) -> jax.Array:
-    # The memory that was read into may be the array's own from here on.
-    return place_declared(read(name, info), info, shape)

@@ -129,10 +129,18 @@ class ThrottledStore(WeightStore):
 
 
 def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray], expert: int | None = None) -> None:
-    """Read one array, or that of an expert, and write it as programs take it; CheckpointError names the tensor."""
+    """Read one array, that of an expert, or this process's part of it, and write it as programs take it.
+
+    CheckpointError names the tensor.
+    """
+    if not leaf.shards:
+        return  # all of it lies in other processes
     name = leaf.name if expert is None else f"{leaf.name} of expert {expert}"
+    less: dict[str, Any] = {} if expert is None else {"expert": expert}
+    if leaf.part is not None:
+        less = {"part": leaf.part}
     try:
-        leaf.write(read(leaf.name, leaf.info, expert), buffers)
+        leaf.write(read(leaf.name, leaf.info, **less), buffers)
     except JaxspecError as error:
         raise CheckpointError(f"{error} (while {name} was read)") from error
     except OSError as error:

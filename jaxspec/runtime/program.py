@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jaxspec.runtime import hosts, program_store, watch
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.transfer import empty
 from jaxspec.runtime.xla_options import compile_lowered
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import GREEDY, Variant
@@ -41,6 +42,9 @@ class Program:
         self._request = next((place for place, arg in enumerate(args) if isinstance(arg, Request)), None)
         self._compiled: dict[Variant | None, Any] = {}
         self._coming: dict[Variant | None, tuple[str, Future[bool], threading.Event]] = {}  # see `load_later`
+        # Where it runs in other processes alone: nothing is compiled, and the results have no part here.
+        here = jax.process_index()
+        self._elsewhere = hosts.several() and all(device.process_index != here for device in plan.devices)
 
     def fit(self, variant: Variant) -> Variant | None:
         """The variant of this program that serves requests of a given one; None is the program for all of them."""
@@ -48,7 +52,7 @@ class Program:
 
     def is_ready(self, variant: Variant = GREEDY) -> bool:
         """Whether it is compiled for requests of a variant."""
-        return self.fit(variant) in self._compiled
+        return self._elsewhere or self.fit(variant) in self._compiled
 
     def is_coming(self, variant: Variant = GREEDY) -> bool:
         """Whether it is being loaded from the store in the background."""
@@ -155,18 +159,26 @@ class Program:
     def run(self, label: str, *args: Any) -> Any:
         """Dispatch; a trace shows this call by its `label`, for a program that serves several layers."""
         variant = None if self._request is None else args[self._request].variant
-        compiled = self._compiled.get(variant)
+        compiled = self._give_nothing if self._elsewhere else self._compiled.get(variant)
         if compiled is None:
             digest = self._await(variant)
             if variant not in self._compiled:
                 self.finish(self.lower(variant), variant, digest)
             compiled = self._compiled[variant]
-        if hosts.several():
+        if hosts.several() and not self._elsewhere:
             compiled = functools.partial(_run_in_turn, compiled, self._plan)
         with jax.disable_jit(False):
             if recording.active is not None:
                 return recording.active.program(label, self._plan, compiled, args)
             return compiled(*args)
+
+    @functools.cached_property
+    def _nothing(self) -> list[jax.Array]:
+        return [empty(shape) for shape in jax.tree.leaves(self._out)]
+
+    def _give_nothing(self, *_: Any) -> Any:
+        """The results in a process that has no device of the program; arrays that hold nothing may be used twice."""
+        return jax.tree.unflatten(jax.tree.structure(self._out), self._nothing)
 
 
 # Loads what is not needed at once. One thread: weights are read and the first token is computed beside it.

@@ -27,6 +27,11 @@ def place(value: Any, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
 
+def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of which this process holds nothing."""
+    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, [], dtype=shape.dtype)  # pyright: ignore[reportArgumentType]
+
+
 def transfer(array: jax.Array, plan: MeshPlan) -> jax.Array:
     """Copy a replicated array to every device of another mesh; returns before it has arrived.
 
@@ -45,12 +50,13 @@ def _send(array: jax.Array, devices: tuple[Any, ...], sharding: Any) -> jax.Arra
     sources, here = list(array.sharding.device_set), jax.process_index()
     if jax.process_count() == 1 or {device.process_index for device in (*sources, *devices)} == {here}:
         return jax.device_put(array, sharding)
-    # JAX moves arrays between processes from device to device, where both sides have equally many.
+    # JAX moves arrays between processes from device to device, where both sides have equally many. It numbers these
+    # moves by counting them in each process, so that a process with neither side takes part in them, too.
     local = {shard.device: shard.data for shard in array.addressable_shards}
     arrived = []
     for index, device in enumerate(devices):
         source = _nearest(sources, device, index)
-        if here not in (source.process_index, device.process_index):
+        if source.process_index == device.process_index != here:
             continue
         parts = [local[source]] if source in local else []
         single = jax.make_array_from_single_device_arrays(

@@ -57,7 +57,7 @@ def main() -> None:
 
             distributed.initialize(where)
             distributed._settings = distributed.Distributed(**where, draft_process=plan)
-        read = shards.bytes_read()
+        start, read = time.monotonic(), shards.bytes_read()
         load["method"] = first = make_method(*load["method"])
         llm = jaxspec.LLM(**load, distributed=None if plan is not None else where)
         placements = [placement for placement in llm.engine.models if placement is not None]
@@ -70,7 +70,7 @@ def main() -> None:
         if given["process"]:
             llm.follow()
         else:
-            print(llm.device_plan, file=sys.stderr)
+            print(f"{llm.device_plan}; loaded after {time.monotonic() - start:.1f} s", file=sys.stderr)
             for name, settings in methods:
                 method = make_method(name, settings)
                 chosen = llm if method == first else llm.with_method(method)
@@ -79,7 +79,12 @@ def main() -> None:
                     for sampling in given["samplings"]
                 ]
                 print(json.dumps([name, results]), flush=True)
+                print(f"{name} after {time.monotonic() - start:.1f} s", file=sys.stderr)
             hosts.end_commands()
+        if (stream := llm.layer_stream) is not None:
+            counts = stream.counts
+            told = hosts.gather("streamed", [stream.nbytes, counts.passes, counts.bytes])
+            print(f"streamed: {told}", file=sys.stderr)
         if plan is not None:
             distributed._settings = distributed.Distributed(**where)
         logs = hosts.gather("log", log)

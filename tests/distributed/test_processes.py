@@ -1,29 +1,27 @@
 """Every method in several processes: the tokens of one process, and the same programs in the same order in each."""
 
+import functools
 import json
 
 import pytest
 from distributed_pair import write_pair
+from eagle_folders import random_tensors, write_folder
 from harness import on_request, results, run_processes
 from make import tiny_config, write_hf
 from native_models import write_tokenizer
 
 import jaxspec
+from jaxspec.methods.registry import make_method
 
 PROMPT = [3, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7, 8, 3, 4, 5]
 SAMPLINGS = [
     {"max_tokens": 20, "ignore_eos": True}, {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": 5},
 ]  # fmt: skip
-# One round of each kind is enough: a method that dispatches by a clock of its own would differ at once.
-METHODS = [
-    ["ar", {}],
-    ["chain", {}],
-    ["lookup", {}],
-    ["specexec", {"num_draft_tokens": 16}],
-    ["auto", {}],
-    ["swift", {}],
-]
+AR, CHAIN, LOOKUP, AUTO, SWIFT = (["ar", {}], ["chain", {}], ["lookup", {}], ["auto", {}], ["swift", {}])
+SPECINFER = ["specinfer", {"expansion": [2, 1]}]
+SPECEXEC = ["specexec", {"num_draft_tokens": 16}]
 SWIFTSPEC = ["swiftspec", {"depth": 3, "refill": 1}]
+ADAPTIVE = ["swiftspec", {"adaptive": True}]
 
 
 @pytest.fixture(scope="module")
@@ -31,72 +29,97 @@ def pair(tmp_path_factory):
     return [str(path) for path in write_pair(tmp_path_factory.mktemp("pair"))]
 
 
-@pytest.fixture(scope="module")
-def alone(pair):
-    """The tokens of plain decoding in one process."""
-    llm = jaxspec.LLM(pair[0], method="ar")
+@functools.cache
+def alone(model, draft=None, method="ar", **settings):
+    """What one process decodes; most methods give the tokens of plain decoding."""
+    llm = jaxspec.LLM(model, draft=draft, method=make_method(method, settings))
     return [list(llm.generate(PROMPT, jaxspec.SamplingParams(**sampling)).token_ids) for sampling in SAMPLINGS]
 
 
-def check(pair, alone, processes, devices, loads):
-    target, draft = pair
-    loads = [{"model": target, "draft": draft, **load} for load in loads]
+def check(pair, processes, devices, *loads):
+    """Decode in several processes with every method of every load, and compare the tokens; returns what they left."""
+    model, draft = pair
+    loads = [{"model": model, "draft": draft, "method": load["methods"][0], **load} for load in loads]
     spec = {"devices": devices, "prompt": PROMPT, "samplings": SAMPLINGS, "loads": loads}
     ended = run_processes([spec] * processes)
     assert [process.status for process in ended] == [0] * processes, "\n".join(p.err[-2000:] for p in ended)
     found = results(ended[0])
     assert [name for name, _ in found] == [name for load in loads for name, _ in load["methods"]]
     for name, tokens in found:
-        assert tokens == alone, name
+        expected = alone(model, draft, "specinfer", expansion=(2, 1)) if name == "specinfer" else alone(model)
+        assert tokens == expected, name
     return ended
+
+
+def told(ended, what):
+    """What process 0 said of all processes, for each load."""
+    lines = [line for line in ended[0].err.splitlines() if line.startswith(f"{what}: ")]
+    assert lines
+    return [json.loads(line.partition(": ")[2]) for line in lines]
 
 
 def check_shares(ended):
     """Each process has read its share of the weights, within a tenth."""
-    lines = [line for line in ended[0].err.splitlines() if line.startswith("read over share: ")]
-    assert lines
-    for line in lines:
-        assert all(0.9 < share < 1.1 for share in json.loads(line.partition(": ")[2])), line
+    for shares in told(ended, "read over share"):
+        assert all(0.9 < share < 1.1 for share in shares), shares
 
 
-@on_request
-@pytest.mark.slow
-def test_every_method_with_the_target_over_two_processes(pair, alone):
-    ended = check(pair, alone, 2, 1, [{"method": METHODS[1], "methods": METHODS}])
+def test_methods_with_the_target_over_two_processes(pair):
+    ended = check(pair, 2, 1, {"methods": [CHAIN, AR, LOOKUP]})
     assert "target on 2 devices (1 of process 0, 1 of process 1)" in ended[0].err
     check_shares(ended)
 
 
-def test_swiftspec_with_draft_and_target_in_different_processes(pair, alone):
-    ended = check(pair, alone, 2, 1, [{"method": SWIFTSPEC, "draft_process": 0, "methods": [SWIFTSPEC]}])
+@on_request
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [SPECINFER, SPECEXEC, AUTO, SWIFT], ids=lambda method: method[0])
+def test_other_methods_with_the_target_over_two_processes(pair, method):
+    model = {"draft": None} if method == SWIFT else {}  # it drafts with the target's own layers
+    check_shares(check(pair, 2, 1, {"methods": [method], **model}))
+
+
+def test_swiftspec_with_draft_and_target_in_different_processes(pair):
+    ended = check(pair, 2, 1, {"draft_process": 0, "methods": [SWIFTSPEC]})
     assert "target on 1 device (1 of process 1); draft on 1 device (1 of process 0)" in ended[0].err
     check_shares(ended)
 
 
 @on_request
 @pytest.mark.slow
-def test_swiftspec_that_grows_until_the_target_is_ready(pair, alone):
-    methods = [SWIFTSPEC, ["swiftspec", {"adaptive": True}]]
-    loads = [{"method": SWIFTSPEC, "draft_process": process, "methods": methods} for process in (1, 0)]
-    check_shares(check(pair, alone, 2, 1, loads))
+@pytest.mark.parametrize("draft_process", [0, 1])
+def test_swiftspec_that_grows_until_the_target_is_ready(pair, draft_process):
+    check_shares(check(pair, 2, 1, {"draft_process": draft_process, "methods": [SWIFTSPEC, ADAPTIVE]}))
 
 
 @on_request
 @pytest.mark.slow
-def test_splits_of_swiftspec_over_processes_with_two_devices(pair, alone):
-    splits = [(2, 1), (3, 1), (2, 2)]
-    check(pair, alone, 2, 2, [
-        {"method": SWIFTSPEC, "target_devices": target, "draft_devices": draft, "draft_process": process,
-         "methods": [SWIFTSPEC]}
-        for process in (1, 0) for target, draft in splits
-    ])  # fmt: skip
+@pytest.mark.parametrize("draft_process", [0, 1])
+@pytest.mark.parametrize(("target", "draft"), [(2, 1), (3, 1), (2, 2)])
+def test_splits_of_swiftspec_over_processes_with_two_devices(pair, target, draft, draft_process):
+    load = {"target_devices": target, "draft_devices": draft, "draft_process": draft_process, "methods": [SWIFTSPEC]}
+    check(pair, 2, 2, load)
 
 
 @on_request
 @pytest.mark.slow
-def test_four_processes(pair, alone):
-    three = {"target_devices": 3, "draft_devices": 1, "methods": [SWIFTSPEC], "method": SWIFTSPEC}
-    check(pair, alone, 4, 1, [{"method": METHODS[1], "methods": METHODS[:2]}, three])
+def test_methods_with_the_target_over_four_processes(pair):
+    check_shares(check(pair, 4, 1, {"methods": [CHAIN, AR]}))
+
+
+@on_request
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_process", [0, 3])
+@pytest.mark.parametrize(("target", "draft"), [(3, 1), (2, 2)])
+def test_swiftspec_over_four_processes(pair, target, draft, draft_process):
+    load = {"target_devices": target, "draft_devices": draft, "draft_process": draft_process, "methods": [SWIFTSPEC]}
+    check(pair, 4, 1, load)
+
+
+@on_request
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+def test_devices_that_share_heads(pair, processes, devices):
+    check(pair, processes, devices, {"methods": [AR]})
 
 
 @on_request
@@ -105,8 +128,62 @@ def test_a_mixture_of_experts(tmp_path):
     """With a part of every expert on each device, and with whole experts."""
     path = write_hf(tmp_path / "mixture", tiny_config("mixtral"))
     write_tokenizer(path, 72)
-    llm = jaxspec.LLM(path, method="ar")
-    alone = [list(llm.generate(PROMPT, jaxspec.SamplingParams(**sampling)).token_ids) for sampling in SAMPLINGS]
-    methods = [METHODS[0], METHODS[2]]
-    loads = [{"method": METHODS[0], "methods": methods, "expert_parallel": whole} for whole in (False, True)]
-    check_shares(check((str(path), None), alone, 2, 1, loads))
+    loads = [{"methods": [AR, LOOKUP], "expert_parallel": whole} for whole in (False, True)]
+    check_shares(check((str(path), None), 2, 1, *loads))
+
+
+@on_request
+@pytest.mark.slow
+def test_a_target_streamed_from_the_memory_of_each_process(pair):
+    """With none of three layers on the devices, and with one; each process streams its half of the others."""
+    loads = {"methods": [CHAIN, AR], "resident_layers": 0}, {"methods": [AR], "resident_layers": 1}
+    ended = check(pair, 2, 1, *({**load, "offload": "host"} for load in loads))
+    check_shares(ended)
+    for first, second in told(ended, "streamed"):
+        assert first[:2] == second[:2]
+        for nbytes, passes, streamed in (first, second):
+            assert passes * nbytes <= streamed <= (passes + 1) * nbytes
+
+
+@on_request
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_process", [0, 1])
+def test_a_draft_in_one_process_and_a_streamed_target_in_the_other(pair, draft_process):
+    ended = check(pair, 2, 1, {"draft_process": draft_process, "methods": [SWIFTSPEC, ADAPTIVE], "offload": "host"})
+    check_shares(ended)
+    (each,) = told(ended, "streamed")
+    assert each[draft_process][0] == each[draft_process][2] == 0 < each[1 - draft_process][2]
+
+
+def test_disk_offload_is_refused(pair):
+    with pytest.raises(jaxspec.ConfigError, match="offload 'disk' needs one process"):
+        jaxspec.LLM(pair[0], offload="disk", distributed={"coordinator": "h:1", "num_processes": 2, "process_id": 0})
+
+
+@pytest.fixture(scope="module")
+def fed_pair(tmp_path_factory):
+    """A target and an EAGLE-3 head that shares its embedding."""
+    folder = tmp_path_factory.mktemp("fed")
+    target = tiny_config(num_layers=3, vocab_size=101, embed_dim=48, num_heads=8, num_kv_heads=4)
+    path = write_hf(folder / "target", target)
+    write_tokenizer(path, 101)
+    return str(path), str(write_folder(folder / "draft", random_tensors()))
+
+
+@on_request
+@pytest.mark.slow
+def test_a_draft_that_is_fed_hidden_states(fed_pair):
+    check(fed_pair, 2, 1, {"methods": [CHAIN, SPECINFER]})
+
+
+@on_request
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_process", [0, 1])
+def test_hidden_states_cross_to_the_draft_in_another_process(fed_pair, draft_process):
+    check(fed_pair, 2, 1, {"draft_process": draft_process, "methods": [SWIFTSPEC]})
+
+
+@on_request
+@pytest.mark.slow
+def test_a_draft_of_the_targets_layers_in_another_process(pair):
+    check((pair[0], "self:attention=1;mlp=1"), 2, 1, {"draft_process": 0, "methods": [SWIFTSPEC]})

@@ -15,12 +15,13 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jaxspec.checkpoint.native.manifest import MANIFEST, count_bytes
-from jaxspec.checkpoint.shards import count_read, empty, is_elsewhere
+from jaxspec.checkpoint.shards import Part, count_read, is_elsewhere
 from jaxspec.errors import CheckpointError
 from jaxspec.json_file import read_json
 from jaxspec.models.params import ArrayInfo
 from jaxspec.models.quantization import decode_blocks, undo_order
 from jaxspec.runtime.sharding import pad_to, partition_spec, place_declared, split_layout
+from jaxspec.runtime.transfer import empty
 
 # A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.
 MIN_CHUNK_BYTES = 4 << 20
@@ -89,10 +90,11 @@ def check_array(folder: Path, info: ArrayInfo) -> None:
         raise CheckpointError(f"{folder}: chunks of shape {chunk} do not fit into the shape {shape}")
 
 
-def read_array(folder: Path) -> np.ndarray:
-    """One whole array, on the host; CheckpointError where its chunks are missing, truncated or corrupted."""
+def read_array(folder: Path, part: Part | None = None) -> np.ndarray:
+    """One array or a part of it, on the host; CheckpointError where its chunks are missing, truncated or corrupted."""
     with _naming_damage(folder):
-        return _open(folder).read().result()
+        store = _open(folder)
+        return _read_whole(store if part is None else store[part.index])
 
 
 class Chunk(NamedTuple):

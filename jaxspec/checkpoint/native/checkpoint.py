@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from jaxspec.checkpoint.native.arrays import Chunk, Reading, array_chunks, check_array, orbax_checkpointer, read_array
 from jaxspec.checkpoint.native.files import check_sizes
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
+from jaxspec.checkpoint.shards import Part
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.json_file import read_json
 from jaxspec.models import quantization
@@ -109,15 +110,16 @@ ReadBytes = Callable[[Path, int, int], np.ndarray]
 
 
 def read_leaf(
-    checkpoint: NativeCheckpoint, name: str, info: ArrayInfo | None = None, expert: int | None = None, *,
-    read_bytes: ReadBytes | None = None,
+    checkpoint: NativeCheckpoint, name: str, info: ArrayInfo | None = None, *,
+    read_bytes: ReadBytes | None = None, expert: int | None = None, part: Part | None = None,
 ) -> np.ndarray:  # fmt: skip
     """One whole unpadded array by leaf name, on the host, as `info` declares it: numbers, or the stored blocks.
 
     Without `info` the array is as stored: blocks are bytes. A query, key and value that are stored apart are joined
     where `name` is that of all three. `read_bytes`, a function of path, offset and size that gives uint8 arrays, reads
-    the files in place of Orbax; each is compared with its checksum in the manifest then. With `expert` they are those
-    of one expert, and `info` declares its part.
+    the files in place of Orbax; each is compared with its checksum in the manifest then. With it, `expert` asks for
+    those of one expert, whose declaration `info` is. Without it, `part` asks for a part of the array as `info` declares
+    it.
 
     Raises:
       CheckpointError: its files are missing, truncated or corrupted, or hold several experts.
@@ -126,21 +128,25 @@ def read_leaf(
         K, rows, *inner = info.shape
         parts = zip(PARTS, (rows - 2, 1, 1), strict=True)
         infos = {f"{name}.{part}": dataclasses.replace(info, shape=(K, heads, *inner)) for part, heads in parts}
-        parts = (read_leaf(checkpoint, part, info, read_bytes=read_bytes) for part, info in infos.items())
+        parts = (read_leaf(checkpoint, each, i, read_bytes=read_bytes, part=part) for each, i in infos.items())
         return np.concatenate([*parts], axis=1)
     folder, stored = checkpoint.path / ARRAYS / name, checkpoint.infos[name]
     check_array(folder, stored)
-    if read_bytes is None:
-        value = read_array(folder)
-    else:
+    blocks = stored.format if info is not None and info.format is None else None
+    if read_bytes is not None:
         value = _read_chunks(checkpoint, folder, stored, read_bytes, expert)
+    else:
+        # A part of numbers may begin within a block.
+        value = read_array(folder, part if blocks is None else None)
     if info is None:
         return value
-    if stored.format is not None and info.format is None:
-        value = quantization.decode_blocks(value, stored.format)
+    if blocks is not None:
+        value = quantization.decode_blocks(value, blocks)
         if f"{name}_order" in checkpoint.infos:
             value = quantization.undo_order(value, read_leaf(checkpoint, f"{name}_order"))
         value = value.reshape(info.shape)
+        if part is not None:
+            value = value[part.index]
     return value.astype(info.dtype, copy=False)
 
 

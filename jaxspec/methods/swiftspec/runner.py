@@ -278,8 +278,8 @@ class AdaptiveGrowth:
         self._size: Any = None  # of the tree after the last pass that was dispatched
 
     def come_by(self) -> None:
-        """Dispatch a pass, unless one runs; does not wait."""
-        if self._left and (self._size is None or _is_ready(self._size)):
+        """Dispatch a pass, unless one runs; does not wait for it."""
+        if self._left and (self._size is None or all(hosts.gather("grown", _is_ready(self._size)))):
             self._expand()
 
     def until(self, verified: jax.Array) -> DraftTreeState:
