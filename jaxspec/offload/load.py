@@ -49,9 +49,11 @@ def load_streamed_pair(
         packed = pack_trees(trees, shapes)
         params, draft_params = packed[0], packed[1] if draft is not None else None
         layouts, streamed = layer_layouts(target), target.streamed
-        small = [read_tree(read, layout.small) for layout in layouts]
-        resident = {i: read_tree(read, layout.weights) for i, layout in enumerate(layouts) if i not in streamed}
-        store: WeightStore = DiskStore({i: layouts[i].weights for i in streamed}, reader, read)
+        small = [read_tree(read, layout.small, weights.path) for layout in layouts]
+        resident = {
+            i: read_tree(read, layout.weights, weights.path) for i, layout in enumerate(layouts) if i not in streamed
+        }
+        store: WeightStore = DiskStore({i: layouts[i].weights for i in streamed}, reader, read, weights.path)
         if offload == "host":
             store = HostStore(store.layouts, store)
             reader.close()

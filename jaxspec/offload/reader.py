@@ -103,11 +103,12 @@ class DirectReader:
 
     Raises:
       CheckpointError: the file cannot be read, ends too early, or has changed since it was first read.
+      MemoryError: there is no memory for what is read; the message names the file.
     """
 
     def __init__(self, threads: int = NUM_THREADS):
         """No file is open yet."""
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxspec-read")
+        self._pool = start_threads(threads, "jaxspec-read")
         self._files: dict[Path, OpenFile] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -124,7 +125,10 @@ class DirectReader:
         file = self._open(path)
         start = offset - offset % PAGE
         stop = -(-(offset + nbytes) // PAGE) * PAGE
-        buffer = self._take(stop - start)
+        try:
+            buffer = self._take(stop - start)
+        except (OSError, MemoryError) as error:  # a map that fails is an OSError
+            raise MemoryError(f"{path}: no memory for {nbytes} bytes of it") from error
         view = memoryview(buffer)
         with self._counting(nbytes):
             pieces: Sequence[Future[Any]] = [
@@ -193,6 +197,23 @@ class DirectReader:
                 self.bytes_read += nbytes
                 if self._running == 0:
                     self.busy_s += time.perf_counter() - self._since
+
+
+def start_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads all run already; MemoryError where the system has no more of them.
+
+    A pool that starts them one by one may fail while it is given work, and does that work all the same: it would write
+    into memory that is in use for something else by then.
+    """
+    pool, all_run = ThreadPoolExecutor(count, thread_name_prefix=name), threading.Barrier(count)
+    try:
+        for _ in range(count):
+            pool.submit(all_run.wait)
+    except RuntimeError as error:
+        all_run.abort()
+        pool.shutdown()
+        raise MemoryError(f"{count} threads that read cannot be started: {error}") from error
+    return pool
 
 
 def map_memory(nbytes: int) -> mmap.mmap:

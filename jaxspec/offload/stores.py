@@ -4,6 +4,7 @@ import abc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,9 +50,9 @@ class WeightStore(abc.ABC):
 class DiskStore(WeightStore):
     """Layers in the files of a checkpoint, read and packed each time."""
 
-    def __init__(self, layouts: Mapping[int, TreeLayout], reader: DirectReader, read: ReadLeaf):
-        """`read` gives a whole array as declared, read through `reader`."""
-        self.layouts, self._reader, self._read = layouts, reader, read
+    def __init__(self, layouts: Mapping[int, TreeLayout], reader: DirectReader, read: ReadLeaf, path: Path):
+        """`read` gives a whole array as declared, read through `reader` from the checkpoint `path`."""
+        self.layouts, self._reader, self._read, self._path = layouts, reader, read, path
 
     @property
     def counters(self) -> tuple[int, int, float]:
@@ -64,7 +65,7 @@ class DiskStore(WeightStore):
 
     def fill(self, layer: int, leaf: int, buffers: list[np.ndarray]) -> None:
         with self._reader.reusing():
-            read_into(self._read, self.layouts[layer].leaves[leaf], buffers)
+            read_into(self._read, self.layouts[layer].leaves[leaf], buffers, self._path)
 
     def close(self) -> None:
         self._reader.close()
@@ -121,22 +122,25 @@ class ThrottledStore(WeightStore):
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
-def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray]) -> None:
-    """Read one array and write it as programs take it; CheckpointError names the tensor."""
+def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray], path: Path) -> None:
+    """Read one array and write it as programs take it; CheckpointError and MemoryError name file and tensor."""
     try:
         leaf.write(read(leaf.name, leaf.info), buffers)
+    except MemoryError as error:
+        why = f": {error}" if str(error) else ""
+        raise MemoryError(f"{path}: no memory while {leaf.name} was read{why}") from error
     except JaxspecError as error:
         raise CheckpointError(f"{error} (while {leaf.name} was read)") from error
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror} ({leaf.name})") from error
 
 
-def read_tree(read: ReadLeaf, layout: TreeLayout) -> Any:
-    """Arrays of a layout that stay on the devices, read one after another."""
+def read_tree(read: ReadLeaf, layout: TreeLayout, path: Path) -> Any:
+    """Arrays of a layout that stay on the devices, read one after another from the checkpoint `path`."""
     placed: Sequence[Any] = []
     for leaf in layout.leaves:
         buffers = TreeLayout((leaf,), None).carve({device: _aligned(leaf.shard_bytes) for device, _ in leaf.shards})
-        read_into(read, leaf, buffers[0])
+        read_into(read, leaf, buffers[0], path)
         placed = [*placed, TreeLayout((leaf,), jax.tree.structure(0)).place(buffers)]
     return jax.tree.unflatten(layout.tree, placed)
 
