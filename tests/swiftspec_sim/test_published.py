@@ -23,6 +23,8 @@ BESIDE, IN_TURN = Split(6, 2), Split(8, None)
         (BESIDE, {"depth": 1}, 2),
         (BESIDE, {"depth": 3, "refill": 2}, 4),
         (BESIDE, {"depth": 20}, 8),
+        (BESIDE, {"depth": 2, "leaves": False}, 8),
+        (IN_TURN, {"depth": 2, "overlap": False, "reuse": False, "leaves": False}, 8),
         (IN_TURN, {"depth": 2, "overlap": False, "reuse": False}, 4),
         (IN_TURN, {"depth": 20, "overlap": False, "reuse": False}, 8),
     ],
