@@ -32,7 +32,7 @@ class Streamed:
         copy(source, self.path)
         self.pair = make_pair(self.path, Autoregressive(), offload="disk", resident=1)
         self.expected = decode(self.pair, count=COUNT)
-        files = stream_of(self.pair).store._reader._files
+        files = stream_of(self.pair).store._reader._stamps
         self.kept = {path: (path.read_bytes(), os.stat(path).st_mtime_ns) for path in files}
         self._calls = {}
 
@@ -188,6 +188,15 @@ def test_threads_that_cannot_be_started_are_an_error_of_loading(models, monkeypa
     with pytest.raises(MemoryError, match="threads that read cannot be started"):
         start_threads(4, "few")
     assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_files_are_open_only_while_they_are_read(models):
+    """A native checkpoint of 80 layers has more files than a process may open."""
+    model = models["native q8_0"]
+    stream_of(model.pair).reset()
+    opened = {os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.lexists(link.path)}
+    assert len(model.kept) > 20 and not opened & {str(path) for path in model.kept}
 
 
 def resident_bytes():

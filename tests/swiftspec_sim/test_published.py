@@ -76,6 +76,15 @@ def test_offloaded_and_self_drafted_rows():
     )
 
 
+def test_a_predicted_row_does_not_rest_on_its_own_speed():
+    figures = FIGURES["specexec"]
+    for place, row in enumerate(published.specexec_rows(figures)):
+        *rest, speed, gain = figures["rows"][place]
+        other = [*figures["rows"][:place], [*rest, 2 * speed, gain], *figures["rows"][place + 1 :]]
+        again = [*published.specexec_rows({"rows": other})][place]
+        assert (again.modelled == row.modelled) == (row.kind == "predicted"), row.what
+
+
 def test_a_host_that_is_late_delays_every_round():
     from swiftspec_sim.clock import Clocks
 
