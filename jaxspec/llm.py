@@ -159,6 +159,7 @@ class LLM:
         if (
             target_devices is None
             and draft_weights is not None
+            and config.offload == "none"  # speeds of resident layers say nothing of streamed ones
             and not hosts.several()
             and (devices := len(jax.devices())) > 1
         ):

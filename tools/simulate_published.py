@@ -215,16 +215,18 @@ def ablation_rows(figures: Mapping[str, Any], lengths: Lengths) -> Iterator[Row]
 def specexec_rows(figures: Mapping[str, Any]) -> Iterator[Row]:
     """Offloaded targets: a round is one transfer of the weights, and a draft time in proportion to K.
 
-    The draft's time per node is fitted on the first row of a device and a form of the target.
+    Both times are those of the first row of a device and a form of the target, which is fitted; what the others say of
+    their own speed is not used.
     """
-    drafts: dict[tuple[str, str], float] = {}
+    fitted: dict[tuple[str, str], tuple[float, float]] = {}
     for device, form, pair, data, temperature, budget, rate, speed, gain in figures["rows"]:
-        load = gain / speed  # seconds of a pass: the plain speed is tokens/s over the speed-up
-        round_s, key = rate / speed, (device, form)
-        kind = "predicted" if key in drafts else "fitted"
+        key = device, form
+        kind = "predicted" if key in fitted else "fitted"
         if kind == "fitted":
-            drafts[key] = max(0.0, round_s - load) / budget
-        draft = drafts[key] * budget
+            load = gain / speed  # seconds of a pass: the plain speed is tokens/s over the speed-up
+            fitted[key] = load, max(0.0, rate / speed - load) / budget
+        load, per_node = fitted[key]
+        draft = per_node * budget
         note = f"K {budget}: pass {load:.2f} s, draft {draft:.2f} s"
         name = f"{pair} on {device}, {data}, t = {temperature}"
         yield Row("SpecExec", name, "tokens/s", speed, rate / (load + draft), kind, note)

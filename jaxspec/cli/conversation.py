@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
+from jaxspec.cli.progress import passes_shown
 from jaxspec.cli.run import interrupts_noted
 from jaxspec.errors import ConfigError
 
@@ -73,7 +74,7 @@ class Conversation:
         except ConfigError as error:
             _say(f"{error}; /reset begins anew")
             return
-        with contextlib.closing(events), interrupts_noted() as interrupted:
+        with contextlib.closing(events), passes_shown(self._llm), interrupts_noted() as interrupted:
             event = None
             while event is None or event.completion is None:
                 if interrupted.is_set() and event is None:

@@ -227,7 +227,7 @@ def decode(
                 return
             prepared = llm.encode(_messages(llm, text, options))
             show(f"reading {len(prepared)} tokens of the prompt")
-            with _tracing(llm, out) as timeline, passes_shown(llm, show):
+            with _tracing(llm, out) as timeline, passes_shown(llm):
                 completion = _stream(llm, prepared, sampling, lambda: show(None), quiet=json_, underline=show_drafted)
         if timeline is not None:
             summary = dataclasses.asdict(timeline.summary())

@@ -73,8 +73,8 @@ def _reporting_errors(name: str) -> Iterator[None]:
         sys.exit(0)
     except ConfigError as error:
         _fail(name, error, 2)
-    except MemoryError:
-        _fail(name, "out of memory", 1)
+    except MemoryError as error:
+        _fail(name, f"out of memory: {error}" if str(error) else "out of memory", 1)
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # XLA's own, which cannot be named without loading it
             raise

@@ -107,6 +107,9 @@ def tune(
             print_plan(draft_model, method or "auto", arguments, {"a preset": preset, "--json": json_})
             return
         if plan:
+            refused = {"a preset": preset, "--json": json_, "--resident-layers": resident_layers}
+            if unused := [name for name, value in refused.items() if value is not None]:
+                raise ConfigError(f"--plan prints a plan and ends: it does not go with {unused[0]}")
             _print_plan((model, draft_model, dtype, kernels, activations, kv_dtype), devices, memory)
             return
         shares = _parse_ratios(ratios)

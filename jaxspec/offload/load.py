@@ -49,11 +49,12 @@ def load_streamed_pair(
         packed = pack_trees(trees, shapes)
         params, draft_params = packed[0], packed[1] if draft is not None else None
         layouts, streamed = layer_layouts(target), target.streamed
-        small = [read_tree(read, layout.small) for layout in layouts]
-        resident = {i: read_tree(read, layout.weights) for i, layout in enumerate(layouts) if i not in streamed}
+        path = weights.path
+        small = [read_tree(read, layout.small, path) for layout in layouts]
+        resident = {i: read_tree(read, layout.weights, path) for i, layout in enumerate(layouts) if i not in streamed}
         passing = {i: layouts[i].passing for i in streamed}
         experts = {i: one for i in streamed if (one := layouts[i].experts) is not None}
-        store: WeightStore = DiskStore(passing, reader, read, experts)
+        store: WeightStore = DiskStore(passing, reader, read, path, experts)
         if offload == "host":
             store = HostStore(store)
             reader.close()

@@ -163,7 +163,8 @@ def plan_offload(
     """Decide how many layers stay; `held` and `work` are bytes of an answer by device, see `OffloadPlan`.
 
     Raises:
-      ConfigError: more layers are to stay than there are, or the memory does not suffice for what has to stay.
+      ConfigError: more layers are to stay than there are, or the memory does not suffice for what has to stay, or for
+        a draft on its own devices of the same kind.
     """
     layers, cfg, device = layer_layouts(target), target.cfg, target.plan.devices[0]
     beside = sum(layout.small.nbytes for layout in layers)
@@ -207,6 +208,11 @@ def plan_offload(
         return plan(config.resident_layers or 0)
     limit = int(config.device_memory)
     least = plan(0)
+    if draft is not None and draft.plan.devices[0].platform == device.platform and least.apart > limit:
+        raise ConfigError(
+            f"device_memory {format_bytes(limit)} is less than what the draft takes on each of its own devices: "
+            f"{format_bytes(least.apart)} (max_context and fewer draft tokens make it smaller)"
+        )
     if least.device_bytes > limit:
         answer = least.held + least.work
         raise ConfigError(

@@ -34,19 +34,19 @@ class Stamp(NamedTuple):
 
 
 class OpenFile:
-    """A file that stays open: `descriptor` reads directly where the file system can, `buffered` always does."""
+    """A file while it is read: `direct` reads past the page cache where the file system can, `buffered` always does."""
 
-    def __init__(self, path: Path):
-        """Open it; CheckpointError where that fails."""
+    def __init__(self, path: Path, *, direct: bool = True):
+        """Open it; CheckpointError where that fails. Without `direct` only `buffered` is tried."""
         self.path = path
         try:
             self.buffered = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self._descriptors = [self.buffered]
-            # Also for those that nobody closes: a model that is given up.
+            # Also for those that nobody closes: a read that was interrupted.
             self.close = weakref.finalize(self, _close_all, self._descriptors)
             self.stamp = _stamp(os.fstat(self.buffered))
             self.direct: int | None = None
-            if hasattr(os, "O_DIRECT"):
+            if direct and hasattr(os, "O_DIRECT"):
                 # A file system in memory has no direct reads.
                 with contextlib.suppress(OSError):
                     self.direct = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
@@ -103,12 +103,14 @@ class DirectReader:
 
     Raises:
       CheckpointError: the file cannot be read, ends too early, or has changed since it was first read.
+      MemoryError: there is no memory for what is read; the message names the file.
     """
 
     def __init__(self, threads: int = NUM_THREADS):
-        """No file is open yet."""
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxspec-read")
-        self._files: dict[Path, OpenFile] = {}
+        """Files are open only while they are read: a checkpoint may have more of them than a process may open."""
+        self._pool = start_threads(threads, "jaxspec-read")
+        self._stamps: dict[Path, Stamp] = {}  # of each file when it was first read
+        self._buffered: set[Path] = set()  # those that cannot be read past the page cache
         self._lock = threading.Lock()
         self._local = threading.local()
         self.bytes_read = self.reads = 0
@@ -118,13 +120,16 @@ class DirectReader:
     @property
     def direct(self) -> bool:
         """Whether all files were read past the page cache."""
-        return all(file.direct is not None for file in self._files.values())
+        return not self._buffered
 
     def __call__(self, path: Path, offset: int, nbytes: int) -> np.ndarray:
         file = self._open(path)
         start = offset - offset % PAGE
         stop = -(-(offset + nbytes) // PAGE) * PAGE
-        buffer = self._take(stop - start)
+        try:
+            buffer = self._take(stop - start)
+        except (OSError, MemoryError) as error:  # a map that fails is an OSError
+            raise MemoryError(f"{path}: no memory for {nbytes} bytes of it") from error
         view = memoryview(buffer)
         with self._counting(nbytes):
             pieces: Sequence[Future[Any]] = [
@@ -135,6 +140,9 @@ class DirectReader:
             for piece in pieces:
                 # All of them have to end before the memory is used again.
                 failed = piece.exception() or failed
+        if file.direct is None:
+            self._buffered.add(path)
+        file.close()
         if isinstance(failed, OSError):
             raise CheckpointError(f"{path}: cannot be read: {failed.strerror or failed}") from failed
         if failed is not None:
@@ -154,17 +162,15 @@ class DirectReader:
             self._local.used = None
 
     def close(self) -> None:
-        """End the threads and close the files."""
+        """End the threads."""
         self._pool.shutdown()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def _open(self, path: Path) -> OpenFile:
+        file = OpenFile(path, direct=path not in self._buffered)
         with self._lock:
-            if path not in self._files:
-                self._files[path] = OpenFile(path)
-            return self._files[path]
+            # The file of the first read is the one that all others have to be of.
+            file.stamp = self._stamps.setdefault(path, file.stamp)
+        return file
 
     def _take(self, nbytes: int) -> mmap.mmap:
         used = getattr(self._local, "used", None)
@@ -193,6 +199,23 @@ class DirectReader:
                 self.bytes_read += nbytes
                 if self._running == 0:
                     self.busy_s += time.perf_counter() - self._since
+
+
+def start_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads all run already; MemoryError where the system has no more of them.
+
+    A pool that starts them one by one may fail while it is given work, and does that work all the same: it would write
+    into memory that is in use for something else by then.
+    """
+    pool, all_run = ThreadPoolExecutor(count, thread_name_prefix=name), threading.Barrier(count)
+    try:
+        for _ in range(count):
+            pool.submit(all_run.wait)
+    except RuntimeError as error:
+        all_run.abort()
+        pool.shutdown()
+        raise MemoryError(f"{count} threads that read cannot be started: {error}") from error
+    return pool
 
 
 def map_memory(nbytes: int) -> mmap.mmap:

@@ -5,6 +5,7 @@ import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,11 +54,12 @@ class DiskStore(WeightStore):
     """Layers in the files of a checkpoint, read and packed each time."""
 
     def __init__(
-        self, layouts: Mapping[int, TreeLayout], reader: DirectReader, read: ReadLeaf,
+        self, layouts: Mapping[int, TreeLayout], reader: DirectReader, read: ReadLeaf, path: Path,
         experts: Mapping[int, Experts] | None = None,
     ):  # fmt: skip
-        """`read` gives a whole array as declared, or the part of one expert, read through `reader`."""
+        """`read` gives an array of the checkpoint `path` as declared, or that of one expert, read through `reader`."""
         self.layouts, self.experts, self._reader, self._read = layouts, experts or {}, reader, read
+        self._path = path
 
     @property
     def counters(self) -> tuple[int, int, float]:
@@ -71,7 +73,7 @@ class DiskStore(WeightStore):
     def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
         layout = self.layouts[layer] if expert is None else self.experts[layer].layout
         with self._reader.reusing():
-            read_into(self._read, layout.leaves[leaf], buffers, expert)
+            read_into(self._read, layout.leaves[leaf], buffers, self._path, expert)
 
     def close(self) -> None:
         self._reader.close()
@@ -128,10 +130,12 @@ class ThrottledStore(WeightStore):
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
-def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray], expert: int | None = None) -> None:
+def read_into(
+    read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray], path: Path, expert: int | None = None
+) -> None:
     """Read one array, that of an expert, or this process's part of it, and write it as programs take it.
 
-    CheckpointError names the tensor.
+    CheckpointError and MemoryError name file and tensor.
     """
     if not leaf.shards:
         return  # all of it lies in other processes
@@ -141,6 +145,9 @@ def read_into(read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray], exper
         less = {"part": leaf.part}
     try:
         leaf.write(read(leaf.name, leaf.info, **less), buffers)
+    except MemoryError as error:
+        why = f": {error}" if str(error) else ""
+        raise MemoryError(f"{path}: no memory while {name} was read{why}") from error
     except JaxspecError as error:
         raise CheckpointError(f"{error} (while {name} was read)") from error
     except OSError as error:
@@ -155,12 +162,12 @@ def _copy(source: WeightStore, layer: int, layout: TreeLayout, expert: int | Non
     return buffers
 
 
-def read_tree(read: ReadLeaf, layout: TreeLayout) -> Any:
-    """Arrays of a layout that stay on the devices, read one after another."""
+def read_tree(read: ReadLeaf, layout: TreeLayout, path: Path) -> Any:
+    """Arrays of a layout that stay on the devices, read one after another from the checkpoint `path`."""
     placed: Sequence[Any] = []
     for leaf in layout.leaves:
         buffers = TreeLayout((leaf,), None).carve({device: _aligned(leaf.shard_bytes) for device, _ in leaf.shards})
-        read_into(read, leaf, buffers[0])
+        read_into(read, leaf, buffers[0], path)
         placed = [*placed, TreeLayout((leaf,), jax.tree.structure(0)).place(buffers)]
     return jax.tree.unflatten(layout.tree, placed)
 

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.models.params import Params
 from jaxspec.offload.experts import ExpertCache
 from jaxspec.offload.layout import TreeLayout
-from jaxspec.offload.reader import map_memory
+from jaxspec.offload.reader import map_memory, start_threads
 from jaxspec.offload.shared_memory import is_same_memory
 from jaxspec.offload.stores import WeightStore
 from jaxspec.runtime import watch
@@ -120,7 +120,7 @@ class LayerStream:
         self._order = [layer for layer in range(self.num_layers) if layer not in resident]
         self.progress: Progress | None = None  # told layers, all layers, bytes and seconds of a pass as it goes
         self._clock = clock
-        self._pool = pool or ThreadPoolExecutor(NUM_FILLERS, thread_name_prefix="jaxspec-fill")
+        self._pool = pool or start_threads(NUM_FILLERS, "jaxspec-fill")
         self._wait = getattr(pool, "wait", wait)
         sizes: dict[Any, int] = {}
         for layer in self._order:
@@ -187,8 +187,10 @@ class LayerStream:
             buffer, layout = self._free.pop(), self.store.layouts[layer]
             parts = buffer.parts(layout)
             self._next = (self._next + 1) % len(self._order)
-            futures = [self._pool.submit(self.store.fill, layer, leaf, part) for leaf, part in enumerate(parts)]
-            self._coming.append((layer, buffer, futures))
+            futures: list[Future[None]] = []
+            self._coming.append((layer, buffer, futures))  # first: what is raised below loses no buffer
+            for leaf, part in enumerate(parts):
+                futures.append(self._pool.submit(self.store.fill, layer, leaf, part))
 
     def _has_come(self, layer: int) -> bool:
         return layer in self._resident or all(future.done() for future in self._coming[0][2])

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import jaxspec.llm
+from jaxspec.cli import progress
 
 
 @pytest.fixture
@@ -42,6 +43,13 @@ def test_questions_answers_and_commands(converse, asked):
     assert second and third
     for text in ("tokens/s", "begins anew", "no answer yet", "unknown command /nothing"):
         assert text in done.err
+
+
+def test_long_passes_over_streamed_weights_are_shown(converse, monkeypatch):
+    monkeypatch.setattr(progress, "_LONG_PASS_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    done = converse("--offload", "host", lines=["w1 w2"])
+    assert done.status == 0 and "1/2 layers, " in done.err, done.err
 
 
 def test_an_interrupt_ends_the_answer_and_not_the_program(converse, asked, monkeypatch):

@@ -92,6 +92,12 @@ def deep_model(tmp_path_factory):
         (["--method", "swiftspec", "--plan", "--device-memory", "24"], "write 24GiB for gibibytes"),
         (["--method", "swiftspec", "--offload", "host"], "--method swiftspec is not tuned with --offload"),
         (["--offload", "host", "--plan", "--json", "-"], "--plan prints a plan and ends: it does not go with --json"),
+        (
+            ["--method", "swiftspec", "--plan", "--json", "-"],
+            "--plan prints a plan and ends: it does not go with --json",
+        ),
+        (["--method", "swiftspec", "--plan", "preset.toml"], "it does not go with a preset"),
+        (["--method", "swiftspec", "--plan", "--resident-layers", "0"], "it does not go with --resident-layers"),
         (["--resident-layers", "1"], "resident_layers is for streamed layers"),
         (["--method", "swiftspec", "--devices", "9"], "splits at least 2 devices and at most the 8 there are"),
     ],

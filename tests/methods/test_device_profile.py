@@ -11,6 +11,7 @@ from jaxspec.llm import LLM
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.core.device_profile import Measured, load_profile, profile_path, save_profile, weigh_devices
 from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.opening import explain_offload
 
 PLAIN = Measured("ar", {}, 8, None, 20.0)
 CHAIN = Measured("chain", {"num_draft_tokens": 4}, 8, None, 25.0)
@@ -75,6 +76,14 @@ def test_auto_follows_the_profile(tmp_path, monkeypatch):
     kept = LLM(folder, target_devices=1, **options)
     assert kept.engine.method == Auto()
     assert "devices" not in kept.generate("w1 w2 w3", sampling).stats.choice
+    # Streamed layers are loaded as their plan says: the profile is of resident ones.
+    streamed = LLM(folder, offload="host", resident_layers=1, **options)
+    assert streamed.engine.target.plan.tensor == 1 and streamed.engine.method.name != "swiftspec"
+    planned = explain_offload(folder, offload="host", resident_layers=1, **options)
+    assert streamed.offload_plan is not None
+    assert [line for line in streamed.offload_plan.lines() if "together" in line] == [
+        line for line in planned if "together" in line
+    ]
 
 
 @pytest.fixture(autouse=True)

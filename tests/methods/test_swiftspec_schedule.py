@@ -119,3 +119,15 @@ def test_a_depth_that_caps_the_length_is_said(caplog, monkeypatch):
             engine.calibrate(params_of(BASIC))
         assert ("depth 2 caps the acceptance length at 2 tokens" in caplog.text) == warned
     assert "6 draft passes fit" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"leaves": False}, {"reuse": False}])
+def test_a_depth_that_caps_nothing_is_not_warned_of(caplog, monkeypatch, settings):
+    """Growth on demand fills a batch at any depth, and a tree that is dropped has no use for a larger one."""
+    engine = Engine(models_of(BASIC), SwiftSpec(7, 4, depth=2, **settings), 128)
+    engine.prepare()
+    engine.runner.schedule = runners.Schedule(2, 0)
+    monkeypatch.setattr(runners, "time_in_turn", lambda steps: {"verify": 6.5, "grow": 2.0})
+    with caplog.at_level(logging.WARNING):
+        engine.calibrate(params_of(BASIC))
+    assert "caps the acceptance length" not in caplog.text

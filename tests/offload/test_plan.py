@@ -107,6 +107,16 @@ def test_a_draft_on_devices_of_its_own_is_planned_there(folder):
     assert any("on each device of the draft" in line for line in plan.lines())
 
 
+def test_a_draft_that_does_not_fit_its_own_devices_is_refused(folder):
+    """A chain's target needs less than a wide tree's draft."""
+    method = SwiftSpec(1, 64, branch=1, depth=8, refill=0)
+    plan, _ = planned(folder, method)
+    assert plan.apart > plan.device_bytes
+    with pytest.raises(ConfigError, match="the draft takes on each of its own devices"):
+        planned(folder, method, device_memory=plan.apart - 1)
+    assert planned(folder, method, device_memory=plan.apart)[0].target.resident_layers > 0
+
+
 def test_the_draft_tokens_that_auto_chooses_are_planned(folder):
     """Where a pass takes long, `auto` becomes SpecExec: its tree takes memory, and less is left for layers."""
     method = Auto()

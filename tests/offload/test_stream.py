@@ -170,6 +170,26 @@ def test_a_failed_fill_ends_the_pass_and_the_next_one_works(placement, at):
     one_pass(stream, clock)
 
 
+def test_a_pool_that_takes_no_more_work_keeps_no_buffer(placement):
+    clock = Clock(1.0, 1.0)
+    stream = ring(placement, clock)
+    submit, calls = stream._pool.submit, []
+
+    def refuse(*args):
+        calls.append(args)
+        if len(calls) % 5 == 0:
+            raise RuntimeError("no")
+        return submit(*args)
+
+    stream._pool.submit = refuse
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="no"):
+            one_pass(stream, clock)
+        assert len(stream._free) == stream.num_buffers
+    stream._pool.submit = submit
+    one_pass(stream, clock)
+
+
 def test_bytes_of_a_pass(folder):
     """Each pass reads the bytes of the streamed tensors, no more and no fewer; a prompt takes one pass."""
     for kind in ("float32", "q4_0", "native"):

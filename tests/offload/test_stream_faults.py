@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from offload_cases import checkpoint, decode, make_pair, stream_of
 from jaxspec.errors import CheckpointError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.offload.layout import LeafLayout
-from jaxspec.offload.reader import OpenFile
+from jaxspec.offload.reader import DirectReader, OpenFile, start_threads
 
 KINDS = ("float32", "q4_0", "native q8_0")
 # Prompt and four tokens: five passes of five layers.
@@ -31,7 +32,7 @@ class Streamed:
         copy(source, self.path)
         self.pair = make_pair(self.path, Autoregressive(), offload="disk", resident=1)
         self.expected = decode(self.pair, count=COUNT)
-        files = stream_of(self.pair).store._reader._files
+        files = stream_of(self.pair).store._reader._stamps
         self.kept = {path: (path.read_bytes(), os.stat(path).st_mtime_ns) for path in files}
         self._calls = {}
 
@@ -89,6 +90,10 @@ def out_of_memory(*_):
     raise MemoryError
 
 
+def no_map(*_):
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 def truncate(model, rng):
     path = rng.choice(list(model.kept))
     os.truncate(path, rng.randrange(os.stat(path).st_size))
@@ -110,7 +115,9 @@ def remove(model, rng):
 
 def run_fault(model, kind, rng, monkeypatch):
     """A request in the middle of which a fault happens; returns its error, or None where it was over before."""
-    at = {read_error: (OpenFile, "_read_some"), out_of_memory: (LeafLayout, "write")}
+    at = {
+        read_error: (OpenFile, "_read_some"), out_of_memory: (LeafLayout, "write"), no_map: (DirectReader, "_take"),
+    }  # fmt: skip
     owner, name = at.get(kind, (OpenFile, "read"))
     fault = kind if kind in at else lambda *_: kind(model, rng)
     # A few calls may come after the last pass, for a further one: their faults are nobody's.
@@ -125,7 +132,7 @@ def run_fault(model, kind, rng, monkeypatch):
     return None
 
 
-FAULTS = (read_error, out_of_memory, truncate, flip_bit, remove)
+FAULTS = (read_error, out_of_memory, no_map, truncate, flip_bit, remove)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -142,12 +149,9 @@ def test_the_error_says_what_and_where(models, kind, fault, monkeypatch):
         assert decode(model.pair, count=COUNT) == model.expected
     assert len(errors) == 3, "the seeds hit too few reads"
     for error in errors:
-        if fault is out_of_memory:
-            assert isinstance(error, MemoryError)
-        else:
-            assert isinstance(error, CheckpointError)
-            assert str(model.path) in str(error)
-            assert re.search(r"layers\.\d\.\w+", str(error)), f"no tensor is named: {error}"
+        assert isinstance(error, MemoryError if fault in (out_of_memory, no_map) else CheckpointError)
+        assert str(model.path) in str(error)
+        assert re.search(r"layers\.\d\.\w+", str(error)), f"no tensor is named: {error}"
 
 
 def test_a_flipped_bit_of_a_native_checkpoint_is_noticed_by_its_checksum(models):
@@ -165,6 +169,34 @@ def test_a_flipped_bit_of_a_native_checkpoint_is_noticed_by_its_checksum(models)
         decode(model.pair, count=COUNT)
     model.restore()
     assert decode(model.pair, count=COUNT) == model.expected
+
+
+def test_threads_that_cannot_be_started_are_an_error_of_loading(models, monkeypatch):
+    """Later no thread is started, so work that is given to a pool is never both refused and done."""
+    stream = stream_of(models["q4_0"].pair)
+    for pool in (stream._pool, stream.store._reader._pool):
+        assert len(pool._threads) == pool._max_workers
+    start, started = threading.Thread.start, []
+
+    def refuse(thread):
+        started.append(thread)
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(MemoryError, match="threads that read cannot be started"):
+        start_threads(4, "few")
+    assert not any(thread.is_alive() for thread in started)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")
+def test_files_are_open_only_while_they_are_read(models):
+    """A native checkpoint of 80 layers has more files than a process may open."""
+    model = models["native q8_0"]
+    stream_of(model.pair).reset()
+    opened = {os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.lexists(link.path)}
+    assert len(model.kept) > 20 and not opened & {str(path) for path in model.kept}
 
 
 def resident_bytes():

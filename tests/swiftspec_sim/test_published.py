@@ -23,6 +23,8 @@ BESIDE, IN_TURN = Split(6, 2), Split(8, None)
         (BESIDE, {"depth": 1}, 2),
         (BESIDE, {"depth": 3, "refill": 2}, 4),
         (BESIDE, {"depth": 20}, 8),
+        (BESIDE, {"depth": 2, "leaves": False}, 8),
+        (IN_TURN, {"depth": 2, "overlap": False, "reuse": False, "leaves": False}, 8),
         (IN_TURN, {"depth": 2, "overlap": False, "reuse": False}, 4),
         (IN_TURN, {"depth": 20, "overlap": False, "reuse": False}, 8),
     ],
@@ -72,6 +74,15 @@ def test_offloaded_and_self_drafted_rows():
     assert all(
         row.modelled < 2 * plain for row, (*_, plain, _) in zip(rows[-2:], FIGURES["swift"]["rows"], strict=True)
     )
+
+
+def test_a_predicted_row_does_not_rest_on_its_own_speed():
+    figures = FIGURES["specexec"]
+    for place, row in enumerate(published.specexec_rows(figures)):
+        *rest, speed, gain = figures["rows"][place]
+        other = [*figures["rows"][:place], [*rest, 2 * speed, gain], *figures["rows"][place + 1 :]]
+        again = [*published.specexec_rows({"rows": other})][place]
+        assert (again.modelled == row.modelled) == (row.kind == "predicted"), row.what
 
 
 def test_a_host_that_is_late_delays_every_round():

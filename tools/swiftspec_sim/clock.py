@@ -78,6 +78,8 @@ def longest_length(setting: Setting) -> int:
     """The largest mean acceptance length that the schedule can have, whatever the draft (docs/algorithms.md)."""
     method = setting.method
     refill = method.refill or 0
+    if not method.leaves:
+        return method.num_rows  # a batch of nodes grows on demand until it is full
     if setting.overlap:
         return longest_mean(method.num_rows, setting.depth, refill, branch_free=setting.branch_free)
     # A fresh tree has a level for each pass; one that outlives its round has more, which nothing but the batch bounds.

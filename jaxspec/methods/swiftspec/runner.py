@@ -134,7 +134,9 @@ class SwiftSpecRunner(Runner):
             compile_programs(self.programs)
         self.schedule = schedule
         length = longest_mean(growth.num_rows, schedule.depth, schedule.refill, branch_free=growth.branch_free)
-        if self._overlap and not self._adaptive and length < growth.num_rows and schedule.depth + 1 <= ratio:
+        # What is dropped or grown on demand does not depend on the depth.
+        capped = self._overlap and not self._adaptive and growth.reuse and growth.leaves
+        if capped and length < growth.num_rows and schedule.depth + 1 <= ratio:
             fitting = min(growth.num_rows, int(ratio))
             logging.getLogger(__name__).warning(
                 "depth %d caps the acceptance length at %d tokens per target pass, whatever the draft; %d draft passes "
