@@ -131,16 +131,16 @@ def read_leaf(
         return np.concatenate([*parts], axis=1)
     folder, stored = checkpoint.path / ARRAYS / name, checkpoint.infos[name]
     check_array(folder, stored)
-    decodes = info is not None and stored.format is not None and info.format is None
+    blocks = stored.format if info is not None and info.format is None else None  # to be decoded
     if read_bytes is not None:
         value = _read_chunks(checkpoint, folder, stored, read_bytes)
     else:
         # A part of numbers may begin within a block.
-        value = read_array(folder, None if decodes else part)
+        value = read_array(folder, part if blocks is None else None)
     if info is None:
         return value
-    if decodes:
-        value = quantization.decode_blocks(value, stored.format)
+    if blocks is not None:
+        value = quantization.decode_blocks(value, blocks)
         if f"{name}_order" in checkpoint.infos:
             value = quantization.undo_order(value, read_leaf(checkpoint, f"{name}_order"))
         value = value.reshape(info.shape)
