@@ -103,6 +103,12 @@ def test_splits_of_swiftspec_over_processes_with_two_devices(pair, target, draft
     check(pair, 2, 2, load)
 
 
+def test_swiftspec_over_three_processes(pair):
+    """Some messages pass by a process."""
+    load = {"target_devices": 2, "draft_devices": 1, "draft_process": 0, "methods": [SWIFTSPEC]}
+    check_shares(check(pair, 3, 1, load))
+
+
 @on_request
 @pytest.mark.slow
 def test_methods_with_the_target_over_four_processes(pair):
