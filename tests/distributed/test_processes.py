@@ -39,7 +39,11 @@ def alone(model, draft=None, method="ar", **settings):
 def check(pair, processes, devices, *loads):
     """Decode in several processes with every method of every load, and compare the tokens; returns what they left."""
     model, draft = pair
-    loads = [{"model": model, "draft": draft, "method": load["methods"][0], **load} for load in loads]
+    firsts = [load["methods"][0] for load in loads]
+    loads = [
+        {"model": model, "draft": draft if make_method(*first).drafts else None, "method": first, **load}
+        for first, load in zip(firsts, loads, strict=True)
+    ]
     spec = {"devices": devices, "prompt": PROMPT, "samplings": SAMPLINGS, "loads": loads}
     ended = run_processes([spec] * processes)
     assert [process.status for process in ended] == [0] * processes, "\n".join(p.err[-2000:] for p in ended)
@@ -74,8 +78,7 @@ def test_methods_with_the_target_over_two_processes(pair):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [SPECINFER, SPECEXEC, AUTO, SWIFT], ids=lambda method: method[0])
 def test_other_methods_with_the_target_over_two_processes(pair, method):
-    model = {"draft": None} if method == SWIFT else {}  # it drafts with the target's own layers
-    check_shares(check(pair, 2, 1, {"methods": [method], **model}))
+    check_shares(check(pair, 2, 1, {"methods": [method]}))
 
 
 def test_swiftspec_with_draft_and_target_in_different_processes(pair):
@@ -98,6 +101,12 @@ def test_swiftspec_that_grows_until_the_target_is_ready(pair, draft_process):
 def test_splits_of_swiftspec_over_processes_with_two_devices(pair, target, draft, draft_process):
     load = {"target_devices": target, "draft_devices": draft, "draft_process": draft_process, "methods": [SWIFTSPEC]}
     check(pair, 2, 2, load)
+
+
+def test_swiftspec_over_three_processes(pair):
+    """Some messages pass by a process."""
+    load = {"target_devices": 2, "draft_devices": 1, "draft_process": 0, "methods": [SWIFTSPEC]}
+    check_shares(check(pair, 3, 1, load))
 
 
 @on_request

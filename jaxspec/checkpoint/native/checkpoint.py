@@ -132,7 +132,7 @@ def read_leaf(
         return np.concatenate([*parts], axis=1)
     folder, stored = checkpoint.path / ARRAYS / name, checkpoint.infos[name]
     check_array(folder, stored)
-    blocks = stored.format if info is not None and info.format is None else None
+    blocks = stored.format if info is not None and info.format is None else None  # to be decoded
     if read_bytes is not None:
         value = _read_chunks(checkpoint, folder, stored, read_bytes, expert)
     else:
