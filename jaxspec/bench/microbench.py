@@ -161,10 +161,10 @@ def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable
     Raises:
       ConfigError: the model is a mixture of experts, of which a step reads a few that depend on the text.
     """
-    stream = params["layers"] if isinstance(params["layers"], LayerStream) else None
-    if stream is not None and not stream.store.experts:
-        return lambda: _time_stream(stream)
-    if stream is not None or any("router" in layer for layer in params["layers"]):
+    layers = params["layers"]
+    if isinstance(layers, LayerStream) and not layers.store.experts:
+        return lambda: _time_stream(layers)
+    if isinstance(layers, LayerStream) or any("router" in layer for layer in layers):
         raise ConfigError("the roofline of a mixture of experts is not measured: what a step reads depends on the text")
     leaves, treedef = jax.tree.flatten(params)
     specs = jax.tree.unflatten(treedef, [leaf.sharding.spec for leaf in leaves])
