@@ -47,6 +47,19 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
     )  # fmt: skip
 
 
+def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -> [P, T, O]
+    """`linear` as parts, float32, whose sum over the first axis it is: for what adds them up while it reads them.
+
+    Kernels that compute parts of the inputs at the same time give several, all others one.
+
+    Raises:
+      ValueError: the inner dimensions differ.
+    """
+    check_operands(x, weight)
+    fused = find_packed(x, weight)
+    return fused.linear_parts(x, weight) if fused else linear(x, weight)[None]
+
+
 def row_dtype(weight: Weight) -> Any:
     """The dtype that `linear` rounds rows to before it multiplies them: what makes the rows may round them to it.
 
