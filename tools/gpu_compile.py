@@ -1,7 +1,7 @@
 """Compile the programs of methods for a GPU that is not there, and count what makes a round slow.
 
     pip install 'jaxspec-decode[gpu-compile]'
-    python tools/gpu_compile.py [--gpu h100] [--devices 1] [--methods ar,specexec] [--weights q4_0] [--json FILE]
+    python tools/gpu_compile.py [--gpu h100] [--devices 1] [--methods ar,specexec] [--weights q4_0] [--list]
 
 XLA's compiler for GPUs needs no GPU: it is told what the device is like. Each program is compiled for the Llama-3-8B
 geometry and a 1B draft in bfloat16 or in blocks, with two and with three layers, so that the difference is what a layer
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="that share the target's weights, and the draft's [1]")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
     parser.add_argument("--weights", default="bfloat16", help="a dtype or a block format, such as q4_0 [bfloat16]")
+    parser.add_argument("--list", action="store_true", help="below each row the kernels of a layer, by name")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     arguments = parser.parse_args()
     chosen = arguments.methods.split(",")
@@ -134,6 +135,8 @@ def main() -> None:
         for row in count_method(name, GPUS[arguments.gpu], devices, arguments.weights):
             rows.append(row)
             print(render_row(row), flush=True)
+            for line in row["layer"] if arguments.list else ():
+                print(f"    {line}", flush=True)
     if arguments.json:
         result = {
             "gpu": GPUS[arguments.gpu].kind, "devices": arguments.devices, "weights": arguments.weights, "rows": rows,
@@ -265,7 +268,23 @@ def count_text(text: str) -> dict[str, Any]:
     copies = sum(kind == "copy" and any(shape.startswith(cache) for cache in caches) for kind, _, shape in entry)
     return {
         "on_data": on_data, "loops": loops, "kernels": sum(kinds.values()), "kinds": dict(kinds), "copies": copies,
+        "layer": list_layer(bodies["ENTRY"]),
     }  # fmt: skip
+
+
+def list_layer(entry: Sequence[str]) -> list[str]:
+    """What is launched from the last attention but one to the last: instruction, shape, and what it computes."""
+    launches, starts = [], []
+    for line in entry:
+        kind, name, shape = read_instruction(line) or ("parameter", "", "")
+        if kind in FREE:
+            continue
+        named = re.search(r'op_name="([^"]*)"', line)
+        where = "/".join(part for part in named[1].split("/") if "(" not in part) if named else kind
+        if where.endswith("tree_attention"):
+            starts.append(len(launches))
+        launches.append(f"{name} {shape}: {where}")
+    return launches[starts[-2] : starts[-1]] if len(starts) > 1 else []
 
 
 def read_thunks(text: str) -> tuple[list[str], int]:
