@@ -281,7 +281,7 @@ def list_layer(entry: Sequence[str]) -> list[str]:
             continue
         named = re.search(r'op_name="([^"]*)"', line)
         where = "/".join(part for part in named[1].split("/") if "(" not in part) if named else kind
-        if where.endswith("tree_attention"):
+        if "tree_attention" in where.split("/")[-2:]:
             starts.append(len(launches))
         launches.append(f"{name} {shape}: {where}")
     return launches[starts[-2] : starts[-1]] if len(starts) > 1 else []

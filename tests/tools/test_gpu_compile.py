@@ -59,14 +59,14 @@ def test_what_a_program_holds():
 def test_the_kernels_of_a_layer():
     """From one attention to the next, without what launches nothing; a merge begins no layer."""
     layer = [
-        '%call.{0} = f32[2]{{0}} custom-call(%a), metadata={{op_name="jit(f)/tree_attention"}}',
-        '%merge.{0} = f32[2]{{0}} custom-call(%a), metadata={{op_name="jit(f)/attention_merge"}}',
+        '%call.{0} = f32[2]{{0}} custom-call(%a), metadata={{op_name="jit(f)/tree_attention/pallas_call"}}',
+        '%merge.{0} = f32[2]{{0}} custom-call(%a), metadata={{op_name="jit(f)/tree_attention_merge/pallas_call"}}',
         "%tuple.{0} = (f32[2]{{0}}) tuple(%merge.{0})",
         '%fusion.{0} = f32[2]{{0}} fusion(%call.{0}), kind=kLoop, metadata={{op_name="jit(f)/mlp/add"}}',
     ]
     entry = [line.format(index) for index in range(3) for line in layer]
     assert gpu_compile.list_layer(entry) == [
-        "call.1 f32[2]{0}: tree_attention", "merge.1 f32[2]{0}: attention_merge", "fusion.1 f32[2]{0}: mlp/add"
+        "call.1 f32[2]{0}: tree_attention/pallas_call", "merge.1 f32[2]{0}: tree_attention_merge/pallas_call", "fusion.1 f32[2]{0}: mlp/add"
     ]  # fmt: skip
     assert gpu_compile.list_layer(entry[:4]) == []
 
