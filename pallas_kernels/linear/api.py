@@ -50,8 +50,8 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
 def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -> [P, T, O]
     """`linear` as parts, float32, whose sum over the first axis it is: for what adds them up while it reads them.
 
-    GPUs compute parts of the inputs at the same time where there are too few outputs to keep all of one busy. Else there
-    is one part.
+    GPUs compute parts of the inputs at the same time where there are too few outputs to keep all multiprocessors busy.
+    Else there is one part.
 
     Raises:
       ValueError: the inner dimensions differ.

@@ -66,8 +66,10 @@ def test_the_kernels_of_a_layer():
     ]
     entry = [line.format(index) for index in range(3) for line in layer]
     assert gpu_compile.list_layer(entry) == [
-        "call.1 f32[2]{0}: tree_attention/pallas_call", "merge.1 f32[2]{0}: tree_attention_merge/pallas_call", "fusion.1 f32[2]{0}: mlp/add"
-    ]  # fmt: skip
+        "call.1 f32[2]{0}: tree_attention/pallas_call",
+        "merge.1 f32[2]{0}: tree_attention_merge/pallas_call",
+        "fusion.1 f32[2]{0}: mlp/add",
+    ]
     assert gpu_compile.list_layer(entry[:4]) == []
 
 
