@@ -41,8 +41,10 @@ LAYERS = (2, 3)
 PACKAGES = ("jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
 # Programs of a round. The others run once a text.
 ONCE = ("create", "begin", "rewind", "restart", "prefill", "skip")
+# A given depth: else SwiftSpec times passes before it declares the programs of a round.
 METHODS: dict[str, dict[str, Any]] = {
-    "ar": {}, "lookup": {}, "chain": {}, "specexec": {}, "specinfer": {}, "swiftspec": {}, "swift": {}, "auto": {},
+    "ar": {}, "lookup": {}, "chain": {}, "specexec": {}, "specinfer": {}, "swiftspec": {"depth": 3}, "swift": {},
+    "auto": {},
 }  # fmt: skip
 
 
