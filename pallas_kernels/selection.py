@@ -49,15 +49,17 @@ OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"
 # one that is fastest there, by the `preferred` of the operation's config. No SwiGLU is: XLA's own fusion runs at the
 # memory's speed.
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
-    name: {"tree_attention": attention, "swiglu": swiglu}
-    | dict.fromkeys(("linear", "move_rows", "add_norm"), ("triton",))
+    name: {
+        "tree_attention": attention, "swiglu": swiglu, "linear": ("triton",), "move_rows": ("triton",),
+        "add_norm": ("triton",),
+    }
     for name, attention, swiglu in (
         ("auto", ("triton", "mosaic"), ()),
         ("pallas-triton", ("triton",), ("triton",)),
         ("mosaic", ("mosaic",), ()),
         ("jax-triton", ("triton",), ("jax_triton",)),
     )
-}
+}  # fmt: skip
 
 
 def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Kernels:

@@ -13,10 +13,10 @@ def check_kernels(smoke: bool = False) -> Iterator[dict[str, Any]]:
     """A row for each implementation of each operation, then their counts; `smoke`: Triton's, in the interpreter."""
     device = jax.devices()[0]
     base = Kernels("xla", "gpu", capability=(9, 0), interpret=True) if smoke else selection.describe_gpu(device)
-    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    counts: dict[str, int] = dict.fromkeys(("passed", "failed", "skipped"), 0)
     for operation, implementation in list_implementations():
         name = f"check of {operation} by {implementation}"
-        row = {"name": name, "outcome": "passed"}
+        row: dict[str, Any] = {"name": name, "outcome": "passed"}
         obstacle = selection.find_obstacle(implementation, base.capability)
         if obstacle or (smoke and implementation != "triton"):
             row["outcome"] = "skipped"
