@@ -10,6 +10,8 @@ from tiny_models import FAMILIES, empty_cache, on_one_device, tiny_params
 from jaxspec.models.transformer import forward, forward_with_states
 from pallas_kernels import registry
 from pallas_kernels.add_norm import add_norm, fuses, triton
+from pallas_kernels.linear import linear, linear_parts
+from pallas_kernels.linear.config import MAX_ROWS, count_parts
 from pallas_kernels.rms_norm import rms_norm
 
 ADD = (("add_norm", "triton"),)
@@ -95,3 +97,32 @@ def test_layers_hand_on_parts(family):
     got, wanted = (jax.tree.leaves(passes(kernels)(params)) for kernels in (TRITON, XLA))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * float(np.abs(other).max() or 1))
+
+
+def parts_of(kernels, rows, weight):
+    x = np.random.default_rng(rows).normal(size=(rows, weight.shape[1])).astype(np.float32)
+
+    def run(x, weight):
+        with registry.using(kernels):
+            return linear_parts(x, weight), linear(x, weight)
+
+    return jax.tree.map(np.asarray, jax.jit(run)(x, weight))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_in_parts(dtype):
+    """Where there are few outputs; of one row, of many, and on a CPU there is one part."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(72, 1024)), dtype)
+    parts, whole = parts_of(XLA, 3, weight)
+    assert parts.shape == (4, 3, 72) and parts.dtype == np.float32
+    np.testing.assert_allclose(parts.sum(0), whole, rtol=0, atol=1e-5 * np.abs(whole).max())
+    for kernels, rows in ((XLA, 1), (XLA, MAX_ROWS + 1), (registry.Kernels("xla", "cpu"), 3)):
+        parts, whole = parts_of(kernels, rows, weight)
+        np.testing.assert_array_equal(parts[0], whole)
+        assert len(parts) == 1
+
+
+def test_as_many_parts_as_xla_takes():
+    """Of Llama-3-8B's products on an H100; nothing is cut where inputs cannot be."""
+    shapes = {(6144, 4096): 4, (4096, 4096): 8, (4096, 14336): 8, (28672, 4096): 1, (64, 511): 1, (64, 3 * 256): 2}
+    assert {shape: count_parts(*shape, multiprocessors=132) for shape in shapes} == shapes
