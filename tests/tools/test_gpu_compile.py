@@ -128,7 +128,7 @@ def test_packed_weights_stay_packed(weights, devices, tmp_path):
 def test_collectives_in_graphs(tmp_path):
     """The loop that waits for the host on several devices: its collectives, by an option that users may set."""
     both = "--devices", "2", "--methods", "specexec"
-    assert compile_programs(tmp_path, *both)["specexec", "draft"]["waits"] == ["draft/grow/while"]
+    assert compile_programs(tmp_path, *both)["specexec", "draft"]["waits"] == ["shard_map/draft/grow/while"]
     option = f"{xla_options.GPU_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
     rows = compile_programs(tmp_path, *both, flags=f"--xla_gpu_enable_command_buffer={option}")
     assert rows["specexec", "draft"]["waits"] == [] and rows["specexec", "draft"]["launched"] == ["CommandBuffer"]
