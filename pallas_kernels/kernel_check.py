@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from pallas_kernels import registry
+from pallas_kernels import registry, row_checks
 from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS, Blocks, dequantise
 from pallas_kernels.linear.planes import planes_name, to_planes
+from pallas_kernels.row_checks import ADDITIONS, DTYPES, MOVES, Arrays
 from pallas_kernels.self_check import as_in_programs, compare, rotate
-
-Arrays = dict[str, Any]
 
 # Where the float16 scales of a block of a GGUF file lie.
 FLOAT16_SCALES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q4_k": (0, 2), "q6_k": (208,)}
@@ -29,7 +27,6 @@ FLOAT16_SCALES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q4_k": (0, 2), "q
 # Relative to the largest number of a result, by the dtype that is multiplied. The weights of a softmax are rounded to
 # that dtype too. Wrong code is off by far more.
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-3}
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
 HEADS, SLOTS = 2, 256
 EPSILON = 1e-5
@@ -85,20 +82,6 @@ class Packed(NamedTuple):
     required: bool = True
 
 
-class Move(NamedTuple):
-    """A path of so many rows through the windows of caches of one shape."""
-
-    name: str
-    rows: int
-    shape: tuple[int, int, int]
-    dtypes: tuple[str, ...]
-    required: bool = True
-
-    @property
-    def dtype(self) -> str:
-        return self.dtypes[0]
-
-
 ATTENTION = (
     Attention("a tree", 40, 4, 64, 5, "bfloat16", active_rows=37, offset=3),
     Attention("a chunk", 20, 3, 128, 150, "bfloat16", active_rows=20, sliding=100, causal=True),
@@ -117,10 +100,6 @@ LINEAR = (
     Packed("a weight of int4_g128", "int4_g128", 11, 384, 64),
     Packed("a weight of int8_g128", "int8_g128", 3, 384, 64),
     Packed("a weight of fp8_g128", "fp8_g128", 3, 384, 64),
-)
-MOVES = (
-    Move("a path", 5, (2, 64, 64), ("bfloat16", "bfloat16")),
-    Move("a path of wide heads", 33, (3, 80, 96), ("float32",)),
 )
 SWIGLU = (
     Swiglu("a few rows", 3, 256, 256, "bfloat16"),
@@ -300,33 +279,6 @@ def _expect_swiglu(call: Swiglu, o: Arrays) -> Arrays:
     return {"the result": combine(o["x"]), "the result with the norm": combine(normed)}
 
 
-def _make_moves(call: Move) -> Arrays:
-    rng = np.random.default_rng(0)
-    caches = tuple(rng.normal(size=call.shape).astype(DTYPES[dtype]) for dtype in call.dtypes)
-    # Ancestors come before their descendants; places that are read and written overlap.
-    source = 20 + np.sort(rng.permutation(call.rows + 6)[: call.rows]).astype(np.int32)
-    return {"caches": caches, "source": source, "start": np.int32(20)}
-
-
-def _take_moves(module: ModuleType, call: Move, o: Arrays) -> bool:
-    del call
-    return module.supports(o["caches"], o["source"], o["start"])
-
-
-def _run_moves(module: ModuleType, call: Move, o: Arrays) -> dict[str, Any]:
-    del call
-    return {f"cache {i}": moved for i, moved in enumerate(module.move_rows(o["caches"], o["source"], o["start"]))}
-
-
-def _expect_moves(call: Move, o: Arrays) -> Arrays:
-    expected = {}
-    for index, cache in enumerate(o["caches"]):
-        moved = cache.astype(np.float32)
-        moved[:, 20 : 20 + call.rows] = moved[:, o["source"]]
-        expected[f"cache {index}"] = moved
-    return expected
-
-
 def _make_linear(call: Packed) -> Arrays:
     rng, block_format = np.random.default_rng(0), FORMATS[call.format]
     data = rng.integers(0, 256, (call.outputs, call.inputs // block_format.values, block_format.nbytes), np.uint8)
@@ -394,6 +346,15 @@ class Check(NamedTuple):
 CHECKS = {
     "tree_attention": Check(ATTENTION, _make_attention, _take_attention, _run_attention, _expect_attention),
     "linear": Check(LINEAR, _make_linear, _take_linear, _run_linear, _expect_linear),
-    "move_rows": Check(MOVES, _make_moves, _take_moves, _run_moves, _expect_moves),
+    "move_rows": Check(
+        MOVES, row_checks.make_moves, row_checks.take_moves, row_checks.run_moves, row_checks.expect_moves
+    ),
+    "add_norm": Check(
+        ADDITIONS,
+        row_checks.make_addition,
+        row_checks.take_addition,
+        row_checks.run_addition,
+        row_checks.expect_addition,
+    ),
     "swiglu": Check(SWIGLU, _make_swiglu, _take_swiglu, _run_swiglu, _expect_swiglu),
 }

@@ -49,14 +49,17 @@ OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"
 # one that is fastest there, by the `preferred` of the operation's config. No SwiGLU is: XLA's own fusion runs at the
 # memory's speed.
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
-    name: {"tree_attention": attention, "swiglu": swiglu, "linear": ("triton",), "move_rows": ("triton",)}
+    name: {
+        "tree_attention": attention, "swiglu": swiglu, "linear": ("triton",), "move_rows": ("triton",),
+        "add_norm": ("triton",),
+    }
     for name, attention, swiglu in (
         ("auto", ("triton", "mosaic"), ()),
         ("pallas-triton", ("triton",), ("triton",)),
         ("mosaic", ("mosaic",), ()),
         ("jax-triton", ("triton",), ("jax_triton",)),
     )
-}
+}  # fmt: skip
 
 
 def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Kernels:
@@ -106,9 +109,7 @@ def _choose_gpu(name: str, device: Any) -> Kernels:
     # A table that cannot be read gives its error now, not while a program is traced.
     for operation in SETS[name]:
         importlib.import_module(f"pallas_kernels.{operation}.config").load_table()
-    base = Kernels("xla", "gpu", capability=_capability(device), device_kind=device.device_kind)
-    if cores := getattr(device, "core_count", None):
-        base = dataclasses.replace(base, multiprocessors=cores)
+    base = describe_gpu(device)
     chosen, own = [], OWN.get(name)
     for operation, candidates in SETS[name].items():
         for candidate in candidates:
@@ -127,6 +128,13 @@ def _choose_gpu(name: str, device: Any) -> Kernels:
         _, first = chosen[0]
         name = next(named for named, implementation in OWN.items() if implementation == first)
     return dataclasses.replace(base, name=name, implementations=tuple(chosen), automatic=own is None, own=own)
+
+
+def describe_gpu(device: Any) -> Kernels:
+    """A GPU without kernels."""
+    base = Kernels("xla", "gpu", capability=_capability(device), device_kind=device.device_kind)
+    cores = getattr(device, "core_count", None)
+    return dataclasses.replace(base, multiprocessors=cores) if cores else base
 
 
 def _capability(device: Any) -> Capability | None:

@@ -20,8 +20,9 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxspec
+from jaxspec.bench.environment import describe_environment
 from jaxspec.bench.prompts import BenchPrompt, load_prompts, select_prompts
-from jaxspec.bench.report import RESAMPLES, describe_environment
+from jaxspec.bench.report import RESAMPLES
 from jaxspec.methods.base import Method
 
 TEMPERATURES = (0.0, 0.6)

@@ -22,8 +22,8 @@ import numpy as np
 from bench_budgets import SPECEXEC, SPECINFER, pooled_interval
 
 import jaxspec
+from jaxspec.bench.environment import describe_environment
 from jaxspec.bench.prompts import BenchPrompt, load_prompts, select_prompts
-from jaxspec.bench.report import describe_environment
 from jaxspec.methods.core.cost_model import USUAL_DEPTH
 from jaxspec.offload.stores import ThrottledStore
 from jaxspec.offload.stream import LayerStream

@@ -5,6 +5,9 @@
 Ten minutes, no network. It writes one JSON object, and the same as tables into a Markdown file beside it; both anew
 after each part, so that what is cut off leaves what it has measured. The device's part runs whatever `--parts` says.
 
+JAX, numpy and a checkout are enough. Without pytest the part `tests` runs the kernels' own checks; `decode` needs an
+installation.
+
   device          the GPU, and what a copy reaches of its bandwidth
   tests           tests/gpu: every kernel against its reference on the device, small decodes through each `--kernels`
   tree_attention  each implementation beside XLA's, by the profiler's device time; see tools/kernel_bench/timing.py
@@ -35,6 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernel_bench.bare import find_missing, stand_in
 from kernel_bench.device import published_bandwidth
 from kernel_bench.parts import describe_error, divide_slice, read_part, run_child, run_rows, write_whole
 from kernel_bench.report import render
@@ -77,6 +81,10 @@ def main() -> None:
     chosen = arguments.parts.split(",")
     if unknown := [name for name in chosen if name not in SHARES]:
         parser.error(f"unknown part {unknown[0]!r}; known: {', '.join(SHARES)}")
+    stand_in()
+    for name in chosen:
+        if problem := find_missing(name):
+            parser.error(f"part {name!r} is not possible here: {problem}")
     if arguments.child:
         budget = 60 * arguments.minutes
         rows = make_parts(arguments.model, arguments.smoke, budget)[chosen[0]]
@@ -222,7 +230,7 @@ def describe_device(smoke: bool) -> Iterator[dict[str, Any]]:
     import jax
     from kernel_bench.device import measure_bandwidth, name_device, published_bandwidth
 
-    from jaxspec.bench.report import describe_environment
+    from jaxspec.bench.environment import describe_environment
 
     kind = name_device()
     row = {"name": "device", "device": kind, "platform": jax.default_backend(), "environment": describe_environment()}
@@ -238,11 +246,17 @@ def run_tests(smoke: bool, budget_s: float) -> Iterator[dict[str, Any]]:
     """The files of tests/gpu, a row for each test as it ends, and one for each file; `--smoke` only collects them.
 
     With pytest-xdist they run at the same time, since most of the time goes to compiling. Without it each file gets
-    half of the time that is left, the last one all of it, and is ended after it.
+    half of the time that is left, the last one all of it, and is ended after it. Without pytest the kernels' own checks
+    run.
     """
     folder = ROOT / "tests" / "gpu"
     files = [folder / name for name in FIRST_TESTS]
     files += sorted({*folder.glob("test_*.py")} - {*files})
+    if importlib.util.find_spec("pytest") is None:
+        from kernel_bench.checks import check_kernels
+
+        yield from check_kernels(smoke)
+        return
     yield {"name": "tests", "planned": [str(file.relative_to(ROOT)) for file in files]}
     if not smoke and importlib.util.find_spec("xdist"):
         yield from run_test_files(files, budget_s, workers=min(MOST_WORKERS, os.cpu_count() or 1))

@@ -1,7 +1,7 @@
 """Compile the programs of methods for a GPU that is not there, and count what makes a round slow.
 
     pip install 'jaxspec-decode[gpu-compile]'
-    python tools/gpu_compile.py [--gpu h100] [--devices 1] [--methods ar,specexec] [--weights q4_0] [--json FILE]
+    python tools/gpu_compile.py [--gpu h100] [--devices 1] [--methods ar,specexec] [--weights q4_0] [--list]
 
 XLA's compiler for GPUs needs no GPU: it is told what the device is like. Each program is compiled for the Llama-3-8B
 geometry and a 1B draft in bfloat16 or in blocks, with two and with three layers, so that the difference is what a layer
@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, DRAFT, TOKENS = "llama-3-8b", "llama-3.2-1b", 1024
@@ -40,9 +41,10 @@ LAYERS = (2, 3)
 PACKAGES = ("jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc")
 # Programs of a round. The others run once a text.
 ONCE = ("create", "begin", "rewind", "restart", "prefill", "skip")
-# `swift` puts data on its devices when it is bound, which devices that are not there cannot take.
+# A given depth: else SwiftSpec times passes before it declares the programs of a round.
 METHODS: dict[str, dict[str, Any]] = {
-    "ar": {}, "lookup": {}, "chain": {}, "specexec": {}, "specinfer": {}, "swiftspec": {}, "auto": {},
+    "ar": {}, "lookup": {}, "chain": {}, "specexec": {}, "specinfer": {}, "swiftspec": {"depth": 3}, "swift": {},
+    "auto": {},
 }  # fmt: skip
 
 
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="that share the target's weights, and the draft's [1]")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
     parser.add_argument("--weights", default="bfloat16", help="a dtype or a block format, such as q4_0 [bfloat16]")
+    parser.add_argument("--list", action="store_true", help="below each row the kernels of a layer, by name")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     arguments = parser.parse_args()
     chosen = arguments.methods.split(",")
@@ -134,6 +137,8 @@ def main() -> None:
         for row in count_method(name, GPUS[arguments.gpu], devices, arguments.weights):
             rows.append(row)
             print(render_row(row), flush=True)
+            for line in row["layer"] if arguments.list else ():
+                print(f"    {line}", flush=True)
     if arguments.json:
         result = {
             "gpu": GPUS[arguments.gpu].kind, "devices": arguments.devices, "weights": arguments.weights, "rows": rows,
@@ -210,8 +215,22 @@ def list_programs(method: Any, gpu: GPU, devices: Sequence[Any], layers: int, we
         return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=fit_storage(Storage(weights), cfg, plan.tensor))
 
     models = Models(place(TARGET, layers), place(DRAFT, layers - 1) if method.drafts else None)
-    programs = method.bind(models, TOKENS).programs
+    # Some methods put data on their devices when they are bound, which devices that are not there cannot take.
+    with mock.patch("jax.device_put", describe_arrays):
+        programs = method.bind(models, TOKENS).programs
     return [program for program in programs if not any(word in program.name for word in ONCE)]
+
+
+def describe_arrays(values: Any, sharding: Any) -> Any:
+    """Shapes and dtypes in the place of arrays on a device."""
+    import jax
+    import numpy as np
+
+    def describe(value: Any) -> jax.ShapeDtypeStruct:
+        array = np.asarray(value)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return jax.tree.map(describe, values)
 
 
 def count_program(program: Any) -> dict[str, Any]:
@@ -265,7 +284,23 @@ def count_text(text: str) -> dict[str, Any]:
     copies = sum(kind == "copy" and any(shape.startswith(cache) for cache in caches) for kind, _, shape in entry)
     return {
         "on_data": on_data, "loops": loops, "kernels": sum(kinds.values()), "kinds": dict(kinds), "copies": copies,
+        "layer": list_layer(bodies["ENTRY"]),
     }  # fmt: skip
+
+
+def list_layer(entry: Sequence[str]) -> list[str]:
+    """What is launched from the last attention but one to the last: instruction, shape, and what it computes."""
+    launches, starts = [], []
+    for line in entry:
+        kind, name, shape = read_instruction(line) or ("parameter", "", "")
+        if kind in FREE:
+            continue
+        named = re.search(r'op_name="([^"]*)"', line)
+        where = "/".join(part for part in named[1].split("/") if "(" not in part) if named else kind
+        if "tree_attention" in where.split("/")[-2:]:
+            starts.append(len(launches))
+        launches.append(f"{name} {shape}: {where}")
+    return launches[starts[-2] : starts[-1]] if len(starts) > 1 else []
 
 
 def read_thunks(text: str) -> tuple[list[str], int]:

@@ -1,18 +1,13 @@
 """From a measurement to numbers: rates, ratios with intervals, the parts of a pass, and every sample."""
 
 import dataclasses
-import os
-import platform
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jaxlib
 import numpy as np
 
-import jaxspec
+from jaxspec.bench.environment import describe_environment
 from jaxspec.bench.prompts import list_categories
 from jaxspec.bench.run import BASELINE, Answer, Column, Measurement, is_token_exact, verified_rows
 
@@ -68,22 +63,6 @@ def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES) -> t
     drawn = np.random.default_rng(0).integers(0, len(array), (resamples, len(array)))
     low, high = np.percentile(array[drawn].mean(axis=1), [2.5, 97.5])
     return float(low), float(high)
-
-
-def describe_environment(devices: int = 1) -> dict[str, Any]:
-    """Devices (of which `devices` were used), machine, versions, and peak memory in bytes."""
-    device = jax.devices()[0]
-    memory = device.memory_stats() if device.platform != "cpu" else None
-    # By the modules themselves: a source tree that runs without being installed has no metadata.
-    modules = {"jaxspec-decode": jaxspec, "jax": jax, "jaxlib": jaxlib, "numpy": np}
-    versions = {name: module.__version__ for name, module in modules.items()}
-    return {
-        "device": f"{devices} of {len(jax.devices())} x {device.device_kind}",
-        "machine": ", ".join(filter(None, (_processor(), f"{os.cpu_count()} cores", platform.machine()))),
-        "versions": {"python": platform.python_version(), **versions},
-        "peak_host_bytes": _peak_host_bytes(),
-        "peak_device_bytes": (memory or {}).get("peak_bytes_in_use"),
-    }
 
 
 Index = dict[tuple[str, str | int], list[Answer]]
@@ -223,21 +202,3 @@ def _mean_with_interval(values: list[float]) -> dict[str, float | None] | None:
     low, high = bootstrap_interval(values) or (None, None)
     geometric = statistics.geometric_mean(values)
     return {"mean": statistics.fmean(values), "geometric_mean": geometric, "low": low, "high": high}
-
-
-def _processor() -> str:
-    """Name of the processor, where the system tells."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
-
-
-def _peak_host_bytes() -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -12,8 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize, quantize
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.heads import head_layout
@@ -208,6 +206,10 @@ def decode_blocks(raw: np.ndarray, block_type: str) -> np.ndarray:
             raw.reshape(-1, group.nbytes), group.values, (group.values, np.float32),
             lambda chunk: decode_groups(chunk.reshape(-1, 1, group.nbytes), block_type),
         ).reshape(-1)  # fmt: skip
+    # Imported where it is needed: a machine that measures random weights has no such package.
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
     kind = GGMLQuantizationType[block_type.upper()]
     values, nbytes = GGML_QUANT_SIZES[kind]
     blocks = raw.reshape(-1, nbytes)
@@ -228,6 +230,9 @@ def encode_blocks(numbers: np.ndarray, block_format: str) -> np.ndarray:
             rows, shape.values, (shape.nbytes, np.uint8),
             lambda chunk: quantise_k(chunk.reshape(-1, shape.values), block_format),
         )  # fmt: skip
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import quantize
+
     kind = GGMLQuantizationType[block_format.upper()]
     return _convert_chunks(rows, shape.values, (shape.nbytes, np.uint8), lambda chunk: quantize(chunk, kind))
 

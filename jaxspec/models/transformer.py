@@ -28,7 +28,9 @@ from jaxspec.models.quantization import PARTS
 from jaxspec.models.rope import RopeConfig, rope_frequencies
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
-from pallas_kernels.linear import as_matrix, linear, row_dtype, take_rows
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.add_norm import fuses as fuses_norm
+from pallas_kernels.linear import Blocks, as_matrix, linear, linear_parts, row_dtype, take_rows
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
 from pallas_kernels.swiglu import geglu, norm_swiglu, swiglu
@@ -196,13 +198,15 @@ def run_one_layer(
     window, sliding = frame.window, cfg.window(index)
     if window is not None and sliding is not None:
         window = window.cut(frame.position, sliding)
-    out, key, value = _run_layer(
-        layer, x, frame.ropes[rope_settings(cfg).index(cfg.layer_rope(index))], key, value, frame.length,
+    out, added, key, value = _run_layer(
+        layer, x, None, frame.ropes[rope_settings(cfg).index(cfg.layer_rope(index))], key, value, frame.length,
         frame.position, window, None, runs=cfg.layer_units(index), cfg=cfg, experts=cfg.layer_experts(index),
         sliding=sliding, cache_only=False, route_only=route_only, kernels=registry.current(),
     )  # fmt: skip
-    live = frame.live if window is None or frame.live is not None else window.active_rows
-    return out.keep_first(live) if isinstance(out, Routed) and live is not None else out, key, value
+    if isinstance(out, Routed):
+        live = frame.live if window is None or frame.live is not None else window.active_rows
+        return out if live is None else out.keep_first(live), key, value
+    return add_parts(out, added), key, value
 
 
 def mix_one_layer(
@@ -255,12 +259,15 @@ def run_layers(
     count = len(cfg.attention_layers)
     # Of each layer, its arrays of the cache: one for each kind of KV head.
     slot_of = {index: slice(place, None, count) for place, index in enumerate(cfg.attention_layers)}
+    added = None
     for index, layer in enumerate(params["layers"]):
-        states |= {index: x} if index in layers else {}
+        if index in layers:
+            x, added = add_parts(x, added), None
+            states[index] = x
         sliding, place = cfg.window(index), slot_of.get(index)
         key, value = ((), ()) if place is None else (tuple(keys[place]), tuple(values[place]))
-        x, key, value = _run_layer(
-            layer, x, ropes[cfg.layer_rope(index)], key, value, cache.length, position,
+        x, added, key, value = _run_layer(
+            layer, x, added, ropes[cfg.layer_rope(index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
             units[index] if isinstance(units, jax.Array) else None, joined if index == 0 else None,
             runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.layer_units(index),
@@ -269,6 +276,7 @@ def run_layers(
         )  # fmt: skip
         if place is not None:
             keys[place], values[place] = key, value
+    x = add_parts(x, added)
     states |= {cfg.num_layers: x} if cfg.num_layers in layers else {}
     return x, dataclasses.replace(cache, key=tuple(keys), value=tuple(values)), states
 
@@ -279,10 +287,20 @@ def run_layers(
     jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "route_only", "kernels")
 )
 def _run_layer(
-    layer: Params, x, rope, key, value, length, position, window, units, joined=None,
+    layer: Params, x, added, rope, key, value, length, position, window, units, joined=None,
     *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None, sliding, cache_only, kernels,
     route_only=False,
 ):  # fmt: skip
+    """One layer: the residual stream `x` and parts that it lacks yet, [P, T, D] or None, before and after; the cache.
+
+    Only a kernel that adds and normalises at once is given parts, and leaves its own to the next layer.
+    """
+    whole = all(runs) and units is None and joined is None and not cache_only
+    fused = whole and experts is None and _takes_parts(layer, cfg, x)
+    if fused and added is not None:
+        x, joined = add_norm(x, added, layer["attn_norm"], cfg.norm_eps, _input_dtype(layer["qkv"]))
+    else:
+        x = add_parts(x, added)
     active_rows = None if window is None else window.active_rows
 
     def project_rows(active_rows, x):
@@ -341,23 +359,57 @@ def _run_layer(
     if units is not None and units.ndim == 1:
         x, key, value = _run_if(units[0], attention_unit, x, key, value)
         (x,) = _run_if(units[1], mlp_unit, x)
-        return x, key, value
+        return x, None, key, value
     if units is not None:
-        added, key, value = attention_unit(x, key, value)
-        x = jnp.where(units[0][:, None], added, x)
-        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), key, value
+        attended, key, value = attention_unit(x, key, value)
+        x = jnp.where(units[0][:, None], attended, x)
+        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), None, key, value
     if all(runs):
         heads, key, value = attend(x, key, value)
         if cache_only:
-            return x, key, value
+            return x, None, key, value
+        if fused:
+            return *_finish_in_parts(layer, cfg, x, heads), key, value
         end = route if route_only else add_mlp
         finish = lambda active_rows, x, heads: end(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
-        return map_active_rows(finish, active_rows, x, heads), key, value
+        return map_active_rows(finish, active_rows, x, heads), None, key, value
     if runs[0]:
         x, key, value = attention_unit(x, key, value)
     if runs[1]:
         (x,) = mlp_unit(x)
-    return x, key, value
+    return x, None, key, value
+
+
+def _takes_parts(layer: Params, cfg: ModelConfig, x: jax.Array) -> bool:
+    """Whether both norms of a layer come right after sums of the residual stream, and a kernel does that at once."""
+    between = ("attn_post_norm", "mlp_post_norm", "out_bias", "gate_up_order")
+    norms = "attn_norm" in layer and "mlp_norm" in layer and not any(leaf in layer for leaf in between)
+    return norms and cfg.activation == "silu" and fuses_norm(x, layer["mlp_norm"])
+
+
+def _finish_in_parts(layer: Params, cfg: ModelConfig, x: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rest of a layer after attention: the residual stream without the MLP's result, and that in parts."""
+    heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
+    parts = _all_reduce_parts(linear_parts(heads, as_matrix(layer["out"], layer["out"].shape[0])))
+    x, normed = add_norm(x, parts, layer["mlp_norm"], cfg.norm_eps, row_dtype(layer["gate_up"]))
+    with jax.named_scope("mlp"):
+        gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
+        hidden = _order(layer, "down", swiglu(normed, gate_up, dtype=row_dtype(layer["down"])))
+        return x, _all_reduce_parts(linear_parts(hidden, as_matrix(layer["down"], layer["down"].shape[0])))
+
+
+def add_parts(x: jax.Array, added: jax.Array | None) -> jax.Array:  # [T, D], [P, T, D] -> [T, D]
+    """The residual stream with the parts that it lacks."""
+    return x if added is None else x + jnp.sum(added, axis=0)
+
+
+def _all_reduce_parts(parts: jax.Array) -> jax.Array:  # [P, T, D] -> [P, T, D], or [1, T, D] over several shards
+    return parts if jax.lax.axis_size(TENSOR_AXIS) == 1 else _all_reduce(jnp.sum(parts, axis=0))[None]
+
+
+def _input_dtype(weight: Any) -> Any:
+    """`row_dtype` of a weight, or of one that is kept in parts of several types."""
+    return row_dtype(weight[PARTS[0]] if isinstance(weight, dict) else weight)
 
 
 def _run_if(condition: jax.Array, function: Callable[..., tuple], *carry: jax.Array) -> tuple:

@@ -14,7 +14,6 @@ import threading
 from pathlib import Path
 
 import jax
-import platformdirs
 from jax._src import compilation_cache as jax_cache
 from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
@@ -40,7 +39,7 @@ def enable_compile_cache(folder: str | None) -> Path | None:
         return _use(None)
     if named is None:
         named = _callers_folder
-    path = Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("jaxspec")) / "compiled"
+    path = Path(named).expanduser() if named else _users_folder() / "compiled"
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryFile(dir=path):
@@ -55,6 +54,13 @@ def enable_compile_cache(folder: str | None) -> Path | None:
         )  # fmt: skip
         return _use(None)
     return _use(path)
+
+
+def _users_folder() -> Path:
+    # Imported where it is needed: a machine that only measures has no such package.
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("jaxspec"))
 
 
 def _use(path: Path | None) -> Path | None:

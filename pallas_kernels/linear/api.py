@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import native, registry
 from pallas_kernels.linear.blocks import PLANES, Blocks, Weight, find_format
-from pallas_kernels.linear.config import MAX_ROWS
-from pallas_kernels.linear.reference import as_numbers, linear_in_tiles, linear_on_cpu
+from pallas_kernels.linear.config import MAX_ROWS, count_parts
+from pallas_kernels.linear.reference import as_numbers, linear_in_parts, linear_in_tiles, linear_on_cpu
 from pallas_kernels.linear.reference import linear as linear_reference
 
 
@@ -45,6 +45,25 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
         "linear", out, x.astype(jnp.float32), data, native.row_count(active_rows, x),
         format=weight_format, threads=kernels.threads,
     )  # fmt: skip
+
+
+def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -> [P, T, O]
+    """`linear` as parts, float32, whose sum over the first axis it is: for what adds them up while it reads them.
+
+    GPUs compute parts of the inputs at the same time where there are too few outputs to keep all multiprocessors busy.
+    Else there is one part.
+
+    Raises:
+      ValueError: the inner dimensions differ.
+    """
+    check_operands(x, weight)
+    kernels = registry.current()
+    if fused := find_packed(x, weight):
+        return fused.linear_parts(x, weight)
+    # XLA multiplies one row by a reduction, which has no parts.
+    if kernels.platform == "gpu" and not isinstance(weight, Blocks) and 1 < x.shape[0] <= MAX_ROWS:
+        return linear_in_parts(x, weight, count_parts(*weight.shape, kernels.multiprocessors))
+    return linear(x, weight)[None]
 
 
 def row_dtype(weight: Weight) -> Any:

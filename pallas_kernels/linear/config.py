@@ -19,6 +19,8 @@ _STEP_BYTES = 128
 _PROGRAMS = 264
 # A part of fewer steps costs more to add up than it saves.
 _LEAST_STEPS = 4
+# The same of a product by numbers, in inputs.
+_PART_INPUTS = 256
 
 
 def preferred(*operands: Any) -> tuple[str, ...]:
@@ -91,6 +93,18 @@ def _guess(rows: int, outputs: int, code_bytes: int) -> Config:
     while programs * splits < _PROGRAMS and steps // (2 * splits) >= _LEAST_STEPS:
         splits *= 2
     return Config(block_o, _STEP_BYTES if rows <= 16 else _STEP_BYTES // 2, splits, 4, 3)
+
+
+def count_parts(outputs: int, inputs: int, multiprocessors: int) -> int:
+    """Parts of the inputs of a product by numbers that XLA is given at the same time.
+
+    As many as XLA takes by itself (0.10.2, for Llama-3-8B's products on an H100): tiles of 64 outputs, two for each
+    multiprocessor. XLA then splits no further, and launches nothing to add the parts up.
+    """
+    parts, tiles = 1, -(-outputs // 64)
+    while tiles * parts < 2 * multiprocessors and inputs % (2 * parts) == 0 and inputs // (2 * parts) >= _PART_INPUTS:
+        parts *= 2
+    return parts
 
 
 @functools.cache

@@ -38,8 +38,16 @@ def linear(
     config: Config | None = None,
 ) -> jax.Array:  # [T, O] float32
     """`api.linear` of a weight in planes; every row is computed. `config` None takes what `config.choose` says."""
-    call = _describe(x, weight, config)
-    return jnp.sum(_run(call, x, weight), axis=0)
+    return jnp.sum(linear_parts(x, weight, config), axis=0)
+
+
+def linear_parts(
+    x: jax.Array,  # [T, I]
+    weight: Blocks,  # [O, I]
+    config: Config | None = None,
+) -> jax.Array:  # [splits, T, O] float32
+    """`linear` before its parts are added up."""
+    return _run(_describe(x, weight, config), x, weight)
 
 
 def swiglu(

@@ -79,7 +79,8 @@ def choose(
         return tuned
     width = max(power_of_two(head_width), 16)
     # Results stay in registers. Exact float32 products use registers too: with larger tiles, or four warps, hundreds or
-    # thousands of bytes spill, with these 72 to 180 (none with heads of 64).
+    # thousands of bytes spill, with these 60 to 88 (none with heads of 64), and 156 for 128 rows. One row spills less
+    # with eight warps than with sixteen, sixteen rows and more the other way round.
     most_q, most_k = (min(128, 16384 // width), 64) if itemsize == 2 else (16, 32)
     block_q = min(max(power_of_two(T * group), 16), most_q)
     pair = 2 * width * itemsize  # a key and a value
@@ -91,9 +92,8 @@ def choose(
     # Two programs on a multiprocessor hide each other's waits. A part of fewer than two tiles costs more to merge than
     # it saves.
     splits = min(2 * multiprocessors // programs, slots // (2 * block_k), 64)
-    return Config(
-        block_q, block_k, _floor_power(max(splits, 1)), 8 if block_q * width >= 8192 or itemsize == 4 else 4, stages
-    )
+    warps = (16 if T >= 16 and width >= 128 else 8) if itemsize == 4 else 8 if block_q * width >= 8192 else 4
+    return Config(block_q, block_k, _floor_power(max(splits, 1)), warps, stages)
 
 
 def bucket(T: int, group: int, head_width: int, slots: int, kv_heads: int, itemsize: int = 2) -> str:

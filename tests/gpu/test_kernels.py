@@ -10,6 +10,7 @@ from attention_cases import assert_attention, assert_cache, grown_case, poisoned
 from kernel_cases import numbers, random_weight
 
 from pallas_kernels import registry, selection
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.linear import Blocks, linear
 from pallas_kernels.linear.blocks import PLANES
 from pallas_kernels.linear.planes import to_planes
@@ -263,10 +264,20 @@ def test_rows_of_all_layers_move(gpu, rows):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.parametrize(("rows", "width", "parts"), [(1, 4096, 8), (17, 4096, 4), (64, 3584, 1)])
+def test_sums_and_norms(gpu, rows, width, parts):
+    kernels = kernels_for("pallas-triton", gpu, "add_norm", "triton")
+    rng = np.random.default_rng(rows)
+    operands = [rng.normal(size=shape).astype(np.float32) for shape in ((rows, width), (parts, rows, width), (width,))]
+    wanted = run(lambda *o: add_norm(*o, EPS), operands, ORACLE, jax.devices("cpu")[0])
+    for got, exact in zip(run(lambda *o: add_norm(*o, EPS), operands, kernels, gpu), wanted, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+
+
 def test_auto_finds_kernels(gpu):
     kernels = selection.choose("auto", "gpu", device=gpu)
     if selection.find_obstacle("triton", kernels.capability):
         pytest.skip("kernels are for NVIDIA GPUs from Ampere on")
     mosaic = () if selection.find_obstacle("mosaic", kernels.capability) else (("tree_attention", "mosaic"),)
-    others = ("linear", "triton"), ("move_rows", "triton")
+    others = ("linear", "triton"), ("move_rows", "triton"), ("add_norm", "triton")
     assert kernels.automatic and kernels.implementations == (("tree_attention", "triton"), *mosaic, *others)

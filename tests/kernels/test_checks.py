@@ -16,7 +16,7 @@ from pallas_kernels.tree_attention import config, triton
 INTERPRETER = Kernels("xla", "gpu", capability=(9, 0), interpret=True)
 
 
-@pytest.mark.parametrize("operation", ["tree_attention", "swiglu", "linear", "move_rows"])
+@pytest.mark.parametrize("operation", ["tree_attention", "swiglu", "linear", "move_rows", "add_norm"])
 def test_the_check_of_gpu_kernels(monkeypatch, operation):
     """In the interpreter; a kernel whose result is off, that raises, or that takes no ordinary call, is found out."""
     device = jax.devices()[0]

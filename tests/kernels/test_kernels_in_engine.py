@@ -25,15 +25,16 @@ TRITON = Kernels(
     "pallas-triton", "gpu", implementations=(("tree_attention", "triton"), ("swiglu", "triton")), capability=(8, 0),
     interpret=True,
 )  # fmt: skip
+SUMS = Kernels("pallas-triton", "gpu", implementations=(("add_norm", "triton"),), capability=(8, 0), interpret=True)
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, 101, 40)]
 TOKENS = 12
 # Sliding windows, and a second layer whose inputs went through the kernels.
 TINY = dataclasses.replace(FAMILIES["mistral"], max_context=64)
 
 
-def decode(kernels, method):
+def decode(kernels, method, devices=1):
     """Greedy tokens; a draft is the target itself."""
-    target = Placement(TINY, MeshPlan((jax.devices()[0],), kernels), np.dtype("float32"))
+    target = Placement(TINY, MeshPlan(tuple(jax.devices()[:devices]), kernels), np.dtype("float32"))
     params = load_foreign(RandomSource(TINY), target.plan, target.dtype)
     drafts = method.drafts
     engine = Engine(Models(target, target if drafts else None), method)
@@ -72,3 +73,10 @@ def test_triton(calls):
     # The root and six nodes; two nodes of the draft at a time, after the window's older ones.
     assert ("tree_attention", 7, "tree") in calls and ("swiglu", 7, "norm") in calls
     assert ("tree_attention", 2, "grown") in calls and ("swiglu", 2, "norm") in calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sums_and_norms(devices):
+    """Layers hand each other the parts of sums, which devices add up among each other."""
+    assert decode(SUMS, SpecExec(6, width=2, depth=3), devices) == decode(XLA, Autoregressive())

@@ -73,7 +73,7 @@ def chosen(name, capability):
 
 
 def test_choice_on_gpus(gpu_kernels, warnings):
-    packed = {"linear": ("triton",), "move_rows": ("triton",)}
+    packed = {"linear": ("triton",), "move_rows": ("triton",), "add_norm": ("triton",)}
     attention, mosaic = packed | {"tree_attention": ("triton",)}, packed | {"tree_attention": ("mosaic",)}
     assert chosen("auto", "9.0") == ("pallas-triton", packed | {"tree_attention": ("triton", "mosaic")})
     assert choose("auto", "gpu", 1, gpu("9.0")).reads_planes
@@ -117,6 +117,7 @@ def test_without_jax_triton(gpu_kernels, warnings, monkeypatch):
             "tree_attention": implementations,
             "linear": ("triton",),
             "move_rows": ("triton",),
+            "add_norm": ("triton",),
         }
     # Nobody asked for it.
     assert warnings() == []
@@ -133,19 +134,19 @@ def test_gpu_kernels_that_fail_their_check(gpu_kernels, warnings):
     assert not choose("auto", "gpu", 1, gpu("9.0")).reads_planes
     packed = "a GPU kernel is not used: linear by triton fails"
     assert warnings() == [packed]
-    gpu_kernels.failing.add(("move_rows", "triton"))
+    gpu_kernels.failing.update({("move_rows", "triton"), ("add_norm", "triton")})
     gpu_kernels.failing.update({("tree_attention", "triton"), ("swiglu", "jax_triton")})
     refused("pallas-triton", "tree_attention", "triton")
     assert warnings() == [packed]
-    moves = "a GPU kernel is not used: move_rows by triton fails"
+    others = [f"a GPU kernel is not used: {operation} by triton fails" for operation in ("move_rows", "add_norm")]
     for _ in range(2):
         assert chosen("auto", "9.0") == ("mosaic", {"tree_attention": ("mosaic",)})
-    assert warnings() == [packed, "a GPU kernel is not used: tree_attention by triton fails", moves]
+    assert warnings() == [packed, "a GPU kernel is not used: tree_attention by triton fails", *others]
     refused("jax-triton", "swiglu", "jax_triton")
     assert choose("auto", "gpu", 1, gpu("8.0")).name == "xla"
     gpu_kernels.failing.add(("tree_attention", "mosaic"))
     assert choose("auto", "gpu", 1, gpu("9.0")).name == "xla"
-    assert warnings()[3:] == ["a GPU kernel is not used: tree_attention by mosaic fails"]
+    assert warnings()[4:] == ["a GPU kernel is not used: tree_attention by mosaic fails"]
     refused("mosaic", "tree_attention", "mosaic")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import gpu_compile
 import pytest
 
+from jaxspec.runtime import xla_options
+
 MODULE = """HloModule jit_draft
 
 %body.1 (p: (s32[])) -> (s32[]) {
@@ -36,10 +38,10 @@ condition:
     003: kConditional [source]
 048: kGemm [sink]
 """
-# Launches of one more layer. Untuned, XLA splits some products and adds the parts up in launches of their own.
-MOST_KERNELS = {"decode": 11, "verify": 12, "draft": 12}
+# Launches of one more layer. The commit is one more for all layers.
+MOST_KERNELS = {"decode": 9, "verify": 10, "draft": 10}
 # The same with weights in blocks, by the format.
-MOST_PACKED_KERNELS = {"decode": 13, "verify": 11, "draft": 12}
+MOST_PACKED_KERNELS = {"decode": 9, "verify": 9, "draft": 10}
 # Bytes that a program of packed weights computes on the way; a layer's gate and up projections alone are 66 MB in
 # q4_0, and 235 MB in bfloat16. Most are the logits of a tree.
 MOST_MEMORY = 18 << 20
@@ -56,12 +58,30 @@ def test_what_a_program_holds():
     assert gpu_compile.read_thunks(THUNKS) == (["CommandBuffer", "While", "Gemm"], 2)
 
 
-def compile_programs(folder, *arguments):
+def test_the_kernels_of_a_layer():
+    """From one attention to the next, without what launches nothing; a merge begins no layer."""
+    layer = [
+        '%call.{0} = f32[2]{{0}} custom-call(%a), metadata={{op_name="jit(f)/tree_attention/pallas_call"}}',
+        '%merge.{0} = f32[2]{{0}} custom-call(%a), metadata={{op_name="jit(f)/tree_attention_merge/pallas_call"}}',
+        "%tuple.{0} = (f32[2]{{0}}) tuple(%merge.{0})",
+        '%fusion.{0} = f32[2]{{0}} fusion(%call.{0}), kind=kLoop, metadata={{op_name="jit(f)/mlp/add"}}',
+    ]
+    entry = [line.format(index) for index in range(3) for line in layer]
+    assert gpu_compile.list_layer(entry) == [
+        "call.1 f32[2]{0}: tree_attention/pallas_call",
+        "merge.1 f32[2]{0}: tree_attention_merge/pallas_call",
+        "fusion.1 f32[2]{0}: mlp/add",
+    ]
+    assert gpu_compile.list_layer(entry[:4]) == []
+
+
+def compile_programs(folder, *arguments, flags=""):
     """Rows by method and program, of a process of its own: the tool changes what JAX looks for."""
     file, tool = folder / "found.json", Path(gpu_compile.__file__)
     paths = os.pathsep.join(filter(None, (str(tool.parents[1]), *sys.path)))
     command = [sys.executable, str(tool), *arguments, "--json", str(file)]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
+    environment = os.environ | {"PYTHONPATH": paths} | ({"XLA_FLAGS": flags} if flags else {})
+    subprocess.run(command, check=True, env=environment, capture_output=True)
     return {(row["method"], row["program"]): row for row in json.loads(file.read_text())["rows"]}
 
 
@@ -72,7 +92,7 @@ def compile_programs(folder, *arguments):
 def test_programs_of_rounds(gpu, tmp_path):
     """No wait, no copied cache, hardly a spilled register; kernels must not become more unnoticed."""
     rows = compile_programs(tmp_path, "--gpu", gpu, "--methods", "ar,chain,specexec,swiftspec")
-    assert len(rows) == 8
+    assert len(rows) == 8 and ("swiftspec", "advance and expand") in rows
     for name, row in rows.items():
         assert row["waits"] == [] and row["copies"] == 0, name
         assert row["spills"] <= MOST_SPILLS and row["shared"] <= gpu_compile.GPUS[gpu].shared, name
@@ -95,11 +115,23 @@ def test_packed_weights_stay_packed(weights, devices, tmp_path):
         assert row["memory"] <= MOST_MEMORY and row["shared"] <= gpu_compile.GPUS["h100"].shared, name
         assert "jaxspec_linear" in row["assembled"], name
     if devices == 1:
-        # Collectives lie between graphs, and the draft's search outside of them.
+        # Of several devices, collectives lie between graphs, and the draft's search outside of them.
         assert all(row["waits"] == [] for row in rows.values())
         assert rows["ar", "decode 1"]["kernels_a_layer"] <= MOST_PACKED_KERNELS["decode"]
         assert rows["specexec", "verify"]["kernels_a_layer"] <= MOST_PACKED_KERNELS["verify"]
         assert rows["specexec", "draft"]["kernels_a_layer"] <= MOST_PACKED_KERNELS["draft"]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.slow
+@pytest.mark.skipif(gpu_compile.find_problem() is not None, reason="needs the extra gpu-compile")
+def test_collectives_in_graphs(tmp_path):
+    """The loop that waits for the host on several devices: its collectives, by an option that users may set."""
+    both = "--devices", "2", "--methods", "specexec"
+    assert compile_programs(tmp_path, *both)["specexec", "draft"]["waits"] == ["shard_map/draft/grow/while"]
+    option = f"{xla_options.GPU_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
+    rows = compile_programs(tmp_path, *both, flags=f"--xla_gpu_enable_command_buffer={option}")
+    assert rows["specexec", "draft"]["waits"] == [] and rows["specexec", "draft"]["launched"] == ["CommandBuffer"]
 
 
 SPILLS = """
@@ -128,7 +160,7 @@ for T, K, G, H in ((1, 8, 4, 128), (8, 8, 4, 128), (64, 8, 4, 128), (8, 3, 3, 64
         print(T, H, max(kernel["spills"] for kernel in found if "attention" in kernel["name"]))
 """
 # Bytes by rows and head width.
-MOST_FLOAT32_SPILLS = {"1 128": 80, "8 128": 72, "64 128": 180, "8 64": 0}
+MOST_FLOAT32_SPILLS = {"1 128": 80, "8 128": 72, "64 128": 84, "8 64": 0}
 
 
 @pytest.mark.gpu_compile

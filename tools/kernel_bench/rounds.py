@@ -242,6 +242,9 @@ def accept_always(count: int) -> Iterator[None]:
 
 def main() -> None:
     """Measure one configuration."""
+    from kernel_bench.bare import stand_in
+
+    stand_in()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=CONFIGURATIONS)
     parser.add_argument("--smoke", action="store_true", help="tiny models on any device")
