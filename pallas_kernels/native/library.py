@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 TARGET_PREFIX = "jaxspec_"
-TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_attention", "experts")
+TARGETS = ("linear", "swiglu", "take_rows", "rms_norm", "rope_tables", "tree_attention", "experts", "row_top")
 
 # From the best to the one that every machine can run.
 LEVELS = ("vnni", "avx512", "avx2", "portable")
