@@ -1,10 +1,11 @@
 """What a token costs besides its passes, and a round besides its passes: interleaved in one run on CPU.
 
-    python tools/bench_besides.py [--model M] [--methods ar,chain,specexec] [--tokens 256] [--repeats 5]
+    python tools/bench_besides.py [--model M] [--methods ar,chain,specexec] [--tokens 256] [--repeats 5] [--skip]
 
 Every native operation is timed within the process, by a library that forwards to the real one. What is left of the wall
 time is XLA's own: small operations, the calls themselves, waiting for dispatch. The host's time is that of the main
-thread on a CPU, which overlaps with passes where there is a free core.
+thread on a CPU, which overlaps with passes where there is a free core. With `--skip` operations return at once: what
+is left is the CPU time of all else, whatever other processes do. Tokens are arbitrary then: use it for `ar`.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--methods", default="ar,chain,specexec")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--skip", action="store_true", help="native operations return at once")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stopwatch = time_operations(Path(folder))
@@ -42,18 +44,21 @@ def main() -> None:
         llm = jaxspec.LLM(arguments.model, method="chain" if drafts else "ar", session_memory=0)
         runs = {name: llm.with_method(name) for name in names}
         samples = {name: [] for name in names}
-        for repeat in range(arguments.repeats + 1):
+        for each in runs.values():
+            measure(each, stopwatch, arguments.tokens)  # warms up
+        if arguments.skip:
+            stopwatch.skip_operations()
+        for _ in range(arguments.repeats):
             for name, each in runs.items():
-                sample = measure(each, stopwatch, arguments.tokens)
-                if repeat:  # the first one warms up
-                    samples[name].append(sample)
-    print(f"{os.cpu_count()} cores; ms, medians of {arguments.repeats}")
+                samples[name].append(measure(each, stopwatch, arguments.tokens))
+    print(f"{os.cpu_count()} cores; ms, medians of {arguments.repeats}, of CPU times the least")
     for name, rows in samples.items():
         for unit in ("token", "round"):
-            wall, inside, host, count = (statistics.median(row[unit][i] for row in rows) for i in range(4))
+            wall, inside = (statistics.median(row[unit][i] for row in rows) for i in range(2))
+            host, count, cpu = (min(row[unit][i] for row in rows) for i in range(2, 5))
             print(
                 f"{name:10} a {unit}: {wall:.3f} wall, {inside:.3f} in {count:.0f} operations, "
-                f"{wall - inside:.3f} besides, {host:.3f} of the host"
+                f"{wall - inside:.3f} besides; CPU time {cpu:.3f}, of which {host:.3f} of the host"
             )
 
 
@@ -78,7 +83,7 @@ def time_operations(folder: Path) -> ctypes.CDLL:
 
 
 def measure(llm: jaxspec.LLM, stopwatch: ctypes.CDLL, tokens: int) -> dict[str, tuple[float, ...]]:
-    """Milliseconds of wall time, within operations and of the host, and operations: a token's and a round's."""
+    """Milliseconds of wall time, within operations and of the host, operations, CPU time: a token's and a round's."""
     prompt = (np.arange(PROMPT_TOKENS) * 97 % 10_000 + 100).tolist()
     sampling = jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True)
     llm.engine.prepare(PROMPT_TOKENS + tokens, sampling)
@@ -86,13 +91,13 @@ def measure(llm: jaxspec.LLM, stopwatch: ctypes.CDLL, tokens: int) -> dict[str, 
         session.step()
         session.step()
         read(stopwatch)
-        wall, host, new, rounds = time.perf_counter(), time.thread_time(), 0, 0
+        wall, host, cpu, new, rounds = time.perf_counter(), time.thread_time(), time.process_time(), 0, 0
         while session.limit - session.num_emitted > LAST_TOKENS:
             new += len(session.step().tokens)
             rounds += 1
-        wall, host = time.perf_counter() - wall, time.thread_time() - host
+        wall, host, cpu = time.perf_counter() - wall, time.thread_time() - host, time.process_time() - cpu
         nanoseconds, calls = read(stopwatch)
-    sums = (1e3 * wall, nanoseconds / 1e6, 1e3 * host, float(calls))
+    sums = (1e3 * wall, nanoseconds / 1e6, 1e3 * host, float(calls), 1e3 * cpu)
     return {unit: tuple(x / n for x in sums) for unit, n in (("token", new), ("round", rounds))}
 
 
