@@ -19,6 +19,7 @@ from pallas_kernels.linear.groups import decode_groups
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
+from pallas_kernels.row_top import row_top
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.tree_attention import tree_attention
 
@@ -122,6 +123,7 @@ def _run(o):
     heads, key, value = tree_attention(o["qkv"], cos, sin, o["key"], o["value"], jnp.int32(LENGTH), *window)
     operands = o["x"], o["logits"], o["expert_up"], o["expert_down"]
     biases = {"gate_up_bias": jnp.asarray(o["up_bias"]), "down_bias": jnp.asarray(o["down_bias"])}
+    best, column, total = row_top(o["x"], 3, with_total=True)
     out = {
         "linear": linear(o["x"], o["dense"]),
         "swiglu": swiglu(o["x"], o["dense"]),
@@ -130,6 +132,9 @@ def _run(o):
         "chosen_experts after choose_experts": _choose_and_mix(o),
         "rms_norm": rms_norm(o["x"], o["scale"], EPSILON),
         "rope_tables": jnp.concatenate([cos, sin]),
+        "row_top": best,
+        "columns of row_top": column,
+        "totals of row_top": total,
         "tree_attention": heads,
         "the cache's keys": key,
         "the cache's values": value,
@@ -169,6 +174,9 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "chosen_experts after choose_experts": _mix(x, o["logits"], o["expert_up"], o["expert_down"]),
         "rms_norm": x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
         "rope_tables": np.concatenate([cos, sin]),
+        "row_top": np.sort(x)[:, :-4:-1],
+        "columns of row_top": np.argsort(x)[:, :-4:-1],
+        "totals of row_top": np.log(np.exp(x).sum(1)),
         "tree_attention": _attend(rotate(o["qkv"][:, :, :-2], cos, sin), key, value),
         "the cache's keys": key,
         "the cache's values": value,

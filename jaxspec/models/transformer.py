@@ -30,7 +30,7 @@ from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.add_norm import fuses as fuses_norm
-from pallas_kernels.linear import Blocks, as_matrix, linear, linear_parts, row_dtype, take_rows
+from pallas_kernels.linear import as_matrix, linear, linear_parts, row_dtype, take_rows
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
 from pallas_kernels.swiglu import geglu, norm_swiglu, swiglu

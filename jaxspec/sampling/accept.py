@@ -29,7 +29,7 @@ from jax import Array, lax
 from jaxspec.config import MAX_LOGPROBS
 from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
-from jaxspec.sampling.processors import History, Processors, process, update_history
+from jaxspec.sampling.processors import History, Processors, extend_history, process, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import decide
 from jaxspec.sampling.vocab import VocabShard
@@ -77,35 +77,38 @@ def blank_verified(steps: int, ranked: int | None) -> Verified:
 
 
 def walk(
-    decide: Decide, history: History, steps: int, vocab: VocabShard, rank: Rank | None = None
+    decide: Decide, history: History, steps: int, vocab: VocabShard, processors: Processors, rank: Rank | None = None
 ) -> tuple[Verified, History]:
     """Follow decisions from the root until one leads out of the tree.
 
-    `history` holds the text so far, the root included, and grows with the path. No path through the batch may be longer
-    than `steps` (P). `rank` gives the most probable tokens after a row; None leaves them out.
+    `history` holds the text so far, the root included; the second result holds the path, too. No path through the batch
+    may be longer than `steps` (P). `processors` say whether penalties look at histories. `rank` gives the most probable
+    tokens after a row; None leaves them out.
     """
 
     def go_on(state: tuple) -> Array:
-        verified, row, _ = state
+        verified, row = state
         return (row >= 0) & (verified.count < steps)
 
     def step(state: tuple) -> tuple:
-        verified, row, history = state
+        verified, row = state
         at = verified.count
-        token, logprob, child = decide(row, history)
+        seen = extend_history(history, verified.tokens, at, processors, vocab)
+        token, logprob, child = decide(row, seen)
         verified = Verified(
             tokens=verified.tokens.at[at].set(token),
             count=at + 1,
             path=verified.path.at[at].set(row),
             logprob=verified.logprob.at[at].set(logprob),
-            top=None if rank is None else set_top(verified.top, at, rank(row, history)),
+            top=None if rank is None else set_top(verified.top, at, rank(row, seen)),
         )
-        return verified, child, update_history(history, token[None], jnp.ones(1, bool), vocab, generated=True)
+        return verified, child
 
     start = blank_verified(steps, None if rank is None else num_ranked(vocab))
     with jax.named_scope("accept/walk"):
-        verified, _, history = lax.while_loop(go_on, step, (start, jnp.int32(0), history))
-    return verified, history
+        verified, _ = lax.while_loop(go_on, step, (start, jnp.int32(0)))
+    live = jnp.arange(steps) < verified.count
+    return verified, update_history(history, verified.tokens, live, vocab, generated=True)
 
 
 # (row, its logits [1, V_local], its history) -> the same as `Decide`, and the most probable tokens after it as `Rank`

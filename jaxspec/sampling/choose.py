@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax, named_scope
 
 from jaxspec.sampling.noise import gumbel_rows
-from jaxspec.sampling.processors import Processors, clean, log_mass, penalise, score
+from jaxspec.sampling.processors import Processors, clean, penalise, score, tidy
 from jaxspec.sampling.variant import decide
 from jaxspec.sampling.vocab import VocabShard
 
@@ -50,13 +50,10 @@ def choose_two(
     """
 
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
-        first = vocab.argmax(ranks)
-        others = jnp.where(vocab.ids()[None] == first[:, None], -jnp.inf, ranks)
-        second, possible = vocab.argmax(others), vocab.row_max(others)[:, 0] > -jnp.inf
-        mass = _log_total(scores, vocab)[:, 0]
-        taken = [vocab.take(scores, first), jnp.where(possible, vocab.take(scores, second), -jnp.inf)]
-        logprob = jnp.stack(taken, axis=1) - mass[:, None]
-        return jnp.stack([first, second], axis=1), logprob
+        token, possible = vocab.best_two(ranks)
+        first, second = (tidy(vocab.take(scores, token[:, place])) for place in range(2))
+        taken = jnp.stack([first, jnp.where(possible, second, -jnp.inf)], axis=1)
+        return token, taken - vocab.log_total(scores)
 
     with named_scope("sampling/choose_two"):
         return _rank(best, logits, processors, seen, counts, key, positions, vocab)
@@ -96,9 +93,9 @@ def rank_draws(
     temperature = jnp.asarray(processors.temperature)
 
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
-        ranks = ranks * jnp.where(temperature > 0, temperature, 1.0)
+        ranks = ranks if ranks is scores else ranks * temperature
         value, token = vocab.top_k(ranks, count)
-        return token, value - _log_total(ranks, vocab)
+        return token, value - vocab.log_total(ranks)
 
     with named_scope("sampling/rank_draws"):
         return _rank(best, logits, processors, seen, counts, key, positions, vocab)
@@ -123,7 +120,7 @@ def rank_tokens(
             lambda: penalise(rows, processors, seen, counts, vocab, positions),
         )
         value, token = vocab.top_k(scores, count)
-        return token, value - _log_total(scores, vocab)
+        return token, value - vocab.log_total(scores)
 
     def nothing() -> tuple[Array, Array]:
         shape = (positions.shape[0], count)
@@ -143,7 +140,10 @@ def _rank(
     """
 
     def plain() -> tuple[Array, Array]:
-        z = clean(logits, vocab) if cleaned is None else cleaned
+        if cleaned is not None:
+            return best(cleaned, cleaned)
+        # The native library cleans what it reads.
+        z = logits if vocab.is_native and not vocab.is_padded else clean(logits, vocab)
         return best(z, z)
 
     def penalised() -> tuple[Array, Array]:
@@ -163,13 +163,6 @@ def _rank(
     return lax.switch(branch, [plain, penalised, draw])
 
 
-def _log_total(scores: Array, vocab: VocabShard) -> Array:
-    """Log of the sum of exp(score), [T, 1], without overflow; finite even for a row of -inf."""
-    top = jnp.maximum(vocab.row_max(scores), jnp.finfo(jnp.float32).min)
-    return top + log_mass(scores - top, vocab)
-
-
 def _logprob(scores: Array, token: Array, vocab: VocabShard) -> Array:
     """Log-probability of a token, int32 [T], under the softmax of `scores`: float32 [T]."""
-    top = jnp.maximum(vocab.row_max(scores), jnp.finfo(jnp.float32).min)
-    return vocab.take(scores, token) - (top + log_mass(scores - top, vocab))[:, 0]
+    return tidy(vocab.take(scores, token)) - vocab.log_total(scores)[:, 0]

@@ -137,15 +137,32 @@ def update_history(history: History, tokens: Array, valid: Array, vocab: VocabSh
     return History(seen=seen, counts=counts)
 
 
+def extend_history(history: History, tokens: Array, count: Array, processors: Processors, vocab: VocabShard) -> History:
+    """The history with the first `count` of generated `tokens`, int32 [P]; zeros where no penalty looks.
+
+    A loop that carried a history would copy it in every turn. It carries its tokens instead, and asks for this.
+    """
+
+    def extend() -> History:
+        return update_history(history, tokens, jnp.arange(tokens.shape[0]) < count, vocab, generated=True)
+
+    return decide(
+        processors.knows("penalised"), processors.penalised, extend, lambda: jax.tree.map(jnp.zeros_like, history)
+    )
+
+
 def clean(logits: Array, vocab: VocabShard) -> Array:
     """Make logits [T, V_local] safe to subtract: NaN and padded ids become -inf, +inf the largest float32.
 
     A NaN is never chosen while another token is possible. If no token is, every choice in this package is id 0.
     """
-    keep = ~jnp.isnan(logits)
-    if vocab.is_padded:
-        keep &= vocab.ids() < vocab.vocab_size
-    return jnp.where(keep, jnp.minimum(logits, _LARGEST), -jnp.inf)
+    tidied = tidy(logits)
+    return jnp.where(vocab.ids() < vocab.vocab_size, tidied, -jnp.inf) if vocab.is_padded else tidied
+
+
+def tidy(x: Array) -> Array:
+    """NaN becomes -inf, +inf the largest float32."""
+    return jnp.where(jnp.isnan(x), -jnp.inf, jnp.minimum(x, _LARGEST))
 
 
 def penalise(

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels import registry
+from pallas_kernels.row_top import MAX_COUNT, row_top
+
 # Slices that a row is reduced in side by side. XLA's CPU loop keeps one running value per operand and waits for it at
 # every column; eight independent ones make an argmax over 49152 columns 3.5 times faster (32 against 117 us).
 _SLICES = 8
@@ -45,6 +48,11 @@ class VocabShard:
         """Whether any device holds ids that are not in the real vocabulary."""
         real = bisect.bisect_left(self.subset, self.vocab_size) if self.subset else self.vocab_size
         return self.num_shards * self.local_size > real
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native library finds the largest values of a row: NaN is -inf to it, inf the largest float32."""
+        return self.num_shards == 1 and registry.current().native
 
     def ids(self) -> Array:
         """Global ids of the local columns, int32 [V_local], ascending."""
@@ -84,10 +92,32 @@ class VocabShard:
 
         `values` are float32 [T, V_local], without NaN.
         """
+        if self.is_native:
+            return self._to_ids(row_top(values, 1)[1])[:, 0]
         largest_id = jnp.iinfo(jnp.int32).max
         # Maximum, then lowest id that has it: XLA's two-operand argmax reduction is twice as slow on CPU.
         ids = jnp.where(values == self.row_max(values), self.ids(), largest_id)
         return self.min(_reduce_row(ids, jnp.minimum, largest_id))
+
+    def best_two(self, values: Array) -> tuple[Array, Array]:
+        """What `argmax` gives, and what it would give if the first were ruled out: ids int32 [T, 2].
+
+        The second result is bool [T], whether there is a second value above -inf.
+        """
+        if self.is_native and self.local_size > 1:
+            best, column, _ = row_top(values, 2)
+            return self._to_ids(column), best[:, 1] > -jnp.inf
+        first = self.argmax(values)
+        others = jnp.where(self.ids()[None] == first[:, None], -jnp.inf, values)
+        second = self.argmax(others)
+        return jnp.stack([first, second], axis=1), self.row_max(others)[:, 0] > -jnp.inf
+
+    def log_total(self, values: Array) -> Array:
+        """Log of the sum of exp(value) of each row, [T, 1], without overflow; finite even for a row of -inf."""
+        if self.is_native:
+            return row_top(values, 1, with_total=True)[2][:, None]
+        top = jnp.maximum(self.row_max(values), jnp.finfo(jnp.float32).min)
+        return top + jnp.log(jnp.maximum(self.sum(jnp.exp(values - top).sum(axis=-1, keepdims=True)), 1.0))
 
     def take(self, values: Array, token: Array) -> Array:
         """Each row's value, of [T, V_local], at a global id, int32 [T]."""
@@ -101,9 +131,12 @@ class VocabShard:
         `values` are float32 [T, V_local], without NaN; k is at most the padded vocabulary. Returns values float32 [T,
         k] and global ids int32 [T, k].
         """
+        if self.is_native and k <= min(MAX_COUNT, self.local_size):
+            best, column, _ = row_top(values, k)
+            return best, self._to_ids(column)
         values = jnp.where(values == 0, 0.0, values)  # `lax.top_k` puts 0 above -0; `argmax` has them tied
         best, column = _top_k(values, min(k, self.local_size))
-        ids = self.ids()[column] if self.subset else self._first_column() + column
+        ids = self._to_ids(column)
         if self.num_shards > 1:
             # Shards come in order of their ids, so position still breaks ties.
             best = lax.all_gather(best, self._axis, axis=1, tiled=True)
@@ -131,6 +164,9 @@ class VocabShard:
         first = 0 if self.num_shards == 1 else lax.axis_index(self._axis) * local_size
         place = lax.dynamic_slice_in_dim(jnp.asarray(place), first, local_size)
         return jnp.take(columns, place, axis=-1, mode="fill", fill_value=fill)
+
+    def _to_ids(self, column: Array) -> Array:
+        return self.ids()[column] if self.subset else self._first_column() + column
 
     def _first_column(self) -> Array | int:
         return 0 if self.num_shards == 1 else lax.axis_index(self._axis) * self.local_size

@@ -36,6 +36,8 @@ namespace detail {
 constexpr int kChunk = 128;
 // Most numbers that a thread keeps of parts that wait to be merged: 8 MB.
 constexpr int64_t kMostParts = int64_t{1} << 21;
+// Fewer are merged by one thread.
+constexpr int64_t kFewParts = 16 * 1024;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct RowsScratch;
@@ -421,7 +423,7 @@ const char* tree_attention(Pool& pool, int64_t threads, const AttentionShape& s,
       for (int64_t chunk = first; chunk < std::min(first + run, chunks); chunk++)
         attend_chunk(unit / s.kv_heads, unit % s.kv_heads, chunk, parts + (unit * chunks + chunk) * tile_size);
     });
-    parallel(pool, threads, heads, [&, parts](int64_t unit) {
+    parallel(pool, all_parts < kFewParts ? 1 : threads, heads, [&, parts](int64_t unit) {
       merge_tile(unit, [&](int64_t chunk) { return parts + (unit * chunks + chunk) * tile_size; });
     });
   } else {

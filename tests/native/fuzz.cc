@@ -31,6 +31,7 @@
 #include "../../pallas_kernels/linear/packed_product.h"
 #include "../../pallas_kernels/linear/product.h"
 #include "../../pallas_kernels/rms_norm/rms_norm.h"
+#include "../../pallas_kernels/row_top/row_top.h"
 #include "../../pallas_kernels/tree_attention/attention.h"
 
 #if !defined(FUZZ_PRODUCTS) && !defined(FUZZ_ATTENTION)
@@ -274,13 +275,20 @@ struct Case {
 
 void fuzz_parallel(Case& c) {
   const int64_t units = c.random.range(0, 200), calls = 20;
-  describe("parallel, %lld units", static_cast<long long>(units));
-  for (int64_t call = 0; call < calls; call++) {
-    std::vector<int> done(static_cast<size_t>(units));
-    parallel(c.pool, c.threads, units, [&](int64_t i) { done[static_cast<size_t>(i)]++; });
-    for (int times : done)
-      if (times != 1) fail("a unit was done %d times", times);
-  }
+  const bool together = c.random.one_in(2);
+  describe("parallel, %lld units%s", static_cast<long long>(units), together ? ", two callers" : "");
+  const auto call_often = [&] {
+    for (int64_t call = 0; call < calls; call++) {
+      std::vector<int> done(static_cast<size_t>(units));
+      parallel(c.pool, c.threads, units, [&](int64_t i) { done[static_cast<size_t>(i)]++; });
+      for (int times : done)
+        if (times != 1) fail("a unit was done %d times", times);
+    }
+  };
+  if (!together) return call_often();
+  std::thread other(call_often);
+  call_often();
+  other.join();
 }
 
 // ---- Lanes and rows of numbers
@@ -348,6 +356,46 @@ void fuzz_rms_norm(Case& c) {
   const Buffer<float> row(c.random, width);
   rms_norm(x.part(c.random, r * width, width).data(), scale.copy(c.random).data(), epsilon, 1, width, row.data());
   expect_same_bits("row alone", row.data(), y.data() + r * width, width);
+}
+
+void fuzz_row_top(Case& c) {
+  const int64_t rows = c.random.size(12), columns = c.random.size(40000), most = c.random.range(1, std::min<int64_t>(columns, 40));
+  describe("row_top, rows %lld, columns %lld, most %lld", static_cast<long long>(rows), static_cast<long long>(columns),
+           static_cast<long long>(most));
+  Buffer<float> x = random_floats(c.random, rows * columns, c.random.one_in(2) ? 1.0f : 30.0f);
+  const float odd[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 1.0f};
+  for (int64_t i = c.random.range(0, 40); i > 0; i--) x[c.random.range(0, rows * columns - 1)] = odd[c.random.range(0, 5)];
+  const Buffer<float> best(c.random, rows * most), total(c.random, rows);
+  const Buffer<int32_t> column(c.random, rows * most);
+  row_top(c.pool, c.threads, x.data(), rows, columns, most, best.data(), column.data(), total.data());
+  record(best);
+  record(total);
+  for (int64_t r = 0; r < rows; r++) {
+    const auto value = [&](int64_t i) {
+      const float own = x[r * columns + i];
+      return own == own ? std::min(own, std::numeric_limits<float>::max()) : -INFINITY;
+    };
+    std::vector<int32_t> order(static_cast<size_t>(columns));
+    for (size_t i = 0; i < order.size(); i++) order[i] = static_cast<int32_t>(i);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return value(a) > value(b); });
+    for (int64_t i = 0; i < most; i++) {
+      const int32_t expected = order[static_cast<size_t>(i)];
+      if (column[r * most + i] != expected || best[r * most + i] != value(expected))
+        fail("row_top: place %lld is column %d", static_cast<long long>(i), column[r * most + i]);
+    }
+    const double top = std::max<double>(value(order[0]), -std::numeric_limits<float>::max());
+    double sum = 0;
+    for (int64_t i = 0; i < columns; i++) sum += std::exp(value(i) - top);
+    const double expected = top + std::log(std::max(sum, 1.0));
+    expect_close("row_top's total", r, total[r], expected, 1e-5 + 4 * kUnit * std::fabs(expected));
+  }
+  const int64_t r = c.random.range(0, rows - 1);
+  const Buffer<float> own(c.random, most), own_total(c.random, 1);
+  const Buffer<int32_t> own_column(c.random, most);
+  row_top(c.pool, c.threads, x.part(c.random, r * columns, columns).data(), 1, columns, most, own.data(),
+          own_column.data(), own_total.data());
+  expect_same_bits("row alone", own.data(), best.data() + r * most, most);
+  expect_same_bits("row's total alone", own_total.data(), total.data() + r, 1);
 }
 
 // ---- Formats, decoded as ggml documents them
@@ -1044,7 +1092,7 @@ void run_case(Case& c) {
       fuzz_lanes,
       fuzz_parallel,
 #if defined(FUZZ_PRODUCTS)
-      fuzz_rms_norm,  fuzz_take_rows, fuzz_product, fuzz_product, fuzz_product, fuzz_product,
+      fuzz_rms_norm,  fuzz_row_top,   fuzz_take_rows, fuzz_product, fuzz_product, fuzz_product, fuzz_product,
 #endif
 #if defined(FUZZ_PACKED)
       fuzz_packed,    fuzz_packed,    fuzz_packed,

@@ -91,8 +91,8 @@ def neighbours_share_noise(right):
 
 
 def penalties_see_the_prefix(right):
-    def walk(decide, history, steps, vocab):
-        return right(lambda row, _: decide(row, history), history, steps, vocab)
+    def walk(decide, history, *rest):
+        return right(lambda row, _: decide(row, history), history, *rest)
 
     return walk
 

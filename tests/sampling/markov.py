@@ -219,7 +219,7 @@ def decode(vocab: VocabShard, mode: Mode, target, draft, processors, fans, fault
         def logits(row):
             return target[table, grown.batch.token[row]][None]
 
-        verified, history = walk(mode.rule(logits, grown, position, setting), history, mode.steps, vocab)
+        verified, history = walk(mode.rule(logits, grown, position, setting), history, mode.steps, vocab, processors)
         tokens = jax.lax.dynamic_update_slice(tokens, verified.tokens, (total,))
         count = verified.count
         return tokens, counts.at[index].set(count), total + count, verified.tokens[count - 1], history

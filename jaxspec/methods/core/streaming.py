@@ -193,9 +193,12 @@ class StreamingExecutor:
                 return begin_rows(params, cfg, root[None], length[None], length, window)
 
             def close_root(params, state, x, request):
+                history = state.history
                 state, logprob, ranked = take_token(
-                    params, target, state, request, finish_rows(params, cfg, x), state.cache
+                    params, target, state, request, history, finish_rows(params, cfg, x), state.cache
                 )
+                history = update_history(history, state.root[None], jnp.ones(1, bool), target.vocab, generated=True)
+                state = dataclasses.replace(state, history=history)
                 blank = blank_verified(path, num_ranked(target.vocab))
                 verified = dataclasses.replace(
                     blank,

@@ -10,7 +10,7 @@ from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.round import Round, pack_round
-from jaxspec.methods.core.sequence import SequenceState
+from jaxspec.methods.core.sequence import ABSENT, SequenceState
 from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states, vocab_logits
@@ -18,7 +18,7 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import Decide, RowLogits, Verified
 from jaxspec.sampling.choose import choose, rank_tokens
-from jaxspec.sampling.processors import History, update_history
+from jaxspec.sampling.processors import History, extend_history, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.vocab import VocabShard
 from jaxspec.tree.tree import Batch, ancestor_matrix
@@ -98,9 +98,12 @@ def decode_steps(
 ) -> tuple[SequenceState, Verified]:  # fmt: skip
     """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` see `verify`."""
 
+    before = state.history
+
     def step(index: Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
         state, verified = done
-        state, logprob, ranked, states = next_token(params, target, state, request, layers)
+        history = extend_history(before, verified.tokens, verified.count, request.processors, target.vocab)
+        state, logprob, ranked, states = next_token(params, target, state, request, history, layers)
         kept = verified.states
         return state, dataclasses.replace(
             verified,
@@ -115,38 +118,43 @@ def decode_steps(
     if layers:
         blank = dataclasses.replace(blank, states=jnp.zeros((max_path, len(layers) * target.cfg.embed_dim)))
     with jax.named_scope("decode"):
-        return jax.lax.fori_loop(0, steps, step, (state, blank))
+        state, verified = jax.lax.fori_loop(0, steps, step, (dataclasses.replace(state, history=ABSENT), blank))
+    new = jnp.arange(max_path) < verified.count
+    history = update_history(before, verified.tokens, new, target.vocab, generated=True)
+    return dataclasses.replace(state, history=history), verified
 
 
 def next_token(
-    params: Params, target: Placement, state: SequenceState, request: Request, layers: tuple[int, ...] = ()
-) -> tuple[SequenceState, Array, tuple[Array, Array], Array | None]:
+    params: Params, target: Placement, state: SequenceState, request: Request, history: History,
+    layers: tuple[int, ...] = (),
+) -> tuple[SequenceState, Array, tuple[Array, Array], Array | None]:  # fmt: skip
     """Run the root through the target and draw the token after it, the new root; for one shard.
 
-    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n. Returns the
-    state; the token's log-probability under the processed distribution, float32 []; the most probable tokens in its
-    place with theirs, [1, K] each, see `rank_tokens`; and the root's hidden states of `layers`, None for none.
+    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n. `history`
+    holds the text up to the root; that of the state stays as it is. Returns the state; the token's log-probability
+    under the processed distribution, float32 []; the most probable tokens in its place with theirs, [1, K] each, see
+    `rank_tokens`; and the root's hidden states of `layers`, None for none.
     """
     position = state.cache.length[None]
     hidden, cache, states = forward_with_states(
         params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool), layers
     )
-    return *take_token(params, target, state, request, hidden, cache), states
+    return *take_token(params, target, state, request, history, hidden, cache), states
 
 
 def take_token(
-    params: Params, target: Placement, state: SequenceState, request: Request, hidden: Array, cache: KVCache
-) -> tuple[SequenceState, Array, tuple[Array, Array]]:
+    params: Params, target: Placement, state: SequenceState, request: Request, history: History, hidden: Array,
+    cache: KVCache,
+) -> tuple[SequenceState, Array, tuple[Array, Array]]:  # fmt: skip
     """What `next_token` does after the pass: `hidden` float32 [1, D] is its result, `cache` has its row written."""
     position = state.cache.length[None]
     logits = vocab_logits(params, target.cfg, hidden)
-    seen, counts = state.history.seen[None], state.history.counts[None]
+    seen, counts = history.seen[None], history.counts[None]
     processors, vocab = request.processors, target.vocab
     token, logprob = choose(logits, processors, seen, counts, request.key, position + 1, vocab)
     ranked = rank_tokens(lambda: logits, processors, seen, counts, position + 1, vocab, accept.num_ranked(vocab))
-    history = update_history(state.history, token, jnp.ones(1, bool), target.vocab, generated=True)
     state = dataclasses.replace(
-        state, cache=commit_rows(cache, jnp.int32(1)), history=history, root=token[0], generated=state.generated + 1
+        state, cache=commit_rows(cache, jnp.int32(1)), root=token[0], generated=state.generated + 1
     )
     return state, logprob[0], ranked
 
@@ -204,7 +212,7 @@ def judge_batch(
 
     decide = rule(logits, draft, request, state.cache.length, target.vocab)
     rank = accept.rank_rows(logits, draft.batch, request, state.cache.length, target.vocab)
-    verified, history = accept.walk(decide, state.history, max_path, target.vocab, rank)
+    verified, history = accept.walk(decide, state.history, max_path, target.vocab, request.processors, rank)
     return _commit(state, cache, draft, verified, history)
 
 

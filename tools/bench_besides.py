@@ -1,0 +1,112 @@
+"""What a token costs besides its passes, and a round besides its passes: interleaved in one run on CPU.
+
+    python tools/bench_besides.py [--model M] [--methods ar,chain,specexec] [--tokens 256] [--repeats 5] [--skip]
+
+Every native operation is timed within the process, by a library that forwards to the real one. What is left of the wall
+time is XLA's own: small operations, the calls themselves, waiting for dispatch. The host's time is that of the main
+thread on a CPU, which overlaps with passes where there is a free core. With `--skip` operations return at once: what
+is left is the CPU time of all else, whatever other processes do. Tokens are arbitrary then: use it for `ar`.
+"""
+
+import argparse
+import ctypes
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import jaxspec
+import pallas_kernels.native.library as native
+from jaxspec.methods.registry import make_method
+
+PROMPT_TOKENS = 64
+# Rounds at the end of an answer that are not timed: fewer are in flight.
+LAST_TOKENS = 40
+
+
+def main() -> None:
+    """Measure, and print one line for each method."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a checkpoint [the default model]")
+    parser.add_argument("--methods", default="ar,chain,specexec")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--skip", action="store_true", help="native operations return at once")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        stopwatch = time_operations(Path(folder))
+        names = arguments.methods.split(",")
+        drafts = any(make_method(name, {}).needs_draft for name in names)
+        llm = jaxspec.LLM(arguments.model, method="chain" if drafts else "ar", session_memory=0)
+        runs = {name: llm.with_method(name) for name in names}
+        samples = {name: [] for name in names}
+        for each in runs.values():
+            measure(each, stopwatch, arguments.tokens)  # warms up
+        if arguments.skip:
+            stopwatch.skip_operations()
+        for _ in range(arguments.repeats):
+            for name, each in runs.items():
+                samples[name].append(measure(each, stopwatch, arguments.tokens))
+    print(f"{os.cpu_count()} cores; ms, medians of {arguments.repeats}, of CPU times the least")
+    for name, rows in samples.items():
+        for unit in ("token", "round"):
+            wall, inside = (statistics.median(row[unit][i] for row in rows) for i in range(2))
+            host, count, cpu = (min(row[unit][i] for row in rows) for i in range(2, 5))
+            print(
+                f"{name:10} a {unit}: {wall:.3f} wall, {inside:.3f} in {count:.0f} operations, "
+                f"{wall - inside:.3f} besides; CPU time {cpu:.3f}, of which {host:.3f} of the host"
+            )
+
+
+def time_operations(folder: Path) -> ctypes.CDLL:
+    """Put a stopwatch between XLA and the native library; to be called before anything loads that."""
+    import jaxlib
+
+    source, library = Path(__file__).parent / "stopwatch.cc", folder / "stopwatch.so"
+    operations = " ".join(f"OPERATION({native.TARGET_PREFIX}{target})" for target in native.TARGETS)
+    headers = Path(jaxlib.__file__).parent / "include"
+    command = ["c++", "-O1", "-std=c++17", "-shared", "-fPIC", f"-I{headers}", f"-DOPERATIONS={operations}"]
+    subprocess.run([*command, str(source), "-o", str(library), "-ldl"], check=True)
+    register = native._register
+
+    def register_timed(level: str, path: Path) -> native.Library:
+        os.environ["JAXSPEC_TIMED"] = str(path)
+        return register(level, library)
+
+    native._register = register_timed
+    native.load()
+    return ctypes.CDLL(str(library))
+
+
+def measure(llm: jaxspec.LLM, stopwatch: ctypes.CDLL, tokens: int) -> dict[str, tuple[float, ...]]:
+    """Milliseconds of wall time, within operations and of the host, operations, CPU time: a token's and a round's."""
+    prompt = (np.arange(PROMPT_TOKENS) * 97 % 10_000 + 100).tolist()
+    sampling = jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    llm.engine.prepare(PROMPT_TOKENS + tokens, sampling)
+    with llm.engine.open(llm.model_params, prompt, sampling, seed=0) as session:
+        session.step()
+        session.step()
+        read(stopwatch)
+        wall, host, cpu, new, rounds = time.perf_counter(), time.thread_time(), time.process_time(), 0, 0
+        while session.limit - session.num_emitted > LAST_TOKENS:
+            new += len(session.step().tokens)
+            rounds += 1
+        wall, host, cpu = time.perf_counter() - wall, time.thread_time() - host, time.process_time() - cpu
+        nanoseconds, calls = read(stopwatch)
+    sums = (1e3 * wall, nanoseconds / 1e6, 1e3 * host, float(calls), 1e3 * cpu)
+    return {unit: tuple(x / n for x in sums) for unit, n in (("token", new), ("round", rounds))}
+
+
+def read(stopwatch: ctypes.CDLL) -> tuple[int, int]:
+    """Nanoseconds and calls since the last time."""
+    values = (ctypes.c_int64 * 2)()
+    stopwatch.read_stopwatch(values)
+    return values[0], values[1]
+
+
+if __name__ == "__main__":
+    main()
