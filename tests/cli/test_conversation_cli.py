@@ -44,6 +44,11 @@ def test_questions_answers_and_commands(converse, asked):
         assert text in done.err
 
 
+def test_statistics_after_every_answer(converse):
+    done = converse("--stats", lines=["w1", "w2"])
+    assert done.err.count("ended by") == 2 == len(done.out.splitlines())
+
+
 def test_an_interrupt_ends_the_answer_and_not_the_program(converse, asked, monkeypatch):
     stream = jaxspec.llm.LLM.stream
 
