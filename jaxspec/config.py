@@ -262,8 +262,9 @@ def _check_float(name: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{name} must be a number, got {shown(value)}")
     number = _as_float(value)
-    if not math.isfinite(number) or not low <= number <= high:
-        raise ConfigError(f"{name} must lie between {low} and {high}, got {_plain(value)}")
+    if not low <= number <= high:
+        bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+        raise ConfigError(f"{name} must {bounds}, got {_plain(value)}")
     if number > LARGEST_FLOAT:
         raise ConfigError(f"{name} must be at most {LARGEST_FLOAT:.4g}, the largest float32, got {_plain(value)}")
     return number

@@ -46,7 +46,8 @@ def bench(
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Methods, by comma; ar is always measured [all that fit the models].")
+        str | None,
+        typer.Option("--methods", "--method", help="By comma; ar is always measured [all that fit the models]."),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines of question_id, category and turns [a suite of forty prompts].")

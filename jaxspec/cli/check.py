@@ -51,9 +51,11 @@ def check(
         typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
     ] = None,
     draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
-    method: Annotated[
+    methods: Annotated[
         str | None,
-        typer.Option(help="Methods to check, by comma; all is every one that fits the models [auto; with --full all]."),
+        typer.Option(
+            "--methods", "--method", help="By comma; all is every one that fits the models [auto; with --full all]."
+        ),
     ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="All methods that fit, more texts and every setting; takes minutes.")
@@ -119,9 +121,9 @@ def check(
         apart = draft_devices is not None or draft_platform is not None
         given = {"offload": offload, "device_memory": device_memory, "resident_layers": resident_layers}
         streaming, streamed = offload_from(given), offload not in (None, "none")
-        wanted = method or (ALL if full or apart else QUICK_METHOD)
-        methods, skipped = _make_methods(wanted, set_ or [], drafting, apart, streamed)
-        columns = [Column(each.name, each) for each in methods]
+        wanted = methods or (ALL if full or apart else QUICK_METHOD)
+        chosen, skipped = _make_methods(wanted, set_ or [], drafting, apart, streamed)
+        columns = [Column(each.name, each) for each in chosen]
         first = loading_method(columns, drafting, draft_model is not None, apart)
         llm = LLM(
             model, draft=draft_model, method=first, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
@@ -145,7 +147,7 @@ def check(
         console.print(_words_on_rows(report["rows"], plain.kernels.name), markup=False, highlight=False)
         reference, remembered = ReferenceDecoder(plain.engine.target, plain.params), RememberedDecoder(plain)
         setup_s = 0.0
-        for candidate in methods:
+        for candidate in chosen:
             start = time.perf_counter()
             try:
                 # Plain decoding is compared with its own first answers: it has to repeat itself.
@@ -238,10 +240,10 @@ def _make_methods(
         names.remove(PLAIN)
         if not names:
             raise ConfigError(
-                f"no method but {PLAIN} fits these models; --method {PLAIN} checks that it repeats itself"
+                f"no method but {PLAIN} fits these models; --methods {PLAIN} checks that it repeats itself"
             )
     elif ALL in names:
-        raise ConfigError(f"--method {text!r}: {ALL} stands alone, or name the methods")
+        raise ConfigError(f"--methods {text!r}: {ALL} stands alone, or name the methods")
     defaults: list[Any] = [make_method(name) for name in names]
     known: dict[str, OptionTypes] = {}
     for method in defaults:

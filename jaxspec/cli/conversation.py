@@ -30,12 +30,13 @@ class Conversation:
 
     def __init__(
         self, llm: "LLM", sampling: Any, system: str | None, show: Callable[["StreamEvent"], None],
-        summary: Callable[["Completion"], str],
+        summary: Callable[["Completion"], str], stats: bool = False,
     ):  # fmt: skip
-        """`show` prints a piece of an answer, `summary` is what /stats prints."""
+        """`show` prints a piece of an answer, `summary` is what /stats prints; with `stats`, after every answer."""
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{llm.model_path} has no chat template, which --interactive needs")
         self._llm, self._sampling, self._show, self._summary = llm, sampling, show, summary
+        self._stats = stats
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._beginning)
         self._latest: Completion | None = None
@@ -84,6 +85,8 @@ class Conversation:
         print(flush=True)
         self._latest = event.completion
         self._messages = [*messages, {"role": "assistant", "content": event.completion.text}]
+        if self._stats:
+            _say(self._summary(event.completion))
 
 
 def _say(text: str) -> None:

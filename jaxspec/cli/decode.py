@@ -6,6 +6,7 @@ This file exceeds 400 lines because every option is declared here.
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **PROCESS_OPTIONS, 
 METHOD_FLAGS = ("num_draft_tokens",)  # settings of methods that have a flag of their own
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command(context_settings={"help_option_names": ["-h", "--help"], "allow_extra_args": True})
 def decode(
     context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt [standard input, if it is piped; - too].")] = None,
@@ -184,6 +185,9 @@ def decode(
         given["logprobs"] = top_logprobs
 
     def run() -> None:
+        if context.args:
+            whole = shlex.quote(" ".join([str(prompt), *context.args]))
+            raise ConfigError(f"the prompt is {1 + len(context.args)} arguments: quote it, {NAME} {whole}")
         if config == "list":
             names = list_presets()
             for name, line in names.items():
@@ -223,7 +227,7 @@ def decode(
                 return
             if interactive:
                 show(None)
-                Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary).run()
+                Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary, stats).run()
                 return
             prepared = llm.encode(_messages(llm, text, options))
             show(f"reading {len(prepared)} tokens of the prompt")

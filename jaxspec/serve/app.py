@@ -1,11 +1,11 @@
-"""The HTTP side: routes, limits, streams, and what becomes of a request whose client goes away."""
+"""The HTTP side: routes, limits, and from a body to an answer."""
 
 import asyncio
-import contextlib
 import dataclasses
 import hmac
 import importlib.resources
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator
@@ -14,25 +14,25 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import fresh_seed
 from jaxspec.llm import LLM
-from jaxspec.results import Completion, DecodeStats, StreamEvent
+from jaxspec.results import DecodeStats, StreamEvent
+from jaxspec.serve.answers import Answer, EventStream
 from jaxspec.serve.live import RoundWatcher
 from jaxspec.serve.metrics import Metrics
-from jaxspec.serve.protocol import ApiError, ApiRequest, parse_json, parse_request
+from jaxspec.serve.protocol import ApiError, ApiRequest, named_field, parse_json, parse_request, take_flag
 from jaxspec.serve.replies import Reply, event_line
-from jaxspec.serve.scheduler import Job, Outcome, Scheduler, describe_error
+from jaxspec.serve.scheduler import Job, Scheduler, describe_error
 
 BODY_SECONDS = 30.0  # for a client to send its body
-STALL_SECONDS = 60.0  # that a client may leave a piece of an answer unread
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+HOST_HEADER = re.compile(r"(?:\[([\da-fA-F:.]+)\]|([^\s:@/\[\]]+))(?::\d*)?")  # an IPv6 address, or a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ApiServer:
     def __init__(
         self, llm: LLM, name: str, limits: Limits, api_key: str | None = None, hosts: tuple[str, ...] = LOOPBACK
     ):
-        """Serve `llm` under a name. `hosts` are the values of the Host header that are answered, "*" for any."""
+        """Serve `llm` under a name. `hosts` are the hosts whose requests are answered, "*" for any."""
         self.llm, self.name, self.limits = llm, name, limits
         self.metrics = Metrics(name)
         self.scheduler = Scheduler(self.metrics, limits.active, limits.waiting)
@@ -75,9 +75,8 @@ class ApiServer:
             Route("/v1/completions", self._answering(self._complete), methods=["POST"]),
             Route("/v1/live", self._answering(self._live), methods=["POST"]),
         ]
-        # A page of another site whose name points here would be another host.
-        guard = Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
-        handlers: Any = {ApiError: self._error, HTTPException: self._http_error}
+        guard = Middleware(_KnownHosts, hosts=hosts, refuse=self._error)
+        handlers: Any = {ApiError: self._error, HTTPException: self._http_error, Exception: self._unforeseen}
         self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
     def _answering(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -92,6 +91,7 @@ class ApiServer:
         return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def _health(self, request: Request) -> Response:
+        self.scheduler.check_alive()
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -128,7 +128,8 @@ class ApiServer:
         answer = await self._submit(request)
         reply = Reply(request, self.name, self.llm.tokenizer)
         if request.stream:
-            return EventStream(answer, _stream_chunks(answer, reply, include_usage=request.include_usage))
+            chunks = _stream_chunks(answer, reply, include_usage=request.include_usage)
+            return EventStream(answer, chunks, {"x-request-id": reply.id})
         completion = await answer.completion(http)
         return JSONResponse(reply.whole(completion), headers={"x-request-id": reply.id})
 
@@ -139,7 +140,7 @@ class ApiServer:
         """
         body = await self._read_json(http)
         self._check_model(body.get("model"))
-        baseline = bool(body.pop("baseline", False))
+        baseline = take_flag(body, "baseline")
         request = parse_request(body, chat="messages" in body)
         if request.sampling.get("seed") is None:
             request = dataclasses.replace(request, sampling=request.sampling | {"seed": fresh_seed()})
@@ -148,7 +149,7 @@ class ApiServer:
         return EventStream(answer, self._stream_rounds(answer, watcher, request if baseline else None))
 
     async def _stream_rounds(
-        self, answer: "Answer", watcher: RoundWatcher, again: ApiRequest | None
+        self, answer: Answer, watcher: RoundWatcher, again: ApiRequest | None
     ) -> AsyncIterator[bytes]:
         draft = self.llm.draft_path and self.llm.draft_path.name
         yield event_line({"method": self.llm.engine.method.name, "draft": draft})
@@ -168,9 +169,7 @@ class ApiServer:
                 speed, equal = event.completion.stats.tokens_per_s, event.completion.token_ids == tokens
                 yield event_line({"baseline": {"tokens_per_s": speed, "equal": equal}})
 
-    async def _submit(
-        self, request: ApiRequest, watcher: RoundWatcher | None = None, *, plain: bool = False
-    ) -> "Answer":
+    async def _submit(self, request: ApiRequest, watcher: RoundWatcher | None = None, *, plain: bool = False) -> Answer:
         """Check a request against the model and queue it; `plain` decodes it without drafts."""
         self.scheduler.check_room()
         arrived = time.monotonic()
@@ -204,7 +203,8 @@ class ApiServer:
             raise
         except Exception as error:
             described = describe_error(error)
-            described.param = where if described.status == 400 else None
+            if described.status == 400:
+                described.param = named_field(str(error), request.sampling) or where
             raise described from error
 
     async def _read_json(self, request: Request) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class ApiServer:
         if self._key is None:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key.encode()):
             raise ApiError(
                 401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
                 kind="authentication_error", code="invalid_api_key",
@@ -258,104 +258,34 @@ class ApiServer:
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         named = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return await self._error(request, named)
+        response = await self._error(request, named)
+        response.headers.update(error.headers or {})  # which methods a path takes
+        return response
+
+    async def _unforeseen(self, request: Request, error: Exception) -> Response:
+        return await self._error(request, describe_error(error))
+
+
+class _KnownHosts:
+    """Refuses requests for other hosts: a page of another site whose name was pointed here, to read what is here."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], refuse: Callable[[Request, Exception], Any]):
+        self._app, self._hosts, self._refuse = app, hosts, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and "*" not in self._hosts:
+            request = Request(scope)
+            given = request.headers.get("host", "")
+            found = HOST_HEADER.fullmatch(given)
+            if found is None or (found[1] or found[2]).lower() not in self._hosts:
+                app = await self._refuse(request, ApiError(400, f"the Host header {given!r:.99} is not of this server"))
+        await app(scope, receive, send)
 
 
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-
-
-class Answer:
-    """The outcomes of a job, on the side of the event loop."""
-
-    job: Job
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        """Outcomes arrive in `loop`."""
-        self._loop = loop
-        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
-
-    def emit(self, outcome: Outcome) -> None:
-        """Called in the decoding thread."""
-        # The loop is closed once the server has left without waiting any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
-
-    async def events(self) -> AsyncIterator[StreamEvent]:
-        """Every event, the last one included; raises the error that ended the answer."""
-        while True:
-            outcome = await self._outcomes.get()
-            if isinstance(outcome, ApiError):
-                raise outcome
-            yield outcome
-            if outcome.completion is not None:
-                return
-
-    async def completion(self, http: Request) -> Completion:
-        """The whole answer; the job is cancelled where the client leaves, with `ClientDisconnect`."""
-        watch = asyncio.ensure_future(_until_gone(http.receive))
-        collect = asyncio.ensure_future(self._collect())
-        try:
-            await asyncio.wait({watch, collect}, return_when=asyncio.FIRST_COMPLETED)
-            if not collect.done():
-                raise ApiError(499, "the client has left")
-            return collect.result()
-        finally:
-            self.job.cancel()
-            watch.cancel()
-            collect.cancel()
-
-    async def _collect(self) -> Completion:
-        async for event in self.events():
-            if event.completion is not None:
-                return event.completion
-        raise AssertionError("the last event carries the completion")
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """Server-sent events of a job; it is cancelled where the client leaves, or reads nothing for a while."""
-
-    def __init__(self, answer: Answer, lines: AsyncIterator[bytes]):
-        """Send `lines` as they come; an `ApiError` after the first becomes an event of its own, before [DONE]."""
-        self.status_code, self.background = 200, None
-        self._answer, self._lines = answer, lines
-        self.init_headers({"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # An error before the first token has a status of its own.
-        first = await anext(self._lines)
-        watch = asyncio.ensure_future(_until_gone(receive))
-        pump = asyncio.ensure_future(self._pump(first, send))
-        try:
-            await asyncio.wait({watch, pump}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
-        finally:
-            self._answer.job.cancel()
-            watch.cancel()
-            pump.cancel()
-
-    async def _pump(self, first: bytes, send: Send) -> None:
-        async def write(message: Message) -> None:
-            async with asyncio.timeout(STALL_SECONDS):
-                await send(message)
-
-        with contextlib.suppress(TimeoutError, OSError):
-            await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await write({"type": "http.response.body", "body": first, "more_body": True})
-            try:
-                async for line in self._lines:
-                    await write({"type": "http.response.body", "body": line, "more_body": True})
-            except ApiError as error:
-                body = event_line(error.to_dict())
-                await write({"type": "http.response.body", "body": body, "more_body": True})
-            await write({"type": "http.response.body", "body": event_line("[DONE]")})
 
 
 async def _stream_chunks(answer: Answer, reply: Reply, *, include_usage: bool) -> AsyncIterator[bytes]:

@@ -3,6 +3,7 @@
 Where the draft has devices of its own, also when programs of both sides ran.
 """
 
+import codecs
 import collections
 import queue
 import time
@@ -30,6 +31,7 @@ class RoundWatcher:
     def __init__(self, tokenizer: Tokenizer, models: Models):
         """Nothing watched yet."""
         self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be several tokens
         self._batch: Any = None  # of the round that is being launched
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._began = time.perf_counter()
@@ -108,7 +110,7 @@ class RoundWatcher:
     def _describe(self, output: StepOutput, batch: Any) -> dict[str, Any]:
         described: dict[str, Any] = {
             "at": round(time.perf_counter() - self._began, 4),
-            "tokens": ["" if token in self._tokenizer.special_ids else self._text(token) for token in output.tokens],
+            "tokens": [self._next_text(token) for token in output.tokens],
             "accepted": output.accepted,
             "drafted": output.drafted,
         }
@@ -133,8 +135,13 @@ class RoundWatcher:
             "accepted": path,
         }
 
+    def _next_text(self, token: int) -> str:
+        """What a token adds to the answer; its last token has the whole of a character."""
+        return "" if token in self._tokenizer.special_ids else self._decoder.decode(self._tokenizer.token_bytes(token))
+
     def _text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode("utf-8", errors="replace")
+        """A token alone; bytes that are no character are shown as such."""
+        return self._tokenizer.token_bytes(token).decode("utf-8", errors="backslashreplace")
 
 
 def _copy_batch(draft: Any) -> Any:

@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.config import MAX_LOGPROBS, SamplingParams
-from jaxspec.errors import ConfigError, suggest
+from jaxspec.config import MAX_LOGPROBS, MOST_TOKENS, SamplingParams
+from jaxspec.errors import ConfigError, one_line, suggest
 
 COMPLETION_TOKENS = 16  # of /v1/completions where `max_tokens` is absent, as in OpenAI's interface
 MAX_STOPS = 16
@@ -32,7 +32,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     "echo": (False,), "best_of": (1,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,),
 }  # fmt: skip
-REFUSED_ROLES = ("tool", "function")
+ROLES = ("system", "developer", "user", "assistant")
+MESSAGE_FIELDS = {"role", "content", "name"}  # the last, of one of several users, is left aside
 
 
 class ApiError(Exception):
@@ -43,8 +44,9 @@ class ApiError(Exception):
         kind: str = "invalid_request_error", retry_after: int | None = None,
     ):  # fmt: skip
         """`kind` is the object's "type"; `retry_after`, in seconds, becomes the header of that name."""
-        super().__init__(message)
-        self.status, self.param, self.code, self.kind, self.retry_after = status, param, code, kind, retry_after
+        super().__init__(one_line(message))  # it may quote what a client sent, which UTF-8 need not have
+        self.param = None if param is None else one_line(param)
+        self.status, self.code, self.kind, self.retry_after = status, code, kind, retry_after
 
     def to_dict(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
@@ -69,7 +71,7 @@ class ApiRequest:
         try:
             return SamplingParams(**self.sampling, max_tokens=wanted)
         except ConfigError as error:
-            raise ApiError(400, str(error), param=_named(str(error), self.sampling)) from error
+            raise ApiError(400, str(error), param=named_field(str(error), self.sampling)) from error
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -120,8 +122,15 @@ def parse_request(body: Mapping[str, Any], *, chat: bool) -> ApiRequest:
         stream=stream,
         include_usage=_bool(options, "include_usage"),
     )
-    request.params(1 if max_tokens is None else max_tokens)  # for its errors
+    request.params(MOST_TOKENS)  # for its errors
     return request
+
+
+def take_flag(body: dict[str, Any], name: str) -> bool:
+    """Take a field of jaxspec's own out of a body; absent is false."""
+    flag = _bool(body, name)
+    body.pop(name, None)
+    return flag
 
 
 def _refuse_unsupported(given: Mapping[str, Any], known: set[str]) -> None:
@@ -145,8 +154,13 @@ def _messages(messages: Any) -> list[dict[str, str]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, f"{param} must be an object with role and content", param=param)
         role = message["role"]
-        if role in REFUSED_ROLES or message.get("tool_calls") or message.get("function_call"):
+        if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
             raise ApiError(400, f"{param}: calls of tools are not supported by this server", param=param)
+        if role not in ROLES:
+            raise ApiError(400, f"{param}: the role is {role!r:.40}; {suggest(role, ROLES)}", param=param)
+        for name, value in message.items():
+            if name not in MESSAGE_FIELDS and value not in (None, [], ""):
+                raise ApiError(400, f"{param}: the field {name!r:.40} is not supported by this server", param=param)
         role = "system" if role == "developer" else role
         plain.append({"role": role, "content": _content(message.get("content"), param)})
     return plain
@@ -159,8 +173,10 @@ def _content(content: Any, param: str) -> str:
         raise ApiError(400, f"{param}.content must be a string or a list of text parts", param=f"{param}.content")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(400, f"{param}.content: parts of type {kind!r} are not supported, text is", param=param)
+        if kind != "text":
+            raise ApiError(400, f"{param}.content: parts of type {kind!r:.40} are not supported, text is", param=param)
+        if not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{param}.content: the text of a part must be a string", param=param)
     return "".join(part["text"] for part in content)
 
 
@@ -221,7 +237,7 @@ def _bool(given: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _named(message: str, names: Mapping[str, Any]) -> str | None:
+def named_field(message: str, names: Mapping[str, Any]) -> str | None:
     """The field that an error message begins with."""
     first = message.split(" ", 1)[0]
     return first if first in names or first == "max_tokens" else None

@@ -1,5 +1,6 @@
 """What clients get: OpenAI's JSON objects of completions, and of their parts as they are streamed."""
 
+import codecs
 import json
 import math
 import time
@@ -41,6 +42,7 @@ class Reply:
         self.id = ("chatcmpl-" if request.chat else "cmpl-") + uuid.uuid4().hex
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._offset = 0  # characters of the tokens before
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._usage: dict[str, None] = {"usage": None} if request.include_usage else {}
 
     def whole(self, completion: Completion) -> dict[str, Any]:
@@ -94,12 +96,12 @@ class Reply:
         if self._chat:
             rows = zip(tokens, logprobs, top, strict=True)
             return {"content": [self._token(t, p) | {"top_logprobs": [self._token(*k) for k in r]} for t, p, r in rows]}
-        texts, offsets = [self._text(token) for token in tokens], []
-        for text in texts:
+        offsets = []
+        for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
         return {
-            "tokens": texts,
+            "tokens": [self._text(token) for token in tokens],
             "token_logprobs": [_finite(p) for p in logprobs],
             "top_logprobs": [{self._text(t): _finite(p) for t, p in ranked} for ranked in top],
             "text_offset": offsets,
@@ -113,7 +115,12 @@ class Reply:
         }
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode("utf-8", errors="replace")
+        """A token alone; a piece of a character as OpenAI writes it, so that two of them stay two."""
+        content = self._tokenizer.token_bytes(token)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def timings_of(completion: Completion) -> dict[str, Any]:

@@ -82,12 +82,17 @@ class Scheduler:
         """Wait until everything has ended after `close`."""
         self._thread.join(timeout)
 
+    def check_alive(self) -> None:
+        """ApiError 503 where no request is taken any more."""
+        if self._closing is not None:
+            raise _shutting_down()
+        if not self._thread.is_alive():
+            raise ApiError(503, "the server does not decode any more; its log says why", kind="server_error")
+
     def _run(self) -> None:
         while self._admit():
             for job in list(self._active):
                 if not self._step(job):
-                    if job.recorder is not None:
-                        job.recorder.close()
                     self._active.remove(job)
                     self._metrics.running.set(len(self._active))
 
@@ -100,6 +105,8 @@ class Scheduler:
                 for job in self._waiting:
                     job.emit(_shutting_down())
                 self._waiting.clear()
+            # A client that has left, or a request that is too late, must not hold a place in the queue.
+            self._waiting = collections.deque(job for job in self._waiting if not self._given_up(job))
             while self._waiting and len(self._active) < self._most_active:
                 job = self._waiting.popleft()
                 job.admitted = time.monotonic()
@@ -108,24 +115,39 @@ class Scheduler:
             self._metrics.running.set(len(self._active))
             return bool(self._active) or self._closing is None
 
-    def _step(self, job: Job) -> bool:
-        """Run one round of a request; False where it has ended."""
-        now = time.monotonic()
-        if job.cancelled.is_set():
-            job.events.close()
+    def _given_up(self, job: Job) -> bool:
+        """Whether a request ends before its answer does; its buffers are free then, and its client knows."""
+        left, error = job.cancelled.is_set(), self._overdue(job)
+        if not left and error is None:
+            return False
+        job.events.close()
+        if left:
             self._metrics.cancel()
-            return False
-        if now >= job.deadline or (self._closing is not None and now >= self._closing):
-            job.events.close()
-            job.emit(_timed_out() if now >= job.deadline else _shutting_down())
-            return False
-        watched = contextlib.nullcontext() if job.recorder is None else trace.recording(job.recorder)
+        elif error is not None:
+            job.emit(error)
+        return True
+
+    def _overdue(self, job: Job) -> ApiError | None:
+        now = time.monotonic()
+        if now >= job.deadline:
+            return _timed_out()
+        return _shutting_down() if self._closing is not None and now >= self._closing else None
+
+    def _step(self, job: Job) -> bool:
+        """Run one round of a request; False where it has ended. A fault ends this request and no other."""
+        goes_on = False
         try:
-            with watched:
-                event = next(job.events)
+            goes_on = not self._given_up(job) and self._round(job)
+            if not goes_on and job.recorder is not None:
+                job.recorder.close()
         except Exception as error:
             job.emit(describe_error(error))
-            return False
+        return goes_on
+
+    def _round(self, job: Job) -> bool:
+        watched = contextlib.nullcontext() if job.recorder is None else trace.recording(job.recorder)
+        with watched:
+            event = next(job.events)
         if job.first is None:
             job.first = time.monotonic()
         if event.completion is not None:

@@ -97,7 +97,7 @@ def test_the_draft_may_be_on_another_platform(call, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "ar"], "--methods"),
+        (["--method", "specexek"], "did you mean 'specexec'"),
         (["--methods", "specexec", "--draft-model", "d", "--draft-platform", "cpu"], "specexec cannot use them"),
         (["--methods", "specexek"], "did you mean 'specexec'"),
         (["--methods", "ar,,lookup"], "--methods 'ar,,lookup' must be names with commas between them"),
@@ -115,7 +115,7 @@ def test_the_draft_may_be_on_another_platform(call, monkeypatch):
         (["--methods", "lookup", "--set", "lookup.width=3"], "method 'lookup' has no settings"),
         (["--set", "specexec.width=3"], "a setting is given for 'specexec', which is not measured"),
         (["--set", "specexek.width=3"], "did you mean 'specexec'"),
-        (["--temperature", "-1"], "temperature must lie between"),
+        (["--temperature", "-1"], "temperature must be at least 0, got -1"),
         (["--repeats", "0"], "--repeats"),
         (["--max-prompts", "0"], "--max-prompts"),
         (["-n", "5000"], "allow fewer tokens per answer"),

@@ -100,7 +100,7 @@ def call(monkeypatch, capsys, tiny_model):
 def test_lossless_methods_are_status_0(call, tmp_path):
     out_file = tmp_path / "out.json"
     status, out, err = call(
-        "--full", "--method", "twin,lawful", "--set", "width=5", "--json", str(out_file), "w1 w2", "w3"
+        "--full", "--methods", "twin,lawful", "--set", "width=5", "--json", str(out_file), "w1 w2", "w3"
     )
     assert (status, err) == (0, "")
     assert "twin: lossless here: 8 of 8 texts equal, 0 equal up to ties (0 ties in " in out
@@ -201,7 +201,7 @@ def test_prompts_of_a_file_are_spread(call, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--methods", "ar", "w1"], "--method"),
+        (["--methods", "twni", "w1"], "did you mean 'twin'"),
         (["--method", "twni", "w1"], "did you mean 'twin'"),
         (["--method", "twin,", "w1"], "unknown method ''"),
         (["--method", "twin", "--set", "widht=3", "w1"], "did you mean 'width'"),

@@ -66,7 +66,7 @@ def deep_model(tmp_path_factory):
         (["no/such/folder/preset.toml"], "the preset no/such/folder/preset.toml cannot be written"),
         (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
         (["--prompts", "no/such.jsonl"], "prompt file no/such.jsonl cannot be read"),
-        (["--temperature", "-1"], "temperature must lie between"),
+        (["--temperature", "-1"], "temperature must be at least 0, got -1"),
         (["--top-p", "0"], "top_p"),
         (["--dtype", "int4"], "dtype 'int4' is not supported"),
         (["--kernels", "mosaic"], "kernels 'mosaic' run on NVIDIA GPUs, not on cpu"),

@@ -1,4 +1,4 @@
-"""A server of `ApiServer` in a thread of the tests, on a real socket."""
+"""A server of `ApiServer` in a thread of the tests, on a real socket; and its rounds, counted."""
 
 import threading
 import time
@@ -46,3 +46,48 @@ class Running:
         while self.gauge("num_requests_running"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+class Rounds:
+    """Counts the rounds of a scheduler by request, from now on; no clock is read."""
+
+    def __init__(self, scheduler, monkeypatch, begin=0):
+        """Nothing is decoded until `begin` requests have come, so that none ends before the next comes."""
+        self.queued, self.begun, self.ended = [], [], []
+        self._turns = []  # of each round: the request that had it, and all that were decoded then
+        self._arrivals, self._ends = {}, {}  # by request, in rounds
+        submit, step, gathered = scheduler.submit, scheduler._step, threading.Event()
+
+        def watch_submit(job):
+            with scheduler._changed:
+                self.queued.append(job)
+                self._arrivals[job] = len(self._turns)
+                submit(job)
+            if len(self.queued) >= begin:
+                gathered.set()
+
+        def watch_step(job):
+            assert gathered.wait(60)
+            self._turns.append((job, tuple(scheduler._active)))
+            goes_on = step(job)
+            if job not in self.begun:
+                self.begun.append(job)
+            if not goes_on:
+                self.ended.append(job)
+                self._ends[job] = len(self._turns)
+            return goes_on
+
+        monkeypatch.setattr(scheduler, "submit", watch_submit)
+        monkeypatch.setattr(scheduler, "_step", watch_step)
+
+    def served(self, job):
+        """Rounds that a request had."""
+        return sum(turn is job for turn, _ in self._turns)
+
+    def due(self, job):
+        """Rounds that it would have had if every round were divided among the requests of its time."""
+        return sum(1 / len(active) for _, active in self._turns if job in active)
+
+    def waited(self, job):
+        """Rounds of all requests between its arrival and its end."""
+        return self._ends[job] - self._arrivals[job]

@@ -11,9 +11,10 @@ import time
 
 import httpx
 import pytest
+from serving import Rounds
 
 from jaxspec.config import SamplingParams
-from jaxspec.serve import app
+from jaxspec.serve import answers
 from jaxspec.serve.app import Limits
 
 HEADERS = {"Content-Type": "application/json"}
@@ -38,6 +39,20 @@ def post(server, content, headers=HEADERS, path="/v1/completions"):
         (b'{"prompt": ["w1", "w2"]}', HEADERS, 400, "2 prompts"),
         (b'{"prompt": "w1", "model": "other"}', HEADERS, 404, "other"),
         (b'{"prompt": "w1", "seed": -1}', HEADERS, 400, "seed"),
+        (b'{"prompt": "w1", "\\ud800": 1}', HEADERS, 400, r"unknown field '\ud800'"),
+        (b'{"prompt": "w1", "model": "\\ud800"}', HEADERS, 404, r"\ud800"),
+        (b'{"prompt": "w1", "max_tokens": 1e400}', HEADERS, 400, "max_tokens must be an integer"),
+        (b'{"prompt": "w1", "max_tokens": ' + b"9" * 4000 + b"}", HEADERS, 400, "max_tokens must be at most"),
+        (b'{"prompt": "w1", "temperature": 1e400}', HEADERS, 400, "temperature must be at most"),
+        (b'{"prompt": [-1]}', HEADERS, 400, "-1"),
+        (b'{"prompt": [1e3]}', HEADERS, 400, "token ids"),
+        (b'{"prompt": {"text": "w1"}}', HEADERS, 400, "token ids"),
+        (b'{"prompt": "w1", "stream": 1}', HEADERS, 400, "stream must be true or false"),
+        (b'{"prompt": "w1", "n": "2"}', HEADERS, 400, "n must be an integer"),
+        (b'{"prompt": "w1", "stop": {"a": 1}}', HEADERS, 400, "stop must be"),
+        (b'{"prompt": "w1", "stop": ["a", 1]}', HEADERS, 400, "stop must be"),
+        (b'{"prompt": "w1", "logit_bias": {"1": "2"}}', HEADERS, 400, "logit_bias"),
+        (b'{"prompt": "w1", "logprobs": true}', HEADERS, 400, "logprobs must be an integer"),
         (b" " * 100_001, HEADERS, 413, "larger than 100000 bytes"),
         (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     ],
@@ -56,9 +71,22 @@ def test_a_body_of_unknown_length_has_the_same_limit(server):
 
 def test_other_paths_and_verbs(server):
     assert httpx.get(f"{server.url}/v1/nothing").json()["error"]["message"].startswith("GET /v1/nothing")
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    refused = httpx.get(f"{server.url}/v1/completions")
+    assert refused.status_code == 405 and refused.headers["allow"] == "POST"
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{server.url}/health", headers={"Host": "elsewhere.org"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LocalHost:80", 200), ("127.0.0.1:8000", 200), ("[::1]", 200), ("[::1]:8000", 200),
+        ("elsewhere.org", 400), ("localhost.elsewhere.org", 400), ("user@localhost", 400), ("[::2]:80", 400), ("", 400),
+    ],
+)  # fmt: skip
+def test_other_hosts_are_refused(server, host, status):
+    answer = httpx.get(f"{server.url}/health", headers={"Host": host})
+    assert answer.status_code == status
+    assert status == 200 or "Host header" in answer.json()["error"]["message"]
 
 
 def test_a_key_is_asked_for(start):
@@ -106,13 +134,54 @@ def test_a_full_queue_and_a_slow_answer(start):
     assert post(server, b'{"prompt": "w1"}').status_code == 200
 
 
-def test_a_short_answer_does_not_wait_for_a_long_one(server):
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "w1", "stream": True, **LONG}) as long:
-        lines = long.iter_lines()
+def test_who_waits_and_leaves_keeps_no_place(start):
+    """A stream whose client leaves the queue, and one that is too late before its turn came."""
+    server = start(limits=Limits(active=1, waiting=1, seconds=2.0))
+    step = server.api.scheduler._step
+    server.api.scheduler._step = lambda job: (time.sleep(0.03), step(job))[1]
+    body = {"prompt": "w1", "stream": True, **LONG}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as first:
+        lines = first.iter_lines()
         next(lines)
-        assert server.post(prompt="w2", max_tokens=3).status_code == 200
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as leaver:
+            leaver.sendall(raw_request(json.dumps(body).encode()))
+            while not server.gauge("num_requests_waiting"):
+                time.sleep(0.01)
+        while server.gauge("num_requests_waiting"):
+            time.sleep(0.01)
         assert server.gauge("num_requests_running") == 1
-        assert "[DONE]" in list(lines)[-2]
+        server.api.limits = Limits(seconds=0.1)
+        late = server.post(prompt="w1")
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        assert server.gauge("num_requests_running") == 1
+
+
+def test_a_fault_of_what_watches_ends_one_request(server, monkeypatch):
+    monkeypatch.setattr("jaxspec.serve.live.RoundWatcher.close", lambda self: 1 / 0)
+    failed = server.post("/v1/live", prompt="w1", max_tokens=3)
+    assert '"type":"server_error"' in failed.text and "ZeroDivision" not in failed.text
+    monkeypatch.undo()
+    assert server.post(prompt="w1").status_code == 200
+
+
+def test_a_fault_of_the_http_side_is_an_error_object(server, monkeypatch):
+    monkeypatch.setattr(server.api.scheduler, "check_room", lambda: 1 / 0)
+    failed = server.post(prompt="w1")
+    assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
+
+
+def test_a_short_answer_does_not_wait_for_a_long_one(server, monkeypatch):
+    watched = Rounds(server.api.scheduler, monkeypatch, begin=2)
+    waiting = threading.Thread(target=server.post, kwargs={"prompt": "w1", **LONG})
+    waiting.start()
+    while not watched.queued:
+        time.sleep(0.01)
+    assert server.post(prompt="w2", max_tokens=3).status_code == 200
+    waiting.join()
+    long, short = watched.queued
+    assert watched.ended == [short, long]
+    assert watched.waited(short) <= 2 * watched.served(short) + 1  # the round that was under way when it came
 
 
 def test_an_error_inside_ends_one_request(server, monkeypatch):
@@ -131,6 +200,7 @@ def test_closing_finishes_what_runs_and_refuses_the_rest(start):
         next(lines)
         server.api.scheduler.close(30)
         assert server.post(prompt="w1").status_code == 503
+        assert httpx.get(f"{server.url}/health").status_code == 503
         assert json.loads(list(lines)[-4][6:])["choices"][0]["finish_reason"] == "length"
 
 
@@ -210,7 +280,7 @@ def test_load_leaves_nothing(server, served_llm, cold_llm, count, monkeypatch):
 
 def test_slow_readers_hold_nobody_up(start, cold_llm, monkeypatch):
     """A client that reads nothing is given up after a while; one that reads a byte at a time gets all of its answer."""
-    monkeypatch.setattr(app, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(answers, "STALL_SECONDS", 0.5)
     server = start(limits=Limits(active=2))
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     # So much text that the buffers of both sides cannot hold it; with log-probabilities each token has a kilobyte.

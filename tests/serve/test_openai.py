@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from serving import Rounds
 
 from jaxspec.config import SamplingParams
 
@@ -96,7 +97,7 @@ def test_seed_stop_and_vllms_extras(client, cold_llm):
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
-        ({"temperature": -1}, "temperature", "between 0.0 and inf"),
+        ({"temperature": -1}, "temperature", "at least 0, got -1"),
         ({"top_p": 0}, "top_p", "above 0"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 399}, "max_tokens", "context holds 400"),
@@ -104,13 +105,22 @@ def test_seed_stop_and_vllms_extras(client, cold_llm):
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"stop": ["a", ""]}, "stop", "non-empty"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
-        ({"logit_bias": {"999": 1}}, "messages", "999"),
+        ({"logit_bias": {"999": 1}}, "logit_bias", "999"),
         ({"extra_body": {"temprature": 1}}, "temprature", "temperature"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
         ({"messages": []}, "messages", "at least one"),
         ({"messages": [{"role": "user", "content": "w1 " * 500}]}, "messages", "context holds 400"),
         ({"messages": [{"role": "tool", "content": "1", "tool_call_id": "a"}]}, "messages[0]", "tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "image_url"),
+        ({"messages": [{"role": "usr", "content": "w1"}]}, "messages[0]", "did you mean 'user'"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string"),
+        ({"messages": [{"role": "user", "content": "w1", "prefix": True}]}, "messages[0]", "'prefix' is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0]", "must be a string"),
+        ({"extra_body": {"min_tokens": 6}}, "min_tokens", "exceeds max_tokens 5"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"stop": [str(i) for i in range(17)]}, "stop", "holds 17 strings"),
+        ({"seed": 2**64}, "seed", "below 2"),
+        ({"stream": True, "stream_options": {"include_everything": True}}, "stream_options", "include_usage alone"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(client, options, param, message):
@@ -124,6 +134,19 @@ def test_what_asks_for_nothing_is_taken(client):
     client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **options)
     ignored = {"tools": [{"type": "function"}], "tool_choice": "none"}
     client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **ignored)
+
+
+def test_a_chat_of_at_least_so_many_tokens(client):
+    extra = {"min_tokens": 30}
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=extra, stop=["never"])
+    assert answer.usage.completion_tokens >= 30
+
+
+def test_an_answer_goes_back_into_the_conversation(client):
+    """As the client gives it, with the fields that a message may have and this one has not."""
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5).choices[0].message
+    again = [*MESSAGES, answer.model_dump(), {"role": "user", "content": "w2", "name": "ann"}]
+    assert client.chat.completions.create(model="tiny", messages=again, max_tokens=5).choices[0].message.role
 
 
 def test_a_client_that_leaves_ends_its_request(server, client):
@@ -140,18 +163,25 @@ def test_a_client_that_leaves_ends_its_request(server, client):
 LONG = {"ignore_eos": True, "max_tokens": 390}
 
 
-def test_many_at_once(server, cold_llm):
-    """None is lost, each has its own tokens, and they end in the order of their arrival, within a factor of two."""
+FAIR = 2  # how far from an even share of the rounds a request may be
+
+
+def test_many_at_once(server, cold_llm, monkeypatch):
+    """None of 32 is lost, each has its own tokens, and each has its share of the rounds, within a factor of two.
+
+    A round is one turn of one request. While k requests are decoded, each is due one round in k.
+    """
+    sampling = [
+        {"max_tokens": 12 + 12 * (i % 3), "temperature": i % 2, "seed": i, "ignore_eos": True} for i in range(32)
+    ]
     prompts = [f"w{i % 40} w{i % 7} w3" for i in range(32)]
-    options = {"max_tokens": 12, "extra_body": {"ignore_eos": True}}
-    ended = []
+    watched = Rounds(server.api.scheduler, monkeypatch, begin=32)
 
     async def ask(client, index):
-        await asyncio.sleep(0.002 * index)
+        given = {name: value for name, value in sampling[index].items() if name != "ignore_eos"}
         answer = await client.completions.create(
-            model="tiny", prompt=prompts[index], temperature=index % 2, seed=index, **options
+            model="tiny", prompt=prompts[index], extra_body={"ignore_eos": True}, **given
         )
-        ended.append(index)
         return answer.choices[0].text
 
     async def ask_all():
@@ -160,10 +190,15 @@ def test_many_at_once(server, cold_llm):
 
     texts = asyncio.run(ask_all())
     for index, prompt in enumerate(prompts):
-        sampling = {"max_tokens": 12, "temperature": index % 2, "seed": index, "ignore_eos": True}
-        assert texts[index] == expected(cold_llm, prompt, **sampling).text
-    late = [place - index for place, index in enumerate(ended)]
-    assert max(late) <= 12 and min(late) >= -12
+        assert texts[index] == expected(cold_llm, prompt, **sampling[index]).text
+    assert len(watched.queued) == len(watched.ended) == 32
+    assert watched.begun == watched.queued  # first come, first served
+    for job in watched.queued:
+        served, due = watched.served(job), watched.due(job)
+        assert due / FAIR <= served <= due * FAIR
+        # From its arrival to its end, the rounds of all requests: those of the ones before it, and its own share.
+        before = sum(map(watched.served, watched.queued[: watched.queued.index(job)]))
+        assert watched.waited(job) <= FAIR * (before + served * server.api.limits.active)
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "server.md"

@@ -1,0 +1,110 @@
+"""An answer on the side of the event loop: its outcomes, its stream, and its end where the client goes away."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from jaxspec.results import Completion, StreamEvent
+from jaxspec.serve.protocol import ApiError
+from jaxspec.serve.replies import event_line
+from jaxspec.serve.scheduler import Job, Outcome
+
+STALL_SECONDS = 60.0  # that a client may leave a piece of an answer unread
+
+
+class Answer:
+    """The outcomes of a job, on the side of the event loop."""
+
+    job: Job
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        """Outcomes arrive in `loop`."""
+        self._loop = loop
+        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+
+    def emit(self, outcome: Outcome) -> None:
+        """Called in the decoding thread."""
+        # The loop is closed once the server has left without waiting any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        """Every event, the last one included; raises the error that ended the answer."""
+        while True:
+            outcome = await self._outcomes.get()
+            if isinstance(outcome, ApiError):
+                raise outcome
+            yield outcome
+            if outcome.completion is not None:
+                return
+
+    async def completion(self, http: Request) -> Completion:
+        """The whole answer; the job is cancelled where the client leaves, with an `ApiError`."""
+        watch = asyncio.ensure_future(_until_gone(http.receive))
+        collect = asyncio.ensure_future(self._collect())
+        try:
+            await asyncio.wait({watch, collect}, return_when=asyncio.FIRST_COMPLETED)
+            if not collect.done():
+                raise ApiError(499, "the client has left")
+            return collect.result()
+        finally:
+            self.job.cancel()
+            watch.cancel()
+            collect.cancel()
+
+    async def _collect(self) -> Completion:
+        async for event in self.events():
+            if event.completion is not None:
+                return event.completion
+        raise AssertionError("the last event carries the completion")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events of a job; it is cancelled where the client leaves, or reads nothing for a while."""
+
+    def __init__(self, answer: Answer, lines: AsyncIterator[bytes], headers: Mapping[str, str] = MappingProxyType({})):
+        """Send `lines` as they come; an `ApiError` after the first becomes an event of its own, before [DONE]."""
+        self.status_code, self.background = 200, None
+        self._answer, self._lines = answer, lines
+        kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        self.init_headers({**kind, **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # From the beginning: a client that leaves while its request waits must not keep its place.
+        watch = asyncio.ensure_future(_until_gone(receive))
+        pump = asyncio.ensure_future(self._pump(send))
+        try:
+            await asyncio.wait({watch, pump}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            self._answer.job.cancel()
+            watch.cancel()
+            pump.cancel()
+
+    async def _pump(self, send: Send) -> None:
+        async def write(message: Message) -> None:
+            async with asyncio.timeout(STALL_SECONDS):
+                await send(message)
+
+        first = await anext(self._lines)  # an error before the first token has a status of its own
+        with contextlib.suppress(TimeoutError, OSError):
+            await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await write({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for line in self._lines:
+                    await write({"type": "http.response.body", "body": line, "more_body": True})
+            except ApiError as error:
+                body = event_line(error.to_dict())
+                await write({"type": "http.response.body", "body": body, "more_body": True})
+            await write({"type": "http.response.body", "body": event_line("[DONE]")})
