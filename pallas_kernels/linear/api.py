@@ -62,7 +62,8 @@ def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -
         return fused.linear_parts(x, weight)
     # XLA multiplies one row by a reduction, which has no parts.
     if kernels.platform == "gpu" and not isinstance(weight, Blocks) and 1 < x.shape[0] <= MAX_ROWS:
-        return linear_in_parts(x, weight, count_parts(*weight.shape, kernels.multiprocessors))
+        num_outputs, num_inputs = weight.shape
+        return linear_in_parts(x, weight, count_parts(num_outputs, num_inputs, kernels.multiprocessors))
     return linear(x, weight)[None]
 
 
