@@ -19,7 +19,7 @@ from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import open_hf
 from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_storage
 from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
-from jaxspec.checkpoint.shards import Part, is_elsewhere, local_part, place_part
+from jaxspec.checkpoint.shards import Part, ReadLeaf, is_elsewhere, local_part, place_part
 from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
@@ -41,10 +41,6 @@ _NUM_THREADS = 2
 
 
 ReadBytes = Callable[[Path, int, int], np.ndarray]
-# Takes a leaf's name and declaration. A keyword asks for less than the whole: `part`, what one of several processes
-# needs, is for `Weights.read`; `expert`, the number of an expert, is for `Weights.direct`. An expert's declaration is
-# that of the whole, with one expert in place of all.
-ReadLeaf = Callable[..., np.ndarray]
 
 
 class FileBytes(Protocol):

@@ -7,6 +7,7 @@ heads (`jaxspec/models/heads.py`).
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,11 @@ import numpy as np
 
 from jaxspec.models.params import ArrayInfo
 from jaxspec.runtime.sharding import split_layout
+
+# Takes a leaf's name and declaration. A keyword asks for less than the whole: `part`, what one of several processes
+# needs, is for `Weights.read`; `expert`, the number of an expert, is for `Weights.direct`. An expert's declaration is
+# that of the whole, with one expert in place of all.
+ReadLeaf = Callable[..., np.ndarray]
 
 _lock = threading.Lock()
 _bytes_read = 0

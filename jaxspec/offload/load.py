@@ -5,9 +5,10 @@ import functools
 import jax
 
 from jaxspec.checkpoint import shared_weights
-from jaxspec.checkpoint.load import ReadLeaf, Weights, place_leaf
+from jaxspec.checkpoint.load import Weights, place_leaf
 from jaxspec.checkpoint.packing import pack_trees
 from jaxspec.checkpoint.pair import DamagedDraftError
+from jaxspec.checkpoint.shards import ReadLeaf
 from jaxspec.config import Offload
 from jaxspec.errors import CheckpointError
 from jaxspec.models.params import Params, declare_params, is_info, leaf_name

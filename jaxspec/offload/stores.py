@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.load import ReadLeaf
+from jaxspec.checkpoint.shards import ReadLeaf
 from jaxspec.errors import CheckpointError, JaxspecError
 from jaxspec.offload.layout import Experts, LeafLayout, TreeLayout
 from jaxspec.offload.reader import DirectReader

@@ -109,8 +109,13 @@ def time_budgets(llm: Any) -> dict[int, float]:
     """Seconds of target passes of one row, then of ever larger budgets until one is over the knee."""
     target, found = llm.engine.models.target, {}
     for rows in (1, *(budget + 1 for budget in BUDGETS)):
-        timer = time_target_pass(target, llm.params, rows, CONTEXT)
-        found[rows] = median_times({rows: timer}, PASS_REPEATS)[rows]
+        try:
+            timer = time_target_pass(target, llm.params, rows, CONTEXT)
+            found[rows] = median_times({rows: timer}, PASS_REPEATS)[rows]
+        except (MemoryError, RuntimeError) as error:
+            if rows == 1 or not is_out_of_memory(error):
+                raise
+            break  # larger trees do not fit either
         if found[rows] > KNEE * found[1]:
             break
     return found

@@ -72,7 +72,7 @@ def test_an_expert_is_a_part_of_the_whole(kind, tmp_path):
         asked = []
         for expert in range(weights.config.experts.count):
             reader = Reader()
-            part = weights.direct(reader)(name, one, expert)
+            part = weights.direct(reader)(name, one, expert=expert)
             np.testing.assert_array_equal(part, expected[expert : expert + 1], strict=True)
             assert not any(reader.asked & other for other in asked), "bytes of another expert were read"
             # The first's gate and up take turns, and each reads both; the other's order of inputs is read when opened.
@@ -98,4 +98,4 @@ def test_several_experts_in_a_file_are_refused(tmp_path):
         with pytest.raises(
             CheckpointError, match=r"layers\.0\.down.*holds several experts in a file.*convert the model"
         ):
-            call(name, info, 0)
+            call(name, info, expert=0)

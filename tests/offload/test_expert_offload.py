@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from concurrent.futures import wait
 
 import jax
 import numpy as np
@@ -106,7 +107,7 @@ def test_bytes_are_those_of_the_experts_that_rows_were_sent_to(folder, kind, met
     stream = stream_of(pair)
     record, before = Record(monkeypatch, stream), stream.counts
     decode(pair, count=8)
-    stream.reset()  # waits for what is read ahead
+    wait([future for _, _, parts in stream._coming for future in parts])  # what is read ahead
     needed = record.distinct()
     read = [(layer, expert) for layer, leaf, expert in record.filled if expert is not None and leaf == 0]
     assert sorted(read) == sorted(needed) and needed
