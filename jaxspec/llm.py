@@ -163,8 +163,12 @@ class LLM:
             and not hosts.several()
             and (devices := len(jax.devices())) > 1
         ):
-            names = (weights.path, draft_weights.path, dtype, kernels)
-            profile = None if self._cache_folder is None else profile_path(self._cache_folder, *names)
+            profile = None
+            if self._cache_folder is not None:
+                profile = profile_path(
+                    self._cache_folder, weights.path, draft_weights.path,
+                    dtype=config.dtype, kernels=kernels, activations=config.activations, kv_dtype=config.kv_dtype,
+                )  # fmt: skip
             choice = resolved.choose_devices(profile, devices)
             self._device_report = choice and choice.report
             if choice is not None and (best := choice.best) is not None:
@@ -219,7 +223,6 @@ class LLM:
             loading = pool.submit(load, weights, draft_weights, *models)
             self._unreported_compile_s = self.engine.prepare()
             self.model_params = ModelParams(*loading.result())
-        release_free_memory()
         self._unreported_compile_s += self.engine.calibrate(self.model_params)
         hosts.gather("loaded", True)
         watch.ready()
@@ -253,6 +256,7 @@ class LLM:
         params = None if ready is None else ready.load()
         if params is None:
             params = load_pair(weights, draft_weights, target, draft)
+            release_free_memory()
             if ready is not None:
                 ready.save(*params)
         return params

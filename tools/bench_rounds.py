@@ -1,4 +1,4 @@
-"""What a round costs besides its passes, and what rows cost, against the roofline: interleaved in one run on CPU.
+"""What a round costs outside its passes, and what rows cost, against the roofline: interleaved in one run on CPU.
 
     python tools/bench_rounds.py DRAFT [--budgets 15,1024] [--repeats 7] [--json FILE]
 

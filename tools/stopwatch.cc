@@ -1,4 +1,4 @@
-// The native library with a stopwatch around each operation, for `bench_besides.py`.
+// The native library with a stopwatch around each operation, for `bench_overhead.py`.
 //
 // It forwards every symbol to the library that the environment variable JAXSPEC_TIMED names.
 #include <dlfcn.h>

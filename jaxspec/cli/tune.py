@@ -280,7 +280,8 @@ def _save_profile(tuning: "Tuning", given: dict[str, Any], command: str) -> Path
     model, draft = PairFiles(given["model"], given["draft_model"], given["dtype"], given["kernels"]).paths
     if folder is None or draft is None:
         return None
-    path = profile_path(folder, model, draft, given["dtype"], given["kernels"])
+    settings = {name: given[name] for name in ("dtype", "kernels", "activations", "kv_dtype")}
+    path = profile_path(folder, model, draft, **settings)
     save_profile(path, profile_rows(tuning), command)
     return path
 

@@ -42,7 +42,7 @@ class OpenFile:
         try:
             self.buffered = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             self._descriptors = [self.buffered]
-            # Also for those that nobody closes: a read that was interrupted.
+            # A file is also closed where an interrupted read leaves no caller to do it.
             self.close = weakref.finalize(self, _close_all, self._descriptors)
             self.stamp = _stamp(os.fstat(self.buffered))
             self.direct: int | None = None

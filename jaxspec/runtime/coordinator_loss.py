@@ -52,7 +52,7 @@ def _replace_handler(end: Callable[[], None]) -> None:
 
 
 def _is_lost() -> bool:
-    """Whether nobody listens at the coordinator's address."""
+    """Whether no process accepts connections at the coordinator's address."""
     host, _, port = (jax_distributed.global_state.coordinator_address or "").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()

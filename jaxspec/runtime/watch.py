@@ -106,8 +106,8 @@ class _Watch:
                 return f"{name} is gone: it has not answered for {self.limit_s:.0f} s"
             if seen.where == STEPPING and still > self.limit_s:
                 return f"{name} hangs: it has not moved for {still:.0f} s, in step {seen.step}"
-            behind = seen.step < last and min(still, longest) > self.limit_s
-            if seen.where in (IDLE, WAITING) and behind:
+            late = seen.step < last and min(still, longest) > self.limit_s
+            if seen.where in (IDLE, WAITING) and late:
                 return f"{name} does not follow: it is at step {seen.step} and the others wait at step {last}"
             if seen.where == PREPARING and still > self.start_s:
                 return f"{name} has not loaded its models within {self.start_s:.0f} s"

@@ -61,7 +61,8 @@ def test_auto_follows_the_profile(tmp_path, monkeypatch):
     two = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda platform=None: two)
     split = Measured("swiftspec", {"num_draft_tokens": 3, "width": 2, "depth": 3}, 1, 1, 30.0)
-    path = profile_path(tmp_path / "cache", folder, folder, "auto", "auto")
+    settings = dict.fromkeys(("dtype", "kernels", "activations", "kv_dtype"), "auto")
+    path = profile_path(tmp_path / "cache", folder, folder, **settings)
     save_profile(path, [Measured("ar", {}, 2, None, 20.0), split], "jaxspec-tune")
     options = {"draft": folder, "compile_cache": str(tmp_path / "cache")}
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -76,6 +77,9 @@ def test_auto_follows_the_profile(tmp_path, monkeypatch):
     kept = LLM(folder, target_devices=1, **options)
     assert kept.engine.method == Auto()
     assert "devices" not in kept.generate("w1 w2 w3", sampling).stats.choice
+    # What changes the speed of a pass has a profile of its own.
+    assert profile_path(tmp_path / "cache", folder, folder, **settings | {"kv_dtype": "float16"}) != path
+    assert LLM(folder, kv_dtype="float16", **options).engine.method == Auto()
     # Streamed layers are loaded as their plan says: the profile is of resident ones.
     streamed = LLM(folder, offload="host", resident_layers=1, **options)
     assert streamed.engine.target.plan.tensor == 1 and streamed.engine.method.name != "swiftspec"

@@ -120,7 +120,7 @@ def run_fault(model, kind, rng, monkeypatch):
     }  # fmt: skip
     owner, name = at.get(kind, (OpenFile, "read"))
     fault = kind if kind in at else lambda *_: kind(model, rng)
-    # A few calls may come after the last pass, for a further one: their faults are nobody's.
+    # A few calls may come after the last pass, for a further one: faults there do not reach this request.
     number = rng.randrange(1, model.num_calls(monkeypatch, owner, name) * 5 // 4)
     with monkeypatch.context() as patch:
         at_call(patch, owner, name, number, fault)

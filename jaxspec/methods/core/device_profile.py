@@ -1,7 +1,7 @@
 """Measured speeds of a pair on every split of a machine's devices: what `jaxspec-tune` saves, and `auto` weighs.
 
-A profile is one JSON file in the folder of compiled programs. It holds for one pair of checkpoints, in one dtype and
-with one choice of kernels, on the devices that were there.
+A profile is one JSON file in the folder of compiled programs. It holds for one pair of checkpoints, one choice of
+dtypes, activations and kernels, on the devices that were there.
 """
 
 import dataclasses
@@ -55,10 +55,13 @@ class DeviceChoice:
     report: Mapping[str, Any]
 
 
-def profile_path(folder: Path, model: Path, draft: Path, dtype: str, kernels: str) -> Path:
-    """The file of a pair's profile on the devices at hand; it need not exist."""
+def profile_path(
+    folder: Path, model: Path, draft: Path, *, dtype: str, kernels: str, activations: str, kv_dtype: str
+) -> Path:
+    """The file of a pair's profile on this machine's devices, with what changes the speed of a pass; it may be new."""
     devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
-    key = json.dumps([str(model.resolve()), str(draft.resolve()), dtype, kernels, devices])
+    settings = [dtype, kernels, activations, kv_dtype]
+    key = json.dumps([str(model.resolve()), str(draft.resolve()), *settings, devices])
     return folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 

@@ -1,11 +1,11 @@
-"""What a token costs besides its passes, and a round besides its passes: interleaved in one run on CPU.
+"""What a token and a round cost outside the native operations: methods interleaved in one run on CPU.
 
-    python tools/bench_besides.py [--model M] [--methods ar,chain,specexec] [--tokens 256] [--repeats 5] [--skip]
+    python tools/bench_overhead.py [--model M] [--methods ar,chain,specexec] [--tokens 256] [--repeats 5] [--skip]
 
 Every native operation is timed within the process, by a library that forwards to the real one. What is left of the wall
-time is XLA's own: small operations, the calls themselves, waiting for dispatch. The host's time is that of the main
-thread on a CPU, which overlaps with passes where there is a free core. With `--skip` operations return at once: what
-is left is the CPU time of all else, whatever other processes do. Tokens are arbitrary then: use it for `ar`.
+time is XLA's own: small operations, the calls themselves, waiting for dispatch. The main thread's CPU time overlaps
+with passes where there is a free core. With `--skip` operations return at once, so CPU time is that of all the rest,
+also while other processes run. Tokens are arbitrary then: use it for `ar`. `bench_rounds.py` times whole passes.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
             host, count, cpu = (min(row[unit][i] for row in rows) for i in range(2, 5))
             print(
                 f"{name:10} a {unit}: {wall:.3f} wall, {inside:.3f} in {count:.0f} operations, "
-                f"{wall - inside:.3f} besides; CPU time {cpu:.3f}, of which {host:.3f} of the host"
+                f"{wall - inside:.3f} outside of them; CPU time {cpu:.3f}, of which {host:.3f} of the main thread"
             )
 
 
