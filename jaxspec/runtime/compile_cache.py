@@ -93,10 +93,10 @@ class _CheckedCache(LRUCache):
                 program_store.note_entry(value)
                 return value
         except FileNotFoundError:
-            # JAX alone wrote the entry. What it compressed is whole if it can be decompressed.
-            with contextlib.suppress(Exception):
-                jax_cache.decompress_executable(value)
-                self._write(checksum, hashlib.sha256(value).hexdigest().encode())
+            # JAX alone wrote the entry.
+            if _can_be_decompressed(value):
+                with contextlib.suppress(OSError):  # without a checksum the next start decompresses it again
+                    self._write(checksum, hashlib.sha256(value).hexdigest().encode())
                 program_store.note_entry(value)
                 return value
         except (OSError, ValueError):
@@ -128,6 +128,15 @@ class _CheckedCache(LRUCache):
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _can_be_decompressed(value: bytes) -> bool:
+    """Whether an entry is whole, as far as the compression's own checks tell."""
+    try:
+        jax_cache.decompress_executable(value)
+    except Exception:  # each of the libraries that JAX may compress with has errors of its own
+        return False
+    return True
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """The compile cache can be named, moved and switched off, also after its first use."""
 
+import errno
 import hashlib
+import os
 import warnings
 
 import jax
@@ -106,3 +108,21 @@ def test_an_entry_that_jax_wrote_alone_is_used(tmp_path):
     compile_something(9.5)
     assert [entry.stat().st_mtime_ns for entry in entries] == before
     assert all(checksum_of(entry).exists() for entry in entries)
+
+
+def test_a_full_disk_costs_no_entry(tmp_path, monkeypatch):
+    """Where the checksum of JAX's own entry cannot be written, the entry is used and stays."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compile_cache.compilation_cache.reset_cache()
+    compile_something(10.5)
+    entries = sorted(tmp_path.glob("*-cache"))
+    assert entries
+
+    def refuse(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache = compile_cache._CheckedCache(str(tmp_path), max_size=-1)
+    monkeypatch.setattr(cache, "_write", refuse)
+    for entry in entries:
+        assert cache.get(entry.name.removesuffix("-cache")) == entry.read_bytes()
+        assert not checksum_of(entry).exists()
