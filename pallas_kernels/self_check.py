@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import registry
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.experts import Clamp, choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, linear, take_rows
 from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, GROUP_FORMATS, PACKED, packed_name
@@ -124,6 +125,7 @@ def _run(o):
     operands = o["x"], o["logits"], o["expert_up"], o["expert_down"]
     biases = {"gate_up_bias": jnp.asarray(o["up_bias"]), "down_bias": jnp.asarray(o["down_bias"])}
     best, column, total = row_top(o["x"], 3, with_total=True)
+    summed, normed = add_norm(jnp.asarray(o["x"]), jnp.stack([o["x"], -3 * o["x"]]), jnp.asarray(o["scale"]), EPSILON)
     out = {
         "linear": linear(o["x"], o["dense"]),
         "swiglu": swiglu(o["x"], o["dense"]),
@@ -131,6 +133,8 @@ def _run(o):
         "experts with biases": experts(*operands, 2, scores="chosen", clamp=CLAMP, **biases),
         "chosen_experts after choose_experts": _choose_and_mix(o),
         "rms_norm": rms_norm(o["x"], o["scale"], EPSILON),
+        "sum of add_norm": summed,
+        "norm of add_norm": normed,
         "rope_tables": jnp.concatenate([cos, sin]),
         "row_top": best,
         "columns of row_top": column,
@@ -173,6 +177,8 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         ),
         "chosen_experts after choose_experts": _mix(x, o["logits"], o["expert_up"], o["expert_down"]),
         "rms_norm": x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
+        "sum of add_norm": -x,
+        "norm of add_norm": -x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
         "rope_tables": np.concatenate([cos, sin]),
         "row_top": np.sort(x)[:, :-4:-1],
         "columns of row_top": np.argsort(x)[:, :-4:-1],

@@ -295,13 +295,13 @@ def _run_layer(
 
     Only a kernel that adds and normalises at once is given parts, and leaves its own to the next layer.
     """
+    active_rows = None if window is None else window.active_rows
     whole = all(runs) and units is None and joined is None and not cache_only
     fused = whole and experts is None and _takes_parts(layer, cfg, x)
     if fused and added is not None:
-        x, joined = add_norm(x, added, layer["attn_norm"], cfg.norm_eps, _input_dtype(layer["qkv"]))
+        x, joined = add_norm(x, added, layer["attn_norm"], cfg.norm_eps, _input_dtype(layer["qkv"]), active_rows)
     else:
         x = add_parts(x, added)
-    active_rows = None if window is None else window.active_rows
 
     def project_rows(active_rows, x):
         # What is joined to a token's state is normed already.
@@ -369,7 +369,7 @@ def _run_layer(
         if cache_only:
             return x, None, key, value
         if fused:
-            return *_finish_in_parts(layer, cfg, x, heads), key, value
+            return *_finish_in_parts(layer, cfg, x, heads, active_rows), key, value
         end = route if route_only else add_mlp
         finish = lambda active_rows, x, heads: end(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
         return map_active_rows(finish, active_rows, x, heads), None, key, value
@@ -387,15 +387,17 @@ def _takes_parts(layer: Params, cfg: ModelConfig, x: jax.Array) -> bool:
     return norms and cfg.activation == "silu" and fuses_norm(x, layer["mlp_norm"])
 
 
-def _finish_in_parts(layer: Params, cfg: ModelConfig, x: jax.Array, heads: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _finish_in_parts(
+    layer: Params, cfg: ModelConfig, x: jax.Array, heads: jax.Array, active_rows: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """The rest of a layer after attention: the residual stream without the MLP's result, and that in parts."""
     heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
-    parts = _all_reduce_parts(linear_parts(heads, as_matrix(layer["out"], layer["out"].shape[0])))
-    x, normed = add_norm(x, parts, layer["mlp_norm"], cfg.norm_eps, row_dtype(layer["gate_up"]))
+    parts = _all_reduce_parts(linear_parts(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows))
+    x, normed = add_norm(x, parts, layer["mlp_norm"], cfg.norm_eps, row_dtype(layer["gate_up"]), active_rows)
     with jax.named_scope("mlp"):
         gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
-        hidden = _order(layer, "down", swiglu(normed, gate_up, dtype=row_dtype(layer["down"])))
-        return x, _all_reduce_parts(linear_parts(hidden, as_matrix(layer["down"], layer["down"].shape[0])))
+        hidden = _order(layer, "down", swiglu(normed, gate_up, active_rows, dtype=row_dtype(layer["down"])))
+        return x, _all_reduce_parts(linear_parts(hidden, as_matrix(layer["down"], layer["down"].shape[0]), active_rows))
 
 
 def add_parts(x: jax.Array, added: jax.Array | None) -> jax.Array:  # [T, D], [P, T, D] -> [T, D]

@@ -47,11 +47,13 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
     )  # fmt: skip
 
 
-def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -> [P, T, O]
+def linear_parts(
+    x: jax.Array, weight: Weight, active_rows: jax.Array | None = None
+) -> jax.Array:  # [T, I], [O, I] -> [P, T, O]
     """`linear` as parts, float32, whose sum over the first axis it is: for what adds them up while it reads them.
 
     GPUs compute parts of the inputs at the same time where there are too few outputs to keep all multiprocessors busy.
-    Else there is one part.
+    Else there is one part. For `active_rows` see `linear`.
 
     Raises:
       ValueError: the inner dimensions differ.
@@ -64,7 +66,7 @@ def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -
     if kernels.platform == "gpu" and not isinstance(weight, Blocks) and 1 < x.shape[0] <= MAX_ROWS:
         num_outputs, num_inputs = weight.shape
         return linear_in_parts(x, weight, count_parts(num_outputs, num_inputs, kernels.multiprocessors))
-    return linear(x, weight)[None]
+    return linear(x, weight, active_rows)[None]
 
 
 def row_dtype(weight: Weight) -> Any:

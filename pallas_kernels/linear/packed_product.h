@@ -232,39 +232,30 @@ void multiply_group(const Quantised& x, const uint8_t* group, int64_t blocks, co
 template <class Format, int kPlanes, int kRows = kPackedRows>
 void multiply_group_rows(int64_t rows, const Quantised& x, const uint8_t* group, int64_t blocks, const uint8_t* ahead,
                          int64_t step, float* y, int64_t y_stride, int64_t skip, int64_t count) {
-  if (rows >= kRows) {
+  if (rows == kRows) {
     multiply_group<Format, kPlanes, kRows>(x, group, blocks, ahead, step, y, y_stride, skip, count);
   } else if constexpr (kRows > 1) {
-    multiply_group_rows<Format, kPlanes, kRows / 2>(rows, x, group, blocks, ahead, step, y, y_stride, skip, count);
+    multiply_group_rows<Format, kPlanes, kRows - 1>(rows, x, group, blocks, ahead, step, y, y_stride, skip, count);
   }
 }
 
 }  // namespace detail
 
-// The rows of a batch in tiles: as many full ones as there are, then halves and so on, so that few sizes are compiled.
+// The rows of a batch in tiles: as many full ones as there are, then the rest.
 class Tiles {
  public:
-  explicit Tiles(int64_t rows) : full_(rows / kPackedRows), left_(rows % kPackedRows) {}
+  explicit Tiles(int64_t rows) : rows_(rows) {}
 
-  int64_t count() const {
-    int64_t n = full_;
-    for (int64_t left = left_; left; left &= left - 1) n++;
-    return n;
-  }
+  int64_t count() const { return (rows_ + kPackedRows - 1) / kPackedRows; }
 
   // First row and number of rows.
   std::pair<int64_t, int64_t> operator[](int64_t i) const {
-    if (i < full_) return {i * kPackedRows, kPackedRows};
-    int64_t first = full_ * kPackedRows, size = kPackedRows / 2;
-    for (i -= full_;; size /= 2) {
-      if (!(left_ & size)) continue;
-      if (i-- == 0) return {first, size};
-      first += size;
-    }
+    const int64_t first = i * kPackedRows;
+    return {first, std::min<int64_t>(kPackedRows, rows_ - first)};
   }
 
  private:
-  int64_t full_, left_;
+  int64_t rows_;
 };
 
 // A packed weight of `outputs` rows of `blocks` blocks.

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import needs_native, run_native
 from lowering import lower_for_cuda
 from tiny_models import FAMILIES, empty_cache, on_one_device, tiny_params
 
@@ -49,6 +50,20 @@ def test_a_row_does_not_depend_on_those_beside_it():
     whole, single = added(TRITON, x, parts, scale), added(TRITON, x[3:4], parts[:, 3:4], scale)
     for all_rows, one_row in zip(whole, single, strict=True):
         np.testing.assert_array_equal(all_rows[3:4], one_row)
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "width", "parts"), [(1, 64, 1), (5, 100, 3), (17, 33, 1)])
+def test_native_sums_and_norms_are_those_of_two_operations(rows, width, parts):
+    x, given, scale = operands(rows, width, parts)
+    total, normed = added(registry.Kernels("cpu", "cpu"), x, given, scale)
+    np.testing.assert_array_equal(total, x + np.asarray(jnp.sum(given, axis=0)))
+    np.testing.assert_array_equal(normed, run_native(rms_norm, total, scale, eps=EPS))
+    for active in range(1, rows):
+        some = run_native(lambda *o: add_norm(*o[:3], EPS, active_rows=o[3]), x, given, scale, np.int32(active))
+        for one, other in zip(some, (total, normed), strict=True):
+            np.testing.assert_array_equal(one[:active], other[:active])
+            assert np.isfinite(one).all()
 
 
 def lower(rows, width=4096):

@@ -112,12 +112,15 @@ def test_zeros_and_tiny_numbers_give_zeros(activations):
     assert not run_native(linear, rows, packed).any()
 
 
-def test_active_rows(activations):
-    x, _, packed = operands("q4_1", 39, activations)
+@pytest.mark.parametrize("name", ("q4_1", "q6_k"))
+def test_active_rows(name, activations):
+    """Each number of rows below nine is a tile of its own: all give the same bits."""
+    x, _, packed = operands(name, 39, activations)
     whole = run_native(linear, x, packed)
-    got = run_native(lambda x, w, n: linear(x, w, n), x, packed, np.int32(9))
-    assert_same_bits(got[:9], whole[:9])
-    assert np.isfinite(got).all()
+    for rows in range(1, 10):
+        got = run_native(lambda x, w, n: linear(x, w, n), x, packed, np.int32(rows))
+        assert_same_bits(got[:rows], whole[:rows])
+        assert np.isfinite(got).all()
 
 
 def test_what_cannot_be_packed_is_refused():
