@@ -16,6 +16,7 @@ import importlib.util
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,12 @@ from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.results import Completion, DecodeStats
 
-PEERS = {"llama.cpp": ("llama_cpp",), "transformers": ("torch", "transformers", "gguf")}
+# The types that llama.cpp may requantise the file to, by peer.
+REQUANTISED = {f"llama.cpp-{name}": f"LLAMA_FTYPE_MOSTLY_{name.upper()}" for name in ("q4_0", "q4_k_m", "q8_0")}
+PEERS = {name: ("llama_cpp",) for name in ("llama.cpp", "llama.cpp-lookup", *REQUANTISED)}
+PEERS["transformers"] = ("torch", "transformers", "gguf")
+# What llama.cpp's Python package proposes for its prompt lookup on a CPU.
+LOOKUP_TOKENS = 2
 INSTALL = "python -m pip install llama-cpp-python torch transformers gguf"
 NAMES = ("method", "tokens/s", "speed-up (95 %)", "acceptance length", "whole call tokens/s", "speed-up of the call")
 
@@ -88,11 +94,27 @@ def missing_packages(peers: Sequence[str]) -> list[str]:
     return [name for peer in peers for name in PEERS[peer] if importlib.util.find_spec(name) is None]
 
 
-def load_llama(path: Path, context: int, threads: int) -> Generate:
-    """llama.cpp on a GGUF file."""
+def load_llama(path: Path, context: int, threads: int, name: str = "llama.cpp") -> Generate:
+    """llama.cpp on a GGUF file; `name` says with what, see `PEERS`.
+
+    Raises:
+      ConfigError: llama.cpp cannot requantise the file.
+    """
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
-    llama = llama_cpp.Llama(str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+    options: dict[str, Any] = {"n_ctx": context, "n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    if name == "llama.cpp-lookup":
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # pyright: ignore[reportMissingImports]
+
+        options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)
+    with tempfile.TemporaryDirectory() as folder:
+        if name in REQUANTISED:
+            own, path = path, Path(folder) / "requantised.gguf"
+            wanted = llama_cpp.llama_model_quantize_default_params()
+            wanted.ftype, wanted.allow_requantize = getattr(llama_cpp, REQUANTISED[name]), True
+            if llama_cpp.llama_model_quantize(str(own).encode(), str(path).encode(), wanted):
+                raise ConfigError(f"{name}: llama.cpp cannot requantise {own}")
+        llama = llama_cpp.Llama(str(path), **options)  # the file stays mapped
 
     def generate(ids: list[int], count: int) -> Iterator[int]:
         llama.reset()
@@ -182,11 +204,13 @@ def main(words: Sequence[str] | None = None) -> None:
     method = loading_method(columns, drafted, given=False)
     llm = LLM(arguments.model, draft=arguments.draft, method=method, session_memory=0)
     context = max(len(llm.encode([{"role": "user", "content": p.turns[0]}])) for p in prompts) + arguments.max_tokens
-    loaders = {
-        "llama.cpp": lambda: load_llama(llm.model_path, context + 16, arguments.threads),
-        "transformers": lambda: load_transformers(llm.model_path, arguments.threads),
-    }
-    peers = [Column(name, None, Peer(name, llm, loaders[name]())) for name in arguments.peers]
+
+    def load(name: str) -> Peer:
+        if name == "transformers":
+            return Peer(name, llm, load_transformers(llm.model_path, arguments.threads))
+        return Peer(name, llm, load_llama(llm.model_path, context + 16, arguments.threads, name))
+
+    peers = [Column(name, None, load(name)) for name in arguments.peers]
     sampling = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)
     with Progress(transient=True) as bar:
         task = bar.add_task("", total=None)

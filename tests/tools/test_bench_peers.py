@@ -79,7 +79,7 @@ def test_all_are_interleaved_and_the_table_has_one_row_each(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--peers", "vllm"], "unknown peer 'vllm'; known: llama.cpp, transformers"),
+        (["--peers", "vllm"], "unknown peer 'vllm'; known: llama.cpp, llama.cpp-lookup"),
         (["--peers", "llama.cpp"], f"not installed: llama_cpp; run: {INSTALL}"),
         (["--peers", "", "--out", "no/such/folder/x.md"], "must lie in a folder that exists"),
     ],
@@ -111,6 +111,28 @@ def test_llama_generates_from_a_fresh_state(monkeypatch):
     assert list(generate([1, 2], 3)) == [7, 7, 7]
     assert made[0][1]["n_ctx"] == 128 and made[0][1]["n_threads"] == 2
     assert made[1:] == ["reset", ([1, 2], {"top_k": 1, "temp": 0.0, "repeat_penalty": 1.0})]
+
+
+def test_llama_looks_prompts_up_and_requantises(monkeypatch):
+    made, wanted = [], []
+
+    def quantize(source, out, settings):
+        wanted.append((source, settings.ftype, settings.allow_requantize))
+        return int(source != b"model.gguf")
+
+    module = SimpleNamespace(
+        Llama=lambda path, **options: made.append((path, options)), llama_model_quantize=quantize,
+        llama_model_quantize_default_params=SimpleNamespace, LLAMA_FTYPE_MOSTLY_Q4_0=2,
+    )  # fmt: skip
+    lookup = SimpleNamespace(LlamaPromptLookupDecoding=lambda num_pred_tokens: num_pred_tokens)
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", lookup)
+    load_llama("model.gguf", 128, 2, "llama.cpp-lookup")
+    assert made[0][0] == "model.gguf" and made[0][1]["draft_model"] == bench_peers.LOOKUP_TOKENS and not wanted
+    load_llama("model.gguf", 128, 2, "llama.cpp-q4_0")
+    assert made[1][0].endswith("requantised.gguf") and wanted == [(b"model.gguf", 2, True)]
+    with pytest.raises(ConfigError, match="llama.cpp-q4_0: llama.cpp cannot requantise other.gguf"):
+        load_llama("other.gguf", 128, 2, "llama.cpp-q4_0")
 
 
 def test_transformers_steps_with_its_cache(monkeypatch):
