@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError, shown
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, read_round
+from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, read_rounds
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.runtime import hosts, trace, watch
@@ -163,7 +163,8 @@ class Engine:
             self._capacity = capacity
         variant = find_variant(sampling) if sampling else GREEDY
         with watch.preparing():
-            seconds = compile_programs(self._runner.programs, variant, later=Later(self._runner.late, self._begun))
+            programs = (*self._runner.programs, *(self._runner.single if trace.active is not None else ()))
+            seconds = compile_programs(programs, variant, later=Later(self._runner.late, self._begun))
         if not self._idle:
             # Allocated now, beside what the caller still loads, and not when the first token is waited for.
             self._idle = [IdleSession(self._runner, None, (), self._runner.start(0, None))]
@@ -247,7 +248,7 @@ class Engine:
 class Session:
     """One generation: its tokens, and its buffers until it is closed.
 
-    Round r is read while round r + 1 runs, so a session that is closed early wastes that one.
+    One dispatch is read while the next one runs, so a session that is closed early wastes that one.
     """
 
     def __init__(
@@ -279,11 +280,12 @@ class Session:
             self._state = runner.resume(params, buffers, tokens, common)
         else:
             self._state = runner.prefill(params, runner.start(self.tokens[-1], buffers), tokens[:-1])
-        self._launch, self._read = self._launch_round, read_round
+        self._launch, self._read = self._launch_round, read_rounds
         if trace.active is not None:
-            self._launch, self._read = trace.active.generation(self._state, self._launch_round, read_round)
-        # Rounds that were not read yet, with the least number of tokens that each brings.
+            self._launch, self._read = trace.active.generation(self._state, self._launch_round, read_rounds)
+        # Dispatches that were not read yet, with the least number of tokens that each brings; rounds to be given out.
         self._in_flight: collections.deque[tuple[Round, int]] = collections.deque()
+        self._ready: collections.deque[StepOutput] = collections.deque()
         self._closed = False
 
     @property
@@ -303,23 +305,26 @@ class Session:
 
     def _step(self) -> StepOutput:
         try:
-            coming = self.num_emitted + sum(least for _, least in self._in_flight)
+            coming = self.num_emitted + sum(len(output.tokens) for output in self._ready)
+            coming += sum(least for _, least in self._in_flight)
             while len(self._in_flight) < self._runner.in_flight and coming < self.limit:
                 room = self.limit - coming if coming else 1  # the first token comes alone
                 self._state, round_, least = self._launch(self._params, self._state, self._request, room)
                 self._in_flight.append((round_, least))
                 coming += least
-            with watch.waiting():
-                output = self._read(self._in_flight.popleft()[0])
-            self._runner.observe(self._state, output)
-            self._engine.note_token()
+            if not self._ready:
+                with watch.waiting():
+                    outputs = self._read(self._in_flight.popleft()[0])
+                self._runner.observe(self._state, outputs)
+                self._ready.extend(outputs)
+                self._engine.note_token()
         except BaseException as error:
             # A failed or interrupted dispatch may have consumed the buffers: they are not used again.
             self._closed = True
             if isinstance(error, jax.errors.JaxRuntimeError):
                 watch.await_verdict()
             raise
-        output = output.cut(self.limit - self.num_emitted)
+        output = self._ready.popleft().cut(self.limit - self.num_emitted)
         self.num_emitted += len(output.tokens)
         self.tokens += output.tokens
         return output

@@ -148,9 +148,9 @@ class Timeline:
             with self._on_host(WAIT, number, generation):
                 jax.block_until_ready(round_)
             with self._on_host(READ, number, generation):
-                result = read(round_, *args)
-            self._results[number] = result
-            return result
+                results = read(round_, *args)
+            (self._results[number],) = results
+            return results
 
         return watched_launch, watched_read
 

@@ -118,18 +118,18 @@ class AutoDrafter(ModelDrafter):
         self._create = Program("draft begin", create, plan, parts, state, donate=[0, 1])
         self._restart = Program("draft begin again", restart, plan, [*parts, stats], state, donate=[0, 1, 2])
         args = [placement.params(), state, verified, placement.history(), placement.request(), costs.shapes(placement)]
-        self._draft = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
+        self.draft_program, self.propose = Program("draft", draft, plan, args, (state, self.shapes), donate=[1]), draft
         # A draft that is fed hidden states takes them in at once: nothing else keeps them.
         self._is_fed = is_fed
         taken = [placement.params() if is_fed else (), state, verified]
         self._skip = Program("draft skip", skip, plan, taken, state, donate=[1])
-        own = (self._draft, self._create, self._restart, self._skip)
+        own = (self.draft_program, self._create, self._restart, self._skip)
         self.programs = (*self._sequence.programs, *self._text.programs, *own)
         self.use_costs(costs)
 
     def use_costs(self, costs: CostModel) -> None:
         """Weigh drafts with these figures from now on."""
-        self._costs = costs.place(self._placement)
+        self.operands = costs.place(self._placement)
 
     def start(self, root: int, state: AutoState | None) -> AutoState:
         """See `Drafter.start`; what was learned of the draft counts in the next text, too, with less weight."""
@@ -163,7 +163,8 @@ class AutoDrafter(ModelDrafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: AutoState, verified: Verified, request: Request
     ) -> tuple[SequenceState, AutoState, Draft]:
-        return target, *self._draft(params.draft, state, verified, target.history, request, self._costs)
+        assert self.draft_program is not None
+        return target, *self.draft_program(params.draft, state, verified, target.history, request, self.operands)
 
     def skip(self, params: ModelParams, state: AutoState, verified: Verified) -> AutoState:
         return self._skip(params.draft if self._is_fed else (), state, verified)

@@ -172,13 +172,14 @@ class NGramDrafter(Drafter):
         self.state = state = self._text.state
         plan = placement.plan
         args = [state, verified, costs.shapes(placement)]
-        self._draft = Program("lookup", draft, plan, args, (state, self.shapes), donate=[0])
+        self.draft_program = Program("lookup", draft, plan, args, (state, self.shapes), donate=[0])
+        self.propose = lambda _, state, verified, history, request, costs: draft(state, verified, costs)
         self._skip = Program("lookup skip", skip, plan, [state, verified], state, donate=[0])
-        self.programs = (*self._text.programs, self._draft, self._skip)
+        self.programs = (*self._text.programs, self.draft_program, self._skip)
 
     def use_costs(self, costs: CostModel) -> None:
         """Weigh copies with these figures from now on."""
-        self._costs = costs.place(self._placement)
+        self.operands = costs.place(self._placement)
 
     def start(self, root: int, state: TokenBuffer | None) -> TokenBuffer:
         return self._text.start()
@@ -189,7 +190,8 @@ class NGramDrafter(Drafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: TokenBuffer, verified: Verified, request: Request
     ) -> tuple[SequenceState, TokenBuffer, Draft]:
-        return target, *self._draft(state, verified, self._costs)
+        assert self.draft_program is not None
+        return target, *self.draft_program(state, verified, self.operands)
 
     def skip(self, params: ModelParams, state: TokenBuffer, verified: Verified) -> TokenBuffer:
         return self._skip(state, verified)

@@ -20,7 +20,7 @@ from jaxspec.methods.auto import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.best_first import tree_rows
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, read_round
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, read_rounds
 from jaxspec.methods.core.sampled_tree import SampledShape
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.core.timing import RoundTimer
@@ -411,8 +411,8 @@ class Steps:
     def step(self):
         """Run a round; returns its tokens."""
         self.state, round_, _ = self.runner.round(self.params, self.state, self.request, 1)
-        self.output = read_round(round_)
-        self.runner.observe(self.state, self.output)
+        (self.output,) = read_rounds(round_)
+        self.runner.observe(self.state, [self.output])
         self.text += self.output.tokens
         return list(self.output.tokens)
 

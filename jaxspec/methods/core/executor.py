@@ -26,6 +26,8 @@ from jaxspec.sampling.variant import find_variant
 Checked = tuple[SequenceState, Any, Round]
 Decoded = tuple[SequenceState, Verified, Round, int]
 Meanwhile = Callable[[], None] | None
+# (parameters, state, draft, request) -> `Checked`
+Check = Callable[..., Checked]
 
 
 class TargetExecutor(Protocol):
@@ -43,7 +45,9 @@ class TargetExecutor(Protocol):
     state: SequenceState  # shapes
     verified: Any  # shapes of what a round verifies, a `Verified` or what is sent of it
     programs: Sequence[Program]  # everything that it may call
-    in_flight: int  # rounds that are worth dispatching before the first of them is read
+    in_flight: int  # dispatches that are worth making before the first of them is read
+    check: Check | None  # what `verify` runs, for one shard; None where that is no single function
+    verify_program: Program | None  # that `verify` dispatches; None where it has several, or there is no `verify`
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState: ...
     def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState: ...
@@ -101,6 +105,8 @@ class ResidentExecutor:
             )  # fmt: skip
             return state, reply(verified) if reply else verified, round_
 
+        self.check = check if receive is None and reply is None else None
+        self.verify_program: Program | None = None
         out = (self.state, self.verified, round_)
         self._decode: dict[int, Program] = {}
         if steps and self._counts_on_device:
@@ -116,8 +122,8 @@ class ResidentExecutor:
             if reply is not None:
                 self.verified = target.replicated(jax.eval_shape(reply, self.verified))
             args, out = [params, self.state, draft, request], (self.state, self.verified, round_)
-            self._verify = Program("verify", check, target.plan, args, out, donate=[1])
-            self.programs = (*self.programs, self._verify)
+            self.verify_program = Program("verify", check, target.plan, args, out, donate=[1])
+            self.programs = (*self.programs, self.verify_program)
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
         return self._sequence.start(root, state)
@@ -136,7 +142,8 @@ class ResidentExecutor:
     def verify(
         self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None
     ) -> Checked:
-        return self._verify(params, state, draft, request)
+        assert self.verify_program is not None
+        return self.verify_program(params, state, draft, request)
 
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
         steps = max(1, min(steps, self._steps))

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -121,6 +122,15 @@ class StepOutput:
             return
         for index, (token, logprob) in enumerate(zip(self.tokens, self.logprobs, strict=True)):
             yield StepOutput((token,), (logprob,), draft_passes=0 if index else self.draft_passes)
+
+
+def read_rounds(round_: Round) -> list[StepOutput]:
+    """Wait for the rounds of one dispatch and read them: one, or as many as its arrays have in front."""
+    if round_.packed.ndim == 1:
+        return [read_round(round_)]
+    several = jax.tree.map(np.asarray, round_)
+    ran = range(int((several.packed[:, 0] > 0).sum()))
+    return [read_round(jax.tree.map(lambda leaf: leaf[number], several)) for number in ran]  # noqa: B023
 
 
 def read_round(round_: Round) -> StepOutput:

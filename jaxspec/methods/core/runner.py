@@ -15,10 +15,12 @@ from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.executor import TargetExecutor
 from jaxspec.methods.core.feature_sequence import DraftSequence, StatesChunk, kept_with_states
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Round, StepOutput, verified_shapes
+from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH, Propose, declare_rounds, share_dispatches
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.streaming import make_executor
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, Rule, draft_shapes
+from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import place, read_scalar
@@ -35,22 +37,23 @@ class Runner(abc.ABC):
         state = runner.prefill(params, state, tokens)      # every prompt token but the last, the root
         state = runner.resume(params, state, tokens, common)   # both, after a sequence with the same first tokens
         state, round_, least = runner.round(params, state, request, room)   # again and again; dispatches only
-        runner.observe(state, output)                      # once for each round, in order, when it was read
+        runner.observe(state, outputs)                     # once for each dispatch, in order, when it was read
         runner.close()                                     # the generation has ended
 
-    Round r is read while round r + 1 runs. State goes in and comes out and is donated; parameters never are.
+    One dispatch is read while the next one runs. State goes in and comes out and is donated; parameters never are.
     """
 
     slots: int  # of the target's cache
     held: Any  # shapes of what an answer holds on the devices: state, and what is drafted and verified
     programs: Sequence[Program]  # everything that a generation may call, to be compiled before it starts
+    single: Sequence[Program] = ()  # of one round, where `programs` has one for several; a trace shows these
     late: frozenset[str] = frozenset()  # names of those that no first token needs
     executor: TargetExecutor  # of the target
     calibrated: bool = True  # False as long as `calibrate` has to choose something before a generation can start
 
     @property
     def in_flight(self) -> int:
-        """Rounds that run or wait on the devices while one is read."""
+        """Dispatches that run or wait on the devices while one is read."""
         return self.executor.in_flight
 
     def calibrate(self, params: ModelParams, state: Any | None) -> Any:
@@ -83,18 +86,18 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
-        """Dispatch one round; returns before it has run.
+        """Dispatch one round or a few; returns before they have run.
 
-        `room` is the most tokens that are wanted of a round without a draft, at least 1. Returns the state, the round,
-        and the least number of tokens that it brings.
+        `room` is the most tokens that are wanted of rounds without a draft, at least 1. Returns the state, the round or
+        rounds (see `read_rounds`), and the least number of tokens that they bring.
         """
 
     def num_cached(self, state: Any, common: int, count: int) -> int:
         """How many of `common` tokens `resume` keeps, of a text with `count` tokens before its root."""
         return fit_kept(common, count, self.slots)
 
-    def observe(self, state: Any, output: StepOutput) -> None:
-        """Take in a round that the host has read; rounds of one sequence come in order."""
+    def observe(self, state: Any, outputs: Sequence[StepOutput]) -> None:
+        """Take in the rounds of one dispatch, which the host has read; those of one sequence come in order."""
         return None
 
     def report(self) -> dict[str, Any] | None:
@@ -114,6 +117,10 @@ class Drafter(abc.ABC):
     programs: Sequence[Program]  # everything that it may call
     idle_steps: int = 0  # tokens that a round may decode where it proposed none; 0 verifies the root as a batch
     slots: int = 0  # of the draft's cache, where it is fed hidden states
+    propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
+    placement: Placement | None = None  # of its model
+    operands: Any = ()  # what else `propose` takes
+    draft_program: Program | None = None  # that `draft` dispatches
 
     @abc.abstractmethod
     def start(self, root: int, state: Any | None) -> Any:
@@ -166,7 +173,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, placement: Placement, slots: int, num_rows: int, extra: Any = None):
         """Declare the programs of a cache of `slots` slots; `extra` are shapes of `Draft.extra`."""
-        self._placement = placement
+        self.placement = self._placement = placement
         features = placement.cfg.features
         kind = ModelSequence if features is None else DraftSequence
         self._sequence = kind(placement, slots, "draft", keeps_text=False)
@@ -177,8 +184,9 @@ class ModelDrafter(Drafter):
         """Declare how a batch is proposed: a function of parameters, state, `verified`, history and request."""
         placement, self.state = self._placement, state
         args = [placement.params(), state, verified, placement.history(), placement.request()]
-        self._draft = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
-        self.programs = (*self._sequence.programs, self._draft)
+        self.draft_program = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
+        self.propose = lambda *arguments: draft(*arguments[:-1])
+        self.programs = (*self._sequence.programs, self.draft_program)
 
     def declare_begin(self, state: Any, begin: Callable[[SequenceState], Any]) -> None:
         """Declare how the state of an empty sequence is made."""
@@ -221,14 +229,15 @@ class ModelDrafter(Drafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
     ) -> tuple[SequenceState, Any, Draft]:
-        return target, *self._draft(params.draft, state, verified, target.history, request)
+        assert self.draft_program is not None
+        return target, *self.draft_program(params.draft, state, verified, target.history, request)
 
 
 @dataclasses.dataclass
 class HostState:
     """What the host knows of one generation."""
 
-    # Of each round that was launched and not read yet, whether it could draft; None while programs were loaded.
+    # Of each dispatch that was not read yet, whether it could draft; None while programs were loaded.
     allowed: collections.deque[bool | None] = dataclasses.field(default_factory=collections.deque)
 
 
@@ -243,7 +252,7 @@ class SpeculativeState:
 
 
 class SpeculativeRunner(Runner):
-    """Drafts and verifies in turn on one set of devices: two programs a round."""
+    """Drafts and verifies in turn on one set of devices: two programs a round, or one for several rounds."""
 
     def __init__(
         self, target: Placement, tokens: int, make_drafter: Callable[[Verified], Drafter], *, max_path: int,
@@ -268,8 +277,18 @@ class SpeculativeRunner(Runner):
         )  # fmt: skip
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
+        # Programs of one round; where rounds share a dispatch, measurements and traces alone run them.
+        self.single = tuple(filter(None, (self.drafter.draft_program, self.executor.verify_program)))
+        self._rounds = None
+        shares = self.drafter.propose is not None and self.executor.check is not None
+        if shares and share_dispatches(target, self.drafter.placement, num_rows):
+            model = () if self.drafter.placement is None else self.drafter.placement.params()
+            self._rounds = declare_rounds(
+                self.executor, self.drafter.propose, model, self.drafter.state, self.drafter.operands
+            )
+            self.programs = (*(one for one in self.programs if one not in self.single), self._rounds)
         if timer is not None:  # its first rounds are plain
-            self.late = frozenset({"draft", "verify", "verify open", "verify close"})
+            self.late = frozenset({"draft", "verify", "verify open", "verify close", "rounds"})
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         if self.timer is not None:
@@ -337,18 +356,26 @@ class SpeculativeRunner(Runner):
             draft = self.drafter.skip(params, state.draft, state.verified)
             target, verified, round_, least = self.executor.decode(params.target, state.target, request, room)
             return SpeculativeState(target, draft, verified, state.host), round_, least
+        if self._rounds is not None and trace.active is None:
+            model = () if self.drafter.placement is None else params.draft
+            count = min(ROUNDS_PER_DISPATCH, room)
+            target, draft, verified, rounds = self._rounds(
+                params.target, model, state.target, state.draft, state.verified, request, self.drafter.operands,
+                np.int32(count),
+            )  # fmt: skip
+            return SpeculativeState(target, draft, verified, state.host), rounds, count
         target, draft, batch = self.drafter.draft(params, state.target, state.draft, state.verified, request)
         target, verified, round_ = self.executor.verify(params.target, target, batch, request)
         return SpeculativeState(target, draft, verified, state.host), round_, 1
 
-    def observe(self, state: SpeculativeState, output: StepOutput) -> None:
+    def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         allowed = state.host.allowed.popleft()
         if self.timer is None:
             return
         if allowed is None:
             self.timer.leave_out()
         else:
-            self.timer.observe(output, allowed=allowed)
+            self.timer.observe(*outputs, allowed=allowed)
 
 
 def _with_states(verified: Verified, states: Any) -> Verified:

@@ -169,6 +169,7 @@ class StreamingExecutor:
     """
 
     in_flight = 1  # a further round would only wait for the pass
+    check = verify_program = None  # a pass has a program for each layer
 
     def __init__(
         self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,

@@ -23,8 +23,8 @@ OUTLIER = 10
 class RoundTimer:
     """Times of rounds of all texts, and what follows from them.
 
-    A round's time is the time from the read of the round before it to its own read: one round runs while the one before
-    is read. The first round of a text has none before it and is not timed.
+    The time of a dispatch of one round or several is the time from the read of the dispatch before it to its own read:
+    one runs while the one before is read. The first one of a text has none before it and is not timed.
     """
 
     def __init__(self, now: Any = hosts.clock):
@@ -85,18 +85,19 @@ class RoundTimer:
             self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
         return self._rounds > self._paused_until
 
-    def observe(self, output: StepOutput, *, allowed: bool, delayed: bool = False) -> None:
-        """A round was read; `allowed` says whether it could draft.
+    def observe(self, *outputs: StepOutput, allowed: bool, delayed: bool = False) -> None:
+        """The rounds of one dispatch were read; `allowed` says whether they could draft.
 
-        `delayed` says whether a pass that is none of the round's ran before it, on the same devices.
+        `delayed` says whether a pass that is none of theirs ran before them, on the same devices.
         """
         now = self.now()
         last, self._last = self._last, now
-        drafted = output.draft_passes > 0 or output.drafted > 0
+        drafted = [len(output.tokens) for output in outputs if output.draft_passes > 0 or output.drafted > 0]
         if last is None:
             return
-        tokens = len(output.tokens)
-        usual = self._usual(tokens, drafted)
+        tokens = sum(len(output.tokens) for output in outputs)
+        rest = tokens - sum(drafted)  # of the rounds without a draft
+        usual = len(drafted) * self._usual(1, True) + (self._usual(rest, False) if rest else 0.0)
         seconds = now - last
         expected = usual + (self.pass_s or 0.0) * delayed
         if usual and seconds > OUTLIER * expected:
@@ -107,9 +108,11 @@ class RoundTimer:
             self.spent_s += spent
             self.pass_s = spent if self.pass_s is None else 0.8 * self.pass_s + 0.2 * spent
         elif drafted:
-            self._drafted.append((tokens, seconds))
-            self._ever[0] += tokens
-            self._ever[1] += seconds
+            # What the rounds without a draft take is known, where plain decoding was timed.
+            share = max(0.0, seconds - rest * self.plain_s) if self.plain_s else seconds * sum(drafted) / tokens
+            self._drafted.extend((count, share / len(drafted)) for count in drafted)
+            self._ever[0] += sum(drafted)
+            self._ever[1] += share
         elif not allowed:
             self._plain.append(seconds / tokens)
 

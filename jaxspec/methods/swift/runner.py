@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -113,7 +114,8 @@ class SwiftRunner(SpeculativeRunner):
             state = dataclasses.replace(state, target=target)
         return state, round_, least
 
-    def observe(self, state: SpeculativeState, output: StepOutput) -> None:
+    def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
+        (output,) = outputs
         text, timer, search = _text(state), self.timer, self.search
         allowed, scored = text.allowed.popleft(), text.scored.popleft()
         total_s, spent_s = timer.total_s, timer.spent_s
