@@ -36,7 +36,7 @@ from jaxspec.results import Completion, DecodeStats
 
 # The types that llama.cpp may requantise the file to, by peer.
 REQUANTISED = {f"llama.cpp-{name}": f"LLAMA_FTYPE_MOSTLY_{name.upper()}" for name in ("q4_0", "q4_k_m", "q8_0")}
-PEERS = {name: ("llama_cpp",) for name in ("llama.cpp", "llama.cpp-lookup", *REQUANTISED)}
+PEERS: dict[str, tuple[str, ...]] = {name: ("llama_cpp",) for name in ("llama.cpp", "llama.cpp-lookup", *REQUANTISED)}
 PEERS["transformers"] = ("torch", "transformers", "gguf")
 # What llama.cpp's Python package proposes for its prompt lookup on a CPU.
 LOOKUP_TOKENS = 2

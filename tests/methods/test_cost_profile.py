@@ -111,7 +111,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     assert report["draft_cost"] == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
     assert report["round_cost"] == pytest.approx((ROW_S + SEARCH_S) / PLAIN_S, abs=1e-3)
     # The device weighs with what the report says, and not with what the measurement needed.
-    np.testing.assert_allclose(engine.runner.drafter._costs.rounds[1], expected[1] + report["round_cost"], rtol=1e-3)
+    np.testing.assert_allclose(engine.runner.drafter.operands.rounds[1], expected[1] + report["round_cost"], rtol=1e-3)
     engine.calibrate(params)
     assert clock.samples == 1 + cost_profile.MOST_SAMPLES, "once"
     again = make_engine(store)

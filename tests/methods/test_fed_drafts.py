@@ -124,8 +124,9 @@ def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
         assert len(prompt) - 12 <= cached < len(prompt) - 1
         assert tokens_of(warm) == tokens_of(cold)
         np.testing.assert_array_equal(logprobs_of(warm), logprobs_of(cold))
-        # The draft proposed the same, too.
-        assert [one.accepted for one in warm] == [one.accepted for one in cold]
+        if case != FED_AUTO:  # which carries what it learned of a draft over to the next text
+            # The draft proposed the same, too.
+            assert [one.accepted for one in warm] == [one.accepted for one in cold]
         prompt += [*tokens_of(warm), *PROMPT[turn : turn + 4]]
 
 
@@ -231,7 +232,7 @@ class Turns:
         self.rounds += 1
         return self.rounds % 3 == 0
 
-    def observe(self, output, *, allowed):
+    def observe(self, *outputs, allowed):
         return None
 
 

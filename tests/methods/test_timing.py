@@ -90,3 +90,16 @@ def test_a_pass_beside_a_round_is_not_the_rounds(timer, clock):
     timer.observe(DRAFTED, allowed=True, delayed=True)
     assert timer.gain == gain
     assert timer.pass_s == timer.spent_s == pytest.approx(3.0)
+
+
+def test_rounds_of_one_dispatch_share_its_time(timer, clock):
+    """What its rounds without a draft take is that of plain decoding."""
+    for seconds, outputs, allowed in (
+        (4.0, [PLAIN], False),
+        (4.0, [PLAIN], False),
+        (9.0, [DRAFTED, PLAIN, DRAFTED], True),
+    ):
+        clock.seconds += seconds
+        timer.observe(*outputs, allowed=allowed)
+    assert timer.plain_s == 1.0 and timer.drafted_s == 2.5
+    assert timer.gain == pytest.approx(4 / 5)

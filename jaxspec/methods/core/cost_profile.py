@@ -207,6 +207,8 @@ class MeasuringRunner(SpeculativeRunner):
         self._profile = profile if can_measure(self.slots, num_rows) else None
         self.times = times
         self._costs = weigh(times)
+        if self._profile is not None and times is None:
+            self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))
 
     @property
     def calibrated(self) -> bool:

@@ -18,9 +18,9 @@ from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 
-# Most rounds of one dispatch, and most rows of a batch: passes over more of them take so long that a dispatch is
-# little beside them.
-ROUNDS_PER_DISPATCH, MOST_ROWS = 4, 32
+# Most rounds of one dispatch; most rows of a batch and bytes of the target: passes over more of them take so long that
+# a dispatch is little beside them, and tokens should not wait for each other.
+ROUNDS_PER_DISPATCH, MOST_ROWS, MOST_BYTES = 4, 32, 256 << 20
 
 # How a drafter makes a batch, for one shard: (parameters of the draft, state, what the last round verified, history,
 # request, further operands) -> state, batch.
@@ -33,7 +33,9 @@ def share_dispatches(target: Placement, draft: Placement | None, num_rows: int) 
     Not on accelerators, whose hosts would wait for a loop that ends where the text does; nor in several processes.
     """
     together = draft is None or draft.plan.mesh == target.plan.mesh
-    return target.plan.kernels.branches and together and num_rows <= MOST_ROWS and not hosts.several()
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params()))
+    small = num_rows <= MOST_ROWS and nbytes <= MOST_BYTES
+    return target.plan.kernels.branches and together and small and not hosts.several()
 
 
 def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, state: Any, operands: Any) -> Program:

@@ -280,12 +280,10 @@ class SpeculativeRunner(Runner):
         # Programs of one round; where rounds share a dispatch, measurements and traces alone run them.
         self.single = tuple(filter(None, (self.drafter.draft_program, self.executor.verify_program)))
         self._rounds = None
-        shares = self.drafter.propose is not None and self.executor.check is not None
-        if shares and share_dispatches(target, self.drafter.placement, num_rows):
-            model = () if self.drafter.placement is None else self.drafter.placement.params()
-            self._rounds = declare_rounds(
-                self.executor, self.drafter.propose, model, self.drafter.state, self.drafter.operands
-            )
+        propose, model = self.drafter.propose, self.drafter.placement
+        if propose is not None and self.executor.check is not None and share_dispatches(target, model, num_rows):
+            shapes = () if model is None else model.params()
+            self._rounds = declare_rounds(self.executor, propose, shapes, self.drafter.state, self.drafter.operands)
             self.programs = (*(one for one in self.programs if one not in self.single), self._rounds)
         if timer is not None:  # its first rounds are plain
             self.late = frozenset({"draft", "verify", "verify open", "verify close", "rounds"})

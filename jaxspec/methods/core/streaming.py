@@ -11,7 +11,15 @@ from jax import Array
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods.core.executor import Checked, Decoded, Meanwhile, ResidentExecutor, TargetExecutor, place_request
+from jaxspec.methods.core.executor import (
+    Check,
+    Checked,
+    Decoded,
+    Meanwhile,
+    ResidentExecutor,
+    TargetExecutor,
+    place_request,
+)
 from jaxspec.methods.core.feature_sequence import TargetSequence
 from jaxspec.methods.core.layer_programs import LayerPrograms
 from jaxspec.methods.core.round import pack_round, round_shapes, verified_shapes
@@ -169,7 +177,9 @@ class StreamingExecutor:
     """
 
     in_flight = 1  # a further round would only wait for the pass
-    check = verify_program = None  # a pass has a program for each layer
+    # A pass has a program for each layer.
+    check: Check | None = None
+    verify_program: Program | None = None
 
     def __init__(
         self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,

@@ -1,0 +1,114 @@
+"""Rounds that share a dispatch: those of single dispatches, as many as fit, and an end where the text ends."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from method_cases import (
+    FLOAT32,
+    LLAMA_AUTO,
+    LLAMA_CHAIN,
+    LLAMA_LOOKUP,
+    LLAMA_SPECEXEC,
+    LLAMA_SPECINFER,
+    PROMPT,
+    SAMPLINGS,
+    Case,
+    Steps,
+    case_id,
+    engine_of,
+    models_of,
+    params_of,
+    run,
+    tokens_of,
+)
+from tiny_models import FAMILIES
+
+from jaxspec.bench.timeline import Timeline
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.core import rounds
+from jaxspec.methods.core.round import ROUND_HEADER, Round, read_rounds
+from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH, share_dispatches
+from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.runtime.placement import Placement
+
+CASES = [LLAMA_CHAIN, LLAMA_LOOKUP, LLAMA_SPECEXEC, LLAMA_SPECINFER, LLAMA_AUTO]
+
+
+def counting_dispatches(monkeypatch, runner):
+    """The number of rounds that each dispatch asks for, as they come."""
+    asked, dispatch = [], runner._rounds
+
+    def counted(*arguments):
+        asked.append(int(arguments[-1]))
+        return dispatch(*arguments)
+
+    monkeypatch.setattr(runner, "_rounds", counted)
+    return asked
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "T=1"])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_are_the_rounds_of_single_dispatches(case, sampling, monkeypatch):
+    """All but the last, which the end of the text cuts; an answer of n rounds takes a quarter of as many dispatches."""
+    asked = counting_dispatches(monkeypatch, engine_of(case).runner)
+    together = run(engine_of(case), params_of(case, "first layer"), PROMPT, 40, 3, **SAMPLINGS[sampling])
+    assert set(asked) <= {1, 2, 3, ROUNDS_PER_DISPATCH} and asked[0] == 1 and len(asked) <= len(together) / 4 + 4
+    steps, alone = Steps(case, "first layer", PROMPT, 3, **SAMPLINGS[sampling], max_tokens=40), []
+    while sum(len(output.tokens) for output in alone) < 40:
+        steps.step()
+        alone.append(dataclasses.replace(steps.output, top=None))
+    if case != LLAMA_AUTO:  # which carries what it learned over to the next text
+        assert together[:-1] == alone[: len(together) - 1]
+    tokens = tokens_of(alone)
+    assert tokens_of(together) == tokens[:40] and len(tokens) < 40 + case.method.max_path
+
+
+def test_no_round_runs_after_the_end_but_the_first_of_a_dispatch():
+    case = LLAMA_CHAIN
+    runner, params = engine_of(case).runner, params_of(case, "copy")  # every round brings five tokens
+    request = runner.place_request(SamplingParams(max_tokens=12, ignore_eos=True), 0)
+    state = runner.prefill(params, runner.start(PROMPT[-1], None), np.array(PROMPT[:-1], np.int32))
+    state, round_, least = runner.round(params, state, request, 12)
+    assert least == ROUNDS_PER_DISPATCH
+    assert [len(output.tokens) for output in read_rounds(round_)] == [5, 5, 5]
+    state, round_, _ = runner.round(params, state, request, 12)
+    assert [len(output.tokens) for output in read_rounds(round_)] == [5]
+
+
+def test_reads_as_many_rounds_as_ran():
+    packed = np.zeros((4, ROUND_HEADER + 3), np.int32)
+    packed[:2, :ROUND_HEADER] = (2, 1, 1, 1), (3, 0, 0, 0)
+    packed[:2, ROUND_HEADER:] = (7, 8, 0), (4, 5, 6)
+    one, other = read_rounds(jax.tree.map(jax.numpy.asarray, Round(packed, np.ones((4, 3), np.float32))))
+    assert (one.tokens, one.accepted, one.draft_passes) == ((7, 8), 1, 1)
+    assert (other.tokens, other.accepted, other.logprobs) == ((4, 5, 6), 0, (1.0,) * 3)
+
+
+def test_where_a_dispatch_is_little_beside_a_round_each_has_its_own(monkeypatch):
+    target, draft = models_of(LLAMA_CHAIN)
+    assert share_dispatches(target, draft, rounds.MOST_ROWS) and share_dispatches(target, None, 2)
+    assert not share_dispatches(target, draft, rounds.MOST_ROWS + 1)
+    elsewhere = Placement(FAMILIES["llama"], plan_mesh(1, offset=1), FLOAT32)
+    assert not share_dispatches(target, elsewhere, 4)
+    monkeypatch.setattr(rounds, "MOST_BYTES", 1000)
+    assert not share_dispatches(target, draft, 4)
+    case = Case("llama", 1, "same", Chain(4))
+    runner = case.method.bind(models_of(case), 150)
+    assert [program.name for program in runner.single] == ["draft", "verify"]
+    assert set(runner.single) <= set(runner.programs) and runner._rounds is None
+
+
+def test_a_trace_shows_the_parts():
+    case = LLAMA_CHAIN
+    engine, params = engine_of(case), params_of(case, "copy")
+    assert isinstance(engine, Engine)
+    with Timeline(engine.models) as timeline:
+        engine.prepare()
+        assert all(program.is_ready() for program in engine.runner.single)
+        found = run(engine, params, PROMPT, 20)
+    names = {event.name for event in timeline.events}
+    assert {"draft", "verify"} <= names and "rounds" not in names and timeline.rounds_read == len(found)
