@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from method_cases import (
@@ -83,7 +83,7 @@ def test_reads_as_many_rounds_as_ran():
     packed = np.zeros((4, ROUND_HEADER + 3), np.int32)
     packed[:2, :ROUND_HEADER] = (2, 1, 1, 1), (3, 0, 0, 0)
     packed[:2, ROUND_HEADER:] = (7, 8, 0), (4, 5, 6)
-    one, other = read_rounds(jax.tree.map(jax.numpy.asarray, Round(packed, np.ones((4, 3), np.float32))))
+    one, other = read_rounds(Round(jnp.asarray(packed), jnp.ones((4, 3))))
     assert (one.tokens, one.accepted, one.draft_passes) == ((7, 8), 1, 1)
     assert (other.tokens, other.accepted, other.logprobs) == ((4, 5, 6), 0, (1.0,) * 3)
 
