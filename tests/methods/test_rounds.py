@@ -60,6 +60,7 @@ def test_are_the_rounds_of_single_dispatches(case, sampling, monkeypatch):
     steps, alone = Steps(case, "first layer", PROMPT, 3, **SAMPLINGS[sampling], max_tokens=40), []
     while sum(len(output.tokens) for output in alone) < 40:
         steps.step()
+        assert steps.output is not None
         alone.append(dataclasses.replace(steps.output, top=None))
     if case != LLAMA_AUTO:  # which carries what it learned over to the next text
         assert together[:-1] == alone[: len(together) - 1]
