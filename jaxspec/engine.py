@@ -89,6 +89,7 @@ class Engine:
         self._runner: Runner | None = None
         self.session_memory = session_memory
         self.check_room = check_room
+        self.traced = False  # whether programs of single rounds, which traces take, are compiled before they are needed
         self._idle: list[IdleSession] = []  # of finished sessions, the latest last
 
     @property
@@ -163,7 +164,8 @@ class Engine:
             self._capacity = capacity
         variant = find_variant(sampling) if sampling else GREEDY
         with watch.preparing():
-            programs = (*self._runner.programs, *(self._runner.single if trace.active is not None else ()))
+            traced = self._runner.single if self.traced or trace.active is not None else ()
+            programs = tuple(dict.fromkeys((*self._runner.programs, *traced)))
             seconds = compile_programs(programs, variant, later=Later(self._runner.late, self._begun))
         if not self._idle:
             # Allocated now, beside what the caller still loads, and not when the first token is waited for.
@@ -283,9 +285,9 @@ class Session:
         self._launch, self._read = self._launch_round, read_rounds
         if trace.active is not None:
             self._launch, self._read = trace.active.generation(self._state, self._launch_round, read_rounds)
-        # Dispatches that were not read yet, with the least number of tokens that each brings; rounds to be given out.
+        # Dispatches that were not read yet, with the least number of tokens that each brings.
         self._in_flight: collections.deque[tuple[Round, int]] = collections.deque()
-        self._ready: collections.deque[StepOutput] = collections.deque()
+        self.ready: collections.deque[StepOutput] = collections.deque()  # rounds that were read with the last one
         self._closed = False
 
     @property
@@ -305,18 +307,18 @@ class Session:
 
     def _step(self) -> StepOutput:
         try:
-            coming = self.num_emitted + sum(len(output.tokens) for output in self._ready)
+            coming = self.num_emitted + sum(len(output.tokens) for output in self.ready)
             coming += sum(least for _, least in self._in_flight)
             while len(self._in_flight) < self._runner.in_flight and coming < self.limit:
                 room = self.limit - coming if coming else 1  # the first token comes alone
                 self._state, round_, least = self._launch(self._params, self._state, self._request, room)
                 self._in_flight.append((round_, least))
                 coming += least
-            if not self._ready:
+            if not self.ready:
                 with watch.waiting():
                     outputs = self._read(self._in_flight.popleft()[0])
                 self._runner.observe(self._state, outputs)
-                self._ready.extend(outputs)
+                self.ready.extend(outputs)
                 self._engine.note_token()
         except BaseException as error:
             # A failed or interrupted dispatch may have consumed the buffers: they are not used again.
@@ -324,7 +326,7 @@ class Session:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 watch.await_verdict()
             raise
-        output = self._ready.popleft().cut(self.limit - self.num_emitted)
+        output = self.ready.popleft().cut(self.limit - self.num_emitted)
         self.num_emitted += len(output.tokens)
         self.tokens += output.tokens
         return output

@@ -90,9 +90,11 @@ def measure(llm: jaxspec.LLM, stopwatch: ctypes.CDLL, tokens: int) -> dict[str, 
     with llm.engine.open(llm.model_params, prompt, sampling, seed=0) as session:
         session.step()
         session.step()
+        while session.ready:
+            session.step()
         read(stopwatch)
         wall, host, cpu, new, rounds = time.perf_counter(), time.thread_time(), time.process_time(), 0, 0
-        while session.limit - session.num_emitted > LAST_TOKENS:
+        while session.ready or session.limit - session.num_emitted > LAST_TOKENS:
             new += len(session.step().tokens)
             rounds += 1
         wall, host, cpu = time.perf_counter() - wall, time.thread_time() - host, time.process_time() - cpu

@@ -124,6 +124,8 @@ def serve(
                 llm = LLM(**arguments, draft=options.get("draft_model"), method=decoding, session_memory=memory)
                 if follow_or_lead(llm, NAME):
                     return
+                llm.engine.traced = True  # the live view shows each round
+                llm.engine.prepare()
             assert listening is not None
             name = served_model_name or Path(llm.model_path).stem
             hosts = LOOPBACK if host in ("127.0.0.1", "localhost", "::1") else ("*",)

@@ -66,11 +66,12 @@ class RoundWatcher:
             return result
 
         def watched_read(round_: Any, *args: Any) -> Any:
-            batch, output = launched.popleft(), read(round_, *args)
-            self._events.put({"round": self._describe(output, batch)})
+            batch, outputs = launched.popleft(), read(round_, *args)
+            for output in outputs:  # one: a round that is watched has its own dispatch
+                self._events.put({"round": self._describe(output, batch)})
             if timeline is not None and time.perf_counter() - self._shown > TIMELINE_SECONDS:
                 self._show(timeline)
-            return output
+            return outputs
 
         return watched_launch, watched_read
 

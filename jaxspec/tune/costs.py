@@ -92,7 +92,7 @@ def measure_rounds(
 ) -> Costs:
     """Add what rounds cost apart from their passes: searches, bookkeeping, dispatch.
     Plain decoding and `auto`, with rounds at no cost so that it drafts a little more, answer a few prompts in turn. One
-    round runs while the one before is read, so the time between two reads is that of a round. Its passes are taken off
+    dispatch runs while the one before is read, so the time between two reads is that of its rounds. Passes come off
     at the times in `costs`, scaled by one-row passes timed before each answer, since a machine's speed drifts. The
     median of the rest counts, and at least 0.
     """
@@ -106,11 +106,13 @@ def measure_rounds(
         progress("rounds", index, len(prompts[:ROUND_PROMPTS]))
         for model, found in zip(models, rest, strict=True):
             unit = statistics.median(one_row(PASSES) / PASSES for _ in range(PASS_REPEATS))
-            for output, seconds in time_rounds(model, encode_prompt(model, prompt), short):
-                if output.drafted:
-                    found.append(seconds / unit - passes[output.drafted] - output.draft_passes * costs.draft_cost)
+            for outputs, seconds in time_dispatches(model, encode_prompt(model, prompt), short):
+                if all(output.drafted for output in outputs):
+                    drafts = sum(output.draft_passes for output in outputs) * costs.draft_cost
+                    spent = sum(passes[output.drafted] for output in outputs) + drafts
+                    found.append((seconds / unit - spent) / len(outputs))
                 elif model is models[0]:
-                    found.append(seconds / unit / len(output.tokens) - 1)
+                    found.append(seconds / unit / sum(len(output.tokens) for output in outputs) - 1)
     plain, drafted = (statistics.median(found) if found else 0.0 for found in rest)
     enough = len(rest[1]) >= ENOUGH_ROUNDS
     return dataclasses.replace(
@@ -121,19 +123,22 @@ def measure_rounds(
     )
 
 
-def time_rounds(llm: Any, ids: list[int], sampling: SamplingParams) -> Iterator[tuple[StepOutput, float]]:
-    """Rounds of an answer but for the first and the last (it is cut), each with the seconds since the one before."""
+def time_dispatches(llm: Any, ids: list[int], sampling: SamplingParams) -> Iterator[tuple[list[StepOutput], float]]:
+    """Rounds of each dispatch but the first and the last (it is cut), with the seconds since the dispatch before."""
     engine, last = llm.engine, None
     engine.check_request(ids, sampling)
     engine.prepare(len(ids) + engine.token_limit(ids, sampling))
     with engine.open(llm.model_params, ids, sampling, sampling.seed or 0) as session:
         while not session.done:
-            output = session.step()
+            outputs = [session.step()]
             now = time.perf_counter()
-            if session.done or not (sampling.ignore_eos or set(llm.eos_ids).isdisjoint(output.tokens)):
+            while session.ready and not session.done:
+                outputs.append(session.step())
+            tokens = {token for output in outputs for token in output.tokens}
+            if session.done or not (sampling.ignore_eos or tokens.isdisjoint(llm.eos_ids)):
                 break
             if last is not None:
-                yield output, now - last
+                yield outputs, now - last
             last = now
     engine.settle()
 

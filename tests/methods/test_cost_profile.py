@@ -13,7 +13,7 @@ from jaxspec.methods.base import Store
 from jaxspec.methods.core import cost_profile
 from jaxspec.methods.core.cost_model import fill_rows
 from jaxspec.methods.core.cost_profile import CostProfile, RoundTimes, can_measure, measured_rows
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
 from jaxspec.runtime import hosts, program_store
 
 CASE = LLAMA_AUTO_LONG._replace(method=Auto())
@@ -37,7 +37,8 @@ class SlowRunner:
         self.seconds, self.runner, self.samples = 0.0, runner, 0
         self.slow = 1.0
         self._verify, self._decode = runner.executor.verify, runner.executor.decode
-        self._draft, self._prefill = runner.drafter.draft, runner.prefill
+        self._draft, self._prefill, self._share = runner.drafter.draft, runner.prefill, runner.share
+        self.saved = 0.0  # seconds that a round costs less where it shares a dispatch
 
     def __call__(self):
         return self.seconds
@@ -61,6 +62,14 @@ class SlowRunner:
             self.samples += 1
             return self._prefill(*arguments)
 
+        def share(*arguments):
+            out = self._share(*arguments)
+            for output in read_rounds(out[-1]):
+                spent = SEARCH_S + ROW_S - self.saved + DRAFT_S * output.draft_passes
+                self.seconds += self.slow * (spent + PLAIN_S * len(output.tokens))
+            return out
+
+        monkeypatch.setattr(self.runner, "share", share)
         monkeypatch.setattr(self.runner.executor, "verify", verify)
         monkeypatch.setattr(self.runner.executor, "decode", decode)
         monkeypatch.setattr(self.runner.drafter, "draft", draft)
@@ -138,6 +147,15 @@ def test_a_machine_that_is_too_slow_is_not_measured_on(clocked, tmp_path):
     assert engine.runner.calibrated and clock.samples == 1
     assert engine.runner.report()["figures"] == "built in"
     assert not (tmp_path / cost_profile.FOLDER).exists()
+
+
+def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
+    engine, clock = clocked
+    clock.saved = SEARCH_S / 2
+    engine.calibrate(params_of(CASE, "copy"))
+    report = engine.runner.report()
+    assert report["round_cost"] == pytest.approx((ROW_S + SEARCH_S / 2) / PLAIN_S, abs=1e-3)
+    assert report["draft_cost"] == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
 
 
 def test_a_slow_machine_is_measured_less_often(clocked):

@@ -11,8 +11,7 @@ from method_cases import Case, count_on, counting, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
 
 from jaxspec.methods.core.cost_model import CostModel, pass_costs
-from jaxspec.methods.core.round import ModelParams, verified_shapes
-from jaxspec.methods.core.runner import first_verified
+from jaxspec.methods.core.round import ModelParams, first_verified, verified_shapes
 from jaxspec.methods.lookup import (
     PRIOR_ACCEPTANCE,
     LookupSettings,

@@ -40,13 +40,13 @@ CASES = [LLAMA_CHAIN, LLAMA_LOOKUP, LLAMA_SPECEXEC, LLAMA_SPECINFER, LLAMA_AUTO]
 
 def counting_dispatches(monkeypatch, runner):
     """The number of rounds that each dispatch asks for, as they come."""
-    asked, dispatch = [], runner._rounds
+    asked, dispatch = [], runner.shared_rounds
 
     def counted(*arguments):
         asked.append(int(arguments[-1]))
         return dispatch(*arguments)
 
-    monkeypatch.setattr(runner, "_rounds", counted)
+    monkeypatch.setattr(runner, "shared_rounds", counted)
     return asked
 
 
@@ -100,7 +100,7 @@ def test_where_a_dispatch_is_little_beside_a_round_each_has_its_own(monkeypatch)
     case = Case("llama", 1, "same", Chain(4))
     runner = case.method.bind(models_of(case), 150)
     assert [program.name for program in runner.single] == ["draft", "verify"]
-    assert set(runner.single) <= set(runner.programs) and runner._rounds is None
+    assert set(runner.single) <= set(runner.programs) and runner.shared_rounds is None
 
 
 def test_a_trace_shows_the_parts():

@@ -25,7 +25,7 @@ def test_log_probabilities_name_the_bytes_and_count_characters():
 def test_the_page_gets_whole_characters():
     watcher = RoundWatcher(TOKENIZER, SimpleNamespace(draft=None, target=None))
     rounds = iter([StepOutput((0, 1), (0.0, 0.0)), StepOutput((2, 3, 4), (0.0,) * 3)])
-    launch, read = watcher.generation(None, lambda: None, lambda _: next(rounds))
+    launch, read = watcher.generation(None, lambda: None, lambda _: [next(rounds)])
     for _ in range(2):
         launch()
         read(None)

@@ -17,7 +17,7 @@ from jaxspec.tune.costs import (
     measure_acceptance,
     measure_rounds,
     predict_chain,
-    time_rounds,
+    time_dispatches,
 )
 
 COSTS = Costs({1: 0.01, 2: 0.011, 4: 0.013, 8: 0.0125, 16: 0.033}, 0.002, 0.25, 0.1)
@@ -64,14 +64,15 @@ def test_what_rounds_cost_besides_their_passes(monkeypatch, enough):
         asked.append(sampling.max_tokens)
         if model.method == Autoregressive():
             # Four tokens a round, one pass each.
-            return [(output([1, 2, 3, 4]), 0.08 * (1 + rest)) for rest in (0.1, 0.125, 3.0)]
-        plain = [(output([1]), seconds) for seconds in (0.1, 0.0, 0.0, 0.0)]
-        drafted = [(output([1, 2], 3, 2), 0.02 * (1.3 + 2 * 0.2 + rest)) for rest in (0.5, 0.25)]
-        copied = [(output([1, 2, 3], 15), 0.02 * (3.3 + rest)) for rest in (0.0, -1.0, 1.5)]
+            return [([output([1, 2, 3, 4])], 0.08 * (1 + rest)) for rest in (0.1, 0.125, 3.0)]
+        plain = [([output([1])], seconds) for seconds in (0.1, 0.0, 0.0, 0.0)]
+        drafted = [([output([1, 2], 3, 2)] * n, n * 0.02 * (1.3 + 2 * 0.2 + rest)) for n, rest in ((1, 0.5), (4, 0.25))]
+        drafted += [([output([1, 2], 3, 2), output([1])], 9.0)]  # of two kinds
+        copied = [([output([1, 2, 3], 15)], 0.02 * (3.3 + rest)) for rest in (0.0, -1.0, 1.5)]
         return plain + drafted + (copied if enough else [])
 
     monkeypatch.setattr(module, "time_target_pass", lambda *_: lambda passes: 0.02 * passes)
-    monkeypatch.setattr(module, "time_rounds", rounds)
+    monkeypatch.setattr(module, "time_dispatches", rounds)
     monkeypatch.setattr(module, "ROUND_PROMPTS", 2)
     llm = SimpleNamespace(with_method=with_method, params={}, engine=SimpleNamespace(models=SimpleNamespace(target=0)))
     before = Costs(COSTS.target_s, COSTS.draft_s)
@@ -90,7 +91,7 @@ def test_costs_are_never_negative(monkeypatch):
     )
     llm.with_method = lambda method: llm
     monkeypatch.setattr(module, "time_target_pass", lambda *_: lambda passes: 0.02 * passes)
-    monkeypatch.setattr(module, "time_rounds", lambda *_: [(output([1, 2], 1), 0.01)] * 8)
+    monkeypatch.setattr(module, "time_dispatches", lambda *_: [([output([1, 2], 1)], 0.01)] * 8)
     prompts = [BenchPrompt(1, "words", ("w1",))]
     found = measure_rounds(llm, Costs(COSTS.target_s, 0.0), prompts, SamplingParams(max_tokens=200), quiet)
     assert (found.round_cost, found.plain_cost, found.quicker) == (0, 0, True)
@@ -98,14 +99,15 @@ def test_costs_are_never_negative(monkeypatch):
 
 
 class FakeSession:
-    """Gives some rounds; its limit is the number of their tokens."""
+    """Gives the rounds of some dispatches; its limit is the number of their tokens."""
 
     def __init__(self, answer, closed):
-        self.answer, self.closed, self.done = list(answer), closed, False
+        self.answer, self.closed, self.done, self.ready = [list(rounds) for rounds in answer], closed, False, []
 
     def step(self):
-        first = self.answer.pop(0)
-        self.done = not self.answer
+        self.ready = self.ready or self.answer.pop(0)
+        first = self.ready.pop(0)
+        self.done = not self.answer and not self.ready
         return first
 
     def __enter__(self):
@@ -118,7 +120,8 @@ class FakeSession:
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_rounds_are_timed_from_one_to_the_next(monkeypatch, ignore_eos):
     """Neither the first nor the last, which may be cut; nothing after the end of a text."""
-    answer = [output([1]), output([3, 4], 4, 2), output([5]), output([9, 6], 4, 2), output([7]), output([8])]
+    drafted, ended = [output([3, 4], 4, 2)] * 4, [output([3]), output([9, 6], 4, 2)]
+    answer = [[output([1])], drafted, [output([5])], ended, [output([7])], [output([8])]]
     times, events = iter([10.0, 10.5, 11.5, 13.5, 17.5, 25.5]), []
     engine = SimpleNamespace(
         check_request=lambda ids, sampling: None, token_limit=lambda ids, sampling: sampling.max_tokens,
@@ -126,7 +129,7 @@ def test_rounds_are_timed_from_one_to_the_next(monkeypatch, ignore_eos):
     )  # fmt: skip
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
     llm = SimpleNamespace(engine=engine, model_params=None, eos_ids=(9,))
-    found = list(time_rounds(llm, [1, 2], SamplingParams(max_tokens=8, ignore_eos=ignore_eos)))
+    found = list(time_dispatches(llm, [1, 2], SamplingParams(max_tokens=8, ignore_eos=ignore_eos)))
     expected = list(zip(answer[1:5], (0.5, 1.0, 2.0, 4.0), strict=True))
     assert found == (expected if ignore_eos else expected[:2])
     assert events == [10, "closed", "settled"]

@@ -27,8 +27,9 @@ from jaxspec.config import SamplingParams
 from jaxspec.errors import CheckpointError
 from jaxspec.json_file import read_json
 from jaxspec.methods.core.cost_model import CostModel, fill_rows
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models
-from jaxspec.methods.core.runner import SpeculativeRunner, SpeculativeState, first_verified
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, first_verified, read_rounds
+from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH
+from jaxspec.methods.core.runner import SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.verify import Draft
 from jaxspec.runtime import hosts, program_store
 from jaxspec.runtime.fingerprint import UnknownError, surroundings
@@ -57,7 +58,8 @@ class RoundTimes:
 
     plain_s: float  # of a token of plain decoding, several per dispatch
     verify_s: Mapping[int, float]  # of a verification, by rows
-    search_s: float  # of what precedes a verification, apart from draft passes
+    # Of what precedes a verification, apart from draft passes, less what rounds that share a dispatch save.
+    search_s: float
     draft_s: float  # of a draft pass of one row; 0 without a draft
     steady: bool = True  # False where equal rounds differed much: another program ran on the machine
 
@@ -139,7 +141,7 @@ def check_times(times: RoundTimes) -> None:
     several = times.plain_s, *times.verify_s.values()
     if not all(0 < seconds < math.inf for seconds in several):
         raise ValueError("a round has no time")
-    if not all(0 <= seconds < math.inf for seconds in (times.search_s, times.draft_s)):
+    if not (math.isfinite(times.search_s) and 0 <= times.draft_s < math.inf):
         raise ValueError("a part of a round has no time")
     rows = list(times.verify_s)
     if len(rows) < 2 or rows[0] != 1 or rows != sorted(rows):
@@ -154,6 +156,7 @@ def measured_rows(num_rows: int) -> list[int]:
 def can_measure(slots: int, num_rows: int) -> bool:
     """Whether all rounds of one sample fit into a cache of so many slots, whatever is accepted."""
     most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows)
+    most += ROUNDS_PER_DISPATCH * STEPS_PER_DISPATCH
     return slots >= CONTEXT + most + num_rows
 
 
@@ -186,7 +189,11 @@ def measure_rounds(
     if short is not None and long is not None and length:
         draft_s = max(0.0, (long - short) / (length - 1)) if length > 1 else short
     search_s = 0.0 if short is None else max(0.0, short - draft_s)
-    usual = statistics.median(sum(sample.values()) for sample in samples[1:])
+    passes = least.pop("shared passes", 0.0)  # of the draft, in each of the rounds that shared a dispatch
+    if "shared" in least:
+        alone = search_s + verify_s[1] - least["plain"]
+        search_s -= max(0.0, alone - least["shared"] + passes * draft_s)
+    usual = statistics.median(sum(sample[name] for name in least if name in sample) for sample in samples[1:])
     return RoundTimes(least["plain"], verify_s, search_s, draft_s, usual < UNSTEADY * sum(least.values()))
 
 
@@ -274,6 +281,18 @@ def _sample(
         spent = (now() - start) / TOGETHER
         if sum(map(int, passes)) == wanted * TOGETHER:
             seconds["draft", wanted] = spent
+    if runner.shared_rounds is not None:
+        # Rounds that verify nothing: what each takes besides its tokens of plain decoding.
+        drafter.use_costs(_costs_of_chains(num_rows, 0))
+        verified = first_verified(executor.verified, next(unseen))
+        jax.block_until_ready(verified)
+        start = now()
+        target, draft, verified, rounds = runner.share(params, target, draft, verified, request, ROUNDS_PER_DISPATCH)
+        jax.block_until_ready(rounds)
+        spent, found = now() - start, read_rounds(rounds)
+        tokens = sum(len(output.tokens) for output in found)
+        seconds["shared"] = max(0.0, spent - tokens * seconds["plain"]) / len(found)
+        seconds["shared passes"] = sum(output.draft_passes for output in found) / len(found)
     return seconds, dataclasses.replace(state, target=target, draft=draft, verified=verified)
 
 

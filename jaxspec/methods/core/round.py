@@ -16,6 +16,7 @@ from jax import Array
 from jaxspec.models.params import Params
 from jaxspec.results import TopTokens
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.transfer import place
 from jaxspec.sampling.accept import Verified, num_ranked
 
 # Tokens that plain decoding computes in one dispatch: they share what a round costs apart from its passes.
@@ -89,6 +90,18 @@ def verified_shapes(target: Placement, max_path: int, layers: Sequence[int] = ()
     row = target.array((max_path,), jnp.int32)
     states = target.array((max_path, len(layers) * target.cfg.embed_dim), jnp.float32) if layers else None
     return Verified(row, target.array((), jnp.int32), row, target.array((max_path,), jnp.float32), states=states)
+
+
+def first_verified(shapes: Verified, root: int) -> Verified:
+    """What a sequence begins with: its root, verified by definition; on the devices."""
+    tokens = np.zeros(shapes.tokens.shape, np.int32)
+    tokens[0] = root
+    values = [tokens, np.int32(1), np.zeros(shapes.path.shape, np.int32), np.zeros(shapes.logprob.shape, np.float32)]
+    if shapes.states is not None:
+        values.append(np.zeros(shapes.states.shape, np.float32))
+    placed: Any = (place(value, shape.sharding) for value, shape in zip(values, jax.tree.leaves(shapes), strict=True))
+    tokens, count, path, logprob, *states = placed
+    return Verified(tokens, count, path, logprob, states=states[0] if states else None)
 
 
 @dataclasses.dataclass(frozen=True)

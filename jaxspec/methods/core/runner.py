@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import struct
 
@@ -14,7 +13,14 @@ from jaxspec.config import SamplingParams
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.executor import TargetExecutor
 from jaxspec.methods.core.feature_sequence import DraftSequence, StatesChunk, kept_with_states
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Round, StepOutput, verified_shapes
+from jaxspec.methods.core.round import (
+    STEPS_PER_DISPATCH,
+    ModelParams,
+    Round,
+    StepOutput,
+    first_verified,
+    verified_shapes,
+)
 from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH, Propose, declare_rounds, share_dispatches
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.streaming import make_executor
@@ -23,7 +29,7 @@ from jaxspec.methods.core.verify import Draft, Rule, draft_shapes
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place, read_scalar
+from jaxspec.runtime.transfer import read_scalar
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request
 
@@ -279,12 +285,14 @@ class SpeculativeRunner(Runner):
         self.programs = (*self.executor.programs, *self.drafter.programs)
         # Programs of one round; where rounds share a dispatch, measurements and traces alone run them.
         self.single = tuple(filter(None, (self.drafter.draft_program, self.executor.verify_program)))
-        self._rounds = None
+        self.shared_rounds = None
         propose, model = self.drafter.propose, self.drafter.placement
         if propose is not None and self.executor.check is not None and share_dispatches(target, model, num_rows):
             shapes = () if model is None else model.params()
-            self._rounds = declare_rounds(self.executor, propose, shapes, self.drafter.state, self.drafter.operands)
-            self.programs = (*(one for one in self.programs if one not in self.single), self._rounds)
+            self.shared_rounds = declare_rounds(
+                self.executor, propose, shapes, self.drafter.state, self.drafter.operands
+            )
+            self.programs = (*(one for one in self.programs if one not in self.single), self.shared_rounds)
         if timer is not None:  # its first rounds are plain
             self.late = frozenset({"draft", "verify", "verify open", "verify close", "rounds"})
 
@@ -347,24 +355,33 @@ class SpeculativeRunner(Runner):
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
         # A round that would wait for programs decodes plainly, and its time says nothing of the rounds to come.
-        loading = self.timer is not None and any(program.is_coming() for program in self.programs)
+        wanted = self.programs if trace.active is None else (*self.programs, *self.single)
+        loading = self.timer is not None and any(program.is_coming() for program in wanted)
         allowed = not loading and (self.timer is None or self.timer.may_draft())
         state.host.allowed.append(None if loading else allowed)
         if not allowed:
             draft = self.drafter.skip(params, state.draft, state.verified)
             target, verified, round_, least = self.executor.decode(params.target, state.target, request, room)
             return SpeculativeState(target, draft, verified, state.host), round_, least
-        if self._rounds is not None and trace.active is None:
-            model = () if self.drafter.placement is None else params.draft
+        if self.shared_rounds is not None and trace.active is None:
             count = min(ROUNDS_PER_DISPATCH, room)
-            target, draft, verified, rounds = self._rounds(
-                params.target, model, state.target, state.draft, state.verified, request, self.drafter.operands,
-                np.int32(count),
-            )  # fmt: skip
+            target, draft, verified, rounds = self.share(
+                params, state.target, state.draft, state.verified, request, count
+            )
             return SpeculativeState(target, draft, verified, state.host), rounds, count
         target, draft, batch = self.drafter.draft(params, state.target, state.draft, state.verified, request)
         target, verified, round_ = self.executor.verify(params.target, target, batch, request)
         return SpeculativeState(target, draft, verified, state.host), round_, 1
+
+    def share(
+        self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, request: Request, count: int
+    ) -> tuple[SequenceState, Any, Verified, Round]:
+        """Dispatch `count` rounds at once; `target` and `draft` are donated."""
+        assert self.shared_rounds is not None
+        model = () if self.drafter.placement is None else params.draft
+        return self.shared_rounds(
+            params.target, model, target, draft, verified, request, self.drafter.operands, np.int32(count)
+        )
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         allowed = state.host.allowed.popleft()
@@ -379,15 +396,3 @@ class SpeculativeRunner(Runner):
 def _with_states(verified: Verified, states: Any) -> Verified:
     """The same with the hidden states before the root; as it is where the root is the first token."""
     return verified if states is None else dataclasses.replace(verified, states=states)
-
-
-def first_verified(shapes: Verified, root: int) -> Verified:
-    """What a sequence begins with: its root, verified by definition; on the devices."""
-    tokens = np.zeros(shapes.tokens.shape, np.int32)
-    tokens[0] = root
-    values = [tokens, np.int32(1), np.zeros(shapes.path.shape, np.int32), np.zeros(shapes.logprob.shape, np.float32)]
-    if shapes.states is not None:
-        values.append(np.zeros(shapes.states.shape, np.float32))
-    placed: Any = (place(value, shape.sharding) for value, shape in zip(values, jax.tree.leaves(shapes), strict=True))
-    tokens, count, path, logprob, *states = placed
-    return Verified(tokens, count, path, logprob, states=states[0] if states else None)

@@ -10,8 +10,8 @@ from typing import Any
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.runtime import hosts
 
-# Rounds without a draft that are measured at first and again after so many rounds; rounds of each kind that are
-# remembered.
+# Dispatches without a draft that are measured at first and again after so many dispatches; rounds of each kind that
+# are remembered.
 PLAIN_ROUNDS, PLAIN_EVERY, REMEMBERED = 3, 256, 64
 # Drafted rounds after which the measured gain counts (half as many once it was too low), and rounds without drafts
 # while it is too low: the first time, and at most.
@@ -108,8 +108,13 @@ class RoundTimer:
             self.spent_s += spent
             self.pass_s = spent if self.pass_s is None else 0.8 * self.pass_s + 0.2 * spent
         elif drafted:
-            # What the rounds without a draft take is known, where plain decoding was timed.
-            share = max(0.0, seconds - rest * self.plain_s) if self.plain_s else seconds * sum(drafted) / tokens
+            # The part of the rounds with a draft: as usual if they were timed before, else what plain ones leave.
+            if rest and self.plain_s and not self.drafted_s:
+                share = max(0.0, seconds - rest * self.plain_s)
+            elif rest and self.plain_s:
+                share = seconds * len(drafted) * (self.drafted_s or 0.0) / usual
+            else:
+                share = seconds * sum(drafted) / tokens
             self._drafted.extend((count, share / len(drafted)) for count in drafted)
             self._ever[0] += sum(drafted)
             self._ever[1] += share
