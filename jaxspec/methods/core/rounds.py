@@ -14,7 +14,6 @@ from jax import Array
 from jaxspec.methods.core.executor import TargetExecutor
 from jaxspec.methods.core.round import round_shapes
 from jaxspec.methods.core.verify import Draft
-from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 
@@ -30,12 +29,12 @@ Propose = Callable[..., tuple[Any, Draft]]
 def share_dispatches(target: Placement, draft: Placement | None, num_rows: int) -> bool:
     """Whether rounds of batches of `num_rows` rows share dispatches.
 
-    Not on accelerators, whose hosts would wait for a loop that ends where the text does; nor in several processes.
+    Not on accelerators, whose hosts would wait for a loop that ends where the text does; nor on several devices.
     """
-    together = draft is None or draft.plan.mesh == target.plan.mesh
+    alone = len(target.plan.devices) == 1 and (draft is None or draft.plan.mesh == target.plan.mesh)
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params()))
     small = num_rows <= MOST_ROWS and nbytes <= MOST_BYTES
-    return target.plan.kernels.branches and together and small and not hosts.several()
+    return target.plan.kernels.branches and alone and small
 
 
 def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, state: Any, operands: Any) -> Program:
