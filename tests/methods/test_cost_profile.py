@@ -37,7 +37,7 @@ class SlowRunner:
         self.seconds, self.runner, self.samples = 0.0, runner, 0
         self.slow = 1.0
         self._verify, self._decode = runner.executor.verify, runner.executor.decode
-        self._draft, self._prefill, self._share = runner.drafter.draft, runner.prefill, runner.share
+        self._draft, self._prefill, self._dispatch = runner.drafter.draft, runner.prefill, runner.dispatch_rounds
         self.saved = 0.0  # seconds that a round costs less where it shares a dispatch
 
     def __call__(self):
@@ -62,14 +62,14 @@ class SlowRunner:
             self.samples += 1
             return self._prefill(*arguments)
 
-        def share(*arguments):
-            out = self._share(*arguments)
+        def dispatch(*arguments):
+            out = self._dispatch(*arguments)
             for output in read_rounds(out[-1]):
                 spent = SEARCH_S + ROW_S - self.saved + DRAFT_S * output.draft_passes
                 self.seconds += self.slow * (spent + PLAIN_S * len(output.tokens))
             return out
 
-        monkeypatch.setattr(self.runner, "share", share)
+        monkeypatch.setattr(self.runner, "dispatch_rounds", dispatch)
         monkeypatch.setattr(self.runner.executor, "verify", verify)
         monkeypatch.setattr(self.runner.executor, "decode", decode)
         monkeypatch.setattr(self.runner.drafter, "draft", draft)

@@ -287,7 +287,9 @@ def _sample(
         verified = first_verified(executor.verified, next(unseen))
         jax.block_until_ready(verified)
         start = now()
-        target, draft, verified, rounds = runner.share(params, target, draft, verified, request, ROUNDS_PER_DISPATCH)
+        target, draft, verified, rounds = runner.dispatch_rounds(
+            params, target, draft, verified, request, ROUNDS_PER_DISPATCH
+        )
         jax.block_until_ready(rounds)
         spent, found = now() - start, read_rounds(rounds)
         tokens = sum(len(output.tokens) for output in found)

@@ -365,7 +365,7 @@ class SpeculativeRunner(Runner):
             return SpeculativeState(target, draft, verified, state.host), round_, least
         if self.shared_rounds is not None and trace.active is None:
             count = min(ROUNDS_PER_DISPATCH, room)
-            target, draft, verified, rounds = self.share(
+            target, draft, verified, rounds = self.dispatch_rounds(
                 params, state.target, state.draft, state.verified, request, count
             )
             return SpeculativeState(target, draft, verified, state.host), rounds, count
@@ -373,7 +373,7 @@ class SpeculativeRunner(Runner):
         target, verified, round_ = self.executor.verify(params.target, target, batch, request)
         return SpeculativeState(target, draft, verified, state.host), round_, 1
 
-    def share(
+    def dispatch_rounds(
         self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, request: Request, count: int
     ) -> tuple[SequenceState, Any, Verified, Round]:
         """Dispatch `count` rounds at once; `target` and `draft` are donated."""
