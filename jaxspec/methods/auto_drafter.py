@@ -118,7 +118,8 @@ class AutoDrafter(ModelDrafter):
         self._create = Program("draft begin", create, plan, parts, state, donate=[0, 1])
         self._restart = Program("draft begin again", restart, plan, [*parts, stats], state, donate=[0, 1, 2])
         args = [placement.params(), state, verified, placement.history(), placement.request(), costs.shapes(placement)]
-        self.draft_program, self.propose = Program("draft", draft, plan, args, (state, self.shapes), donate=[1]), draft
+        self.draft_program = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
+        self.propose = draft
         # A draft that is fed hidden states takes them in at once: nothing else keeps them.
         self._is_fed = is_fed
         taken = [placement.params() if is_fed else (), state, verified]
@@ -129,7 +130,7 @@ class AutoDrafter(ModelDrafter):
 
     def use_costs(self, costs: CostModel) -> None:
         """Weigh drafts with these figures from now on."""
-        self.operands = costs.place(self._placement)
+        self.operands = costs.place(self.placement)
 
     def start(self, root: int, state: AutoState | None) -> AutoState:
         """See `Drafter.start`; what was learned of the draft counts in the next text, too, with less weight."""

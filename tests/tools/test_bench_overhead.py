@@ -14,7 +14,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "bench_overhead.py"
 
 @pytest.mark.slow
 @pytest.mark.real_model
-@pytest.mark.skipif(native.load() is None, reason="no native library")
+@pytest.mark.skipif(native.load().level is None, reason="no native library")
 def test_operations_are_counted():
     command = [sys.executable, str(TOOL), "--methods", "ar", "--tokens", "64", "--repeats", "1"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

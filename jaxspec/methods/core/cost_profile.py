@@ -282,7 +282,7 @@ def _sample(
         if sum(map(int, passes)) == wanted * TOGETHER:
             seconds["draft", wanted] = spent
     if runner.shared_rounds is not None:
-        # Rounds that verify nothing: what each takes besides its tokens of plain decoding.
+        # Rounds that verify no draft: what each takes apart from its tokens, which are decoded plainly.
         drafter.use_costs(_costs_of_chains(num_rows, 0))
         verified = first_verified(executor.verified, next(unseen))
         jax.block_until_ready(verified)

@@ -4,6 +4,7 @@ Letters: P `max_path`, the most tokens that a round can add.
 """
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ def read_rounds(round_: Round) -> list[StepOutput]:
         return [read_round(round_)]
     several = jax.tree.map(np.asarray, round_)
     ran = range(int((several.packed[:, 0] > 0).sum()))
-    return [read_round(jax.tree.map(lambda leaf: leaf[number], several)) for number in ran]  # noqa: B023
+    return [read_round(jax.tree.map(operator.itemgetter(number), several)) for number in ran]
 
 
 def read_round(round_: Round) -> StepOutput:

@@ -179,7 +179,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, placement: Placement, slots: int, num_rows: int, extra: Any = None):
         """Declare the programs of a cache of `slots` slots; `extra` are shapes of `Draft.extra`."""
-        self.placement = self._placement = placement
+        self.placement: Placement = placement
         features = placement.cfg.features
         kind = ModelSequence if features is None else DraftSequence
         self._sequence = kind(placement, slots, "draft", keeps_text=False)
@@ -188,7 +188,7 @@ class ModelDrafter(Drafter):
 
     def declare(self, verified: Verified, state: Any, draft: Callable[..., Any]) -> None:
         """Declare how a batch is proposed: a function of parameters, state, `verified`, history and request."""
-        placement, self.state = self._placement, state
+        placement, self.state = self.placement, state
         args = [placement.params(), state, verified, placement.history(), placement.request()]
         self.draft_program = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
         self.propose = lambda *arguments: draft(*arguments[:-1])
@@ -196,7 +196,7 @@ class ModelDrafter(Drafter):
 
     def declare_begin(self, state: Any, begin: Callable[[SequenceState], Any]) -> None:
         """Declare how the state of an empty sequence is made."""
-        plan = self._placement.plan
+        plan = self.placement.plan
         self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
         self.programs = (*self.programs, self._begin)
 
@@ -355,7 +355,8 @@ class SpeculativeRunner(Runner):
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
         # A round that would wait for programs decodes plainly, and its time says nothing of the rounds to come.
-        wanted = self.programs if trace.active is None else (*self.programs, *self.single)
+        shares = self.shared_rounds is not None and trace.active is None
+        wanted = self.programs if shares else (*self.programs, *self.single)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         allowed = not loading and (self.timer is None or self.timer.may_draft())
         state.host.allowed.append(None if loading else allowed)
@@ -363,7 +364,7 @@ class SpeculativeRunner(Runner):
             draft = self.drafter.skip(params, state.draft, state.verified)
             target, verified, round_, least = self.executor.decode(params.target, state.target, request, room)
             return SpeculativeState(target, draft, verified, state.host), round_, least
-        if self.shared_rounds is not None and trace.active is None:
+        if shares:
             count = min(ROUNDS_PER_DISPATCH, room)
             target, draft, verified, rounds = self.dispatch_rounds(
                 params, state.target, state.draft, state.verified, request, count

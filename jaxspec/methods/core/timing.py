@@ -108,13 +108,11 @@ class RoundTimer:
             self.spent_s += spent
             self.pass_s = spent if self.pass_s is None else 0.8 * self.pass_s + 0.2 * spent
         elif drafted:
-            # The part of the rounds with a draft: as usual if they were timed before, else what plain ones leave.
-            if rest and self.plain_s and not self.drafted_s:
-                share = max(0.0, seconds - rest * self.plain_s)
-            elif rest and self.plain_s:
-                share = seconds * len(drafted) * (self.drafted_s or 0.0) / usual
-            else:
-                share = seconds * sum(drafted) / tokens
+            share = seconds * sum(drafted) / tokens  # of the rounds with a draft
+            if rest and self.plain_s:
+                # As usual if they were timed before, else what plain ones leave.
+                left = max(0.0, seconds - rest * self.plain_s)
+                share = seconds * len(drafted) * self.drafted_s / usual if self.drafted_s else left
             self._drafted.extend((count, share / len(drafted)) for count in drafted)
             self._ever[0] += sum(drafted)
             self._ever[1] += share
