@@ -7,25 +7,25 @@
     python tools/distil_draft.py export RUN DRAFT --quantize q8_0
     jaxspec-decode --draft-model DRAFT ...
 
-A draft is some of the target's own layers, or with `train --kind eagle3` a head that is fed the target's hidden states.
+A draft is some of the target's own layers; with `train --kind added` such layers that are fed the target's hidden
+states, too; or with `--kind eagle3` a head that is fed them.
 Each command can be killed and run again: it goes on where it was, and ends with the same bytes. `--model` names the
 target; without it, it is the default model. Needs the extra `train` (optax).
 """
 
 import dataclasses
-import enum
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import typer
 from distil.batches import Packer, choose_head, split_held_out
-from distil.eagle import HeadTrainer, head_config, init_head, measure_head, whole_leaves
-from distil.export import save_draft, save_head
+from distil.eagle import scale_states, whole_leaves
+from distil.export import is_native, read_native, save_draft, save_head
+from distil.kinds import FED, Kind, Student, open_student
 from distil.runs import (
     CHECKPOINTS,
     CURVE,
@@ -40,23 +40,15 @@ from distil.runs import (
     read_settings,
     show_progress,
 )
-from distil.sample import Sampler, SampleSettings, answers_of, sample_shards, target_digest
+from distil.sample import Sampler, SampleSettings, answers_of, sample_shards
 from distil.shards import write_meta
-from distil.states import KeptStates, StateSource, TargetStates
-from distil.student import init_student, student_config
-from distil.train import (
-    Quality,
-    Trainer,
-    TrainSettings,
-    latest_step,
-    measure_quality,
-    restore_params,
-)
+from distil.states import target_digest
+from distil.train import TrainSettings, batches, latest_step, restore_params
 
 from jaxspec import LLM
 from jaxspec.checkpoint.shipped import vocabulary_digest
+from jaxspec.config import DType
 from jaxspec.errors import JaxspecError
-from jaxspec.models.config import ModelConfig
 from jaxspec.models.features import default_layers
 from jaxspec.models.params import Params
 
@@ -64,25 +56,21 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 Model = Annotated[str | None, typer.Option(help="The target's checkpoint [the default model].")]
 TargetDtype = Annotated[str, typer.Option(help="Of the target's weights: float32, or bfloat16 on a GPU.")]
-
-
-class Kind(enum.StrEnum):
-    """What a draft is."""
-
-    LAYERS = "layers"
-    EAGLE3 = "eagle3"
+SampleDtype = Annotated[str, typer.Option(help="Of the target's weights: auto (as it decodes), float32, bfloat16.")]
 
 
 # What `--layers` is where it is not given: of the default model.
 OWN_LAYERS = "0,1,29"
 UNROLL = 4
+# Most held-out conversations that a look during training reads, evenly spread.
+LOOKED_AT = 256
 
 
 @app.command()
 def sample(
     data: Annotated[Path, typer.Argument(help="Folder of the sampled conversations.")],
     model: Model = None,
-    target_dtype: TargetDtype = "float32",
+    target_dtype: SampleDtype = "auto",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to sample, at least.")] = 1_000_000,
     branches: Annotated[int, typer.Option(min=1, help="Conversations side by side.")] = SampleSettings.branches,
     steps: Annotated[int, typer.Option(min=2, help="Passes of a shard.")] = SampleSettings.steps,
@@ -92,13 +80,18 @@ def sample(
     passages: Annotated[
         Path | None, typer.Option(help="Sampled conversations whose answers are texts to work on in these.")
     ] = None,
+    states: Annotated[
+        str | None, typer.Option(help="Layers whose inputs are kept beside the conversations, for --kind eagle3.")
+    ] = None,
 ) -> None:
     """Let the target write conversations, and keep its top logits."""
     settings = SampleSettings(branches, steps, top, longest, seed)
-    llm = _open_target(model, target_dtype)
+    llm = _open_target(model, target_dtype, get_args(DType))
+    last = llm.engine.target.cfg.num_layers
+    kept = [] if states is None else _parse_numbers("--states", states, last)
     shards = range(math.ceil(tokens / (branches * steps)))
     try:
-        sampler = Sampler(llm, settings, answers_of(llm, passages) if passages else ())
+        sampler = Sampler(llm, settings, answers_of(llm, passages) if passages else (), kept)
         write_meta(data, sampler.meta())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -113,24 +106,23 @@ def train(
     run: Annotated[Path, typer.Argument(help="Folder of the checkpoints; an existing run goes on.")],
     model: Model = None,
     target_dtype: TargetDtype = "float32",
-    kind: Annotated[Kind, typer.Option(help="Layers of the target, or a head that is fed its hidden states.")] = (
-        Kind.LAYERS
-    ),
+    kind: Annotated[
+        Kind,
+        typer.Option(help="Layers of the target; a head that is fed its hidden states; or layers that are fed them."),
+    ] = Kind.LAYERS,
     layers: Annotated[
+        str | None, typer.Option(help=f"Layers of the target that the draft starts from [{OWN_LAYERS}].")
+    ] = None,
+    states: Annotated[
         str | None,
-        typer.Option(
-            help=f"Layers of the target that the draft starts from [{OWN_LAYERS}]; with --kind eagle3, layers whose "
-            "inputs it is fed [the 3rd, the middle one, the 3rd from the end]."
-        ),
+        typer.Option(help="Layers of the target whose inputs the draft is fed [the 3rd, middle, 3rd from the end]."),
     ] = None,
-    unroll: Annotated[
-        int | None, typer.Option(min=1, help=f"Steps on its own states, for --kind eagle3 [{UNROLL}].")
-    ] = None,
+    unroll: Annotated[int | None, typer.Option(min=1, help=f"Steps on its own states [{UNROLL}].")] = None,
     learn_head: Annotated[
         bool, typer.Option("--learn-head", help="Learn the head's rows too; for --kind eagle3, else the target's stay.")
     ] = False,
     keep_states: Annotated[
-        Path | None, typer.Option(help="Folder that keeps the target's hidden states; for --kind eagle3.")
+        Path | None, typer.Option(help="Folder that keeps hidden states which `sample` did not.")
     ] = None,
     head: Annotated[
         int, typer.Option(min=0, help="Tokens that the draft can propose, the most frequent; 0 for all.")
@@ -142,7 +134,7 @@ def train(
     dtype: Annotated[str, typer.Option(help="Of the products' operands.")] = TrainSettings.dtype,
     begin_with: Annotated[
         Path | None,
-        typer.Option(help="Another run of the same layers, whose newest weights this one starts from."),
+        typer.Option(help="Another run of the same layers, or a draft in native format, to start from."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of the data.")] = TrainSettings.seed,
     more_data: Annotated[list[Path] | None, typer.Option(help="Another folder of conversations; repeatable.")] = None,
@@ -156,18 +148,29 @@ def train(
     # Not by `min=`, which lets NaN pass.
     if not 0 < learning_rate < math.inf:
         raise typer.BadParameter(f"--learning-rate {learning_rate}: must be a positive number")
-    if kind is not Kind.EAGLE3 and (unroll is not None or learn_head or keep_states is not None):
-        raise typer.BadParameter("--unroll, --learn-head and --keep-states are for --kind eagle3")
+    if kind not in FED and (states is not None or unroll is not None or keep_states is not None):
+        raise typer.BadParameter("--states, --unroll and --keep-states are for --kind eagle3 and added")
+    if learn_head and kind is not Kind.EAGLE3:
+        raise typer.BadParameter("--learn-head is for --kind eagle3")
+    if layers is not None and kind is Kind.EAGLE3:
+        raise typer.BadParameter("--layers: a head has no layers of the target; --states says which it is fed")
     settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed, dtype=dtype)
     llm = _open_target(model, target_dtype)
     vocab_size, digest = llm.engine.target.cfg.vocab_size, target_digest(llm)
-    chosen = _parse_layers(layers, kind, llm.engine.target.cfg.num_layers)
+    num_layers = llm.engine.target.cfg.num_layers
     # A run with a checkpoint of its own needs the weights that it began with no more.
     begun = latest_step(run / CHECKPOINTS) is not None
-    made_of: dict[str, Any] = {"kind": str(kind), "layers": chosen}
-    if kind is Kind.EAGLE3:
-        made_of |= {"unroll": unroll or UNROLL, "learn_head": learn_head, "keeps_states": keep_states is not None}
-    base = _base_settings(begin_with, digest, made_of) if begin_with is not None and not begun else {}
+    made_of: dict[str, Any] = {"kind": str(kind)}
+    if kind is not Kind.EAGLE3:
+        made_of["layers"] = _parse_numbers("--layers", layers or OWN_LAYERS, num_layers - 1)
+    if kind in FED:
+        # It may also be fed what leaves the last layer.
+        fed = default_layers(num_layers) if states is None else _parse_numbers("--states", states, num_layers)
+        made_of |= {"states": list(fed), "unroll": unroll or UNROLL, "learn_head": learn_head}
+        made_of["keeps_states"] = keep_states is not None
+    begin_draft = begin_with if begin_with is not None and not begun and is_native(begin_with) else None
+    begin_run = None if begun or begin_draft is not None else begin_with
+    base = {} if begin_run is None else _base_settings(begin_run, digest, made_of)
     folders = [data, *(more_data or [])]
     metas = read_metas(folders, digest)
     conversations, prefix = read_conversations(folders, tokens), metas[0]["prefix"]
@@ -187,12 +190,17 @@ def train(
         "tokens": sum(len(c.token) for c in learned),
     }  # fmt: skip
     old = earlier_settings(run, noted, begun)
-    student = _open_student(llm, noted, length, keep_states)
+    student = open_student(llm, noted, length, keep_states, folders)
     params = student.params
-    if begin_with is not None and not begun:
+    if begin_draft is not None:
+        params = read_native(begin_draft, student.cfg, params, vocabulary_digest(llm.tokenizer.token_strings()))
+    if kind is Kind.ADDED and student.states is not None and not begun and begin_run is None:
+        first = next(batches(packer, learned, settings))
+        params = params | {"fc_norm": scale_states(student.cfg, student.states(first), first)}
+    if begin_run is not None:
         noted["begin_step"] = old.get("begin_step", base["latest"])
         try:
-            params = restore_params(params, as_settings(base), begin_with / CHECKPOINTS, noted["begin_step"])
+            params = restore_params(params, as_settings(base), begin_run / CHECKPOINTS, noted["begin_step"])
         except FileNotFoundError as error:
             raise typer.BadParameter(f"{error}, which {run} began with; name another run") from error
     if not begun:
@@ -200,9 +208,10 @@ def train(
         keep_settings(run, noted, goes_on=bool(old))
     trainer = student.trainer(params, packer, learned, settings, run / CHECKPOINTS, save_every)
     curve = Curve(run / CURVE, trainer.step)
+    looked_at = held_out[:: math.ceil(len(held_out) / LOOKED_AT)]
 
     def look(step: int) -> None:
-        curve.add(step, rows * length, student.quality(trainer.params, packer, held_out, rows))
+        curve.add(step, rows * length, student.quality(trainer.params, packer, looked_at, rows))
 
     with show_progress() as progress:
         task = progress.add_task("steps", total=steps, completed=trainer.step)
@@ -234,7 +243,7 @@ def export(
     llm = _open_target(model, target_dtype)
     student, trained = _trained_student(llm, run)
     try:
-        if student.states is not None:
+        if student.cfg.has_own_head:
             if quantize is not None:
                 raise typer.BadParameter("--quantize: an EAGLE-3 folder holds numbers; run jaxspec-convert on it")
             num_bytes = save_head(draft, student.cfg, whole_leaves(trained, student.head))
@@ -260,7 +269,7 @@ def measure(
         raise typer.BadParameter(f"{data}: the run has learned from text of seed {meta['seed']}; sample with another")
     conversations, prefix = read_conversations([data], 0), meta["prefix"]
     length = len(prefix) - 1 + max(len(c.token) for c in conversations)
-    student, trained = _trained_student(llm, run, length)
+    student, trained = _trained_student(llm, run, length, [data])
     vocab_size = llm.engine.target.cfg.vocab_size
     packer = Packer(prefix, length, np.array(student.cfg.head_ids or range(vocab_size), np.int32), vocab_size)
     try:
@@ -280,93 +289,31 @@ def curve(
     typer.echo(f"{plot}: {points} points, last agreement {agreement:.3f}")
 
 
-def _open_target(model: str | None, dtype: str) -> LLM:
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"--target-dtype {dtype!r}: must be float32 or bfloat16")
-    return LLM(model, method="ar", dtype=dtype)
+def _open_target(model: str | None, dtype: str, possible: Sequence[str] = ("float32", "bfloat16")) -> LLM:
+    if dtype not in possible:
+        raise typer.BadParameter(f"--target-dtype {dtype!r}: must be {' or '.join(possible)}")
+    return LLM(model, method="ar", dtype=cast(DType, dtype))
 
 
-def _head_rows(llm: LLM, head_ids: np.ndarray) -> jax.Array:
-    """The target's rows of a student's head, [V_head, D]."""
-    return jnp.asarray(np.asarray(llm.params.get("head", llm.params["embed"]))[head_ids])
-
-
-@dataclasses.dataclass
-class _Student:
-    """A draft in training.
-
-    Attributes:
-      cfg: its geometry.
-      params: what it begins with.
-      embed: the target's embedding.
-      head: the target's rows of its head.
-      states: gives the target's hidden states; None for a draft that is fed none.
-      unroll: steps on its own states.
-    """
-
-    cfg: ModelConfig
-    params: Params
-    embed: jax.Array
-    head: jax.Array
-    states: StateSource | None = None
-    unroll: int = 0
-
-    def trainer(self, params: Params, *words: Any) -> Trainer:
-        """`words` are those of `Trainer` from `packer` on."""
-        if self.states is None:
-            return Trainer(params, self.cfg, self.embed, self.head, *words)
-        return HeadTrainer(params, self.cfg, self.embed, self.head, self.states, self.unroll, *words)
-
-    def quality(self, params: Params, *words: Any) -> Quality:
-        """`words` are those of `measure_quality` from `packer` on."""
-        if self.states is None:
-            return measure_quality(params, self.cfg, self.embed, self.head, *words)
-        return measure_head(params, self.cfg, self.embed, self.head, self.states, *words)
-
-
-def _open_student(llm: LLM, settings: dict[str, Any], length: int, keep_states: Path | None = None) -> _Student:
-    """The student that a run's settings describe, for rows of `length` tokens; runs of earlier versions have no kind.
-
-    Without a length its states cannot be asked for.
-    """
-    target, layers = llm.engine.target.cfg, settings["layers"]
-    head_ids = settings["head_ids"]
-    embed, head = llm.params["embed"], _head_rows(llm, np.array(head_ids or range(target.vocab_size), np.int32))
-    if settings.get("kind", Kind.LAYERS) == Kind.LAYERS:
-        return _Student(student_config(target, layers, head_ids), init_student(llm.params, layers), embed, head)
-    cfg = head_config(target, layers, head_ids)
-    params = init_head(llm.params, cfg) | ({"head": head.astype(jnp.float32)} if settings["learn_head"] else {})
-    computed = TargetStates(llm, layers, length)
-    try:
-        states = computed if keep_states is None else KeptStates(computed, keep_states)
-    except ValueError as error:
-        raise typer.BadParameter(f"--keep-states {error}") from error
-    return _Student(cfg, params, embed, head, states, settings["unroll"])
-
-
-def _trained_student(llm: LLM, run: Path, length: int = 1) -> tuple[_Student, Params]:
+def _trained_student(llm: LLM, run: Path, length: int = 1, data: Sequence[Path] = ()) -> tuple[Student, Params]:
     """A run's student and its newest parameters."""
     settings = read_settings(run)
     if settings["target"] != target_digest(llm):
         raise typer.BadParameter(f"{run}: was trained for another target")
-    student = _open_student(llm, settings, length)
+    student = open_student(llm, settings, length, data=data)
     try:
         return student, restore_params(student.params, as_settings(settings), run / CHECKPOINTS)
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def _parse_layers(text: str | None, kind: Kind, num_layers: int) -> list[int]:
-    # A head may also be fed what leaves the last layer.
-    last = num_layers if kind is Kind.EAGLE3 else num_layers - 1
-    if text is None:
-        text = ",".join(map(str, default_layers(num_layers))) if kind is Kind.EAGLE3 else OWN_LAYERS
+def _parse_numbers(option: str, text: str, last: int) -> list[int]:
     try:
         layers = [int(layer) for layer in text.split(",")]
     except ValueError:
         layers = []
     if not layers or not all(0 <= layer <= last for layer in layers):
-        raise typer.BadParameter(f"--layers {text!r}: must be numbers from 0 to {last}, with commas between")
+        raise typer.BadParameter(f"{option} {text!r}: must be numbers from 0 to {last}, with commas between")
     return layers
 
 
@@ -377,9 +324,10 @@ def _base_settings(base: Path, target: str, made_of: dict[str, Any]) -> dict[str
         raise typer.BadParameter(f"--begin-with {base}: was trained for another target")
     if (kind := settings.get("kind", str(Kind.LAYERS))) != made_of["kind"]:
         raise typer.BadParameter(f"--begin-with {base}: is of --kind {kind}")
-    if settings["layers"] != made_of["layers"]:
-        theirs = ",".join(map(str, settings["layers"]))
-        raise typer.BadParameter(f"--begin-with {base}: has the target's layers {theirs}; give the same --layers")
+    for name in ("layers", "states"):
+        if settings.get(name) != made_of.get(name):
+            theirs = ",".join(map(str, settings.get(name, ())))
+            raise typer.BadParameter(f"--begin-with {base}: has the target's layers {theirs}; give the same --{name}")
     if settings.get("learn_head", False) != made_of.get("learn_head", False):
         raise typer.BadParameter(f"--begin-with {base}: only one of the two has --learn-head")
     latest = latest_step(base / CHECKPOINTS)

@@ -133,12 +133,15 @@ class ModelConfig:
         if self.features is not None:
             plain = self.units is None and self.experts is None and self.norms == "pre" and not self.tied
             _require(plain, "a draft that is fed hidden states has plain layers and an untied head")
-            _require(self.has_own_head or not ids, "head_ids restricts a feature draft's own head; it has the target's")
+            lends = self.features.kind == "added" and self.shares_embedding
+            problem = "head_ids restricts a feature draft's own head; it has the target's"
+            _require(self.has_own_head or lends or not ids, problem)
             if self.shares_embedding:
                 widths = f"an embedding of width {self.features.target_dim}, the draft has {self.embed_dim}"
                 _require(self.embed_dim == self.features.target_dim, f"features and shares_embedding need {widths}")
-            if self.features.kind == "eagle1":
-                _require(self.embed_dim == self.features.target_dim, "an EAGLE-1 draft is as wide as its target")
+            if not self.features.own_head:
+                as_wide = self.embed_dim == self.features.target_dim
+                _require(as_wide, "a feature draft with its target's head is as wide as the target")
 
     @property
     def has_own_head(self) -> bool:

@@ -1,4 +1,4 @@
-"""The forward pass of a feature draft (EAGLE-3, EAGLE-1): rows join a token to the hidden state before it.
+"""The forward pass of a feature draft (EAGLE-3, EAGLE-1 and our own): rows join a token to the hidden state before it.
 
 Row t of the draft stands for token t + 1 of a text and takes the state of token t: true states of the target where the
 text is verified (`fuse`), the parent's own state inside a draft tree. Its rotary position is t, as in the published
@@ -59,7 +59,9 @@ def forward_draft(
     x, cache, _ = run_layers(params, cfg, token, position, cache, window, None, enter=_enter(params, cfg, state))
     features = cfg.features
     assert features is not None
-    hidden = rms_norm(x, params["final_norm"], cfg.norm_eps) if features.kind == "eagle3" else x
+    hidden = x if features.kind == "eagle1" else rms_norm(x, params["final_norm"], cfg.norm_eps)
+    if features.kind == "added":
+        return hidden, linear(hidden, as_matrix(params["fc_own"], cfg.embed_dim), active_rows), cache
     return hidden, hidden if features.norm_output else x, cache
 
 
@@ -82,6 +84,8 @@ def _enter(
     def enter(embedded: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         if features.kind == "eagle1":
             return _project(params, jnp.concatenate([embedded, state], axis=1)), None
+        if features.kind == "added":
+            return embedded + state, None
         first = params["layers"][0]
         normed = rms_norm(state, first["hidden_norm"], cfg.norm_eps)
         joined = jnp.concatenate([rms_norm(embedded, first["attn_norm"], cfg.norm_eps), normed], axis=1)

@@ -25,7 +25,8 @@ class FeatureConfig:
         final norm. Empty: `default_layers` of the target.
       kind: "eagle3": the first layer attends with norms of token and state beside each other; the state is its
         residual stream. "eagle1": `fc` joins token and state to the residual stream, and a row's own state is what the
-        head sees.
+        head sees. "added": the state is added to the token's embedding, the layers are those of an ordinary decoder,
+        and a row's own state is `fc_own` times what the head sees; a draft that is fed zeros is an ordinary draft.
       own_head: whether the checkpoint has a head; else it is the target's.
       norm_before_residual: the normed state is the residual stream.
       norm_output: a row's own state is taken after the final norm.
@@ -35,7 +36,7 @@ class FeatureConfig:
 
     target_dim: int
     layers: tuple[int, ...] = ()
-    kind: Literal["eagle3", "eagle1"] = "eagle3"
+    kind: Literal["eagle3", "eagle1", "added"] = "eagle3"
     own_head: bool = True
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -51,6 +52,8 @@ class FeatureConfig:
                 raise ConfigError(f"layers must be numbers of hidden states, got {layer!r}")
         if self.kind == "eagle1" and (self.layers != (NORMED,) or self.own_head or self.fc_norm != "none"):
             raise ConfigError("an EAGLE-1 draft is fed the state after the final norm and has the target's head")
+        if self.kind == "added" and (self.own_head or self.norm_before_residual or self.norm_output):
+            raise ConfigError("a draft whose states are added to embeddings has its target's head and no such norms")
 
     @property
     def num_states(self) -> int:
@@ -61,6 +64,10 @@ class FeatureConfig:
     def states_dim(self) -> int:
         """Width of the target's hidden states beside each other."""
         return self.num_states * self.target_dim
+
+    def fusion_inputs(self, embed_dim: int) -> int:
+        """Width of what `fc` projects, for a draft of width `embed_dim`."""
+        return 2 * embed_dim if self.kind == "eagle1" else self.states_dim
 
     def resolve(self, num_layers: int) -> "FeatureConfig":
         """The same with the layers of a target of `num_layers` layers filled in; `ConfigError` where it lacks one."""

@@ -145,7 +145,8 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     def declare_input_norms(index: int, block: str) -> Params:
         if features is not None and index == 0 and block == "attn":
             # Of the token and of the state; EAGLE-1 has neither.
-            return {"attn_norm": norm, "hidden_norm": norm} if features.kind == "eagle3" else {}
+            norms = {"eagle3": ("attn_norm", "hidden_norm"), "added": ("attn_norm",), "eagle1": ()}
+            return dict.fromkeys(norms[features.kind], norm)
         return {f"{block}_norm": norm} if cfg.norms != "post" else {}
 
     def declare_layer(index: int) -> Params:
@@ -173,8 +174,10 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
 
 def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage) -> Params:
     """What makes the target's hidden states, or a token and a state, as wide as the draft."""
-    D, inputs = cfg.embed_dim, features.states_dim if features.kind == "eagle3" else 2 * cfg.embed_dim
+    D, inputs = cfg.embed_dim, features.fusion_inputs(cfg.embed_dim)
     made: Params = {"fc": _declare_weight("fc", storage.type_of("fc"), (D, inputs), (None, "embed"))}
+    if features.kind == "added":
+        made["fc_own"] = _declare_weight("fc_own", storage.type_of("fc_own"), (D, D), (None, "embed"))
     if features.fc_bias:
         made["fc_bias"] = ArrayInfo((D,), jnp.float32, (None,))
     if features.fc_norm != "none":
@@ -189,7 +192,7 @@ def declare_shared(cfg: ModelConfig, storage: Storage, target: Params) -> Params
     A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type. `cfg`
     and `storage` are the draft's, `target` is the target's declaration.
     """
-    if cfg.features is not None:
+    if cfg.features is not None and (cfg.has_own_head or not cfg.head_ids):
         shared = {"embed": target["embed"]} if cfg.shares_embedding else {}
         return shared | ({} if cfg.has_own_head else {"head": target.get("head", target["embed"])})
     if cfg.head_ids:

@@ -107,7 +107,8 @@ def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the weight leaves of a model: what a storage gives types to."""
     top = () if cfg.shares_embedding else ("embed",) if cfg.tied else ("embed", "head")
     if cfg.features is not None:
-        own = {"fc": True, "embed": not cfg.shares_embedding, "head": cfg.has_own_head}
+        own = {"fc": True, "fc_own": cfg.features.kind == "added"}
+        own |= {"embed": not cfg.shares_embedding, "head": cfg.has_own_head}
         top = tuple(leaf for leaf, is_own in own.items() if is_own)
     layers = [
         itertools.compress((("qkv", "out"), mlp_weights(cfg, index)), cfg.layer_units(index))
@@ -126,7 +127,7 @@ def mlp_weights(cfg: ModelConfig, layer: int) -> tuple[str, ...]:
 def leaf_inputs(cfg: ModelConfig, leaf: str) -> int:
     """Inputs of a weight leaf, the values of one of its rows."""
     if leaf == "fc" and cfg.features is not None:
-        return cfg.features.states_dim if cfg.features.kind == "eagle3" else 2 * cfg.embed_dim
+        return cfg.features.fusion_inputs(cfg.embed_dim)
     if not leaf.startswith("layers."):
         return cfg.embed_dim
     _, index, kind = leaf.split(".")

@@ -88,13 +88,14 @@ def forward(
 
 def forward_with_states(
     params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, cache: KVCache, window_mask: jax.Array,
-    layers: tuple[int, ...], active_rows: jax.Array | None = None,
+    layers: tuple[int, ...], active_rows: jax.Array | None = None, window_position: jax.Array | None = None,
+    offset: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:  # fmt: skip
     """`forward`, and the rows' hidden states of some `layers` beside each other, float32 [T, n * D]; None for none.
 
     State i is the residual stream that enters layer i, before its norm; `NORMED` is what leaves the final norm.
     """
-    window = Window(window_mask, position, None, active_rows)
+    window = Window(window_mask, position if window_position is None else window_position, offset, active_rows)
     x, cache, states = run_layers(params, cfg, token, position, cache, window, None, layers=layers)
     hidden = finish_rows(params, cfg, x)
     return hidden, cache, join_states(states, hidden, layers)

@@ -47,6 +47,22 @@ def _backward(operands: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tup
 linear.defvjp(_forward, _backward)
 
 
+@jax.custom_batching.custom_vmap
+def linear_of_batch(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [T, O] float32
+    """`linear` for code that is differentiated through `jax.vmap`: the rows of a batch are those of one product.
+
+    Else the gradient of a weight would be computed for each element of the batch, and summed after that.
+    """
+    return linear(x, weight)
+
+
+@linear_of_batch.def_vmap
+def _(size: int, batched: list[bool], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, bool]:
+    if batched != [True, False]:
+        raise NotImplementedError("a batch of weights")
+    return linear(x.reshape(-1, x.shape[-1]), weight).reshape(size, -1, weight.shape[0]), True
+
+
 def linear_in_parts(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:  # [T, I], [O, I] -> [parts, T, O]
     """`linear` of each of so many equal parts of the inputs, float32."""
     rows, columns = (array.reshape(len(array), parts, -1) for array in (x.astype(weight.dtype), weight))

@@ -1,4 +1,4 @@
-"""Training an EAGLE-3 head: what is trained is what decodes, and the tool from sampled text to a folder that loads."""
+"""Training drafts that are fed states: what is trained is what decodes, and the tool from text to draft."""
 
 import dataclasses
 import functools
@@ -9,21 +9,36 @@ import pytest
 
 pytest.importorskip("optax")
 
+import distil.kinds
 import distil.sample
 import distil_draft
 import jax
 import jax.numpy as jnp
 from distil.batches import Packer
-from distil.eagle import STEP_WEIGHT, head_config, head_loss, init_head, step_logprobs, unroll
-from distil.states import KeptStates, TargetStates
+from distil.eagle import (
+    STATE_SCALE,
+    STEP_WEIGHT,
+    fed_config,
+    head_config,
+    head_loss,
+    init_fed,
+    init_head,
+    scale_states,
+    step_logprobs,
+    unroll,
+)
+from distil.export import save_draft
+from distil.shards import read_shard
+from distil.states import KeptStates, StateFolder, TargetStates
 from distil.train import restore_params
 from distil_cases import PREFIX, draw_words, make_conversations, no_documents
 from native_models import LLAMA
 from tiny_models import FAMILIES, empty_cache, init_params, on_one_device, relative_error
 from typer.testing import CliRunner
 
-from jaxspec import LLM
+from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint.load import open_weights
+from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.models.feature_draft import forward_draft, fuse, prefill_draft
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.mesh import plan_mesh
@@ -33,6 +48,7 @@ HEAD = np.arange(6, 46, 2, dtype=np.int32)
 STATES = (0, 1, 2)
 LENGTH, STEPS = 32, 3
 CFG = head_config(LLAMA, STATES, HEAD.tolist())
+ADDED = fed_config(LLAMA, (0, 1), STATES, HEAD.tolist())
 PACKER = Packer(PREFIX, LENGTH, HEAD, LLAMA.vocab_size)
 EXACT = 3e-5  # float32, other orders of summation
 
@@ -43,9 +59,9 @@ def target():
 
 
 @functools.cache
-def head():
-    """A head's weights, far from where training begins."""
-    params = init_head(target(), CFG)
+def draft_weights(cfg=CFG):
+    """A draft's weights, far from where training begins."""
+    params = init_head(target(), cfg) if cfg == CFG else init_fed(target(), cfg, (0, 1))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(5), len(leaves))
     noisy = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
@@ -62,32 +78,33 @@ def batch():
 
 
 @functools.cache
-def unrolled():
+def unrolled(cfg):
     rows, states = batch()
-    run = jax.jit(lambda params, embed: list(unroll(params, CFG, embed, states, rows, STEPS)))
-    return run(head(), target()["embed"])
+    run = jax.jit(lambda params, embed: list(unroll(params, cfg, embed, states, rows, STEPS)))
+    return run(draft_weights(cfg), target()["embed"])
 
 
-def test_every_step_is_what_a_chain_computes():
+@pytest.mark.parametrize("cfg", [CFG, ADDED], ids=lambda cfg: cfg.features.kind)
+def test_every_step_is_what_a_chain_computes(cfg):
     """From each row of each conversation: verified rows are committed, and the chain goes on from its own state."""
     rows, states = batch()
 
     def chain(params, token, states, count):
-        own = fuse(params, CFG, states.astype(jnp.float32))
-        cache = prefill_draft(params, CFG, token[1:], own[:-1], count, empty_cache(CFG, 2 * LENGTH))
+        own = fuse(params, cfg, states.astype(jnp.float32))
+        cache = prefill_draft(params, cfg, token[1:], own[:-1], count, empty_cache(cfg, 2 * LENGTH))
         state, outputs = own[count][None], []
         for step in range(STEPS):
             # The chain's rows are committed one after the other.
             following = jax.lax.dynamic_slice_in_dim(token, count + 1 + step, 1)
             mask = jnp.ones((1, 1), bool)
             position = (count + step)[None]
-            hidden, state, cache = forward_draft(params, CFG, following, state, position, cache, mask)
+            hidden, state, cache = forward_draft(params, cfg, following, state, position, cache, mask)
             cache = dataclasses.replace(cache, length=cache.length + 1)
             outputs.append(hidden[0])
         return jnp.stack(outputs)
 
     run = on_one_device(chain)
-    params = head() | {"embed": target()["embed"]}
+    params = draft_weights(cfg) | {"embed": target()["embed"]}
     compared = 0
     for r in range(len(rows.token)):
         for number in range(int(rows.segment[r].max()) + 1):
@@ -96,7 +113,7 @@ def test_every_step_is_what_a_chain_computes():
             token[: len(places)], own[: len(places)] = rows.token[r, places], np.asarray(states[r, places])
             for i in range(0, len(places) - 1 - STEPS, 3):
                 expected = run(params, token, jnp.asarray(own, jnp.bfloat16), np.int32(i))
-                found = np.stack([np.asarray(unrolled()[k][r, places[i]]) for k in range(STEPS)])
+                found = np.stack([np.asarray(unrolled(cfg)[k][r, places[i]]) for k in range(STEPS)])
                 assert relative_error(found, expected) < EXACT
                 compared += 1
     assert compared > 10
@@ -107,9 +124,9 @@ def test_loss_against_one_row_at_a_time():
     rows, states = batch()
     embed, weight = target()["embed"], target()["embed"][HEAD]
     found = jax.jit(functools.partial(head_loss, cfg=CFG, steps=STEPS))(
-        head(), embed=embed, head=weight, states=states, rows=rows
+        draft_weights(), embed=embed, head=weight, states=states, rows=rows
     )
-    logprobs = [np.asarray(x) for x in step_logprobs(head(), CFG, embed, weight, states, rows, STEPS)]
+    logprobs = [np.asarray(x) for x in step_logprobs(draft_weights(), CFG, embed, weight, states, rows, STEPS)]
     total = counted = 0.0
     learned = left_out = 0
     for k in range(STEPS):
@@ -247,8 +264,12 @@ def curve(run):
 
 def newest(run):
     settings = json.loads((run / "settings.json").read_text())
-    cfg = head_config(LLAMA, settings["layers"], settings["head_ids"])
-    start = init_head(target(), cfg)
+    if settings["kind"] == "added":
+        cfg = fed_config(LLAMA, settings["layers"], settings["states"], settings["head_ids"])
+        start = init_fed(target(), cfg, settings["layers"])
+    else:
+        cfg = head_config(LLAMA, settings["states"], settings["head_ids"])
+        start = init_head(target(), cfg)
     if settings["learn_head"]:
         start |= {"head": jnp.zeros((len(cfg.head_ids), cfg.embed_dim))}
     return cfg, restore_params(start, distil_draft.as_settings(settings), run / "checkpoints")
@@ -260,11 +281,11 @@ def assert_same(some, others):
 
 def test_a_stopped_run_goes_on(command, finished, tmp_path, monkeypatch):
     """And with states that are kept it ends with the same weights."""
-    run, measure = tmp_path / "run", distil_draft.measure_head
+    run, measure = tmp_path / "run", distil.kinds.measure_head
     words = [finished / "data", run, *TRAIN, "--keep-states", tmp_path / "states"]
     with monkeypatch.context() as patch:
         looks = iter([measure, measure])  # at the third, after step 6, it is killed
-        patch.setattr(distil_draft, "measure_head", lambda *words: next(looks)(*words))
+        patch.setattr(distil.kinds, "measure_head", lambda *words: next(looks)(*words))
         assert command("train", *words).exit_code == 1
     succeed(command("train", *words))
     assert_same(newest(run)[1], newest(finished / "run")[1])
@@ -272,7 +293,7 @@ def test_a_stopped_run_goes_on(command, finished, tmp_path, monkeypatch):
     for changed, named in (
         (("--unroll", 3), "unroll"),
         (("--learn-head",), "learn_head"),
-        (("--layers", "0"), "layers"),
+        (("--states", "0"), "states"),
     ):
         result = command("train", *words, *changed)
         assert result.exit_code == 2 and named in result.output
@@ -286,10 +307,10 @@ def test_a_trained_head_loads(command, chat_llm, finished, tmp_path, learned):
         run = tmp_path / "run"
         succeed(command("train", finished / "data", run, *TRAIN, "--learn-head", "--steps", 2, "--measure-every", 2))
     assert "MB" in succeed(command("export", run, tmp_path / "draft"))
-    weights = open_weights(tmp_path / "draft")
+    opened = open_weights(tmp_path / "draft")
     cfg, params = newest(run)
-    assert weights.config == cfg
-    loaded = weights.load(Placement(weights.config, plan_mesh(1), np.dtype("float32")))
+    assert opened.config == cfg
+    loaded = opened.load(Placement(opened.config, plan_mesh(1), np.dtype("float32")))
     expected = params if learned else params | {"head": chat_llm.params["head"][np.array(cfg.head_ids)]}
     assert_same({name: loaded[name] for name in expected}, expected)
     result = command("export", run, tmp_path / "draft")
@@ -298,15 +319,107 @@ def test_a_trained_head_loads(command, chat_llm, finished, tmp_path, learned):
     assert result.exit_code == 2 and "jaxspec-convert" in result.output and not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("option", [("--unroll", 3), ("--learn-head",), ("--keep-states", "states")])
-def test_options_of_the_other_kind_are_refused(command, tmp_path, option):
+def test_sizes_of_states():
+    """Each number of a state comes out alike, however large it is beside the others."""
+    rows, states = batch()
+    size = jnp.logspace(-1, 2, states.shape[2])
+    norms = np.asarray(scale_states(ADDED, states * size, rows))
+    parts = np.asarray(states * size, np.float64)[rows.segment >= 0].reshape(-1, len(STATES), LLAMA.embed_dim)
+    normed = parts / np.sqrt((parts**2).mean(-1, keepdims=True) + ADDED.norm_eps) * norms
+    np.testing.assert_allclose(np.sqrt((normed**2).mean(0)), STATE_SCALE, rtol=1e-2)
+
+
+ADD = "--kind added --layers 0,1 --states 0,1,2 --head 24 --steps 4 --rows 2 --length 40 --unroll 2".split()
+ADD += "--measure-every 4 --dtype float32 --learning-rate 1e-3".split()
+
+
+@pytest.fixture(scope="module")
+def added(command, finished, chat_llm):
+    """Conversations with their states, an ordinary draft, and a run that begins with it, beside the others."""
+    succeed(command("sample", finished / "fed", *SAMPLE, "--states", "0,1,2"))
+    params = {"final_norm": 1.1 * target()["final_norm"], "layers": target()["layers"]}
+    cfg = dataclasses.replace(LLAMA, shares_embedding=True, head_ids=tuple(HEAD.tolist()))
+    save_draft(finished / "base", params, cfg, vocabulary_digest(chat_llm.tokenizer.token_strings()))
+    succeed(command("train", finished / "fed", finished / "added", *ADD, "--begin-with", finished / "base"))
+    return finished
+
+
+def test_sampled_states_are_the_computed_ones(added, chat_model):
+    """And the conversations are those that are sampled without them."""
+    _, source = computed_states(chat_model)
+    shard, other = (read_shard(added / name / "shard-00000.npz") for name in ("fed", "data"))
+    assert [c.token.tolist() for c in shard] == [c.token.tolist() for c in other]
+    kept = StateFolder(added / "fed" / "states", source.made_of)
+    short = [c for c in shard if PACKER.tokens(c) <= LENGTH][:12]
+    assert len(short) == 12
+    for c in short:
+        rows = PACKER.pack([[c]])
+        text = rows.token[0][rows.segment[0] == 0]
+        assert kept.has(text)
+        computed = np.asarray(source(rows), np.float32)[0, : len(text)]
+        assert relative_error(kept.read(text, source.width).astype(np.float32), computed) < 2e-2  # bfloat16
+
+
+def test_states_that_were_sampled_are_not_computed(command, added, tmp_path, monkeypatch):
+    def refuse(*words):
+        raise AssertionError("computed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetStates, "__call__", refuse)
+        succeed(command("train", added / "fed", tmp_path / "run", *ADD, "--begin-with", added / "base"))
+        assert_same(newest(tmp_path / "run")[1], newest(added / "added")[1])
+        other = [word if word != "0,1,2" else "0,2" for word in ADD]
+        result = command("train", added / "fed", tmp_path / "other", *other, "--begin-with", added / "base")
+    assert isinstance(result.exception, AssertionError) and "holds other states" in result.output
+
+
+def test_a_trained_draft_that_is_fed_states_loads(command, added, chat_model, chat_llm, tmp_path):
+    """In native format, with the weights that training left, which differ from those it began with."""
+    assert "MB" in succeed(command("export", added / "added", tmp_path / "draft"))
+    opened = open_weights(tmp_path / "draft")
+    cfg, params = newest(added / "added")
+    assert opened.config == cfg and cfg.features.kind == "added"
+    assert_same(opened.load(Placement(cfg, plan_mesh(1), np.dtype("float32"))), params)
+    assert all(np.abs(np.asarray(params[name])).max() > 0 for name in ("fc", "fc_own"))
+    assert 0.5 < np.asarray(params["final_norm"]).mean() / np.asarray(target()["final_norm"]).mean() / 1.1 < 1.5
+    prompt, sampling = [0, 10, 11, 1, 20, 2, 3], SamplingParams(max_tokens=12)
+    drafted = LLM(chat_model, draft=tmp_path / "draft", method="chain", dtype="float32")
+    assert drafted.generate(prompt, sampling).token_ids == chat_llm.generate(prompt, sampling).token_ids
+    succeed(command("sample", tmp_path / "fresh", *SAMPLE[:-3], 3, *SAMPLE[-2:]))
+    assert json.loads(succeed(command("measure", added / "added", tmp_path / "fresh")))["positions"] > 0
+
+
+def test_bases_that_do_not_fit_are_refused(command, added, tmp_path):
+    words = ["train", added / "fed", tmp_path / "run", *ADD]
+    result = command(*words, "--layers", "1", "--begin-with", added / "base")
+    assert result.exit_code == 2 and "has 2 layers" in result.output
+    result = command(*words, "--begin-with", added / "run")
+    assert result.exit_code == 2 and "is of --kind eagle3" in result.output
+    result = command(*words, "--states", "0", "--begin-with", added / "added")
+    assert result.exit_code == 2 and "--states" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        (("--unroll", 3), "are for --kind eagle3 and added"),
+        (("--states", "1"), "are for --kind eagle3 and added"),
+        (("--keep-states", "states"), "are for --kind eagle3 and added"),
+        (("--learn-head",), "is for --kind eagle3"),
+        (("--kind", "added", "--learn-head"), "is for --kind eagle3"),
+        (("--kind", "eagle3", "--layers", "1"), "has no layers of the target"),
+    ],
+)
+def test_options_of_another_kind_are_refused(command, tmp_path, option, problem):
     result = command("train", tmp_path / "data", tmp_path / "run", *option)
-    assert result.exit_code == 2 and "are for --kind eagle3" in result.output
+    assert result.exit_code == 2 and problem in " ".join(result.output.replace("│", " ").split())
 
 
 def test_states_that_the_target_lacks_are_refused(command, finished, tmp_path):
-    result = command("train", finished / "data", tmp_path / "run", *TRAIN, "--layers", "0,3")
+    result = command("train", finished / "data", tmp_path / "run", *TRAIN, "--states", "0,3")
     assert result.exit_code == 2 and "from 0 to 2" in result.output and not (tmp_path / "run").exists()
+    result = command("sample", tmp_path / "data", *SAMPLE, "--states", "3")
+    assert result.exit_code == 2 and "from 0 to 2" in result.output and not (tmp_path / "data").exists()
 
 
 def test_a_base_of_the_other_kind_is_refused(command, finished, tmp_path):

@@ -7,6 +7,7 @@ is one, and losslessness rests on it.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from kernel_cases import (
 from pallas_kernels import registry
 from pallas_kernels.linear import Blocks, linear
 from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS
+from pallas_kernels.linear.reference import linear_of_batch
 
 COUNTS = (*range(1, 65), 65, 130)
 OUTPUTS = (1, 2, 5, 23, 97)
@@ -348,3 +350,22 @@ def test_operands_that_do_not_fit(name):
         ):
             with pytest.raises(ValueError, match=message):
                 linear(bad_x, weight)
+
+
+def test_gradients_of_a_batch_are_those_of_its_rows_together():
+    rng = np.random.default_rng(4)
+    x, weight, out = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 5, 8), (7, 8), (3, 5, 7)))
+
+    def total(product):
+        return lambda x, weight: (product(x, weight) * out).sum()
+
+    batched = jax.vmap(jax.jit(linear_of_batch), (0, None))
+    found = jax.jit(jax.grad(total(batched), (0, 1)))(x, weight)
+    expected = jax.grad(total(lambda x, w: jnp.einsum("rti,oi->rto", x, w, precision="highest")), (0, 1))(x, weight)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    # The gradient of the weight is one product, and no sum of one for each element.
+    text = jax.jit(jax.grad(total(batched), 1)).lower(x, weight).as_text()
+    assert "tensor<3x7x8xf32>" not in text and "tensor<3x8x7xf32>" not in text
+    with pytest.raises(NotImplementedError, match="a batch of weights"):
+        jax.vmap(linear_of_batch, (None, 0))(x[0], jnp.stack([weight, weight]))

@@ -176,6 +176,10 @@ def draft_config(family, geometry):
                 cfg.embed_dim, (0, 2), norm_output=True, norm_before_residual=True, fc_norm="whole", fc_bias=True
             )
             return dataclasses.replace(FED, num_layers=2, embed_dim=32, features=features)
+        case "fed added":  # an ordinary draft of some tokens, with states added to its embeddings
+            features = FeatureConfig(cfg.embed_dim, (0, 1, 2), "added", own_head=False, fc_norm="each")
+            shared = dict(num_layers=2, shares_embedding=True, head_ids=HEAD_IDS)
+            return dataclasses.replace(FED, **shared, features=features)
         case "fed eagle1":
             features = FeatureConfig(cfg.embed_dim, (NORMED,), "eagle1", own_head=False, fc_bias=True)
             return dataclasses.replace(FED, shares_embedding=True, features=features)

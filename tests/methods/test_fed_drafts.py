@@ -56,8 +56,9 @@ FED_CHAIN = Case("llama", 1, "fed", Chain(4))
 FED_SPECEXEC = Case("llama", 1, "fed", SpecExec(12, width=3))
 FED_SPECINFER = Case("llama", 1, "fed", SpecInfer((2, 2, 1)))
 FED_AUTO = Case("llama", 1, "fed", Auto(draft_cost=1e-3))
+FED_ADDED = Case("llama", 1, "fed added", SpecExec(10, width=2))
 FED_TP4 = Case("llama", 4, "fed", SpecExec(9, width=2))
-FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_TP4]
+FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4]
 CASES = [
     *FAST,
     FED_SPECEXEC,
@@ -67,6 +68,9 @@ CASES = [
     Case("llama", 4, "fed", SpecInfer((3, 1, 2), replacement=False)),
     Case("mistral", 4, "fed eagle1", Auto(draft_cost=1e-3)),
     Case("llama", 1, "fed", Chain(3, "rejection")),
+    Case("llama", 4, "fed added", Auto(draft_cost=1e-3)),
+    Case("qwen3", 1, "fed added", SpecInfer((2, 2))),
+    Case("mistral", 1, "fed added", Chain(3)),
     Case("gemma2", 1, "fed", Chain(2)),
 ]
 KINDS = ("copy", "random", "adversarial", "constant", "broken")

@@ -41,6 +41,8 @@ CASES = {
     "replace tp4": Case("qwen3", 4, 2, "fed", SwiftSpec(3, 4, depth=2, branch_free=True, reuse=False)),
     "together": Case("mistral", 1, 0, "fed own", SwiftSpec(5, 3, depth=2, branch_free=False)),
     "together tp4": Case("llama", 4, 0, "fed", SwiftSpec(3, 2, depth=2, branch_free=False)),
+    "added": Case("llama", 1, 1, "fed added", SwiftSpec(7, 4, depth=2, branch_free=False)),
+    "added tp4": Case("llama", 4, 2, "fed added", SwiftSpec(3, 2, depth=2, branch_free=True, reuse=False)),
     "nodes only": Case("llama", 1, 1, "fed own", SwiftSpec(3, 2, depth=3, branch_free=True, leaves=False)),
     "chain": Case("llama", 1, 1, "fed eagle1", SwiftSpec(5, 1, branch=1, depth=4, branch_free=False)),
     "adaptive": Case("llama", 3, 1, "fed", SwiftSpec(7, 8, depth=1, adaptive=True, branch_free=False, survivors=9)),

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head in training: its geometry, its first weights, and the loss over steps on its own states.
+"""A feature draft in training: its geometry, its first weights, and the loss over steps on its own states.
 
 Training-time test (EAGLE-3, arXiv 2503.01840): step 0 feeds a row the target's states, as after a verification; each
 later step feeds it the state that the step before left, as in a chain. The tokens are the text's own. A row sees the
@@ -20,7 +20,7 @@ import optax
 from distil.batches import Packer, Rows
 from distil.shards import Conversation
 from distil.states import StateSource
-from distil.student import KERNELS
+from distil.student import KERNELS, init_student, student_config
 from distil.train import Quality, Trainer, TrainSettings, make_optimizer, round_matrices, summarise
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.feature_draft import forward_draft, fuse
@@ -28,11 +28,13 @@ from jaxspec.models.features import FeatureConfig
 from jaxspec.models.kv_cache import KVCache, init_cache
 from jaxspec.models.params import Params, declare_params, is_info, leaf_name
 from jaxspec.models.rope import RopeConfig
-from pallas_kernels.linear.api import linear
-from pallas_kernels.registry import using
+from pallas_kernels.linear.api import BATCHES, linear
+from pallas_kernels.registry import Kernels, using
 
 # What a step counts beside the one before it, as in the published training code.
 STEP_WEIGHT = 0.8
+# Size of what `fc` of a fed draft takes, so that its first updates do not drown the tokens.
+STATE_SCALE = 0.1
 # Standard deviation of weights that nothing is known about.
 NOISE = 0.02
 
@@ -92,6 +94,41 @@ def init_head(target: Params, cfg: ModelConfig, seed: int = 0) -> Params:
     return {name: leaf for name, leaf in params.items() if name != "head"}
 
 
+def fed_config(
+    target: ModelConfig, layers: Sequence[int], states: Sequence[int], head_ids: Sequence[int]
+) -> ModelConfig:
+    """Geometry of an ordinary draft of the given layers of its target whose embeddings have states added to them.
+
+    Raises:
+      ConfigError: see `student_config` and `head_config`.
+    """
+    features = FeatureConfig(target.embed_dim, tuple(states), "added", own_head=False, fc_norm="each")
+    plain = replace(student_config(target, layers, head_ids), tied=False)
+    return replace(plain, features=features.resolve(target.num_layers))
+
+
+def init_fed(target: Params, cfg: ModelConfig, layers: Sequence[int]) -> Params:
+    """First weights, float32: those of an ordinary draft of these layers, which the states do not change yet."""
+    features, D = cfg.features, cfg.embed_dim
+    assert features is not None
+    return init_student(target, layers) | {
+        "fc": jnp.zeros((D, features.states_dim)), "fc_own": jnp.zeros((D, D)),
+        "fc_norm": jnp.ones((features.num_states, features.target_dim)),
+    }  # fmt: skip
+
+
+def scale_states(cfg: ModelConfig, states: jax.Array, rows: Rows) -> jax.Array:
+    """`fc_norm` [n, D] that gives each number of some texts' states [R, T, n * D] the size `STATE_SCALE`.
+
+    A few numbers of a hidden state are far larger than the others, and nearly constant.
+    """
+    features = cfg.features
+    assert features is not None
+    parts = states[rows.segment >= 0].astype(jnp.float32).reshape(-1, features.num_states, features.target_dim)
+    normed = parts * jax.lax.rsqrt(jnp.mean(parts**2, axis=-1, keepdims=True) + cfg.norm_eps)
+    return STATE_SCALE / jnp.sqrt(jnp.mean(normed**2, axis=0) + cfg.norm_eps)
+
+
 def unroll(
     params: Params,
     cfg: ModelConfig,
@@ -123,7 +160,7 @@ def _run_step(whole, cfg, offset, token, state, position, cache, seen, slot_posi
 
 def _each(function, *arrays):
     """A function of one shard for each row of a batch."""
-    with using(KERNELS):
+    with using(Kernels("xla", BATCHES)):
         alone = jax.vmap(function)
         on_shard = jax.vmap(lambda _, *arrays: alone(*arrays), (0, *[None] * len(arrays)), axis_name=TENSOR_AXIS)
         return jax.tree.map(lambda x: x[0], on_shard(jnp.zeros(1), *arrays))
@@ -202,7 +239,7 @@ def train_step(
 
 
 class HeadTrainer(Trainer):
-    """A `Trainer` of an EAGLE-3 head."""
+    """A `Trainer` of a feature draft."""
 
     def __init__(
         self, params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, states: StateSource, steps: int,

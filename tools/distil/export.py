@@ -4,17 +4,20 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import typer
 
 from jaxspec.checkpoint.convert import check_destination, check_quantize, choose_storage, write_checkpoint
 from jaxspec.checkpoint.eagle import write_eagle3
-from jaxspec.checkpoint.load import Weights
-from jaxspec.checkpoint.native.manifest import NativeCheckpoint
+from jaxspec.checkpoint.load import Weights, open_weights
+from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import Params, leaf_name
+from jaxspec.models.params import Params, declare_leaves, leaf_name
 from jaxspec.models.quantization import Storage
 
 
@@ -52,6 +55,36 @@ def save_draft(
     ends, storage = tuple(eos_ids), Storage("float32")
     source = Weights(dst, cfg, ends, storage, lambda placement: params, lambda name, info: leaves[name], vocabulary)
     return write_checkpoint(dst, source, cfg, choose_storage(source, cfg, "auto", quantize))
+
+
+def is_native(path: Path) -> bool:
+    """Whether a folder holds a native checkpoint."""
+    return (path / MANIFEST).is_file()
+
+
+def read_native(path: Path, cfg: ModelConfig, begun: Params, vocabulary: str) -> Params:
+    """The weights `begun` of a draft with those that a native one has in their place; float32.
+
+    Raises:
+      typer.BadParameter: it is no draft of this target, or its layers have other shapes.
+    """
+    weights = open_weights(path)
+    if weights.vocabulary != vocabulary:
+        raise typer.BadParameter(f"--begin-with {path}: is no draft of this target")
+    declared = declare_leaves(weights.config, "float32")
+
+    def read(place: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        name = leaf_name(place)
+        if name not in declared:
+            return leaf  # what takes the states, beside an ordinary draft
+        if declared[name].shape != leaf.shape:
+            raise typer.BadParameter(f"--begin-with {path}: {name} is {declared[name].shape}, not {leaf.shape}")
+        return jnp.asarray(weights.read(name, declared[name]), jnp.float32)
+
+    differing = f"has {weights.config.num_layers} layers, --layers names {cfg.num_layers}"
+    if weights.config.num_layers != cfg.num_layers:
+        raise typer.BadParameter(f"--begin-with {path}: {differing}")
+    return jax.tree.map_with_path(read, begun)
 
 
 def save_head(dst: str | Path, cfg: ModelConfig, leaves: Mapping[str, np.ndarray]) -> int:

@@ -6,22 +6,20 @@ by a token. Tokens are drawn on the host from the teacher's top logits, which ar
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from distil.batches import split_held_out
 from distil.corpus import Documents, Opening, draw_opening
 from distil.shards import Conversation, read_shard, shard_path, write_meta, write_shard
+from distil.states import STATE_DTYPE, STATES, StateFolder, states_meta, target_digest
 from jaxspec import LLM
-from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.models.kv_cache import KVCache, init_cache
-from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.models.transformer import forward_with_states, prefill, prefill_with_states, vocab_logits
 from jaxspec.runtime.program import Program
 
 # Longest question that the target asks itself, in tokens.
@@ -93,6 +91,7 @@ class Branch:
         self.token: list[int] = []
         self.teacher_id: list[np.ndarray] = []
         self.teacher_logprob: list[np.ndarray] = []
+        self.states: list[np.ndarray] = []
 
     @property
     def next_token(self) -> int:
@@ -147,28 +146,36 @@ def _draw(logprob: np.ndarray, temperature: float, rng: np.random.Generator) -> 
 class Sampler:
     """Compiled passes of one target."""
 
-    def __init__(self, llm: LLM, settings: SampleSettings, prose: Sequence[str] = ()):
+    def __init__(self, llm: LLM, settings: SampleSettings, prose: Sequence[str] = (), layers: Sequence[int] = ()):
         """Compile; nothing is sampled yet. `prose` are passages to work on, see `Documents`.
+
+        The hidden states of `layers` are given with each conversation, see `forward_with_states`.
 
         Raises:
           ValueError: settings that this target cannot be sampled with.
         """
         self.llm = llm
         self.settings = settings
+        self.layers = tuple(layers)
         self.turns = find_turns(llm)
         _check_settings(settings, self.turns, llm)
         self.documents = Documents(prose)
         target, cfg = llm.engine.target, llm.engine.target.cfg
         B, K = settings.branches, settings.top
         window = B * settings.steps
+        prefix_ids = self.turns.prefix[:-1]
         slots = len(self.turns.prefix) + window
+        width = len(self.layers) * cfg.embed_dim
         self._id_type = np.uint16 if cfg.vocab_size <= 2**16 else np.int32
 
         def create(params, prefix):
-            cache = init_cache(cfg, target.local_kv_heads, slots, target.kv_dtype)
+            cache, count = init_cache(cfg, target.local_kv_heads, slots, target.kv_dtype), jnp.int32(prefix.shape[0])
+            if not self.layers:
+                return prefill(params, cfg, prefix, count, cache) if prefix.shape[0] else cache, None
             if not prefix.shape[0]:
-                return cache
-            return prefill(params, cfg, prefix, jnp.int32(prefix.shape[0]), cache)
+                return cache, jnp.zeros((0, width), STATE_DTYPE)
+            cache, states = prefill_with_states(params, cfg, prefix, count, cache, self.layers)
+            return cache, states.astype(STATE_DTYPE)
 
         def step(params, cache: KVCache, token, index, started):
             slot, branch = jnp.arange(window, dtype=jnp.int32), jnp.arange(B, dtype=jnp.int32)
@@ -177,18 +184,22 @@ class Sampler:
             mask &= taken_at[None] >= started[:, None]
             position = cache.length + index - started
             slot_position = cache.length + taken_at - started[slot % B]
-            hidden, cache = forward(params, cfg, token, position, cache, mask, slot_position, index * B)
+            hidden, cache, states = forward_with_states(
+                params, cfg, token, position, cache, mask, self.layers, None, slot_position, index * B
+            )
             logits = jnp.where(target.vocab.ids() < cfg.vocab_size, vocab_logits(params, cfg, hidden), -jnp.inf)
             top, ids = target.vocab.top_k(logits, K)
             largest = target.vocab.row_max(logits)
             total = target.vocab.sum(jnp.exp(logits - largest).sum(-1, keepdims=True))
-            return cache, ids, (top - largest - jnp.log(total)).astype(jnp.float16)
+            logprob = (top - largest - jnp.log(total)).astype(jnp.float16)
+            return cache, ids, logprob, None if states is None else states.astype(STATE_DTYPE)
 
         cache = target.cache(slots)
         row, scalar = target.array((B,), jnp.int32), target.array((), jnp.int32)
-        prefix = target.array((len(self.turns.prefix) - 1,), jnp.int32)
-        tops = (target.array((B, K), jnp.int32), target.array((B, K), jnp.float16))
-        self._create = Program("sample start", create, target.plan, [target.params(), prefix], cache)
+        prefix = target.array((len(prefix_ids),), jnp.int32)
+        states, first = (target.array((n, width), STATE_DTYPE) if layers else None for n in (B, len(prefix_ids)))
+        tops = (target.array((B, K), jnp.int32), target.array((B, K), jnp.float16), states)
+        self._create = Program("sample start", create, target.plan, [target.params(), prefix], (cache, first))
         args = [target.params(), cache, row, scalar, row]
         self._step = Program("sample step", step, target.plan, args, (cache, *tops), donate=[1])
 
@@ -197,6 +208,8 @@ class Sampler:
         turns = dataclasses.asdict(self.turns)
         settings = dataclasses.asdict(self.settings)
         made_of = {"documents": self.documents.digest, "target": target_digest(self.llm)}
+        if (weights := str(self.llm.engine.target.weights)) != "float32":
+            made_of["weights"] = weights
         return settings | {name: list(ids) for name, ids in turns.items()} | made_of
 
     def shard(self, index: int, progress: Callable[[int], None] = lambda tokens: None) -> list[Conversation]:
@@ -207,20 +220,29 @@ class Sampler:
         def begin(step: int) -> Branch:
             return Branch(draw_opening(rng, self.documents), llm, self.turns, settings.longest, step)
 
-        cache = self._create(llm.params, np.array(self.turns.prefix[:-1], np.int32))
+        cache, first = self._create(llm.params, np.array(self.turns.prefix[:-1], np.int32))
+        first = None if first is None else np.asarray(first)
+
+        def finish(branch: Branch) -> Conversation:
+            states = None if first is None else np.concatenate([first, *branch.states])
+            return dataclasses.replace(branch.conversation(index), states=states)
+
         branches, done = [begin(0) for _ in range(settings.branches)], []
         for step in range(settings.steps):
             token = np.array([b.next_token for b in branches], np.int32)
             started = np.array([b.started for b in branches], np.int32)
-            cache, ids, logprob = self._step(llm.params, cache, token, np.int32(step), started)
+            cache, ids, logprob, states = self._step(llm.params, cache, token, np.int32(step), started)
             ids, logprob = np.asarray(ids).astype(self._id_type), np.array(logprob)
+            states = None if states is None else np.array(states)
             for i, branch in enumerate(branches):
+                if states is not None:
+                    branch.states.append(states[i : i + 1])
                 if not branch.take(ids[i], logprob[i], rng):
-                    done.append(branch.conversation(index))
+                    done.append(finish(branch))
                     branches[i] = begin(step + 1)
             progress(settings.branches)
         # Those that the shard's end cut off are conversations too, as far as they came.
-        return done + [b.conversation(index) for b in branches if len(b.token) > 1]
+        return done + [finish(b) for b in branches if len(b.token) > 1]
 
 
 def _check_settings(settings: SampleSettings, turns: Turns, llm: LLM) -> None:
@@ -231,16 +253,6 @@ def _check_settings(settings: SampleSettings, turns: Turns, llm: LLM) -> None:
         raise ValueError(f"longest is {settings.longest}: must be from {shortest} to {longest} for this target")
     if not 1 <= settings.top <= cfg.vocab_size:
         raise ValueError(f"top is {settings.top}: must be from 1 to {cfg.vocab_size} for this target")
-
-
-def target_digest(llm: LLM) -> str:
-    """What tells a target from others: its vocabulary, its geometry and a few of its weights."""
-    digest = hashlib.sha256(vocabulary_digest(llm.tokenizer.token_strings()).encode())
-    # No target has this field, and text that was sampled before there was one stays valid.
-    digest.update(repr(llm.engine.target.cfg).replace(", features=None", "").encode())
-    for leaf in jax.tree.leaves([llm.params["final_norm"], llm.params["layers"][0]["attn_norm"]]):
-        digest.update(np.asarray(leaf, np.float32).tobytes())
-    return digest.hexdigest()
 
 
 def answers_of(llm: LLM, folder: Path) -> list[str]:
@@ -262,10 +274,18 @@ def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progres
       ValueError: the folder holds shards made with other settings.
     """
     write_meta(folder, sampler.meta())
+    kept = None
+    if sampler.layers:
+        kept = StateFolder(folder / STATES, states_meta(sampler.llm, sampler.layers))
+    first = np.array(sampler.turns.prefix[:-1], np.int32)
     per_shard = sampler.settings.branches * sampler.settings.steps
     for index in shards:
         path = shard_path(folder, index)
         if path.is_file():
             progress(per_shard)
         else:
-            write_shard(path, sampler.shard(index, progress))
+            conversations = sampler.shard(index, progress)
+            for c in conversations:
+                if kept is not None and c.states is not None:
+                    kept.add(np.concatenate([first, c.token]), c.states)
+            write_shard(path, conversations)

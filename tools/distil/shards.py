@@ -28,6 +28,8 @@ class Conversation:
       kind: see `Opening`.
       temperature: of the answer.
       shard: number of the shard that it is from.
+      states: bfloat16 [m, n * D_target], hidden states of the whole text, prefix and all, right after it is sampled;
+        they are not in the shard, see `StateFolder`.
     """
 
     token: np.ndarray
@@ -37,6 +39,7 @@ class Conversation:
     kind: str
     temperature: float
     shard: int = 0
+    states: np.ndarray | None = None
 
 
 def shard_path(folder: Path, index: int) -> Path:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,35 @@ import ml_dtypes
 import numpy as np
 
 from distil.batches import Rows
-from distil.sample import target_digest
 from distil.shards import read_meta, write_meta
 from jaxspec import LLM
+from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.program import Program
 
-INDEX, STATES = "index.jsonl", "states.bin"
+INDEX, NUMBERS = "index.jsonl", "states.bin"
+# Where `sample` keeps them, within the folder of the shards.
+STATES = "states"
+STATE_DTYPE = ml_dtypes.bfloat16
+
+
+def target_digest(llm: LLM) -> str:
+    """What tells a target from others: its vocabulary, its geometry and a few of its weights."""
+    digest = hashlib.sha256(vocabulary_digest(llm.tokenizer.token_strings()).encode())
+    # No target has this field, and text that was sampled before there was one stays valid.
+    digest.update(repr(llm.engine.target.cfg).replace(", features=None", "").encode())
+    for leaf in jax.tree.leaves([llm.params["final_norm"], llm.params["layers"][0]["attn_norm"]]):
+        digest.update(np.asarray(leaf, np.float32).tobytes())
+    return digest.hexdigest()
+
+
+def states_meta(llm: LLM, layers: Sequence[int]) -> dict[str, Any]:
+    """What determines the states of a text."""
+    made_of = {"target": target_digest(llm), "layers": list(layers)}
+    if (dtype := jnp.dtype(llm.engine.target.dtype).name) != "float32":
+        made_of["dtype"] = dtype
+    return made_of
 
 
 class StateSource(Protocol):
@@ -41,9 +62,7 @@ class TargetStates:
         """Compile for rows of `length` tokens; `layers` are those of `forward_with_states`."""
         self.layers = tuple(layers)
         self._params = llm.params
-        self.made_of = {"target": target_digest(llm), "layers": list(layers)}
-        if (dtype := jnp.dtype(llm.engine.target.dtype).name) != "float32":
-            self.made_of["dtype"] = dtype
+        self.made_of = states_meta(llm, layers)
         target, cfg = llm.engine.target, llm.engine.target.cfg
 
         def run(params, token, position, segment):
@@ -65,25 +84,20 @@ class TargetStates:
         return jnp.stack([self._run(self._params, *text) for text in texts])
 
 
-class KeptStates:
-    """States that are computed once for each text and then read; a folder of them serves any number of runs.
+class StateFolder:
+    """States of texts on disk. Texts are known by their tokens; what a killed process had written is used again."""
 
-    Texts are known by their tokens. What a killed run had written is used again.
-    """
-
-    def __init__(self, source: TargetStates, folder: Path):
-        """Open a folder or begin one.
+    def __init__(self, folder: Path, made_of: dict[str, Any]):
+        """Open a folder or begin one; `made_of` is a `states_meta`.
 
         Raises:
           ValueError: it holds states of another target or of other layers, or in another dtype.
         """
-        made_of, old = source.made_of, read_meta(folder)
-        if old and old != made_of:
+        if (old := read_meta(folder)) and old != made_of:
             differing = ", ".join(sorted(key for key in {*old, *made_of} if old.get(key) != made_of.get(key)))
             raise ValueError(f"{folder}: holds other states ({differing})")
         write_meta(folder, made_of)
-        self._source = source
-        self._index, self._states = folder / INDEX, folder / STATES
+        self._index, self._numbers = folder / INDEX, folder / NUMBERS
         self._places: dict[str, int] = {}
         lines = self._index.read_text().splitlines(keepends=True) if self._index.exists() else []
         # What was cut off in the middle of a line has no end of line.
@@ -92,35 +106,64 @@ class KeptStates:
         if lines and not lines[-1].endswith("\n"):
             self._index.write_text("".join(lines[:-1]))
 
+    def has(self, text: np.ndarray) -> bool:
+        """Whether the states of a text, int32 [n], are there."""
+        return _key(text) in self._places
+
+    def add(self, text: np.ndarray, states: np.ndarray) -> None:
+        """Append the states [n, W] of a text that is new; the index names them only after they are in the file."""
+        key = _key(text)
+        if key in self._places:
+            return
+        with open(self._numbers, "ab") as file, open(self._index, "a") as index:
+            self._places[key] = file.seek(0, 2)
+            file.write(np.ascontiguousarray(states).tobytes())
+            file.flush()
+            index.write(json.dumps({"text": key, "place": self._places[key]}) + "\n")
+
+    def read(self, text: np.ndarray, width: int) -> np.ndarray:
+        """States [n, `width`] of a text that is there."""
+        kept = np.fromfile(self._numbers, np.uint16, len(text) * width, offset=self._places[_key(text)])
+        return kept.view(STATE_DTYPE).reshape(-1, width)
+
+
+class KeptStates:
+    """States that are computed once for each text and then read; a folder of them serves any number of runs."""
+
+    def __init__(self, source: TargetStates, folder: Path | None, others: Sequence[StateFolder] = ()):
+        """Keep in `folder` (nothing is kept without one) what is not in one of the `others`; see `StateFolder`."""
+        self._source = source
+        self._kept = None if folder is None else StateFolder(folder, source.made_of)
+        self._folders = [*others, *([] if self._kept is None else [self._kept])]
+
     def __call__(self, rows: Rows) -> jax.Array:
         """See `StateSource`."""
-        texts = list(_texts(rows))
-        if any(key not in self._places for _, _, key in texts):
-            self._keep(np.asarray(self._source(rows)), texts)
-        states = np.zeros((*rows.token.shape, self._source.width), ml_dtypes.bfloat16)
-        for row, place, key in texts:
-            size = (place.stop - place.start) * self._source.width
-            kept = np.fromfile(self._states, np.uint16, size, offset=self._places[key])
-            states[row, place] = kept.view(ml_dtypes.bfloat16).reshape(-1, self._source.width)
+        found = [(row, place, self._find(text)) for row, place, text in _texts(rows)]
+        states = np.zeros((*rows.token.shape, self._source.width), STATE_DTYPE)
+        if any(folder is None for *_, folder in found):
+            computed = np.asarray(self._source(rows))
+        for row, place, folder in found:
+            text = rows.token[row, place]
+            if folder is not None:
+                states[row, place] = folder.read(text, self._source.width)
+                continue
+            states[row, place] = computed[row, place]
+            if self._kept is not None:
+                self._kept.add(text, computed[row, place])
         return jnp.asarray(states)
 
-    def _keep(self, states: np.ndarray, texts: list[tuple[int, slice, str]]) -> None:
-        """Append what is new; the index names states only after they are in the file."""
-        with open(self._states, "ab") as file, open(self._index, "a") as index:
-            for row, place, key in texts:
-                if key in self._places:
-                    continue
-                self._places[key] = file.seek(0, 2)
-                file.write(np.ascontiguousarray(states[row, place]).tobytes())
-                file.flush()
-                index.write(json.dumps({"text": key, "place": self._places[key]}) + "\n")
-                index.flush()
+    def _find(self, text: np.ndarray) -> StateFolder | None:
+        return next((folder for folder in self._folders if folder.has(text)), None)
 
 
-def _texts(rows: Rows) -> Iterator[tuple[int, slice, str]]:
-    """Row, place and name of each text."""
+def _key(text: np.ndarray) -> str:
+    return hashlib.sha256(text.astype(np.int32).tobytes()).hexdigest()[:32]
+
+
+def _texts(rows: Rows) -> Iterator[tuple[int, slice, np.ndarray]]:
+    """Row, place and tokens of each text."""
     for row, (token, segment) in enumerate(zip(rows.token, rows.segment, strict=True)):
         for number in range(int(segment.max()) + 1):
             places = np.flatnonzero(segment == number)
             place = slice(int(places[0]), int(places[-1]) + 1)
-            yield row, place, hashlib.sha256(token[place].tobytes()).hexdigest()[:32]
+            yield row, place, token[place]

@@ -1,0 +1,104 @@
+"""The kinds of draft that the tool trains, and the draft in training that a run's settings describe."""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+
+from distil.eagle import HeadTrainer, fed_config, head_config, init_fed, init_head, measure_head
+from distil.shards import read_meta
+from distil.states import STATES, KeptStates, StateFolder, StateSource, TargetStates
+from distil.student import init_student, student_config
+from distil.train import Quality, Trainer, measure_quality
+from jaxspec import LLM
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.params import Params
+
+
+class Kind(enum.StrEnum):
+    """What a draft is."""
+
+    LAYERS = "layers"
+    EAGLE3 = "eagle3"
+    ADDED = "added"
+
+
+# Those that are fed the target's hidden states.
+FED = (Kind.EAGLE3, Kind.ADDED)
+
+
+def _head_rows(llm: LLM, head_ids: np.ndarray) -> jax.Array:
+    """The target's rows of a student's head, [V_head, D]."""
+    return jnp.asarray(np.asarray(llm.params.get("head", llm.params["embed"]))[head_ids])
+
+
+@dataclasses.dataclass
+class Student:
+    """A draft in training.
+
+    Attributes:
+      cfg: its geometry.
+      params: what it begins with.
+      embed: the target's embedding.
+      head: the target's rows of its head.
+      states: gives the target's hidden states; None for a draft that is fed none.
+      unroll: steps on its own states.
+    """
+
+    cfg: ModelConfig
+    params: Params
+    embed: jax.Array
+    head: jax.Array
+    states: StateSource | None = None
+    unroll: int = 0
+
+    def trainer(self, params: Params, *words: Any) -> Trainer:
+        """`words` are those of `Trainer` from `packer` on."""
+        if self.states is None:
+            return Trainer(params, self.cfg, self.embed, self.head, *words)
+        return HeadTrainer(params, self.cfg, self.embed, self.head, self.states, self.unroll, *words)
+
+    def quality(self, params: Params, *words: Any) -> Quality:
+        """`words` are those of `measure_quality` from `packer` on."""
+        if self.states is None:
+            return measure_quality(params, self.cfg, self.embed, self.head, *words)
+        return measure_head(params, self.cfg, self.embed, self.head, self.states, *words)
+
+
+def open_student(
+    llm: LLM, settings: dict[str, Any], length: int, keep_states: Path | None = None, data: Sequence[Path] = ()
+) -> Student:
+    """The student that a run's settings describe, for rows of `length` tokens; runs of earlier versions have no kind.
+
+    Without a length its states cannot be asked for. They are those that `sample` kept in one of the folders `data`,
+    where it did.
+    """
+    target, layers = llm.engine.target.cfg, settings.get("layers", ())
+    head_ids = settings["head_ids"]
+    embed, head = llm.params["embed"], _head_rows(llm, np.array(head_ids or range(target.vocab_size), np.int32))
+    if settings.get("kind", Kind.LAYERS) == Kind.LAYERS:
+        return Student(student_config(target, layers, head_ids), init_student(llm.params, layers), embed, head)
+    if settings["kind"] == Kind.EAGLE3:
+        cfg = head_config(target, settings["states"], head_ids)
+        params = init_head(llm.params, cfg) | ({"head": head.astype(jnp.float32)} if settings["learn_head"] else {})
+    else:
+        cfg = fed_config(target, layers, settings["states"], head_ids)
+        params = init_fed(llm.params, cfg, layers)
+    computed = TargetStates(llm, settings["states"], length)
+    sampled = []
+    for folder in data:
+        if (found := read_meta(folder / STATES)) and found != computed.made_of:
+            typer.echo(f"{folder / STATES}: holds other states than the draft is fed; they are computed", err=True)
+        elif found:
+            sampled.append(StateFolder(folder / STATES, computed.made_of))
+    try:
+        states = KeptStates(computed, keep_states, sampled) if keep_states is not None or sampled else computed
+    except ValueError as error:
+        raise typer.BadParameter(f"--keep-states {error}") from error
+    return Student(cfg, params, embed, head, states, settings["unroll"])
