@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from jaxspec.methods.core.device_profile import DeviceChoice
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_draft, check_fed, check_same_devices, check_settings
+from jaxspec.methods.core.settings import check_draft, check_same_devices, check_settings
 
 # What a method promises: the very tokens of plain decoding (same seed), or their distribution.
 Exactness = Literal["tokens", "distribution"]
@@ -80,8 +80,6 @@ class Method(abc.ABC):
             check_draft(self.name, models.draft is not None)
         if self.drafts and not self.own_devices:
             check_same_devices(self.name, models)
-        if self.drafts:
-            check_fed(self.name, models)
 
     def choose_devices(self, profile: Path | None, devices: int) -> DeviceChoice | None:
         """Another method or placement where that was measured to be faster; None where the method weighs none.

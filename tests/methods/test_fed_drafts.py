@@ -24,7 +24,6 @@ from method_cases import (
     draft_config,
     engine_of,
     logprobs_of,
-    models_of,
     params_of,
     plain,
     run,
@@ -38,7 +37,6 @@ from tiny_models import FAMILIES, on_one_device
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.engine import Engine
-from jaxspec.errors import ConfigError
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import ModelParams, Models
@@ -213,14 +211,6 @@ def test_what_a_draft_is_fed_is_what_the_reference_is_fed():
             drafted.append(int(ids[np.argmax(np.asarray(logits)[: len(ids)])]))
         steps.step()
         assert np.asarray(steps.state.draft.tree.child_token)[:4, 0].tolist() == drafted
-
-
-def test_methods_that_cannot_feed_a_draft_refuse_it():
-    models = models_of(FED_CHAIN)
-    streamed = models._replace(target=dataclasses.replace(models.target, resident_layers=0))
-    for method in (Chain(2), SpecExec(4), SpecInfer((2,)), Auto()):
-        with pytest.raises(ConfigError, match="layers are streamed"):
-            Engine(streamed, method, 150)
 
 
 class Turns:

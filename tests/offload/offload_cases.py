@@ -9,12 +9,15 @@ from gguf import GGMLQuantizationType as Kind
 from make import random_tensors, tiny_config, write_gguf, write_hf
 
 from jaxspec.checkpoint.convert import convert
+from jaxspec.checkpoint.eagle import write_eagle3
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.pair import load_pair, place_pair
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.models.features import FeatureConfig
+from jaxspec.models.params import declare_leaves
 from jaxspec.offload.load import load_streamed_pair
 from jaxspec.runtime.mesh import plan_pair
 
@@ -61,8 +64,22 @@ CHECKPOINTS = {
     "native moe": lambda folder: convert(
         write_gguf(folder / "moe.gguf", QWEN3_MOE, sharp(QWEN3_MOE), qtype=Kind.Q8_0), folder / "native"
     ),
+    "fed": lambda folder: write_fed(folder / "fed"),
     "draft": lambda folder: write_hf(folder / "draft", tiny_config(num_layers=1), sharp(CONFIG, layers=1)),
 }  # fmt: skip
+
+
+def write_fed(path):
+    """An EAGLE-3 draft that is fed the first, a middle and the last state, the one after all layers."""
+    features = FeatureConfig(CONFIG.embed_dim, (0, 2, LAYERS))
+    cfg = dataclasses.replace(tiny_config(num_layers=1), tied=False, shares_embedding=True, features=features)
+    rng, leaves = np.random.default_rng(3), {}
+    for name, info in declare_leaves(cfg, "float32").items():
+        noise = rng.normal(size=info.shape).astype(np.float32)
+        leaves[name] = 1 + noise / 4 if name.endswith("norm") else noise / info.shape[-1] ** 0.5
+    leaves["final_norm"] *= 30
+    write_eagle3(path, cfg, leaves)
+    return path
 
 
 def sharp(cfg, layers=None):

@@ -54,7 +54,7 @@ def test_plain_decoding(folder, kind):
         stream_of(streamed).close()
 
 
-FAST = ("specexec", "swiftspec", "plain tp4")
+FAST = ("specexec", "swiftspec", "plain tp4", "fed specexec")
 METHODS = {
     "chain": (Chain(4), 1),
     "specexec": (SpecExec(16), 1),
@@ -65,13 +65,19 @@ METHODS = {
     "lookup": (PromptLookup(), 1),
     "auto": (Auto(draft_cost=0.01), 1),
     "plain tp4": (Autoregressive(), 4),
+    "fed specexec": (SpecExec(12), 1),
+    "fed chain": (Chain(4), 4),
+    "fed specinfer": (SpecInfer((2, 2)), 1),
+    "fed swiftspec": (SwiftSpec(7, depth=3), 1),
+    "fed auto": (Auto(draft_cost=0.01), 1),
 }
 
 
 @pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
 def test_methods(folder, name):
     method, degree = METHODS[name]
-    options = {"degree": degree, "draft": checkpoint(folder, "draft") if method.drafts else None}
+    draft = "fed" if name.startswith("fed") else "draft"
+    options = {"degree": degree, "draft": checkpoint(folder, draft) if method.drafts else None}
     options["shared"] = name.endswith("shared devices")
     expected = make_pair(checkpoint(folder, "q4_0"), method, **options)
     streamed = make_pair(checkpoint(folder, "q4_0"), method, offload="host", resident=1, **options)
@@ -108,15 +114,37 @@ def test_mixtures_of_experts(folder, kind):
         check_equal(expected, make_pair(checkpoint(folder, kind), method, offload=offload, **options))
 
 
-def test_a_longer_prompt_goes_on_from_the_shorter_one(folder):
+def test_a_mixture_feeds_a_draft(folder):
+    """The state after the last layer, too, of which a prompt without such a draft needs keys and values only."""
+    options = {"draft": checkpoint(folder, "fed")}
+    expected = make_pair(checkpoint(folder, "mixtral"), Chain(4), **options)
+    check_equal(expected, make_pair(checkpoint(folder, "mixtral"), Chain(4), offload="host", **options))
+
+
+def test_a_streamed_target_feeds_what_a_resident_one_does(folder):
+    """The draft's keys and values are the same bits: they stand on the states."""
+    cached = []
+    for offload in ("none", "host"):
+        pair = make_pair(checkpoint(folder, "q4_0"), Chain(3), draft=checkpoint(folder, "fed"), offload=offload)
+        decode(pair, count=30)
+        cache = pair.engine._idle[-1].state.draft.sequence.cache
+        cached.append([np.asarray(part)[:, : len(PROMPT) + 24] for part in (*cache.key, *cache.value)])
+    for one, other in zip(*cached, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.abs(one[:, 5:]).max() > 0
+
+
+@pytest.mark.parametrize("method", [Autoregressive(), Chain(3)], ids=["plain", "fed chain"])
+def test_a_longer_prompt_goes_on_from_the_shorter_one(folder, method):
     """What an earlier text left in the caches is not computed again; the bits are those of a cold run."""
-    method, path = Autoregressive(), checkpoint(folder, "q4_0")
-    streamed = make_pair(path, method, offload="host")
+    path, draft = checkpoint(folder, "q4_0"), checkpoint(folder, "fed") if method.drafts else None
+    streamed = make_pair(path, method, offload="host", draft=draft)
     cold = decode(streamed, prompt=PROMPT + PROMPT[:9])
     streamed.engine.session_memory = 2**30
     decode(streamed, count=2)
     with streamed.engine.open(streamed.params, PROMPT + PROMPT[:9], SamplingParams(max_tokens=1), 1) as session:
-        assert session.num_cached == len(PROMPT)
+        # The last kept token runs again where its states are needed.
+        assert session.num_cached == len(PROMPT) - (1 if method.drafts else 0)
     assert decode(streamed, prompt=PROMPT + PROMPT[:9]) == cold
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.feature_sequence import TargetSequence
+from jaxspec.methods.core.feature_sequence import Feeding, TargetSequence
 from jaxspec.methods.core.round import Round, pack_round, round_shapes, verified_shapes
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState
 from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
@@ -28,6 +28,8 @@ Decoded = tuple[SequenceState, Verified, Round, int]
 Meanwhile = Callable[[], None] | None
 # (parameters, state, draft, request) -> `Checked`
 Check = Callable[..., Checked]
+
+NOTHING_FED = "no draft is fed hidden states here"
 
 
 class TargetExecutor(Protocol):
@@ -57,7 +59,7 @@ class TargetExecutor(Protocol):
     ) -> Checked: ...
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded: ...
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int) -> Request: ...
-    def feeding(self) -> TargetSequence: ...
+    def feeding(self) -> Feeding: ...
 
 
 class ResidentExecutor:
@@ -134,9 +136,9 @@ class ResidentExecutor:
     def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
         return self._sequence.resume(params, state, tokens, common)
 
-    def feeding(self) -> TargetSequence:
+    def feeding(self) -> Feeding:
         if not isinstance(self._sequence, TargetSequence):
-            raise RuntimeError("no draft is fed hidden states here")
+            raise RuntimeError(NOTHING_FED)
         return self._sequence
 
     def verify(

@@ -7,7 +7,7 @@ everything that is verified later.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +34,31 @@ class StatesChunk(NamedTuple):
     states: Array  # float32 [size, n * D]
 
 
+class Feeding(Protocol):
+    """What commits the prompts of a target for a draft that is fed its hidden states."""
+
+    def prefill_with_states(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, slots: int, start: int = 0
+    ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
+        """Commit int32 `tokens` `[n]` after the first `start`, in chunks that also fit into a cache of `slots` slots.
+
+        Returns the state, the chunks, and `Verified.states` of a round that begins with the token after them; None
+        where there is no token.
+        """
+        ...
+
+    def resume_with_states(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, kept: int, slots: int
+    ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
+        """Begin a sequence of int32 `tokens` `[n]`, the last of which is the root, whose first `kept` are in the cache.
+
+        The rest is that of `prefill_with_states`.
+        """
+        ...
+
+
 class TargetSequence(ModelSequence):
-    """A `ModelSequence` of a target whose prompts come with their hidden states of `layers`."""
+    """A `ModelSequence` of a target whose prompts come with their hidden states of `layers`: it is `Feeding`."""
 
     def __init__(self, placement: Placement, slots: int, layers: tuple[int, ...], path: int):
         """Declare the programs; `path` (P) is the number of rows of `Verified.states`."""
@@ -68,11 +91,6 @@ class TargetSequence(ModelSequence):
     def prefill_with_states(
         self, params: Params, state: SequenceState, tokens: np.ndarray, slots: int, start: int = 0
     ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
-        """Commit int32 `tokens` `[n]` after the first `start`, in chunks that also fit into a cache of `slots` slots.
-
-        Returns the state, the chunks, and `Verified.states` of a round that begins with the token after them; None
-        where there is no token.
-        """
         chunks, first = [], None
         for chunk, count in split_chunks(tokens, slots - start):
             state, states, first = self._fill[len(chunk)](params, state, chunk, np.int32(count))
@@ -82,10 +100,6 @@ class TargetSequence(ModelSequence):
     def resume_with_states(
         self, params: Params, state: SequenceState, tokens: np.ndarray, kept: int, slots: int
     ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
-        """Begin a sequence of int32 `tokens` `[n]`, the last of which is the root, whose first `kept` are in the cache.
-
-        The rest is that of `prefill_with_states`.
-        """
         state = self._fit(state)
         state = self.rewind(state, tokens[:kept], int(tokens[-1]))
         return self.prefill_with_states(params, state, tokens[kept:-1], slots, kept)

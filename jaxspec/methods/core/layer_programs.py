@@ -100,22 +100,29 @@ class LayerPrograms:
 
     def run(
         self, stream: LayerStream, state: SequenceState, rows: Sequence[tuple[Array, Frame]],
-        meanwhile: Meanwhile = None,
-    ) -> Any:  # fmt: skip
-        """One pass over the weights; returns the rows `[T, D]` after the last layer and the state with them written.
+        meanwhile: Meanwhile = None, layers: Sequence[int] = (),
+    ) -> tuple[list[list[Array]], SequenceState]:  # fmt: skip
+        """One pass over the weights; returns rows, and the state with all of them written.
+
+        Of each of `rows` these are the hidden states `[T, D]` of `layers`, see `forward_with_states`, without the final
+        norm, and those after the last layer at the end.
 
         `rows` are consecutive chunks of a prompt, or one batch. Each layer serves all of them before the next layer's
         weights come. `meanwhile` is called before each layer's weights are waited for. The caches of `state` are
-        donated. Of chunks only what is written counts: their rows do not pass the experts of the last layer.
+        donated. Of chunks without `layers` only what is written counts: their rows do not pass the experts of the last
+        layer.
         """
         keys, values = list(state.cache.key), list(state.cache.value)
         xs: list[Any] = [x for x, _ in rows]
         frames = [frame for _, frame in rows]
-        last = len(self._kinds) - 1 if frames[0].window is None else -1
+        last = len(self._kinds) - 1 if frames[0].window is None and not layers else -1
+        states: dict[int, list[Array]] = {}
         with stream.weights() as weights:
             for index, (kind, cut) in enumerate(zip(self._kinds, self._slices, strict=True)):
                 if meanwhile is not None:
                     meanwhile()
+                if index in layers:
+                    states[index] = list(xs)
                 layer = weights.take(index)
                 is_mixture = index in self._experts
                 before, after = _split(layer) if is_mixture else (layer, {})
@@ -129,7 +136,8 @@ class LayerPrograms:
                     xs = [routed.x for routed in xs] if index == last else self._mix(weights, index, after, xs, frames)
                 weights.used(index, xs[-1])
         cache = dataclasses.replace(state.cache, key=tuple(keys), value=tuple(values))
-        return xs, dataclasses.replace(state, cache=cache)
+        wanted = [*(states.get(layer, xs) for layer in layers), xs]
+        return [list(of_rows) for of_rows in zip(*wanted, strict=True)], dataclasses.replace(state, cache=cache)
 
     def _mix(
         self, weights: Pass, index: int, layer: Params, chunks: Sequence[Routed], frames: Sequence[Frame]

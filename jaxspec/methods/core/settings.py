@@ -140,20 +140,6 @@ def check_branch(name: str, value: int, models: Models) -> None:
         raise ConfigError(f"{name} {value} exceeds the {tokens} tokens that the draft can propose")
 
 
-def check_fed(name: str, models: Models) -> None:
-    """Raise `ConfigError` where a draft that is fed hidden states cannot be: the target's layers are streamed."""
-    if is_fed(models) and models.target.resident_layers is not None:
-        raise ConfigError(
-            f"method {name!r} cannot feed this draft: it takes the target's hidden states, and the target's layers are "
-            "streamed (offload); leave offload out, or give another draft"
-        )
-
-
-def is_fed(models: Models) -> bool:
-    """Whether the draft takes the target's hidden states."""
-    return models.draft is not None and models.draft.cfg.features is not None
-
-
 def check_same_devices(name: str, models: Models) -> None:
     """Raise `ConfigError` unless draft and target take turns on the same devices."""
     if models.draft is not None and models.draft.plan.devices != models.target.plan.devices:

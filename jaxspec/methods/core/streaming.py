@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config import SamplingParams
-from jaxspec.errors import ConfigError
 from jaxspec.methods.core.executor import (
+    NOTHING_FED,
     Check,
     Checked,
     Decoded,
@@ -20,11 +20,12 @@ from jaxspec.methods.core.executor import (
     TargetExecutor,
     place_request,
 )
-from jaxspec.methods.core.feature_sequence import TargetSequence
+from jaxspec.methods.core.feature_sequence import Feeding, StatesChunk
 from jaxspec.methods.core.layer_programs import LayerPrograms
 from jaxspec.methods.core.round import pack_round, round_shapes, verified_shapes
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, split_chunks, usable_chunks
 from jaxspec.methods.core.verify import Rule, batch_rows, count_idle, judge_batch, match, take_token
+from jaxspec.models.features import NORMED
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import (
     Frame,
@@ -32,6 +33,7 @@ from jaxspec.models.transformer import (
     begin_rows,
     finish_rows,
     forward,
+    join_states,
     make_tables,
     rope_settings,
 )
@@ -42,20 +44,11 @@ from jaxspec.sampling.accept import blank_verified, num_ranked, set_top
 from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import Request
 
-# Methods refuse such a draft before (`check_fed`).
-FED_BY_STREAM = "a draft that is fed the target's hidden states needs the target's layers on the devices"
-
 
 def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecutor:
-    """The executor of a placement; `settings` are those of `ResidentExecutor`.
-
-    ConfigError: a draft is fed hidden states of a target whose layers are streamed.
-    """
-    if target.resident_layers is None:
-        return ResidentExecutor(target, slots, **settings)
-    if settings.pop("layers", ()):
-        raise ConfigError(FED_BY_STREAM)
-    return StreamingExecutor(target, slots, **settings)
+    """The executor of a placement; `settings` are those of `ResidentExecutor`."""
+    kind = ResidentExecutor if target.resident_layers is None else StreamingExecutor
+    return kind(target, slots, **settings)
 
 
 class StreamedSequence(ModelSequence):
@@ -91,19 +84,70 @@ class StreamedSequence(ModelSequence):
         return programs
 
     def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0) -> SequenceState:
-        chunks = list(split_chunks(tokens, self.slots - start))
+        return self._pass(params, state, list(split_chunks(tokens, self.slots - start)), ())[1]
+
+    def _pass(
+        self, params: Params, state: SequenceState, chunks: Sequence[tuple[np.ndarray, int]], layers: tuple[int, ...]
+    ) -> tuple[list[list[Array]], SequenceState]:
+        """Commit chunks; of each the states that `LayerPrograms.run` gives."""
         if not chunks:
-            return state
+            return [], state
         resident, stream = split_params(params)
         rows, offset = [], 0
         for chunk, count in chunks:
             where = state.cache.length, np.int32(offset), np.int32(count)
             rows.append(self._open[len(chunk)](resident, chunk, *where))
             offset += count
-        _, state = self.layers.run(stream, state, rows)
+        states, state = self.layers.run(stream, state, rows, layers=layers)
         for chunk, count in chunks:
             state = self._note[len(chunk)](state, chunk, np.int32(count))
-        return state
+        return states, state
+
+
+class StreamedTargetSequence(StreamedSequence):
+    """A `StreamedSequence` whose prompts come with their hidden states of `layers`: it is `Feeding`."""
+
+    def __init__(self, placement: Placement, slots: int, layers: tuple[int, ...], path: int):
+        """Declare the programs; `path` (P) is the number of rows of `Verified.states`."""
+        super().__init__(placement, slots, "target")
+        self._fed_layers, cfg, plan = layers, placement.cfg, placement.plan
+        width, scalar, resident = (
+            len(layers) * cfg.embed_dim,
+            placement.array((), jnp.int32),
+            resident_shapes(placement),
+        )
+
+        def join(params, states, count):
+            joined = join_streamed(params, placement, states, layers)
+            return joined, jnp.zeros((path, width)).at[0].set(joined[count - 1])
+
+        def declare(size: int) -> Program:
+            rows = placement.array((size, cfg.embed_dim), jnp.float32)
+            out = placement.array((size, width), jnp.float32), placement.array((path, width), jnp.float32)
+            args = [resident, [rows] * (len(layers) + 1), scalar]
+            return Program(f"target states {size}", join, plan, args, out)
+
+        self._join = {size: declare(size) for size in usable_chunks(slots)}
+        self.programs = (*self.programs, *self._join.values())
+
+    def prefill_with_states(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, slots: int, start: int = 0
+    ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
+        """See `Feeding`."""
+        chunks, first = list(split_chunks(tokens, slots - start)), None
+        passed, state = self._pass(params, state, chunks, self._fed_layers)
+        resident, fed = split_params(params)[0], []
+        for (chunk, count), states in zip(chunks, passed, strict=True):
+            joined, first = self._join[len(chunk)](resident, states, np.int32(count))
+            fed.append(StatesChunk(chunk, count, joined))
+        return state, fed, first
+
+    def resume_with_states(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, kept: int, slots: int
+    ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
+        """See `Feeding`."""
+        state = self.rewind(self._fit(state), tokens[:kept], int(tokens[-1]))
+        return self.prefill_with_states(params, state, tokens[kept:-1], slots, kept)
 
 
 def make_sequence(target: Placement, slots: int, role: str, *, keeps_text: bool = True) -> ModelSequence:
@@ -164,7 +208,7 @@ class TargetPass:
             return self._run(params, state, *args)
         resident, stream = split_params(params)
         rows = self._open(resident, state.cache.length, *args)
-        (x,), state = self._layers.run(stream, state, [rows])
+        ((x,),), state = self._layers.run(stream, state, [rows])
         return self._close(resident, state, x, *args)
 
 
@@ -184,15 +228,18 @@ class StreamingExecutor:
     def __init__(
         self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,
         dynamic_rows: bool = False, idle_steps: int = 0, receive: Any = None, reply: Any = None,
+        layers: tuple[int, ...] = (),
     ):  # fmt: skip
         """Declare the programs; see `ResidentExecutor`, whose `idle_steps` have no counterpart here."""
         del idle_steps
         self.placement, self.slots = target, slots
-        self._sequence = StreamedSequence(target, slots, "target")
-        self._layers = self._sequence.layers
-        self.state = self._sequence.state
-        self.verified: Any = verified_shapes(target, max(max_path, steps))
+        self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         path = self.verified.tokens.shape[0]
+        self._sequence = (
+            StreamedTargetSequence(target, slots, layers, path) if layers else StreamedSequence(target, slots, "target")
+        )
+        self._layers, self._fed_layers = self._sequence.layers, layers
+        self.state = self._sequence.state
         resident, request, scalar = resident_shapes(target), target.request(), target.array((), jnp.int32)
         out = (self.state, self.verified, round_shapes(target, path))
         cfg, plan, programs = target.cfg, target.plan, [*self._sequence.programs]
@@ -203,16 +250,16 @@ class StreamingExecutor:
                 window = Window(jnp.ones((1, 1), bool), length[None], None, None)
                 return begin_rows(params, cfg, root[None], length[None], length, window)
 
-            def close_root(params, state, x, request):
-                history = state.history
-                state, logprob, ranked = take_token(
-                    params, target, state, request, history, finish_rows(params, cfg, x), state.cache
-                )
+            def close_root(params, state, states, request):
+                history, hidden = state.history, finish_rows(params, cfg, states[-1])
+                state, logprob, ranked = take_token(params, target, state, request, history, hidden, state.cache)
                 history = update_history(history, state.root[None], jnp.ones(1, bool), target.vocab, generated=True)
                 state = dataclasses.replace(state, history=history)
                 blank = blank_verified(path, num_ranked(target.vocab))
+                fed = join_streamed(params, target, states, layers)
                 verified = dataclasses.replace(
                     blank,
+                    states=None if fed is None else jnp.zeros((path, fed.shape[1])).at[0].set(fed[0]),
                     tokens=blank.tokens.at[0].set(state.root), count=jnp.int32(1),
                     logprob=blank.logprob.at[0].set(logprob), top=set_top(blank.top, jnp.int32(0), ranked),
                 )  # fmt: skip
@@ -220,7 +267,7 @@ class StreamingExecutor:
 
             rows = row_shapes(target, 1, windowed=True)
             self._open_root = Program("decode open", open_root, plan, [resident, scalar, scalar], rows)
-            args = [resident, self.state, rows[0], request]
+            args = [resident, self.state, [rows[0]] * (len(layers) + 1), request]
             self._close_root = Program("decode close", close_root, plan, args, out, donate=[1])
             programs += [self._open_root, self._close_root, *self._layers.declare(1, rows[1])]
         if draft is not None:
@@ -235,20 +282,21 @@ class StreamingExecutor:
                 window = Window(mask, position, None, active_rows)
                 return begin_rows(params, cfg, given.batch.token, position, length, window, live=given.batch.count)
 
-            def close_batch(params, state, x, draft, request):
+            def close_batch(params, state, states, draft, request):
                 given, before = taken(draft), state.idle
                 active_rows = given.batch.count if dynamic_rows else None
-                hidden = finish_rows(params, cfg, x)
+                hidden, fed = finish_rows(params, cfg, states[-1]), join_streamed(params, target, states, layers)
                 state, verified, round_ = judge_batch(
                     params, target, state, given, request, path, rule, active_rows, hidden, state.cache
                 )
                 state = dataclasses.replace(state, idle=count_idle(before, given.batch.count == 1, verified))
+                verified = verified if fed is None else dataclasses.replace(verified, states=fed[verified.path])
                 return state, reply(verified) if reply else verified, round_
 
             count = jax.eval_shape(taken, draft).batch.rows
             rows = row_shapes(target, count, windowed=True, dynamic_rows=dynamic_rows, live=True)
             self._open_batch = Program("verify open", open_batch, plan, [resident, scalar, draft], rows)
-            args = [resident, self.state, rows[0], draft, request]
+            args = [resident, self.state, [rows[0]] * (len(layers) + 1), draft, request]
             self._close_batch = Program("verify close", close_batch, plan, args, out, donate=[1])
             programs += [self._open_batch, self._close_batch, *self._layers.declare(count, rows[1])]
         self.programs: Sequence[Program] = tuple(programs)
@@ -267,20 +315,28 @@ class StreamingExecutor:
     ) -> Checked:
         resident, stream = split_params(params)
         rows = self._open_batch(resident, state.cache.length, draft)
-        (x,), state = self._layers.run(stream, state, [rows], meanwhile)
-        return self._close_batch(resident, state, x, draft, request)
+        (states,), state = self._layers.run(stream, state, [rows], meanwhile, self._fed_layers)
+        return self._close_batch(resident, state, states, draft, request)
 
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
         resident, stream = split_params(params)
         rows = self._open_root(resident, state.root, state.cache.length)
-        (x,), state = self._layers.run(stream, state, [rows])
-        return *self._close_root(resident, state, x, request), 1
+        (states,), state = self._layers.run(stream, state, [rows], layers=self._fed_layers)
+        return *self._close_root(resident, state, states, request), 1
 
-    def feeding(self) -> TargetSequence:
-        raise RuntimeError(FED_BY_STREAM)
+    def feeding(self) -> Feeding:
+        if not isinstance(self._sequence, StreamedTargetSequence):
+            raise RuntimeError(NOTHING_FED)
+        return self._sequence
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
+
+
+def join_streamed(params: Params, target: Placement, states: Sequence[Array], layers: tuple[int, ...]) -> Array | None:
+    """What `join_states` gives, from the rows that `LayerPrograms.run` gives for `layers`; None without any."""
+    hidden = finish_rows(params, target.cfg, states[-1]) if NORMED in layers else states[-1]
+    return join_states(dict(zip(layers, states, strict=False)), hidden, layers)
 
 
 def row_shapes(
