@@ -173,6 +173,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file [the default model]")
     parser.add_argument("--draft", help="checkpoint of the draft [the one shipped for the default model]")
+    parser.add_argument("--beside", help="another draft, which the methods that draft are measured with, too")
     parser.add_argument("--methods", default="ar,lookup,auto", help="of jaxspec, by comma; ar is always there")
     parser.add_argument("--peers", default=",".join(PEERS), help="other libraries, by comma")
     parser.add_argument("--max-prompts", type=int, default=12, help="of the mini suite, evenly over its categories")
@@ -211,6 +212,10 @@ def main(words: Sequence[str] | None = None) -> None:
         return Peer(name, llm, load_llama(llm.model_path, context + 16, arguments.threads, name))
 
     peers = [Column(name, None, load(name)) for name in arguments.peers]
+    if arguments.beside is not None:
+        other = LLM(arguments.model, draft=arguments.beside, method=method, session_memory=0)
+        drafting = [column for column in columns if column.method.drafts]
+        peers += [Column(f"{c.label}, other draft", None, other.with_method(c.method)) for c in drafting]
     sampling = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)
     with Progress(transient=True) as bar:
         task = bar.add_task("", total=None)

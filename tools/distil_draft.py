@@ -24,8 +24,8 @@ import numpy as np
 import typer
 from distil.batches import Packer, choose_head, split_held_out
 from distil.eagle import scale_states, whole_leaves
-from distil.export import is_native, read_native, save_draft, save_head
-from distil.kinds import FED, Kind, Student, open_student
+from distil.export import begin_with_native, is_native, save_draft, save_head
+from distil.kinds import FED, Kind, Student, native_student, open_student
 from distil.runs import (
     CHECKPOINTS,
     CURVE,
@@ -193,7 +193,7 @@ def train(
     student = open_student(llm, noted, length, keep_states, folders)
     params = student.params
     if begin_draft is not None:
-        params = read_native(begin_draft, student.cfg, params, vocabulary_digest(llm.tokenizer.token_strings()))
+        params = begin_with_native(params, begin_draft, vocabulary_digest(llm.tokenizer.token_strings()))
     if kind is Kind.ADDED and student.states is not None and not begun and begin_run is None:
         first = next(batches(packer, learned, settings))
         params = params | {"fc_norm": scale_states(student.cfg, student.states(first), first)}
@@ -257,19 +257,20 @@ def export(
 
 @app.command()
 def measure(
-    run: Annotated[Path, typer.Argument(help="Folder of a run's checkpoints.")],
-    data: Annotated[Path, typer.Argument(help="Conversations that the run has not seen, of another seed.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run's checkpoints, or a draft in native format.")],
+    data: Annotated[Path, typer.Argument(help="Conversations that it has not learned from, of another seed.")],
     model: Model = None,
     target_dtype: TargetDtype = "float32",
 ) -> None:
-    """Compare the newest checkpoint of a run with the target on the answers of other conversations."""
+    """Compare the newest checkpoint of a run, or a draft, with the target on the answers of other conversations."""
     llm = _open_target(model, target_dtype)
     [meta] = read_metas([data], target_digest(llm))
-    if meta["seed"] in read_settings(run).get("seen", ()):
+    if not is_native(run) and meta["seed"] in read_settings(run).get("seen", ()):
         raise typer.BadParameter(f"{data}: the run has learned from text of seed {meta['seed']}; sample with another")
     conversations, prefix = read_conversations([data], 0), meta["prefix"]
     length = len(prefix) - 1 + max(len(c.token) for c in conversations)
-    student, trained = _trained_student(llm, run, length, [data])
+    opens = native_student if is_native(run) else _trained_student
+    student, trained = opens(llm, run, length, [data])
     vocab_size = llm.engine.target.cfg.vocab_size
     packer = Packer(prefix, length, np.array(student.cfg.head_ids or range(vocab_size), np.int32), vocab_size)
     try:

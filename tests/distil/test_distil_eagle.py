@@ -386,7 +386,12 @@ def test_a_trained_draft_that_is_fed_states_loads(command, added, chat_model, ch
     drafted = LLM(chat_model, draft=tmp_path / "draft", method="chain", dtype="float32")
     assert drafted.generate(prompt, sampling).token_ids == chat_llm.generate(prompt, sampling).token_ids
     succeed(command("sample", tmp_path / "fresh", *SAMPLE[:-3], 3, *SAMPLE[-2:]))
-    assert json.loads(succeed(command("measure", added / "added", tmp_path / "fresh")))["positions"] > 0
+    found = [
+        json.loads(succeed(command("measure", path, tmp_path / "fresh")))
+        for path in (added / "added", tmp_path / "draft")
+    ]
+    assert found[0] == found[1] and found[0]["positions"] > 0
+    assert json.loads(succeed(command("measure", added / "base", tmp_path / "fresh"))) != found[0]
 
 
 def test_bases_that_do_not_fit_are_refused(command, added, tmp_path):

@@ -17,7 +17,7 @@ from jaxspec.checkpoint.load import Weights, open_weights
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import Params, declare_leaves, leaf_name
+from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import Storage
 
 
@@ -62,29 +62,35 @@ def is_native(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def read_native(path: Path, cfg: ModelConfig, begun: Params, vocabulary: str) -> Params:
-    """The weights `begun` of a draft with those that a native one has in their place; float32.
+def read_native(path: Path, vocabulary: str) -> tuple[ModelConfig, Params]:
+    """Geometry and weights, float32, of a native draft that shares the embedding of a target.
 
     Raises:
-      typer.BadParameter: it is no draft of this target, or its layers have other shapes.
+      typer.BadParameter: it is no draft of the target with the digest `vocabulary`.
     """
     weights = open_weights(path)
     if weights.vocabulary != vocabulary:
-        raise typer.BadParameter(f"--begin-with {path}: is no draft of this target")
-    declared = declare_leaves(weights.config, "float32")
+        raise typer.BadParameter(f"{path}: is no draft of this target")
 
-    def read(place: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        name = leaf_name(place)
-        if name not in declared:
-            return leaf  # what takes the states, beside an ordinary draft
-        if declared[name].shape != leaf.shape:
-            raise typer.BadParameter(f"--begin-with {path}: {name} is {declared[name].shape}, not {leaf.shape}")
-        return jnp.asarray(weights.read(name, declared[name]), jnp.float32)
+    def read(place: tuple[Any, ...], info: ArrayInfo) -> jax.Array:
+        return jnp.asarray(weights.read(leaf_name(place), info), jnp.float32)
 
-    differing = f"has {weights.config.num_layers} layers, --layers names {cfg.num_layers}"
-    if weights.config.num_layers != cfg.num_layers:
-        raise typer.BadParameter(f"--begin-with {path}: {differing}")
-    return jax.tree.map_with_path(read, begun)
+    return weights.config, jax.tree.map_with_path(read, declare_params(weights.config, "float32"), is_leaf=is_info)
+
+
+def begin_with_native(begun: Params, path: Path, vocabulary: str) -> Params:
+    """The weights `begun` of a draft with those that a native one has in their place.
+
+    Raises:
+      typer.BadParameter: it is no draft of this target, or has other layers.
+    """
+    _, found = read_native(path, vocabulary)
+    if (has := len(found["layers"])) != (wants := len(begun["layers"])):
+        raise typer.BadParameter(f"--begin-with {path}: has {has} layers, --layers names {wants}")
+    taken = {name: found[name] for name in begun if name in found}
+    if jax.tree.map(jnp.shape, taken) != jax.tree.map(jnp.shape, {name: begun[name] for name in taken}):
+        raise typer.BadParameter(f"--begin-with {path}: its weights have other shapes")
+    return begun | taken
 
 
 def save_head(dst: str | Path, cfg: ModelConfig, leaves: Mapping[str, np.ndarray]) -> int:

@@ -12,11 +12,13 @@ import numpy as np
 import typer
 
 from distil.eagle import HeadTrainer, fed_config, head_config, init_fed, init_head, measure_head
+from distil.export import read_native
 from distil.shards import read_meta
 from distil.states import STATES, KeptStates, StateFolder, StateSource, TargetStates
 from distil.student import init_student, student_config
 from distil.train import Quality, Trainer, measure_quality
 from jaxspec import LLM
+from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
 
@@ -90,7 +92,22 @@ def open_student(
     else:
         cfg = fed_config(target, layers, settings["states"], head_ids)
         params = init_fed(llm.params, cfg, layers)
-    computed = TargetStates(llm, settings["states"], length)
+    states = _states_of(llm, settings["states"], length, keep_states, data)
+    return Student(cfg, params, embed, head, states, settings["unroll"])
+
+
+def native_student(llm: LLM, path: Path, length: int, data: Sequence[Path]) -> tuple[Student, Params]:
+    """A native draft as one in training, for rows of `length` tokens, and its weights; see `open_student`."""
+    cfg, params = read_native(path, vocabulary_digest(llm.tokenizer.token_strings()))
+    ids = np.array(cfg.head_ids or range(cfg.vocab_size), np.int32)
+    states = None if cfg.features is None else _states_of(llm, cfg.features.layers, length, None, data)
+    return Student(cfg, params, llm.params["embed"], _head_rows(llm, ids), states), params
+
+
+def _states_of(
+    llm: LLM, layers: Sequence[int], length: int, keep_states: Path | None, data: Sequence[Path]
+) -> StateSource:
+    computed = TargetStates(llm, layers, length)
     sampled = []
     for folder in data:
         if (found := read_meta(folder / STATES)) and found != computed.made_of:
@@ -98,7 +115,6 @@ def open_student(
         elif found:
             sampled.append(StateFolder(folder / STATES, computed.made_of))
     try:
-        states = KeptStates(computed, keep_states, sampled) if keep_states is not None or sampled else computed
+        return KeptStates(computed, keep_states, sampled) if keep_states is not None or sampled else computed
     except ValueError as error:
         raise typer.BadParameter(f"--keep-states {error}") from error
-    return Student(cfg, params, embed, head, states, settings["unroll"])

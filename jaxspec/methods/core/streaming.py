@@ -119,6 +119,7 @@ class StreamedTargetSequence(StreamedSequence):
 
         def join(params, states, count):
             joined = join_streamed(params, placement, states, layers)
+            assert joined is not None  # there are layers
             return joined, jnp.zeros((path, width)).at[0].set(joined[count - 1])
 
         def declare(size: int) -> Program:
