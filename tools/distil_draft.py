@@ -40,9 +40,9 @@ from distil.runs import (
     read_settings,
     show_progress,
 )
-from distil.sample import Sampler, SampleSettings, answers_of, sample_shards
-from distil.shards import write_meta
-from distil.states import target_digest
+from distil.sample import Sampler, SampleSettings, answers_of, check_states, sample_shards
+from distil.shards import read_meta, write_meta
+from distil.states import STATES, target_digest
 from distil.train import TrainSettings, batches, latest_step, restore_params
 
 from jaxspec import LLM
@@ -81,7 +81,7 @@ def sample(
         Path | None, typer.Option(help="Sampled conversations whose answers are texts to work on in these.")
     ] = None,
     states: Annotated[
-        str | None, typer.Option(help="Layers whose inputs are kept beside the conversations, for --kind eagle3.")
+        str | None, typer.Option(help="Layers whose inputs are kept beside the conversations, for drafts that are fed.")
     ] = None,
 ) -> None:
     """Let the target write conversations, and keep its top logits."""
@@ -93,6 +93,7 @@ def sample(
     try:
         sampler = Sampler(llm, settings, answers_of(llm, passages) if passages else (), kept)
         write_meta(data, sampler.meta())
+        check_states(sampler, data, shards)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with show_progress() as progress:
@@ -186,15 +187,19 @@ def train(
         **dataclasses.asdict(settings), "target": digest, **made_of,
         "target_dtype": target_dtype, "head_ids": head_ids.tolist() if head else [], "length": length,
         "begin_with": str(begin_with or ""),
-        "data": metas, "conversations": len(conversations), "held_out": len(held_out),
+        "data": metas, "sampled_states": [read_meta(folder / STATES) for folder in folders],
+        "conversations": len(conversations), "held_out": len(held_out),
         "tokens": sum(len(c.token) for c in learned),
     }  # fmt: skip
     old = earlier_settings(run, noted, begun)
     student = open_student(llm, noted, length, keep_states, folders)
     params = student.params
     if begin_draft is not None:
-        params = begin_with_native(params, begin_draft, vocabulary_digest(llm.tokenizer.token_strings()))
-    if kind is Kind.ADDED and student.states is not None and not begun and begin_run is None:
+        digest_of_tokens = vocabulary_digest(llm.tokenizer.token_strings())
+        params, is_fed = begin_with_native(params, student.cfg, begin_draft, digest_of_tokens)
+    else:
+        is_fed = begin_run is not None
+    if kind is Kind.ADDED and student.states is not None and not begun and not is_fed:
         first = next(batches(packer, learned, settings))
         params = params | {"fc_norm": scale_states(student.cfg, student.states(first), first)}
     if begin_run is not None:
@@ -328,7 +333,7 @@ def _base_settings(base: Path, target: str, made_of: dict[str, Any]) -> dict[str
     for name in ("layers", "states"):
         if settings.get(name) != made_of.get(name):
             theirs = ",".join(map(str, settings.get(name, ())))
-            raise typer.BadParameter(f"--begin-with {base}: has the target's layers {theirs}; give the same --{name}")
+            raise typer.BadParameter(f"--begin-with {base}: was begun with --{name} {theirs}; give the same")
     if settings.get("learn_head", False) != made_of.get("learn_head", False):
         raise typer.BadParameter(f"--begin-with {base}: only one of the two has --learn-head")
     latest = latest_step(base / CHECKPOINTS)

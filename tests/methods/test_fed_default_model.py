@@ -42,8 +42,11 @@ def test_the_text_is_that_of_plain_decoding(llm, head):
             assert other.generate(TEXT, sampling).token_ids == llm.generate(TEXT, sampling).token_ids, method
 
 
+def test_a_streamed_model_feeds_the_draft(llm, head):
+    streamed = jaxspec.LLM(draft=head, method=Chain(3), offload="disk", resident_layers=20)
+    assert streamed.generate(TEXT, SAMPLINGS[0]).token_ids == llm.generate(TEXT, SAMPLINGS[0]).token_ids
+
+
 def test_what_cannot_be_done_is_refused(head):
-    with pytest.raises(ConfigError, match="layers are streamed"):
-        jaxspec.LLM(draft=head, method="chain", offload="disk")
     with pytest.raises(ConfigError, match="fed a target's hidden states; give it as the draft"):
         jaxspec.LLM(head)

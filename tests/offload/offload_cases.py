@@ -4,7 +4,9 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from distil.export import save_draft
 from gguf import GGMLQuantizationType as Kind
 from make import random_tensors, tiny_config, write_gguf, write_hf
 
@@ -12,12 +14,13 @@ from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.eagle import write_eagle3
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.pair import load_pair, place_pair
+from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.core.round import ModelParams, Models
-from jaxspec.models.features import FeatureConfig
-from jaxspec.models.params import declare_leaves
+from jaxspec.models.features import NORMED, FeatureConfig
+from jaxspec.models.params import declare_leaves, declare_params, is_info
 from jaxspec.offload.load import load_streamed_pair
 from jaxspec.runtime.mesh import plan_pair
 
@@ -65,6 +68,7 @@ CHECKPOINTS = {
         write_gguf(folder / "moe.gguf", QWEN3_MOE, sharp(QWEN3_MOE), qtype=Kind.Q8_0), folder / "native"
     ),
     "fed": lambda folder: write_fed(folder / "fed"),
+    "added": lambda folder: write_added(folder / "added"),
     "draft": lambda folder: write_hf(folder / "draft", tiny_config(num_layers=1), sharp(CONFIG, layers=1)),
 }  # fmt: skip
 
@@ -79,6 +83,23 @@ def write_fed(path):
         leaves[name] = 1 + noise / 4 if name.endswith("norm") else noise / info.shape[-1] ** 0.5
     leaves["final_norm"] *= 30
     write_eagle3(path, cfg, leaves)
+    return path
+
+
+def write_added(path):
+    """A draft with states added to its embeddings, which also takes the one after the final norm; Q8_0."""
+    features = FeatureConfig(CONFIG.embed_dim, (1, NORMED), "added", own_head=False, fc_norm="each")
+    cfg = dataclasses.replace(tiny_config(num_layers=1), tied=False, shares_embedding=True, features=features)
+    rng = np.random.default_rng(4)
+
+    def make(info):
+        noise = rng.normal(size=info.shape).astype(np.float32)
+        return 1 + noise / 4 if len(info.shape) < 2 else noise / info.shape[-1] ** 0.5
+
+    params = jax.tree.map(make, declare_params(cfg, "float32"), is_leaf=is_info)
+    save_draft(
+        path, params | {"final_norm": 30 * params["final_norm"]}, cfg, vocabulary_digest(TOKENS), quantize="q8_0"
+    )
     return path
 
 

@@ -70,13 +70,14 @@ METHODS = {
     "fed specinfer": (SpecInfer((2, 2)), 1),
     "fed swiftspec": (SwiftSpec(7, depth=3), 1),
     "fed auto": (Auto(draft_cost=0.01), 1),
+    "added chain": (Chain(3), 4),
 }
 
 
 @pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
 def test_methods(folder, name):
     method, degree = METHODS[name]
-    draft = "fed" if name.startswith("fed") else "draft"
+    draft = name.split()[0] if name.startswith(("fed", "added")) else "draft"
     options = {"degree": degree, "draft": checkpoint(folder, draft) if method.drafts else None}
     options["shared"] = name.endswith("shared devices")
     expected = make_pair(checkpoint(folder, "q4_0"), method, **options)

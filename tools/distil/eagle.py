@@ -35,6 +35,8 @@ from pallas_kernels.registry import Kernels, using
 STEP_WEIGHT = 0.8
 # Size of what `fc` of a fed draft takes, so that its first updates do not drown the tokens.
 STATE_SCALE = 0.1
+# Learning rate of `fc_own` beside that of other weights: the states that it takes are large beside embeddings.
+OWN_RATE = 0.05
 # Standard deviation of weights that nothing is known about.
 NOISE = 0.02
 
@@ -235,6 +237,8 @@ def train_step(
 
     loss, gradient = jax.value_and_grad(loss_of)(params)
     updates, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
+    if "fc_own" in updates:
+        updates |= {"fc_own": OWN_RATE * updates["fc_own"]}
     return cast(Params, optax.apply_updates(params, updates)), opt_state, loss
 
 

@@ -15,7 +15,7 @@ from jaxspec.checkpoint.convert import check_destination, check_quantize, choose
 from jaxspec.checkpoint.eagle import write_eagle3
 from jaxspec.checkpoint.load import Weights, open_weights
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import Storage
@@ -66,31 +66,38 @@ def read_native(path: Path, vocabulary: str) -> tuple[ModelConfig, Params]:
     """Geometry and weights, float32, of a native draft that shares the embedding of a target.
 
     Raises:
-      typer.BadParameter: it is no draft of the target with the digest `vocabulary`.
+      typer.BadParameter: it is damaged, or no draft of the target with the digest `vocabulary`.
     """
-    weights = open_weights(path)
-    if weights.vocabulary != vocabulary:
-        raise typer.BadParameter(f"{path}: is no draft of this target")
+    try:
+        weights = open_weights(path)
+        if weights.vocabulary is None:
+            raise typer.BadParameter(f"{path}: does not name the target whose embedding it shares")
+        if weights.vocabulary != vocabulary:
+            raise typer.BadParameter(f"{path}: is a draft of another target")
 
-    def read(place: tuple[Any, ...], info: ArrayInfo) -> jax.Array:
-        return jnp.asarray(weights.read(leaf_name(place), info), jnp.float32)
+        def read(place: tuple[Any, ...], info: ArrayInfo) -> jax.Array:
+            return jnp.asarray(weights.read(leaf_name(place), info), jnp.float32)
 
-    return weights.config, jax.tree.map_with_path(read, declare_params(weights.config, "float32"), is_leaf=is_info)
+        declared = declare_params(weights.config, "float32")
+        return weights.config, jax.tree.map_with_path(read, declared, is_leaf=is_info)
+    except JaxspecError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-def begin_with_native(begun: Params, path: Path, vocabulary: str) -> Params:
-    """The weights `begun` of a draft with those that a native one has in their place.
+def begin_with_native(begun: Params, cfg: ModelConfig, path: Path, vocabulary: str) -> tuple[Params, bool]:
+    """The weights `begun` of a draft with those of a native one in their place, and whether that is fed states.
 
     Raises:
-      typer.BadParameter: it is no draft of this target, or has other layers.
+      typer.BadParameter: it is no draft of this target, or differs in its layers or in what it is fed.
     """
-    _, found = read_native(path, vocabulary)
-    if (has := len(found["layers"])) != (wants := len(begun["layers"])):
-        raise typer.BadParameter(f"--begin-with {path}: has {has} layers, --layers names {wants}")
+    found_cfg, found = read_native(path, vocabulary)
+    if found_cfg.features is not None and found_cfg.features != cfg.features:
+        raise typer.BadParameter(f"--begin-with {path}: is fed other states, or in another way")
     taken = {name: found[name] for name in begun if name in found}
     if jax.tree.map(jnp.shape, taken) != jax.tree.map(jnp.shape, {name: begun[name] for name in taken}):
-        raise typer.BadParameter(f"--begin-with {path}: its weights have other shapes")
-    return begun | taken
+        has, wants = len(found["layers"]), len(begun["layers"])
+        raise typer.BadParameter(f"--begin-with {path}: has {has} layers of other shapes, the draft {wants}")
+    return begun | taken, found_cfg.features is not None
 
 
 def save_head(dst: str | Path, cfg: ModelConfig, leaves: Mapping[str, np.ndarray]) -> int:

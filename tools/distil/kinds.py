@@ -110,10 +110,12 @@ def _states_of(
     computed = TargetStates(llm, layers, length)
     sampled = []
     for folder in data:
-        if (found := read_meta(folder / STATES)) and found != computed.made_of:
-            typer.echo(f"{folder / STATES}: holds other states than the draft is fed; they are computed", err=True)
+        found = read_meta(folder / STATES)
+        # The target may have computed in another precision when it wrote the text.
+        if found and any(found[name] != computed.made_of[name] for name in ("target", "layers")):
+            typer.echo(f"{folder / STATES}: holds states of layers {','.join(map(str, found['layers']))}; they are computed", err=True)
         elif found:
-            sampled.append(StateFolder(folder / STATES, computed.made_of))
+            sampled.append(StateFolder(folder / STATES, found))
     try:
         return KeptStates(computed, keep_states, sampled) if keep_states is not None or sampled else computed
     except ValueError as error:

@@ -28,7 +28,10 @@ def read_settings(run: Path) -> dict[str, Any]:
     path = run / SETTINGS
     if not path.is_file():
         raise typer.BadParameter(f"{run}: holds no run; begin one with `train`")
-    return json.loads(path.read_text())
+    settings = json.loads(path.read_text())
+    if settings.get("kind") == "eagle3" and "states" not in settings:
+        settings["states"] = settings.pop("layers")  # as earlier versions noted them
+    return settings
 
 
 def as_settings(settings: dict[str, Any]) -> TrainSettings:

@@ -267,6 +267,24 @@ def answers_of(llm: LLM, folder: Path) -> list[str]:
     return sorted(found)
 
 
+def check_states(sampler: Sampler, folder: Path, shards: Sequence[int]) -> None:
+    """Raise `ValueError` where the folder's shards are there and the states that are asked for are not."""
+    if not sampler.layers:
+        return
+    kept = _open_states(sampler, folder)
+    for path in (shard_path(folder, index) for index in shards):
+        if path.is_file() and not all(kept.has(_text_of(sampler, c)) for c in read_shard(path)):
+            raise ValueError(f"{folder}: holds {path.name} without its states; use another folder")
+
+
+def _open_states(sampler: Sampler, folder: Path) -> StateFolder:
+    return StateFolder(folder / STATES, states_meta(sampler.llm, sampler.layers))
+
+
+def _text_of(sampler: Sampler, conversation: Conversation) -> np.ndarray:
+    return np.concatenate([np.array(sampler.turns.prefix[:-1], np.int32), conversation.token])
+
+
 def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progress: Callable[[int], None]) -> None:
     """Sample the shards that are not there yet; safe to kill and to run again.
 
@@ -274,10 +292,7 @@ def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progres
       ValueError: the folder holds shards made with other settings.
     """
     write_meta(folder, sampler.meta())
-    kept = None
-    if sampler.layers:
-        kept = StateFolder(folder / STATES, states_meta(sampler.llm, sampler.layers))
-    first = np.array(sampler.turns.prefix[:-1], np.int32)
+    kept = _open_states(sampler, folder) if sampler.layers else None
     per_shard = sampler.settings.branches * sampler.settings.steps
     for index in shards:
         path = shard_path(folder, index)
@@ -287,5 +302,5 @@ def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progres
             conversations = sampler.shard(index, progress)
             for c in conversations:
                 if kept is not None and c.states is not None:
-                    kept.add(np.concatenate([first, c.token]), c.states)
+                    kept.add(_text_of(sampler, c), c.states)
             write_shard(path, conversations)

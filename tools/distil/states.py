@@ -41,9 +41,10 @@ def target_digest(llm: LLM) -> str:
 
 def states_meta(llm: LLM, layers: Sequence[int]) -> dict[str, Any]:
     """What determines the states of a text."""
+    target = llm.engine.target
     made_of = {"target": target_digest(llm), "layers": list(layers)}
-    if (dtype := jnp.dtype(llm.engine.target.dtype).name) != "float32":
-        made_of["dtype"] = dtype
+    named = {"dtype": jnp.dtype(target.dtype).name, "weights": str(target.weights), "activations": target.activations}
+    made_of |= {name: value for name, value in named.items() if value != "float32"}
     return made_of
 
 

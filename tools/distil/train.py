@@ -60,17 +60,8 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
         # Updates of the size that Adam's have, so that one rate serves both.
         consistent_rms=0.2,
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), muon, optax.stateless(_slow_down))
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
-
-def _slow_down(updates: Any, params: Any) -> Any:
-    """Smaller updates for what projects the draft's own states, which are large beside embeddings."""
-    slow = jax.tree.map_with_path(lambda path, _: OWN_RATE if leaf_name(path) == "fc_own" else 1.0, updates)
-    return jax.tree.map(lambda update, rate: rate * update, updates, slow)
-
-
-# Learning rate of `fc_own` beside that of other weights.
-OWN_RATE = 0.05
 
 # Inputs and outputs of the matrices that a leaf holds; gate and up are two.
 _MATRICES = {

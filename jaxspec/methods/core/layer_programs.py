@@ -11,6 +11,7 @@ from jax import Array
 
 from jaxspec.methods.core.executor import Meanwhile
 from jaxspec.methods.core.sequence import SequenceState
+from jaxspec.models.features import NORMED
 from jaxspec.models.mixture import Routed
 from jaxspec.models.params import EXPERT_WEIGHTS, MLP_PARAMS, Params
 from jaxspec.models.transformer import Frame, mix_one_layer, run_one_layer
@@ -109,13 +110,14 @@ class LayerPrograms:
 
         `rows` are consecutive chunks of a prompt, or one batch. Each layer serves all of them before the next layer's
         weights come. `meanwhile` is called before each layer's weights are waited for. The caches of `state` are
-        donated. Of chunks without `layers` only what is written counts: their rows do not pass the experts of the last
-        layer.
+        donated. Of chunks only what is written counts: their rows do not pass the experts of the last layer, unless
+        `layers` names what leaves it.
         """
         keys, values = list(state.cache.key), list(state.cache.value)
         xs: list[Any] = [x for x, _ in rows]
         frames = [frame for _, frame in rows]
-        last = len(self._kinds) - 1 if frames[0].window is None and not layers else -1
+        wants_end = NORMED in layers or len(self._kinds) in layers
+        last = len(self._kinds) - 1 if frames[0].window is None and not wants_end else -1
         states: dict[int, list[Array]] = {}
         with stream.weights() as weights:
             for index, (kind, cut) in enumerate(zip(self._kinds, self._slices, strict=True)):

@@ -62,6 +62,10 @@ def _work(models: Models, tokens: int, slots: int, rows: int, draft_rows: int) -
     # Rows between the programs of a pass; those of one chunk come and go while a layer runs.
     of_prompt = _rows_bytes(target, prompt, windowed=False) + 4 * chunk * target.cfg.embed_dim
     of_batch = _rows_bytes(target, rows, windowed=True) + 4 * rows * target.cfg.embed_dim
+    if draft is not None and (features := draft.cfg.features) is not None:
+        # The states that the draft is fed, apart and side by side.
+        states = 2 * 4 * features.states_dim
+        of_prompt, of_batch = of_prompt + prompt * states, of_batch + rows * states
     if (experts := target.cfg.experts) is not None:
         # What experts take, and which of them, waits until their weights are there.
         routed = 4 * target.cfg.embed_dim + 8 * experts.per_token
