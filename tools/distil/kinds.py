@@ -113,7 +113,8 @@ def _states_of(
         found = read_meta(folder / STATES)
         # The target may have computed in another precision when it wrote the text.
         if found and any(found[name] != computed.made_of[name] for name in ("target", "layers")):
-            typer.echo(f"{folder / STATES}: holds states of layers {','.join(map(str, found['layers']))}; they are computed", err=True)
+            theirs = ",".join(map(str, found["layers"]))
+            typer.echo(f"{folder / STATES}: holds states of layers {theirs}; they are computed", err=True)
         elif found:
             sampled.append(StateFolder(folder / STATES, found))
     try:
