@@ -21,8 +21,11 @@ from pallas_kernels.linear import as_matrix, linear
 from pallas_kernels.rms_norm import rms_norm
 
 
-def fuse(params: Params, cfg: ModelConfig, states: jax.Array) -> jax.Array:
-    """The target's hidden states beside each other, float32 [T, n * D_target], as states of the draft, [T, D]."""
+def fuse(params: Params, cfg: ModelConfig, states: jax.Array, active_rows: jax.Array | None = None) -> jax.Array:
+    """The target's hidden states beside each other, float32 [T, n * D_target], as states of the draft, [T, D].
+
+    For `active_rows` see `transformer.forward`.
+    """
     features = cfg.features
     assert features is not None
     if features.kind == "eagle1":
@@ -31,10 +34,10 @@ def fuse(params: Params, cfg: ModelConfig, states: jax.Array) -> jax.Array:
         if features.fc_norm == "whole":
             states = rms_norm(states, params["fc_norm"], cfg.norm_eps)
         elif features.fc_norm == "each":
-            parts = jnp.split(states, features.num_states, axis=1)
-            normed = [rms_norm(part, params["fc_norm"][i], cfg.norm_eps) for i, part in enumerate(parts)]
-            states = jnp.concatenate(normed, axis=1)
-        return _project(params, states)
+            parts = states.reshape(-1, features.num_states, features.target_dim)
+            normed = rms_norm(parts, jnp.ones(features.target_dim), cfg.norm_eps) * params["fc_norm"]
+            states = normed.reshape(states.shape)
+        return _project(params, states, active_rows)
 
 
 def forward_draft(
@@ -94,6 +97,6 @@ def _enter(
     return enter
 
 
-def _project(params: Params, x: jax.Array) -> jax.Array:
-    fused = linear(x, as_matrix(params["fc"], params["fc"].shape[0]))
+def _project(params: Params, x: jax.Array, active_rows: jax.Array | None = None) -> jax.Array:
+    fused = linear(x, as_matrix(params["fc"], params["fc"].shape[0]), active_rows)
     return fused + params["fc_bias"] if "fc_bias" in params else fused

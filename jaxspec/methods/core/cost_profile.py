@@ -83,8 +83,7 @@ class CostProfile:
     def find(cache: Path | None, models: Models, num_rows: int) -> "CostProfile | None":
         """The file for batches of `num_rows` rows; None where nothing is measured.
 
-        That is without a cache folder, on other devices than one CPU, where the target's layers are streamed, and with
-        a draft that is fed hidden states.
+        That is without a cache folder, on other devices than one CPU, and where the target's layers are streamed.
         """
         placements = [placement for placement in models if placement is not None]
         fits = all(_is_simple(placement) for placement in placements)
@@ -319,8 +318,7 @@ def _costs_of_chains(num_rows: int, length: int) -> CostModel:
 
 def _is_simple(placement: Placement) -> bool:
     devices = placement.plan.devices
-    fed = placement.cfg.features is not None
-    return len(devices) == 1 and devices[0].platform == "cpu" and placement.resident_layers is None and not fed
+    return len(devices) == 1 and devices[0].platform == "cpu" and placement.resident_layers is None
 
 
 def _describe(placement: Placement) -> str:

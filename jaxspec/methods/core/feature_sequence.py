@@ -213,7 +213,7 @@ def run_verified(
     position = cache.length + jnp.arange(rows, dtype=jnp.int32)
     assert verified.states is not None
     hidden, own, cache = forward_draft(
-        params, cfg, verified.tokens, fuse(params, cfg, verified.states), position, cache,
+        params, cfg, verified.tokens, fuse(params, cfg, verified.states, verified.count), position, cache,
         jnp.tril(jnp.ones((rows, rows), bool)), active_rows=verified.count,
     )  # fmt: skip
     last = verified.count - 1
