@@ -333,7 +333,7 @@ def _base_settings(base: Path, target: str, made_of: dict[str, Any]) -> dict[str
     for name in ("layers", "states"):
         if settings.get(name) != made_of.get(name):
             theirs = ",".join(map(str, settings.get(name, ())))
-            raise typer.BadParameter(f"--begin-with {base}: was begun with --{name} {theirs}; give the same")
+            raise typer.BadParameter(f"--begin-with {base}: has the target's {name} {theirs}; give the same --{name}")
     if settings.get("learn_head", False) != made_of.get("learn_head", False):
         raise typer.BadParameter(f"--begin-with {base}: only one of the two has --learn-head")
     latest = latest_step(base / CHECKPOINTS)

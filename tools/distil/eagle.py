@@ -236,7 +236,8 @@ def train_step(
         return head_loss(rounded, cfg, embed, rounded_head, states, rows, steps)
 
     loss, gradient = jax.value_and_grad(loss_of)(params)
-    updates, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
+    found, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
+    updates = cast(Params, found)
     if "fc_own" in updates:
         updates |= {"fc_own": OWN_RATE * updates["fc_own"]}
     return cast(Params, optax.apply_updates(params, updates)), opt_state, loss
