@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("optax")
 
+import distil.kinds
 import distil.sample
 import distil.train
 import distil_draft
@@ -428,10 +429,10 @@ def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on(command, data, finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    measure = distil_draft.measure_quality
+    measure = distil.kinds.measure_quality
     with monkeypatch.context() as patch:
         looks = iter([measure, measure])  # at the third, behind step 6, it is killed
-        patch.setattr(distil_draft, "measure_quality", lambda *words: next(looks)(*words))
+        patch.setattr(distil.kinds, "measure_quality", lambda *words: next(looks)(*words))
         assert command("train", data, run, *TRAIN).exit_code == 1
     succeed(command("train", data, run, *TRAIN))
     settings = TrainSettings(steps=6, rows=2)
@@ -560,7 +561,7 @@ def stop_before_training(monkeypatch):
         begun.append(params)
         raise Killed
 
-    monkeypatch.setattr(distil_draft, "Trainer", stop)
+    monkeypatch.setattr(distil.kinds, "Trainer", stop)
     return begun
 
 
@@ -584,7 +585,7 @@ def test_a_diverging_run_says_so(command, data, tmp_path, monkeypatch):
         raise FloatingPointError("step 5: the loss is nan")
 
     monkeypatch.setattr(Trainer, "run", fail)
-    monkeypatch.setattr(distil_draft, "measure_quality", lambda *words: Quality(1.0, 0.0, (), (), 1))
+    monkeypatch.setattr(distil.kinds, "measure_quality", lambda *words: Quality(1.0, 0.0, (), (), 1))
     refuse(command("train", data, tmp_path / "run", *TRAIN), "step 5: the loss is nan", "lower --learning-rate")
 
 
