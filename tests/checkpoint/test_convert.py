@@ -62,6 +62,12 @@ def test_restored_equals_loaded_from_the_source(converted, degree):
     )
 
 
+def test_no_file_names_the_folder_that_it_was_written_in(tmp_path, source):
+    checkpoint = convert(source, tmp_path / "native")
+    files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if os.fsencode(tmp_path) in path.read_bytes()] == []
+
+
 def test_the_tokenizer_lies_beside(tmp_path, source):
     convert(source, tmp_path / "native", save_tokenizer=save_tokenizer)
     tokenizer = load_tokenizer(tmp_path / "native")

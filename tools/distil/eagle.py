@@ -30,6 +30,7 @@ from jaxspec.models.params import Params, declare_params, is_info, leaf_name
 from jaxspec.models.rope import RopeConfig
 from pallas_kernels.linear.api import BATCHES, linear
 from pallas_kernels.registry import Kernels, using
+from pallas_kernels.rms_norm import rms_norm
 
 # What a step counts beside the one before it, as in the published training code.
 STEP_WEIGHT = 0.8
@@ -127,7 +128,8 @@ def scale_states(cfg: ModelConfig, states: jax.Array, rows: Rows) -> jax.Array:
     features = cfg.features
     assert features is not None
     parts = states[rows.segment >= 0].astype(jnp.float32).reshape(-1, features.num_states, features.target_dim)
-    normed = parts * jax.lax.rsqrt(jnp.mean(parts**2, axis=-1, keepdims=True) + cfg.norm_eps)
+    with using(KERNELS):
+        normed = rms_norm(parts, jnp.ones(features.target_dim), cfg.norm_eps)
     return STATE_SCALE / jnp.sqrt(jnp.mean(normed**2, axis=0) + cfg.norm_eps)
 
 

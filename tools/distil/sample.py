@@ -163,7 +163,7 @@ class Sampler:
         target, cfg = llm.engine.target, llm.engine.target.cfg
         B, K = settings.branches, settings.top
         window = B * settings.steps
-        prefix_ids = self.turns.prefix[:-1]
+        self.shared = np.array(self.turns.prefix[:-1], np.int32)  # what every conversation begins with
         slots = len(self.turns.prefix) + window
         width = len(self.layers) * cfg.embed_dim
         self._id_type = np.uint16 if cfg.vocab_size <= 2**16 else np.int32
@@ -196,8 +196,8 @@ class Sampler:
 
         cache = target.cache(slots)
         row, scalar = target.array((B,), jnp.int32), target.array((), jnp.int32)
-        prefix = target.array((len(prefix_ids),), jnp.int32)
-        states, first = (target.array((n, width), STATE_DTYPE) if layers else None for n in (B, len(prefix_ids)))
+        prefix = target.array(self.shared.shape, jnp.int32)
+        states, first = (target.array((n, width), STATE_DTYPE) if layers else None for n in (B, len(self.shared)))
         tops = (target.array((B, K), jnp.int32), target.array((B, K), jnp.float16), states)
         self._create = Program("sample start", create, target.plan, [target.params(), prefix], (cache, first))
         args = [target.params(), cache, row, scalar, row]
@@ -220,7 +220,7 @@ class Sampler:
         def begin(step: int) -> Branch:
             return Branch(draw_opening(rng, self.documents), llm, self.turns, settings.longest, step)
 
-        cache, first = self._create(llm.params, np.array(self.turns.prefix[:-1], np.int32))
+        cache, first = self._create(llm.params, self.shared)
         first = None if first is None else np.asarray(first)
 
         def finish(branch: Branch) -> Conversation:
@@ -282,7 +282,7 @@ def _open_states(sampler: Sampler, folder: Path) -> StateFolder:
 
 
 def _text_of(sampler: Sampler, conversation: Conversation) -> np.ndarray:
-    return np.concatenate([np.array(sampler.turns.prefix[:-1], np.int32), conversation.token])
+    return np.concatenate([sampler.shared, conversation.token])
 
 
 def sample_shards(sampler: Sampler, folder: Path, shards: Sequence[int], progress: Callable[[int], None]) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.feature_sequence import Feeding, TargetSequence
+from jaxspec.methods.core.feature_sequence import FeedingSequence, TargetSequence
 from jaxspec.methods.core.round import Round, pack_round, round_shapes, verified_shapes
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState
 from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
@@ -59,7 +59,7 @@ class TargetExecutor(Protocol):
     ) -> Checked: ...
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded: ...
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int) -> Request: ...
-    def feeding(self) -> Feeding: ...
+    def feeding(self) -> FeedingSequence: ...
 
 
 class ResidentExecutor:
@@ -136,8 +136,8 @@ class ResidentExecutor:
     def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
         return self._sequence.resume(params, state, tokens, common)
 
-    def feeding(self) -> Feeding:
-        if not isinstance(self._sequence, TargetSequence):
+    def feeding(self) -> FeedingSequence:
+        if not isinstance(self._sequence, FeedingSequence):
             raise RuntimeError(NOTHING_FED)
         return self._sequence
 

@@ -6,8 +6,9 @@ everything that is verified later.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,15 @@ class StatesChunk(NamedTuple):
     states: Array  # float32 [size, n * D]
 
 
-class Feeding(Protocol):
-    """What commits the prompts of a target for a draft that is fed its hidden states."""
+class FeedingSequence(ModelSequence, ABC):
+    """A `ModelSequence` of a target whose prompts come with their hidden states, for a draft that is fed them."""
 
+    def __init__(self, placement: Placement, slots: int, layers: tuple[int, ...], path: int):
+        """Declare the programs; `layers` are those of the states, `path` (P) the rows of `Verified.states`."""
+        self._fed, self._path = layers, path
+        super().__init__(placement, slots, "target")
+
+    @abstractmethod
     def prefill_with_states(
         self, params: Params, state: SequenceState, tokens: np.ndarray, slots: int, start: int = 0
     ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
@@ -45,7 +52,6 @@ class Feeding(Protocol):
         Returns the state, the chunks, and `Verified.states` of a round that begins with the token after them; None
         where there is no token.
         """
-        ...
 
     def resume_with_states(
         self, params: Params, state: SequenceState, tokens: np.ndarray, kept: int, slots: int
@@ -54,20 +60,16 @@ class Feeding(Protocol):
 
         The rest is that of `prefill_with_states`.
         """
-        ...
+        state = self.rewind(self._fit(state), tokens[:kept], int(tokens[-1]))
+        return self.prefill_with_states(params, state, tokens[kept:-1], slots, kept)
 
 
-class TargetSequence(ModelSequence):
-    """A `ModelSequence` of a target whose prompts come with their hidden states of `layers`: it is `Feeding`."""
-
-    def __init__(self, placement: Placement, slots: int, layers: tuple[int, ...], path: int):
-        """Declare the programs; `path` (P) is the number of rows of `Verified.states`."""
-        self._layers, self._path = layers, path
-        super().__init__(placement, slots, "target")
+class TargetSequence(FeedingSequence):
+    """A `FeedingSequence` whose weights stay on the devices."""
 
     def _declare_fill(self, role: str, keeps_text: bool) -> Sequence[Program]:
         placement, cfg, vocab = self.placement, self.placement.cfg, self.placement.text_vocab
-        layers, path, scalar = self._layers, self._path, placement.array((), jnp.int32)
+        layers, path, scalar = self._fed, self._path, placement.array((), jnp.int32)
         width = len(layers) * cfg.embed_dim
         last = placement.array((path, width), jnp.float32)
 
@@ -96,13 +98,6 @@ class TargetSequence(ModelSequence):
             state, states, first = self._fill[len(chunk)](params, state, chunk, np.int32(count))
             chunks.append(StatesChunk(chunk, count, states))
         return state, chunks, first
-
-    def resume_with_states(
-        self, params: Params, state: SequenceState, tokens: np.ndarray, kept: int, slots: int
-    ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
-        state = self._fit(state)
-        state = self.rewind(state, tokens[:kept], int(tokens[-1]))
-        return self.prefill_with_states(params, state, tokens[kept:-1], slots, kept)
 
 
 class DraftSequence(ModelSequence):
@@ -149,8 +144,7 @@ class DraftSequence(ModelSequence):
         self, params: Params, state: SequenceState, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
     ) -> SequenceState:
         """Begin a sequence of int32 `tokens` `[n]` whose first `kept` have rows; `chunks` are those of the others."""
-        state = self._fit(state)
-        state = self.rewind(state, tokens[:kept], int(tokens[-1]))
+        state = self.rewind(self._fit(state), tokens[:kept], int(tokens[-1]))
         return self.prefill_with_states(params, state, tokens[kept:-1], chunks)
 
 

@@ -31,9 +31,9 @@ class LayerPrograms:
     host waits. It has their weights read, and then calls the second.
     """
 
-    def __init__(self, target: Placement, state: SequenceState):
-        """Nothing is declared yet; `state` holds shapes."""
-        self._target, self._state = target, state
+    def __init__(self, target: Placement, state: SequenceState, fed: Sequence[int] = ()):
+        """Nothing is declared yet; `state` holds shapes, `fed` names the layers whose hidden states a pass gives."""
+        self._target, self._state, self._fed = target, state, fed
         cfg, layers = target.cfg, target.params()["layers"]
         # Of each layer whose experts are read one by one, the shapes of the arrays that they lie in.
         self._experts = {index: layout.shapes for index, layout in slot_layouts(target).items()}
@@ -101,29 +101,29 @@ class LayerPrograms:
 
     def run(
         self, stream: LayerStream, state: SequenceState, rows: Sequence[tuple[Array, Frame]],
-        meanwhile: Meanwhile = None, layers: Sequence[int] = (),
+        meanwhile: Meanwhile = None,
     ) -> tuple[list[list[Array]], SequenceState]:  # fmt: skip
         """One pass over the weights; returns rows, and the state with all of them written.
 
-        Of each of `rows` these are the hidden states `[T, D]` of `layers`, see `forward_with_states`, without the final
-        norm, and those after the last layer at the end.
+        Of each of `rows` these are the hidden states `[T, D]` that are fed, without the final norm (see
+        `forward_with_states`), and those after the last layer at the end.
 
         `rows` are consecutive chunks of a prompt, or one batch. Each layer serves all of them before the next layer's
         weights come. `meanwhile` is called before each layer's weights are waited for. The caches of `state` are
         donated. Of chunks only what is written counts: their rows do not pass the experts of the last layer, unless
-        `layers` names what leaves it.
+        what leaves it is fed.
         """
         keys, values = list(state.cache.key), list(state.cache.value)
         xs: list[Any] = [x for x, _ in rows]
         frames = [frame for _, frame in rows]
-        wants_end = NORMED in layers or len(self._kinds) in layers
+        wants_end = NORMED in self._fed or len(self._kinds) in self._fed
         last = len(self._kinds) - 1 if frames[0].window is None and not wants_end else -1
         states: dict[int, list[Array]] = {}
         with stream.weights() as weights:
             for index, (kind, cut) in enumerate(zip(self._kinds, self._slices, strict=True)):
                 if meanwhile is not None:
                     meanwhile()
-                if index in layers:
+                if index in self._fed:
                     states[index] = list(xs)
                 layer = weights.take(index)
                 is_mixture = index in self._experts
@@ -138,7 +138,7 @@ class LayerPrograms:
                     xs = [routed.x for routed in xs] if index == last else self._mix(weights, index, after, xs, frames)
                 weights.used(index, xs[-1])
         cache = dataclasses.replace(state.cache, key=tuple(keys), value=tuple(values))
-        wanted = [*(states.get(layer, xs) for layer in layers), xs]
+        wanted = [*(states.get(layer, xs) for layer in self._fed), xs]
         return [list(of_rows) for of_rows in zip(*wanted, strict=True)], dataclasses.replace(state, cache=cache)
 
     def _mix(

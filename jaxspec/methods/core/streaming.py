@@ -20,7 +20,7 @@ from jaxspec.methods.core.executor import (
     TargetExecutor,
     place_request,
 )
-from jaxspec.methods.core.feature_sequence import Feeding, StatesChunk
+from jaxspec.methods.core.feature_sequence import FeedingSequence, StatesChunk
 from jaxspec.methods.core.layer_programs import LayerPrograms
 from jaxspec.methods.core.round import pack_round, round_shapes, verified_shapes
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, split_chunks, usable_chunks
@@ -54,12 +54,14 @@ def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecu
 class StreamedSequence(ModelSequence):
     """A `ModelSequence` whose prompts are committed layer by layer: one pass over the weights for all chunks."""
 
+    _fed: tuple[int, ...] = ()  # layers whose hidden states every pass gives
+
     def _declare_fill(self, role: str, keeps_text: bool) -> Sequence[Program]:
         placement, cfg, vocab, plan = self.placement, self.placement.cfg, self.placement.text_vocab, self.placement.plan
         scalar, resident = placement.array((), jnp.int32), resident_shapes(placement)
         self._open: dict[int, Program] = {}
         self._note: dict[int, Program] = {}
-        self.layers = LayerPrograms(placement, self.state)
+        self.layer_programs = LayerPrograms(placement, self.state, self._fed)
         programs: list[Program] = []
 
         def begin(params, token, length, offset, count):
@@ -80,14 +82,14 @@ class StreamedSequence(ModelSequence):
             self._open[size] = Program(f"{role} open {size}", begin, plan, args, rows)
             args = [self.state, token, scalar]
             self._note[size] = Program(f"{role} note {size}", note, plan, args, self.state, donate=[0])
-            programs += [self._open[size], self._note[size], *self.layers.declare(size, rows[1])]
+            programs += [self._open[size], self._note[size], *self.layer_programs.declare(size, rows[1])]
         return programs
 
     def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0) -> SequenceState:
-        return self._pass(params, state, list(split_chunks(tokens, self.slots - start)), ())[1]
+        return self._pass(params, state, list(split_chunks(tokens, self.slots - start)))[1]
 
     def _pass(
-        self, params: Params, state: SequenceState, chunks: Sequence[tuple[np.ndarray, int]], layers: tuple[int, ...]
+        self, params: Params, state: SequenceState, chunks: Sequence[tuple[np.ndarray, int]]
     ) -> tuple[list[list[Array]], SequenceState]:
         """Commit chunks; of each the states that `LayerPrograms.run` gives."""
         if not chunks:
@@ -98,24 +100,19 @@ class StreamedSequence(ModelSequence):
             where = state.cache.length, np.int32(offset), np.int32(count)
             rows.append(self._open[len(chunk)](resident, chunk, *where))
             offset += count
-        states, state = self.layers.run(stream, state, rows, layers=layers)
+        states, state = self.layer_programs.run(stream, state, rows)
         for chunk, count in chunks:
             state = self._note[len(chunk)](state, chunk, np.int32(count))
         return states, state
 
 
-class StreamedTargetSequence(StreamedSequence):
-    """A `StreamedSequence` whose prompts come with their hidden states of `layers`: it is `Feeding`."""
+class StreamedTargetSequence(FeedingSequence, StreamedSequence):
+    """A `FeedingSequence` whose layers are streamed."""
 
-    def __init__(self, placement: Placement, slots: int, layers: tuple[int, ...], path: int):
-        """Declare the programs; `path` (P) is the number of rows of `Verified.states`."""
-        super().__init__(placement, slots, "target")
-        self._fed_layers, cfg, plan = layers, placement.cfg, placement.plan
-        width, scalar, resident = (
-            len(layers) * cfg.embed_dim,
-            placement.array((), jnp.int32),
-            resident_shapes(placement),
-        )
+    def _declare_fill(self, role: str, keeps_text: bool) -> Sequence[Program]:
+        placement, layers, path = self.placement, self._fed, self._path
+        resident, scalar = resident_shapes(placement), placement.array((), jnp.int32)
+        width = len(layers) * placement.cfg.embed_dim
 
         def join(params, states, count):
             joined = join_streamed(params, placement, states, layers)
@@ -123,32 +120,24 @@ class StreamedTargetSequence(StreamedSequence):
             return joined, jnp.zeros((path, width)).at[0].set(joined[count - 1])
 
         def declare(size: int) -> Program:
-            rows = placement.array((size, cfg.embed_dim), jnp.float32)
+            rows = placement.array((size, placement.cfg.embed_dim), jnp.float32)
             out = placement.array((size, width), jnp.float32), placement.array((path, width), jnp.float32)
             args = [resident, [rows] * (len(layers) + 1), scalar]
-            return Program(f"target states {size}", join, plan, args, out)
+            return Program(f"{role} states {size}", join, placement.plan, args, out)
 
-        self._join = {size: declare(size) for size in usable_chunks(slots)}
-        self.programs = (*self.programs, *self._join.values())
+        self._join = {size: declare(size) for size in usable_chunks(self.slots)}
+        return *super()._declare_fill(role, keeps_text), *self._join.values()
 
     def prefill_with_states(
         self, params: Params, state: SequenceState, tokens: np.ndarray, slots: int, start: int = 0
     ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
-        """See `Feeding`."""
         chunks, first = list(split_chunks(tokens, slots - start)), None
-        passed, state = self._pass(params, state, chunks, self._fed_layers)
+        passed, state = self._pass(params, state, chunks)
         resident, fed = split_params(params)[0], []
         for (chunk, count), states in zip(chunks, passed, strict=True):
             joined, first = self._join[len(chunk)](resident, states, np.int32(count))
             fed.append(StatesChunk(chunk, count, joined))
         return state, fed, first
-
-    def resume_with_states(
-        self, params: Params, state: SequenceState, tokens: np.ndarray, kept: int, slots: int
-    ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
-        """See `Feeding`."""
-        state = self.rewind(self._fit(state), tokens[:kept], int(tokens[-1]))
-        return self.prefill_with_states(params, state, tokens[kept:-1], slots, kept)
 
 
 def make_sequence(target: Placement, slots: int, role: str, *, keeps_text: bool = True) -> ModelSequence:
@@ -192,7 +181,7 @@ class TargetPass:
         def close_rows(params, state, x, *args):
             return finish(params, state, finish_rows(params, cfg, x), state.cache, *args)
 
-        self._layers = sequence.layers if isinstance(sequence, StreamedSequence) else None
+        self._layers = sequence.layer_programs if isinstance(sequence, StreamedSequence) else None
         if self._layers is None:
             self._run = Program(name, run, plan, [target.params(), state, *args], out, donate=[1])
             self.programs: Sequence[Program] = (self._run,)
@@ -239,7 +228,7 @@ class StreamingExecutor:
         self._sequence = (
             StreamedTargetSequence(target, slots, layers, path) if layers else StreamedSequence(target, slots, "target")
         )
-        self._layers, self._fed_layers = self._sequence.layers, layers
+        self._layers = self._sequence.layer_programs
         self.state = self._sequence.state
         resident, request, scalar = resident_shapes(target), target.request(), target.array((), jnp.int32)
         out = (self.state, self.verified, round_shapes(target, path))
@@ -316,17 +305,17 @@ class StreamingExecutor:
     ) -> Checked:
         resident, stream = split_params(params)
         rows = self._open_batch(resident, state.cache.length, draft)
-        (states,), state = self._layers.run(stream, state, [rows], meanwhile, self._fed_layers)
+        (states,), state = self._layers.run(stream, state, [rows], meanwhile)
         return self._close_batch(resident, state, states, draft, request)
 
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
         resident, stream = split_params(params)
         rows = self._open_root(resident, state.root, state.cache.length)
-        (states,), state = self._layers.run(stream, state, [rows], layers=self._fed_layers)
+        (states,), state = self._layers.run(stream, state, [rows])
         return *self._close_root(resident, state, states, request), 1
 
-    def feeding(self) -> Feeding:
-        if not isinstance(self._sequence, StreamedTargetSequence):
+    def feeding(self) -> FeedingSequence:
+        if not isinstance(self._sequence, FeedingSequence):
             raise RuntimeError(NOTHING_FED)
         return self._sequence
 

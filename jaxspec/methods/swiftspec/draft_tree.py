@@ -252,7 +252,7 @@ def replace_path(
     mask = ((slot == 0) & (known > 0))[None, :] | ((beyond >= 0)[None, :] & (beyond[None, :] <= place[:, None]))
     start = text.cache.length + known
     hidden, own, cache = forward_draft(
-        model.params, cfg, tokens, fuse(model.params, cfg, sent), start + place, text.cache, mask,
+        model.params, cfg, tokens, fuse(model.params, cfg, sent, count), start + place, text.cache, mask,
         window_position=jnp.where(beyond >= 0, start + beyond, text.cache.length), offset=jnp.int32(M),
         active_rows=count,
     )  # fmt: skip
