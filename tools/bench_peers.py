@@ -201,6 +201,9 @@ def main(words: Sequence[str] | None = None) -> None:
     prompts = select_prompts(load_prompts(), None, arguments.max_prompts)
     prompts = [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
     columns = make_columns(arguments.methods.split(","))
+    drafting = [column for column in columns if column.method.drafts]
+    if arguments.beside is not None and not drafting:
+        raise SystemExit(f"--beside: none of --methods {arguments.methods} uses a draft")
     drafted = has_draft(arguments.model, arguments.draft)
     method = loading_method(columns, drafted, given=False)
     llm = LLM(arguments.model, draft=arguments.draft, method=method, session_memory=0)
@@ -214,7 +217,6 @@ def main(words: Sequence[str] | None = None) -> None:
     peers = [Column(name, None, load(name)) for name in arguments.peers]
     if arguments.beside is not None:
         other = LLM(arguments.model, draft=arguments.beside, method=method, session_memory=0)
-        drafting = [column for column in columns if column.method.drafts]
         peers += [Column(f"{c.label}, other draft", None, other.with_method(c.method)) for c in drafting]
     sampling = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=True)
     with Progress(transient=True) as bar:

@@ -158,6 +158,26 @@ def test_transformers_steps_with_its_cache(monkeypatch):
     assert list(load_transformers("model.gguf", 2)([1, 2], 4)) == [3, 6, 12, 24] and threads == [2]
 
 
+def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path):
+    opened = []
+
+    class Opened(bench_fakes.FakeLLM):
+        def __init__(self, model=None, *, draft=None, **options):
+            super().__init__(model, draft=draft, **options)
+            opened.append(draft)
+
+    monkeypatch.setattr("jaxspec.llm.LLM", Opened)
+    monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft: True)
+    out = tmp_path / "peers.md"
+    words = ["--peers", "", "--max-prompts", "2", "-n", "12", "--out", str(out), "--beside", "other"]
+    main([*words, "--methods", "ar,specexec"])
+    text = out.read_text()
+    assert opened == [None, "other"]
+    assert "| specexec |" in text and "| specexec, other draft |" in text and "ar, other draft" not in text
+    with pytest.raises(SystemExit, match="--beside: none of --methods ar,lookup uses a draft"):
+        main([*words, "--methods", "ar,lookup"])
+
+
 def test_the_command_writes_one_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
     monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft: True)
