@@ -7,7 +7,7 @@
 `depths` compares trees that grow beside verification with trees grown in turn, for each number of draft passes. An
 acceptance length (tokens per target pass, bonus token included) depends on no clock once the schedule is given: the
 run may share the machine. Lengths are pooled: all tokens over all passes. With --json an interrupted run goes on
-where it stopped.
+where it stopped. With --drop also trees that no round keeps; with --timed their speed, so nothing else should run then.
 
 `rankings` compares what trees are ranked by at temperature above 0, in the same way; with --timed also their speed,
 SpecExec's beside it, so nothing else should run then.
@@ -94,6 +94,10 @@ def depths(
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
     target_devices: Annotated[int, typer.Option(min=1)] = 1,
     draft_devices: Annotated[int, typer.Option(min=1)] = 1,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Also beside verification, with trees that are dropped in every round.")
+    ] = False,
+    timed: Annotated[bool, typer.Option("--timed", help="Measure speed, all columns in turn.")] = False,
     json_: Annotated[Path | None, typer.Option("--json", help="Write all numbers here, and go on from them.")] = None,
 ) -> None:
     """Acceptance length by depth: beside verification, in turn with fresh trees, and with the default settings."""
@@ -103,12 +107,18 @@ def depths(
         methods: dict[str, Method] = {"default": jaxspec.SwiftSpec()}
         methods |= {f"in turn, depth {d}": jaxspec.SwiftSpec(depth=d, overlap=False, reuse=False) for d in numbers}
         methods |= {
-            f"beside, depth {d}, refill {e}": jaxspec.SwiftSpec(depth=d, refill=e) for e in waits for d in numbers
-        }
+            f"beside{', dropped' if not keep else ''}, depth {d}, refill {e}":
+            jaxspec.SwiftSpec(depth=d, refill=e, reuse=keep)
+            for keep in (True, *([False] * drop)) for e in waits for d in numbers
+        }  # fmt: skip
         chosen = select_prompts(load_prompts(prompts), None, max_prompts)
         llm = jaxspec.LLM(
             model, draft=draft, method="swiftspec", target_devices=target_devices, draft_devices=draft_devices
         )
+        if timed:
+            sampling = jaxspec.SamplingParams(max_tokens=max_tokens)
+            Console().print(time_methods(llm, methods, chosen, sampling), soft_wrap=True)
+            return
         found = measure(llm, methods, chosen, max_tokens, json_)
         categories = [prompt.category for prompt in chosen]
         Console().print(table_of(found.values(), categories), soft_wrap=True)
@@ -135,7 +145,11 @@ def rankings(
         if timed:
             for degree in temperature or (0.6, 1.0):
                 sampling = jaxspec.SamplingParams(max_tokens=max_tokens, temperature=degree, top_p=top_p, seed=0)
-                Console().print(time_rankings(llm, chosen, sampling), soft_wrap=True)
+                ranked: dict[str, Method] = {
+                    f"{make.name} {kind}": make(ranking=kind)
+                    for make in (jaxspec.SwiftSpec, jaxspec.SpecExec) for kind in RANKINGS
+                }  # fmt: skip
+                Console().print(time_methods(llm, ranked, chosen, sampling), soft_wrap=True)
             return
         table = Table(title="tokens per target pass")
         for name in ("temperature", "method", *RANKINGS, "equal to plain"):
@@ -157,11 +171,11 @@ def rankings(
     run_command(NAME, run)
 
 
-def time_rankings(llm: jaxspec.LLM, prompts: Sequence[BenchPrompt], sampling: jaxspec.SamplingParams) -> Table:
-    """Speed of trees by what they are ranked by, measured in one interleaved run."""
-    methods = {"swiftspec": jaxspec.SwiftSpec, "specexec": jaxspec.SpecExec}
-    columns = [Column(BASELINE, jaxspec.Autoregressive())]
-    columns += [Column(f"{name} {kind}", make(ranking=kind)) for name, make in methods.items() for kind in RANKINGS]
+def time_methods(
+    llm: jaxspec.LLM, methods: Mapping[str, Method], prompts: Sequence[BenchPrompt], sampling: jaxspec.SamplingParams
+) -> Table:
+    """Speed of methods and of plain decoding, measured in one interleaved run."""
+    columns = [Column(BASELINE, jaxspec.Autoregressive()), *(Column(name, own) for name, own in methods.items())]
     measured = time_columns(llm, columns, prompts, sampling, 1)
     found = make_report(measured, NAME, str(llm.model_path), str(llm.draft_path), 1)["overall"]["columns"]
     table = Table(title=f"temperature {sampling.temperature}, top-p {sampling.top_p}")
