@@ -1,0 +1,19 @@
+"""The table of speeds by depth, with a stand-in for the model."""
+
+import bench_fakes
+import bench_swiftspec
+import pytest
+from typer.testing import CliRunner
+
+
+@pytest.mark.parametrize("options, dropped", [([], False), (["--drop"], True)])
+def test_speeds_by_depth(monkeypatch, options, dropped):
+    bench_fakes.install(monkeypatch)
+    monkeypatch.setattr("jaxspec.LLM", bench_fakes.FakeLLM)
+    words = ["depths", "--depth", "2,3", "--refill", "0", "--timed", "--max-prompts", "1", "--max-tokens", "12"]
+    result = CliRunner().invoke(bench_swiftspec.app, [*words, *options])
+    assert result.exit_code == 0, result.output
+    rows = [line.split("│")[1].strip() for line in result.output.splitlines() if line.startswith("│")]
+    expected = ["ar", "default", "in turn, depth 2", "in turn, depth 3"]
+    expected += [f"beside, depth {depth}, refill 0" for depth in (2, 3)]
+    assert rows == expected + [f"beside, dropped, depth {depth}, refill 0" for depth in (2, 3)] * dropped
