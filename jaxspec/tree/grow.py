@@ -100,6 +100,38 @@ def plant(tree: Tree, token: Array, child_token: Array, child_logprob: Array) ->
     return add_rows(empty, root, mask, child_token[None], child_logprob[None])
 
 
+def renew_root(tree: Tree, child_token: Array, child_logprob: Array) -> Tree:
+    """Give the root other proposals, of `plant`'s shapes; the nodes below it stay.
+
+    Children that are nodes keep their places, since what grew below them is there. Where the new proposals hold such a
+    child it takes the new score, else the lowest that it cannot be above. Its descendants' scores move along. The best
+    other proposals fill the places that are left.
+    """
+    old_token, old_score, row = tree.child_token[0], tree.child_score[0], tree.child_row[0]
+    score = jnp.minimum(child_logprob, 0.0)
+    evaluated = row >= 0
+    same = (old_token[:, None] == child_token[None, :]) & (score > -jnp.inf)[None, :]
+    renewed = jnp.where(same, score[None, :], -jnp.inf).max(axis=1)
+    least = jnp.minimum(old_score, jnp.where(score > -jnp.inf, score, 0.0).min())
+    renewed = jnp.where(same.any(axis=1), renewed, least)
+    # The other new proposals, best first, go to the places without a node in order.
+    others = jnp.where((same & evaluated[:, None]).any(axis=0), -jnp.inf, score)
+    other_score, other = jax.lax.top_k(others, tree.branch)
+    place = jnp.clip(jnp.cumsum(~evaluated) - 1, 0, tree.branch - 1)
+    change = jnp.where(evaluated, renewed - jnp.where(evaluated, old_score, 0.0), 0.0)
+    shift = jnp.zeros(tree.rows).at[jnp.where(evaluated, row, tree.rows)].set(change, mode="drop")
+    # Each row lies below one child of the root, or is that child.
+    shift = jnp.where(tree.ancestors, shift[None, :], 0.0).sum(axis=1)
+    child_score = tree.child_score + shift[:, None]
+    # A child's score is rounded as those of the rows below it are, so that none of them is above it.
+    return dataclasses.replace(
+        tree,
+        score=tree.score + shift,
+        child_token=tree.child_token.at[0].set(jnp.where(evaluated, old_token, child_token[other[place]])),
+        child_score=child_score.at[0].set(jnp.where(evaluated, old_score + change, other_score[place])),
+    )
+
+
 def is_complete(tree: Tree, budget: int, least: Array | float = -jnp.inf) -> Array:
     """Whether no further growth can change the `budget` best proposals: the exact stop test of SpecExec.
 

@@ -41,20 +41,20 @@ def test_a_client_talks_to_two_processes(pair, expected, tmp_path):
     ]
     with Commands(tmp_path, words, words) as server:
         url = server.await_line("live view at").split()[-1]
-        client = openai.OpenAI(base_url=f"{url}v1", api_key="any", max_retries=0, timeout=120)
+        with openai.OpenAI(base_url=f"{url}v1", api_key="any", max_retries=0, timeout=120) as client:
 
-        def ask():
-            return client.completions.create(
-                model="target", prompt=PROMPT, max_tokens=24, extra_body={"ignore_eos": True}
-            )
+            def ask():
+                return client.completions.create(
+                    model="target", prompt=PROMPT, max_tokens=24, extra_body={"ignore_eos": True}
+                )
 
-        assert ask().choices[0].text == expected.text
-        asked = len(server.log(0))
-        with client.completions.create(model="target", prompt=PROMPT, stream=True, extra_body=LONG) as stream:
-            next(iter(stream))
-        server.await_log("close", after=asked, limit_s=30)
-        aborted = len(server.log(0))
-        assert ask().choices[0].text == expected.text
+            assert ask().choices[0].text == expected.text
+            asked = len(server.log(0))
+            with client.completions.create(model="target", prompt=PROMPT, stream=True, extra_body=LONG) as stream:
+                next(iter(stream))
+            server.await_log("close", after=asked, limit_s=30)
+            aborted = len(server.log(0))
+            assert ask().choices[0].text == expected.text
         for process in server.processes:
             process.send_signal(signal.SIGTERM)
         assert server.await_end()[0] == [0, 0], server.error(0) + server.error(1)

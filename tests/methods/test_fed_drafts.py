@@ -132,10 +132,10 @@ def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
         prompt += [*tokens_of(warm), *PROMPT[turn : turn + 4]]
 
 
-def good_params(wrong=()):
+def good_params(wrong=(), heeds=0.0):
     """A target that counts, but after `wrong` tokens, and a draft that counts always.
 
-    Its attention sees the row alone and copies the embedding.
+    Its attention sees the row alone and copies the embedding. `heeds` says how much of the states joins it.
     """
     target = counting(wrong)
     config = dataclasses.replace(
@@ -148,8 +148,8 @@ def good_params(wrong=()):
         identity = np.eye(48, dtype=np.float32)
         tensors[f"{layer}.self_attn.v_proj.weight"] = np.concatenate([identity, 0 * identity], axis=1)
         tensors[f"{layer}.self_attn.o_proj.weight"] = identity
-        for name in ("hidden_norm.weight", "mlp.down_proj.weight"):
-            tensors[f"{layer}.{name}"] *= 0
+        tensors[f"{layer}.mlp.down_proj.weight"] *= 0
+        tensors[f"{layer}.hidden_norm.weight"] = np.full(48, heeds, np.float32)
         tensors[f"{layer}.input_layernorm.weight"] = np.ones(48, np.float32)
         tensors["model.norm.weight"] = np.full(48, 5, np.float32)
         embed = np.asarray(target["embed"])[:VOCAB]

@@ -105,9 +105,9 @@ def test_a_conversation_gives_the_tokens_of_cold_runs(name, monkeypatch):
         prompt += [*tokens_of(warm), *PROMPT[turn : turn + 4]]
 
 
-def good_engine(method, wrong=()):
-    """An engine of a target that counts but after `wrong` tokens, and of a draft that counts always."""
-    placement, params = good_params(wrong)
+def good_engine(method, wrong=(), heeds=0.0):
+    """An engine of a target that counts but after `wrong` tokens, and of a draft that counts: see `good_params`."""
+    placement, params = good_params(wrong, heeds)
     engine = Engine(Models(Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32), placement), method, 150)
     engine.prepare()
     return engine, params
@@ -126,9 +126,18 @@ def nodes_of(known, side):
     return found
 
 
+def root_proposals(side):
+    """Scores of the root's proposals by their tokens, and which of these are nodes."""
+    tree = side.tree
+    tokens, scores = np.asarray(tree.child_token[0]).tolist(), np.asarray(tree.child_score[0]).tolist()
+    return dict(zip(tokens, scores, strict=True)), set(
+        np.asarray(tree.child_token[0])[np.asarray(tree.child_row[0]) >= 0]
+    )
+
+
 def test_nodes_survive_with_their_states_and_keys():
-    """A node below the new root is what it was; the root itself has the state that a fresh run gives it."""
-    engine, params = good_engine(SwiftSpec(2, 3, depth=6, branch_free=False), wrong=(20, 29, 41))
+    """A node below the new root is what it was; the root has the state and the proposals that a fresh run gives it."""
+    engine, params = good_engine(SwiftSpec(2, 3, depth=6, branch_free=False), wrong=(20, 29, 41), heeds=0.05)
     runner, text = engine.runner, [5, 6, 7]
     request = runner.place_request(SamplingParams(), 0)
 
@@ -149,6 +158,12 @@ def test_nodes_survive_with_their_states_and_keys():
         anew = nodes_of(known, fresh.draft)
         for one, other in zip(after[known], anew[known], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        (proposed, nodes), (fresh_ones, _) = root_proposals(state.draft), root_proposals(fresh.draft)
+        for token in proposed.keys() & fresh_ones.keys():
+            assert proposed[token] == pytest.approx(fresh_ones[token], abs=1e-3)
+        # A node that is no longer proposed takes the place of the worst.
+        best = sorted(fresh_ones, key=fresh_ones.get, reverse=True)[: len(fresh_ones) - len(nodes - fresh_ones.keys())]
+        assert set(best) <= proposed.keys()
         missed += known not in before
         before = after
     assert survived and missed > 1

@@ -1,5 +1,7 @@
 """Growth against the same tree grown one node at a time in Python."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,12 @@ from plain_trees import (
     numpy_trees,
     propose,
     random_draft,
+    stack,
     start,
     step_drafts,
 )
 
-from jaxspec.tree.grow import is_complete, pick_leaves, plant
+from jaxspec.tree.grow import is_complete, pick_leaves, plant, renew_root
 from jaxspec.tree.select import select_batch
 from jaxspec.tree.tree import ancestor_matrix
 
@@ -82,6 +85,48 @@ def test_planting_starts_over():
         assert_same(one, plain)
         assert_same(two, plain.grow(WIDTH))
         assert set(batch_paths(jax.tree.map(lambda x, i=i: x[i], batches))[1:]) == plain.select(9)
+
+
+def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
+    drafts, roots = step_drafts()
+    other = stack([random_draft(np.random.default_rng(50 + i), "law", 5, branch=4) for i in range(len(roots))])
+    kept = replaced = 0
+
+    def renew(tree, root, draft, other):
+        token, logprob = propose(other, jnp.array([0]), root[None])
+        renewed = renew_root(tree, token[0], logprob[0])
+        return renewed, expand(renewed, draft, WIDTH)[0], select_batch(renewed, 9)
+
+    renew = jax.jit(jax.vmap(renew))
+    for trees, plains in growing_trees()[:-1]:
+        results = jax.tree.map(np.asarray, renew(trees, roots, drafts, other))
+        for i, (tree, grown) in enumerate(zip(*map(numpy_trees, results[:2]), strict=True)):
+            before, plain = {child[0] for child in plains[i].children[0]}, copy.deepcopy(plains[i])
+            tokens, logprobs = (table[i][0, roots[i]] for table in other)
+            wanted = {int(t): x for t, x in zip(tokens, logprobs, strict=True) if x > -np.inf}
+            nodes = {child[0]: child for child in plain.children[0] if child[3] >= 0}
+            least = min(wanted.values(), default=np.float32(0))
+            for token, child in nodes.items():
+                change = np.float32(wanted.get(token, min(child[2], least)) - child[2])
+                below = [r for r in range(len(plain.token)) if plain.path[r][:1] == (token,)]
+                child[2] += change
+                for row in below:
+                    plain.score[row] += change
+                    for proposal in plain.children[row]:
+                        proposal[2] += change
+            new = sorted(((x, t) for t, x in wanted.items() if t not in nodes), reverse=True)
+            free = [child for child in plain.children[0] if child[3] < 0]
+            for place, child in enumerate(free):
+                score, token = new[place] if place < len(new) else (np.float32(-np.inf), child[0])
+                child[0], child[2] = token, score
+            assert_same(tree, plain)
+            assert set(batch_paths(jax.tree.map(lambda x, i=i: x[i], results[2]))[1:]) == plain.select(9)
+            assert grown.size == tree.size + min(WIDTH, len(plain.leaves()))
+            scored = tree.child_score[: tree.size] <= tree.score[: tree.size, None]
+            assert scored[1:].all() and (tree.child_score[0] <= 0).all()
+            kept += len(nodes)
+            replaced += before != {child[0] for child in plain.children[0]}
+    assert kept > 50 and replaced > 50
 
 
 # Extremes.

@@ -29,7 +29,7 @@ from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.processors import update_history
-from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant
+from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant, renew_root
 from jaxspec.tree.reroot import Rerooted, reroot
 from jaxspec.tree.select import pack_best, proposals
 from jaxspec.tree.tree import Tree, init_tree
@@ -239,8 +239,8 @@ def replace_path(
     """Run what was verified with the states that were `sent`, float32 [P, n * D]; what survives goes after it.
 
     The path's rows are computed again, because they stood on the draft's own states, and so is the new root's, whose
-    state its further children take. Nodes below the new root stay as they are (`moved.tree`). It is planted with its
-    true state where nothing survives. One pass of fixed shape in every case.
+    proposals and state its further children take. Nodes below the new root stay as they are (`moved.tree`). It is
+    planted where nothing survives. One pass of fixed shape in every case.
     """
     cfg, text, rows = model.placement.cfg, state.text, tokens.shape[0]
     M = moved.tree.rows
@@ -272,11 +272,12 @@ def replace_path(
         vocab_logits(model.params, cfg, hidden), paths, model.request, seen[None]
     )
     planted = plant(moved.tree, text.root, child_token[0], child_logprob[0])
+    renewed = renew_root(moved.tree, child_token[0], child_logprob[0])
     missed = moved.tree.size == 0
     return dataclasses.replace(
         state,
         text=dataclasses.replace(text, cache=cache, seen=seen),
-        tree=jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, moved.tree),
+        tree=jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, renewed),
         computed=state.computed + count,
         states=states.at[0].set(own[0]),
     )
