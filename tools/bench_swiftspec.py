@@ -103,6 +103,8 @@ def depths(
     """Acceptance length by depth: beside verification, in turn with fresh trees, and with the default settings."""
 
     def run() -> None:
+        if timed and json_ is not None:
+            raise ConfigError("--json keeps lengths: leave out --timed")
         numbers, waits = _numbers("--depth", depth), _numbers("--refill", refill, least=0)
         methods: dict[str, Method] = {"default": jaxspec.SwiftSpec()}
         methods |= {f"in turn, depth {d}": jaxspec.SwiftSpec(depth=d, overlap=False, reuse=False) for d in numbers}

@@ -103,9 +103,9 @@ def plant(tree: Tree, token: Array, child_token: Array, child_logprob: Array) ->
 def renew_root(tree: Tree, child_token: Array, child_logprob: Array) -> Tree:
     """Give the root other proposals, of `plant`'s shapes; the nodes below it stay.
 
-    Children that are nodes keep their places, since what grew below them is there. Where the new proposals hold such a
-    child it takes the new score, else the lowest that it cannot be above. Its descendants' scores move along. The best
-    other proposals fill the places that are left.
+    Children that are nodes stay among the k proposals, proposed anew or not. Such a child takes its new score; where it
+    is not proposed, the lower of its old score and the lowest new one. Its descendants' scores move along. The best
+    other new proposals fill what is left of the k; the others are lost.
     """
     old_token, old_score, row = tree.child_token[0], tree.child_score[0], tree.child_row[0]
     score = jnp.minimum(child_logprob, 0.0)

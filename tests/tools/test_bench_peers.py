@@ -164,7 +164,7 @@ def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path):
     class Opened(bench_fakes.FakeLLM):
         def __init__(self, model=None, *, draft=None, **options):
             super().__init__(model, draft=draft, **options)
-            opened.append(draft)
+            opened.append(self)
 
     monkeypatch.setattr("jaxspec.llm.LLM", Opened)
     monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft: True)
@@ -172,7 +172,9 @@ def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path):
     words = ["--peers", "", "--max-prompts", "2", "-n", "12", "--out", str(out), "--beside", "other"]
     main([*words, "--methods", "ar,specexec"])
     text = out.read_text()
-    assert opened == [None, "other"]
+    assert [llm.draft_path for llm in opened] == [None, "other"]
+    used = [{method.name for method, *_ in llm.calls} for llm in opened]
+    assert used == [{"ar", "specexec"}, {"specexec"}]
     assert "| specexec |" in text and "| specexec, other draft |" in text and "ar, other draft" not in text
     with pytest.raises(SystemExit, match="--beside: none of --methods ar,lookup uses a draft"):
         main([*words, "--methods", "ar,lookup"])

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 @pytest.mark.parametrize("options, dropped", [([], False), (["--drop"], True)])
 def test_speeds_by_depth(monkeypatch, options, dropped):
     bench_fakes.install(monkeypatch)
-    monkeypatch.setattr("jaxspec.LLM", bench_fakes.FakeLLM)
+    calls = []
+    monkeypatch.setattr("jaxspec.LLM", lambda *_, **options: bench_fakes.FakeLLM(calls=calls, **options))
     words = ["depths", "--depth", "2,3", "--refill", "0", "--timed", "--max-prompts", "1", "--max-tokens", "12"]
     result = CliRunner().invoke(bench_swiftspec.app, [*words, *options])
     assert result.exit_code == 0, result.output
@@ -17,3 +18,12 @@ def test_speeds_by_depth(monkeypatch, options, dropped):
     expected = ["ar", "default", "in turn, depth 2", "in turn, depth 3"]
     expected += [f"beside, depth {depth}, refill 0" for depth in (2, 3)]
     assert rows == expected + [f"beside, dropped, depth {depth}, refill 0" for depth in (2, 3)] * dropped
+    used = {(m.depth, m.refill, m.overlap, m.reuse) for m, *_ in calls if m.name == "swiftspec"}
+    asked = {(None, None, True, True)} | {(depth, None, False, False) for depth in (2, 3)}
+    asked |= {(depth, 0, True, keep) for depth in (2, 3) for keep in (True, not dropped)}
+    assert used == asked
+
+
+def test_lengths_are_not_kept_beside_speeds(tmp_path):
+    result = CliRunner().invoke(bench_swiftspec.app, ["depths", "--timed", "--json", str(tmp_path / "lengths.json")])
+    assert result.exit_code and "--json keeps lengths: leave out --timed" in result.output

@@ -89,7 +89,13 @@ def test_planting_starts_over():
 
 def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
     drafts, roots = step_drafts()
-    other = stack([random_draft(np.random.default_rng(50 + i), "law", 5, branch=4) for i in range(len(roots))])
+    other = stack([
+        random_draft(np.random.default_rng(50 + i), ("law", "ties")[i % 2], 5 - i % 3, branch=4)
+        for i in range(len(roots))
+    ])  # fmt: skip
+    # A root without proposals, and probabilities a little above 1 by rounding.
+    other[1][0, 0] = -np.inf
+    other[1][2::5, 0, :, 1] = 3e-7
     kept = replaced = 0
 
     def renew(tree, root, draft, other):
@@ -103,7 +109,7 @@ def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
         for i, (tree, grown) in enumerate(zip(*map(numpy_trees, results[:2]), strict=True)):
             before, plain = {child[0] for child in plains[i].children[0]}, copy.deepcopy(plains[i])
             tokens, logprobs = (table[i][0, roots[i]] for table in other)
-            wanted = {int(t): x for t, x in zip(tokens, logprobs, strict=True) if x > -np.inf}
+            wanted = {int(t): min(x, np.float32(0)) for t, x in zip(tokens, logprobs, strict=True) if x > -np.inf}
             nodes = {child[0]: child for child in plain.children[0] if child[3] >= 0}
             least = min(wanted.values(), default=np.float32(0))
             for token, child in nodes.items():
@@ -114,7 +120,7 @@ def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
                     plain.score[row] += change
                     for proposal in plain.children[row]:
                         proposal[2] += change
-            new = sorted(((x, t) for t, x in wanted.items() if t not in nodes), reverse=True)
+            new = sorted(((x, t) for t, x in wanted.items() if t not in nodes), key=lambda one: -one[0])
             free = [child for child in plain.children[0] if child[3] < 0]
             for place, child in enumerate(free):
                 score, token = new[place] if place < len(new) else (np.float32(-np.inf), child[0])
