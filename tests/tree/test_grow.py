@@ -132,7 +132,7 @@ def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
             assert scored[1:].all() and (tree.child_score[0] <= 0).all()
             kept += len(nodes)
             replaced += before != {child[0] for child in plain.children[0]}
-    assert kept > 50 and replaced > 50
+    assert kept > 400 and replaced > 40
 
 
 # Extremes.
