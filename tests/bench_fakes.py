@@ -119,6 +119,7 @@ class FakeLLM:
         self.wrong = wrong  # names of methods that get a token wrong
 
     def with_method(self, method):
+        method = Autoregressive() if method == "ar" else method
         return FakeLLM(method=method, calls=self.calls, wrong=self.wrong)
 
     def encode(self, prompt):

@@ -189,21 +189,21 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"not installed: {', '.join(missing)}; run: {INSTALL}")
     if not arguments.out.absolute().parent.is_dir():
         parser.error(f"--out {arguments.out} must lie in a folder that exists")
+    if arguments.beside is not None and not any(c.method.drafts for c in make_columns(arguments.methods.split(","))):
+        parser.error(f"--beside: none of --methods {arguments.methods} uses a draft")
     return arguments
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, and write the table."""
     arguments = parse(words)
+    columns = make_columns(arguments.methods.split(","))
+    drafting = [column for column in columns if column.method.drafts]
     from jaxspec.llm import LLM
     from jaxspec.opening import has_draft
 
     prompts = select_prompts(load_prompts(), None, arguments.max_prompts)
     prompts = [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
-    columns = make_columns(arguments.methods.split(","))
-    drafting = [column for column in columns if column.method.drafts]
-    if arguments.beside is not None and not drafting:
-        raise SystemExit(f"--beside: none of --methods {arguments.methods} uses a draft")
     drafted = has_draft(arguments.model, arguments.draft)
     method = loading_method(columns, drafted, given=False)
     llm = LLM(arguments.model, draft=arguments.draft, method=method, session_memory=0)

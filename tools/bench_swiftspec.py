@@ -18,6 +18,7 @@ or with the kernels of this project. It times them, so nothing else should run.
 
 import dataclasses
 import gc
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -272,10 +273,15 @@ def measure(
     """
     asked = {"max_tokens": max_tokens, "prompts": [prompt.question_id for prompt in prompts]}
     known: dict[str, Any] = {"asked": asked, "answers": {}}
-    if path is not None and path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["asked"] != asked:
-            raise ConfigError(f"{path} holds answers to other prompts or of another length: name another file")
+    if path is not None:
+        asked["model"], asked["draft"] = str(llm.model_path), digest_of(llm.draft_path)
+        if path.exists():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if known["asked"] != asked:
+                raise ConfigError(
+                    f"{path} holds answers of another model or draft, to other prompts or of another length: "
+                    "name another file"
+                )
     ids = [llm.encode([{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
     seeded = [jaxspec.SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=n) for n in range(len(ids))]
     asks = list(zip(ids, seeded, strict=True))
@@ -291,6 +297,18 @@ def measure(
             if path is not None:
                 path.write_text(json.dumps(known) + "\n", encoding="utf-8")
     return {label: Answers(**_frozen(known["answers"][label])) for label in methods}
+
+
+def digest_of(checkpoint: Path | str | None) -> str | None:
+    """SHA-256 of a checkpoint's files, Markdown excluded: a draft may be replaced where it lies."""
+    if checkpoint is None:
+        return None
+    place, digest = Path(checkpoint), hashlib.sha256()
+    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        if file.is_file() and file.suffix != ".md":
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest() + file.name.encode())
+    return digest.hexdigest()
 
 
 def table_of(rows: Iterable[Answers], categories: Sequence[str]) -> Table:

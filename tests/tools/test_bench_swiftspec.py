@@ -5,6 +5,10 @@ import bench_swiftspec
 import pytest
 from typer.testing import CliRunner
 
+import jaxspec
+from jaxspec.bench.prompts import load_prompts
+from jaxspec.errors import ConfigError
+
 
 @pytest.mark.parametrize("options, dropped", [([], False), (["--drop"], True)])
 def test_speeds_by_depth(monkeypatch, options, dropped):
@@ -27,3 +31,23 @@ def test_speeds_by_depth(monkeypatch, options, dropped):
 def test_lengths_are_not_kept_beside_speeds(tmp_path):
     result = CliRunner().invoke(bench_swiftspec.app, ["depths", "--timed", "--json", str(tmp_path / "lengths.json")])
     assert result.exit_code and "--json keeps lengths: leave out --timed" in result.output
+
+
+def test_lengths_of_a_replaced_draft_are_not_continued(tmp_path, monkeypatch):
+    answers = bench_swiftspec.Answers("default", (8, 8), (4, 4), 0.0, 1.0, True, None)
+    monkeypatch.setattr(bench_swiftspec, "_summarise", lambda *_: answers)
+    draft, lengths = tmp_path / "draft", tmp_path / "lengths.json"
+    draft.mkdir()
+    (draft / "weights").write_bytes(b"first")
+    llm = bench_fakes.FakeLLM(draft=draft)
+    prompts = load_prompts(None)[:2]
+    found = bench_swiftspec.measure(llm, {"default": jaxspec.SwiftSpec()}, prompts, 8, lengths)
+    (draft / "README.md").write_text("no weights")
+    llm.calls.clear()
+    again = bench_swiftspec.measure(llm, {"default": jaxspec.SwiftSpec()}, prompts, 8, lengths)
+    assert again == found and not llm.calls
+    (draft / "weights").write_bytes(b"other")
+    kept = lengths.read_bytes()
+    with pytest.raises(ConfigError, match="of another model or draft"):
+        bench_swiftspec.measure(llm, {"default": jaxspec.SwiftSpec()}, prompts, 8, lengths)
+    assert lengths.read_bytes() == kept and not llm.calls
