@@ -1,1 +1,0 @@
-"""Replays recorded texts of a pair of models through SwiftSpec's scheduler, under given step times."""
