@@ -2,7 +2,7 @@
 
 import importlib
 
-__version__ = "0.1.0"
+from jaxspec.version import __version__
 
 TYPE_CHECKING = False  # as in `typing`, whose import would be half of what `import jaxspec` takes
 
@@ -37,6 +37,7 @@ __all__ = [
     "Swift",
     "SwiftSpec",
     "StreamEvent",
+    "__version__",
     "generate",
 ]
 
@@ -67,4 +68,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted(__all__)

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec import __version__
 from jaxspec.engine import Session, read_sampling
 from jaxspec.methods.registry import make_method
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime import hosts
 from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.version import __version__
 from pallas_kernels.native import library
 
 # Bytes of each file of a checkpoint that its digest reads: the start, where headers are, and some places after it.

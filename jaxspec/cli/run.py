@@ -15,10 +15,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from jaxspec import __version__
 from jaxspec.cli.options import foreign_option_hint
 from jaxspec.cli.start import INTERRUPTED, STDERR, STDOUT, begin, leave_interrupted
 from jaxspec.errors import ConfigError, JaxspecError, one_line
+from jaxspec.version import __version__
 
 
 def _print_version(context: typer.Context, wanted: bool) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import pallas_kernels
-from jaxspec import __version__
+from jaxspec.version import __version__
 
 PACKAGES = ("jaxspec", "pallas_kernels")
 KNOWN = (*PACKAGES, "jax", "jaxlib", "numpy", "functools", "builtins", "ml_dtypes", "flax")
