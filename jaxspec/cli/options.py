@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 OptionTypes = tuple[type, ...]
 
-OLD_NAMES = ("batch", "budget")  # settings that were renamed: still taken, never suggested
-
 # What vLLM, SGLang, llama.cpp, transformers, mlx-lm and SpecExec call these options.
 FOREIGN_NAMES = {
     "num_draft_tokens": (
         "num-speculative-tokens", "speculative-num-draft-tokens", "speculative-num-steps", "draft", "draft-max",
-        "draft-n", "spec-draft-n-max", "draft-length", "max-budget", "length", *OLD_NAMES,
+        "draft-n", "spec-draft-n-max", "draft-length", "max-budget", "budget", "batch",
     ),
     "draft_model": (
         "model-draft", "-md", "hf-repo-draft", "speculative-model", "speculative-draft-model-path", "assistant-model",
@@ -127,13 +125,12 @@ def merge_options(
 
 
 def setting_types(method: Any) -> dict[str, OptionTypes]:
-    """Types that a method's settings may be given as, former names too: by its class, as some values are derived."""
-    known = {field.name: _field_types(field) for field in dataclasses.fields(method)}
-    return known | {old: known[new] for old, (new, _) in getattr(method, "renamed", {}).items()}
+    """Types that a method's settings may be given as: by its class, as some values are derived."""
+    return {field.name: _field_types(field) for field in dataclasses.fields(method)}
 
 
 def method_options() -> dict[str, OptionTypes]:
-    """The settings of all methods, with their types; former names too. Imports the methods, and so JAX."""
+    """The settings of all methods, with their types. Imports the methods, and so JAX."""
     known: dict[str, OptionTypes] = {}
     for method in METHODS:
         for name, field in setting_fields(method).items():
@@ -212,7 +209,7 @@ def _check_options(options: Mapping[str, Any], known: Mapping[str, OptionTypes],
     for name, value in options.items():
         if name not in known:
             ours = _FOREIGN.get(name)
-            hint = f"use {ours!r}" if ours in known else suggest(name, [n for n in known if n not in OLD_NAMES])
+            hint = f"use {ours!r}" if ours in known else suggest(name, known)
             raise ConfigError(f"{where}: unknown option {name!r}; {hint}")
         types = known[name]
         # In Python, but not to a user, True is an integer.

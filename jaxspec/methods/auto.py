@@ -30,7 +30,7 @@ from jaxspec.methods.core.draft_chain import SYNC_ROWS
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_range, renamed_settings
+from jaxspec.methods.core.settings import check_range
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
 from jaxspec.methods.lookup import (
@@ -49,7 +49,6 @@ WORTH_A_TREE = 4.0
 KNEE = 1.02
 
 
-@renamed_settings(batch=("num_draft_tokens", -1))
 @dataclasses.dataclass(frozen=True)
 class Auto(Method):
     """Weigh each round what drafting would gain against what it costs, and draft as far as it pays.

@@ -13,14 +13,13 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_range, log_threshold, renamed_settings
+from jaxspec.methods.core.settings import check_range, log_threshold
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
 LONGEST = 64
 
 
-@renamed_settings(length=("num_draft_tokens", 0))
 @dataclasses.dataclass(frozen=True)
 class Chain(Method):
     """A draft model proposes a few tokens in a row; the target verifies them in one pass.

@@ -14,7 +14,7 @@ from jaxspec.methods.core.cost_model import CostModel, pass_costs
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import CHUNKS, SequenceState, cache_slots, split_chunks, usable_chunks
-from jaxspec.methods.core.settings import check_flag, check_range, renamed_settings
+from jaxspec.methods.core.settings import check_flag, check_range
 from jaxspec.methods.core.verify import Draft, draft_shapes, match
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
@@ -31,7 +31,6 @@ PRIOR_WEIGHT = 4.0
 FORGETTING = 0.99
 
 
-@renamed_settings(batch=("num_draft_tokens", -1))
 @dataclasses.dataclass(frozen=True)
 class PromptLookup(Method):
     """Propose what followed earlier occurrences of the text's last tokens, in prompt and output.

@@ -40,22 +40,18 @@ def method_class(name: str) -> "type[Method]":
 
 
 def setting_fields(name: str) -> dict[str, Any]:
-    """The settings of a method, by name: dataclass fields, former names (`renamed_settings`) among them."""
-    from jaxspec.methods.core.settings import renamed_of
-
+    """The settings of a method, by name: its dataclass fields."""
     cls: Any = method_class(name)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    return fields | {old: fields[new] for old, (new, _) in renamed_of(cls).items()}
+    return {field.name: field for field in dataclasses.fields(cls)}
 
 
 def make_method(name: str, settings: Mapping[str, Any] | None = None) -> "Method":
     """A method from its name and settings; raises `ConfigError` for a name or a setting that does not exist."""
-    cls, known = method_class(name), setting_fields(name)
+    known = setting_fields(name)
     for setting in settings or {}:
         if setting not in known:
-            present = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
-            raise ConfigError(f"method {name!r} has no setting {setting!r}; {suggest(setting, present)}")
-    return cls(**(settings or {}))
+            raise ConfigError(f"method {name!r} has no setting {setting!r}; {suggest(setting, known)}")
+    return method_class(name)(**(settings or {}))
 
 
 def resolve_method(method: "str | Method") -> "Method":

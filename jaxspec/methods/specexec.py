@@ -14,7 +14,7 @@ from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_branch, check_choice, check_range, log_threshold, renamed_settings
+from jaxspec.methods.core.settings import check_branch, check_choice, check_range, log_threshold
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
@@ -24,9 +24,6 @@ LARGEST_DEPTH = 128
 LARGEST_TREE = 16384
 
 
-@renamed_settings(
-    budget=("num_draft_tokens", 0), score_temperature=("ranking", {"one": "probability", "sampling": "sampling"})
-)
 @dataclasses.dataclass(frozen=True)
 class SpecExec(Method):
     """Verify the most probable prefixes of a draft in one target pass, and sample along them until one is missing.

@@ -114,18 +114,6 @@ def test_usage_errors_exit_with_2_and_one_line(decode, arguments, message):
     assert message in done.err and "Traceback" not in done.err and done.out == ""
 
 
-@pytest.mark.filterwarnings("default::FutureWarning")
-def test_a_former_name_of_a_setting_works_with_one_warning(decode, tmp_path):
-    preset = tmp_path / "old.toml"
-    preset.write_text('method = "lookup"\nbatch = 5\n')
-    old = decode("--config", preset, "-n", "4", "--json", "w1")
-    new = decode("--method", "lookup", "--num-draft-tokens", "4", "-n", "4", "--json", "w1")
-    assert (old.status, new.status) == (0, 0), old.err + new.err
-    assert old.err.count("warning:") == 1 and "batch is now called num_draft_tokens" in old.err and not new.err
-    counted = [json.loads(done.out)["stats"]["speculative_decoding"]["num_spec_tokens"] for done in (old, new)]
-    assert counted == [4, 4]
-
-
 def test_presets_are_listed_without_loading_jax():
     code = """
 import sys

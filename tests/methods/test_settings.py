@@ -106,26 +106,6 @@ def test_numbers_of_numpy():
     assert Chain(min_probability=np.float32(0.5)).min_probability == 0.5
 
 
-@pytest.mark.parametrize(
-    ("method", "old", "new"),
-    [
-        (SpecExec, {"budget": 9}, {"num_draft_tokens": 9}),
-        (SpecExec, {"score_temperature": "one"}, {"ranking": "probability"}),
-        (Chain, {"length": 3}, {"num_draft_tokens": 3}),
-        (PromptLookup, {"batch": 9}, {"num_draft_tokens": 8}),
-        (Auto, {"batch": 9}, {"num_draft_tokens": 8}),
-        (SwiftSpec, {"batch": 9}, {"num_draft_tokens": 8}),
-        (Swift, {"batch": 41}, {"num_draft_tokens": 40}),
-    ],
-)
-def test_former_names_work_with_one_warning(method, old, new):
-    with pytest.warns(FutureWarning) as caught:
-        assert method(**old) == method(**new)
-    assert len(caught) == 1 and f"is now called {next(iter(new))}" in str(caught[0].message)
-    with pytest.raises(ConfigError, match="are both given"):
-        method(**old, **new)
-
-
 def test_auto():
     assert make_method("auto") == Auto()
 
@@ -145,8 +125,8 @@ def test_settings_reach_the_method():
 
 def test_the_command_line_knows_all_settings_with_their_types():
     known = method_options()
-    assert {"num_draft_tokens", "expansion", "pass_cost", "batch", "budget"} <= set(known)
-    assert (known["num_draft_tokens"], known["batch"], known["expansion"]) == ((int,), (int,), (list,))
+    assert {"num_draft_tokens", "expansion", "pass_cost"} <= set(known)
+    assert (known["num_draft_tokens"], known["expansion"]) == ((int,), (list,))
     assert (known["decay"], known["rule"], known["adaptive"]) == ((int, float), (str,), (bool,))
 
 

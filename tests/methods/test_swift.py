@@ -373,8 +373,6 @@ def test_batches_hold_what_the_table_allows():
         ({"adaptive": True, "length": 40}, 41),
     ):
         assert dataclasses.replace(paper, **settings).num_rows == rows
-    with pytest.warns(FutureWarning, match="num_draft_tokens"):
-        assert Swift(batch=40) == Swift(num_draft_tokens=39)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Public values: sampling parameters, engine and method settings, prompts and paths, of every type, range and size."""
 
-import contextlib
 import dataclasses
 import random
 import tempfile
@@ -40,7 +39,7 @@ def pick_fields(rng: random.Random, cls: Any) -> dict[str, Any]:
 
 def run(rng: random.Random, folder: Path) -> None:
     """One call."""
-    with contextlib.suppress(FutureWarning), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         rng.choice((_sampling, _sampling, _generate, _method, _method, _engine, _prompt, _layers, _model, _options))(
             rng

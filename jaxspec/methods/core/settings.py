@@ -1,12 +1,10 @@
-"""Checks that the settings of several methods share, and settings that were renamed."""
+"""Checks that the settings of several methods share."""
 
 import dataclasses
-import functools
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -15,50 +13,6 @@ from jaxspec.errors import ConfigError, JaxspecError, shown
 from jaxspec.methods.core.round import Models
 
 _LONGEST_LIST, _LARGEST_NUMBER = 1000, 2**63
-
-Settings = TypeVar("Settings", bound=type)
-
-
-def renamed_settings(**renamed: tuple[str, int | Mapping[str, str]]) -> Callable[[Settings], Settings]:
-    """Class decorator: keep the former names of settings, with a warning.
-
-    Each former name maps to the present one, and to what has to be added to a value given under the former, or to the
-    present words of former ones.
-    """
-
-    def decorate(cls: Settings) -> Settings:
-        create = cls.__init__
-
-        @functools.wraps(create)
-        def init(self: Any, *args: Any, **settings: Any) -> None:
-            for old, (new, shift) in renamed.items():
-                if old not in settings:
-                    continue
-                if new in settings:
-                    raise ConfigError(f"{new} and its former name {old} are both given; leave {old} out")
-                value = settings.pop(old)
-                is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-                hint = ""
-                if not isinstance(shift, int):
-                    value = shift.get(value, value) if isinstance(value, str) else value
-                    hint = f", with the values {', '.join(map(repr, shift.values()))}"
-                elif shift:
-                    value = value + shift if is_number else value
-                    hint = f"; it does not count the root: {new} = {old} - {-shift}"
-                settings[new] = value
-                warnings.warn(f"{old} is now called {new}{hint}", FutureWarning, stacklevel=2)
-            create(self, *args, **settings)
-
-        cls.__init__ = init
-        cls.renamed = dict(renamed)
-        return cls
-
-    return decorate
-
-
-def renamed_of(cls: type) -> Mapping[str, tuple[str, int | Mapping[str, str]]]:
-    """Former names of a method's settings; see `renamed_settings`."""
-    return getattr(cls, "renamed", {})
 
 
 def check_range(name: str, value: object, low: int, high: int) -> None:

@@ -9,7 +9,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_flag, check_range, log_threshold, renamed_settings
+from jaxspec.methods.core.settings import check_flag, check_range, log_threshold
 from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchRule, SearchSettings
 from jaxspec.methods.swift.self_draft import LEVELS, SpineSettings
@@ -31,7 +31,6 @@ SEARCHING = (
 LAYER_STORE = "swift-layers.json"  # in the cache folder
 
 
-@renamed_settings(batch=("num_draft_tokens", -1))
 @dataclasses.dataclass(frozen=True)
 class Swift(Method):
     """Draft with the target's own parameters and cache, some attention and MLP blocks skipped; needs no draft model.

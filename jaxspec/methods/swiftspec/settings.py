@@ -8,14 +8,13 @@ from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_branch, check_choice, check_range, renamed_settings
+from jaxspec.methods.core.settings import check_branch, check_choice, check_range
 from jaxspec.methods.swiftspec.draft_tree import Growth
 from jaxspec.methods.swiftspec.runner import SwiftSpecRunner
 
 LARGEST_TREE = 4096
 
 
-@renamed_settings(batch=("num_draft_tokens", -1))
 @dataclasses.dataclass(frozen=True)
 class SwiftSpec(Method):
     """Grow a token tree on the draft's devices while the target verifies the best part of it on its own.
