@@ -3,6 +3,7 @@
 Each fault replaces one function of the package by a version with one mistake, in every module that has imported it.
 """
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -35,16 +36,27 @@ class Fault(NamedTuple):
     found_by: str
 
 
-def plant(fault):
-    """Replace a function by its wrong version wherever the package has a name for it."""
+@contextlib.contextmanager
+def planted(fault):
+    """Within, a function is replaced by its wrong version wherever the package has a name for it."""
     right = getattr(fault.owner, fault.name)
     wrong = fault.make(right)
     setattr(fault.owner, fault.name, wrong)
+    _replace(right, wrong)
+    try:
+        yield
+    finally:
+        # Also in modules that were imported meanwhile.
+        setattr(fault.owner, fault.name, right)
+        _replace(wrong, right)
+
+
+def _replace(old, new):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "jaxspec":
             for key, value in list(vars(module).items()):
-                if value is right:
-                    setattr(module, key, wrong)
+                if value is old:
+                    setattr(module, key, new)
 
 
 def every_earlier_row(right):
