@@ -4,17 +4,23 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Explain in three sentences why the sky is blue.
 
-.PHONY: demo test test-all parity lint clean
+.PHONY: demo test test-tools test-all parity lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxspec-decode --stats "$(PROMPT)"
 
-# Three processes keep two cores busy: a process that compiles often waits for one thread. The tests of a file stay
-# together, since they share what they compile. docs/testing.md describes the suite.
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
+# Three processes keep two cores busy: a process that compiles often waits for one thread. docs/testing.md describes the
+# suite. Compiled programs are kept between runs; `make test JAXSPEC_TEST_CACHE=` is a cold run.
+export JAXSPEC_TEST_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxspec/tests
+SELECT ?= not slow and not tools
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "$(SELECT)"
+
+# Tools, training, fuzzing, programs for GPUs.
+test-tools: $(VENV)/.installed-test
+	$(PYTEST) -m tools
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST)

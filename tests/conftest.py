@@ -3,10 +3,14 @@
 import atexit
 import functools
 import gc
+import hashlib
 import os
+import platform
+import re
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import jax
@@ -18,13 +22,18 @@ from jaxspec.runtime import program_store, xla_options
 # Before any backend starts. Eight devices let every tensor-parallel degree up to 8 run on any machine.
 jax.config.update("jax_num_cpu_devices", 8)
 
-# One compile cache for all processes of a session; never the user's own. Set the variable to keep the folder and
-# to share it between sessions. Workers and the processes that tests start inherit both variables.
+# One compile cache for all processes of a session; never the user's own. A folder in the variable is kept between
+# sessions (`make test` names one); an empty variable is a cold run. Workers and the processes that tests start inherit
+# it. JAX's key is the program itself; programs of another processor lie in a folder of their own.
 CACHE_VARIABLE = "JAXSPEC_TEST_CACHE"
-if CACHE_VARIABLE not in os.environ:
+if not os.environ.get(CACHE_VARIABLE):
     os.environ[CACHE_VARIABLE] = tempfile.mkdtemp(prefix="jaxspec-test-")
     atexit.register(shutil.rmtree, os.environ[CACHE_VARIABLE], ignore_errors=True)
-COMPILED = str(Path(os.environ[CACHE_VARIABLE]) / "compiled")
+CACHE = Path(os.environ[CACHE_VARIABLE])
+CPU_INFO = Path("/proc/cpuinfo")
+PROCESSOR = re.search("^flags.*$", CPU_INFO.read_text(), re.MULTILINE) if CPU_INFO.exists() else None
+COMPILED = str(CACHE / hashlib.sha256((PROCESSOR[0] if PROCESSOR else platform.machine()).encode()).hexdigest()[:8])
+KEPT_S = 30 * 24 * 3600  # a program that no session has read for so long is removed
 os.environ["JAXSPEC_COMPILE_CACHE"] = COMPILED
 
 
@@ -65,6 +74,16 @@ def pytest_runtest_protocol(item, nextitem):
         compilation_cache.reset_cache()
         use_session_cache()
     return (yield)
+
+
+def pytest_sessionfinish(session):
+    """Remove programs from the kept cache that nothing uses any more."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not Path(COMPILED).is_dir():
+        return
+    old = time.time() - KEPT_S
+    for entry in os.scandir(COMPILED):
+        if entry.is_file() and max(entry.stat().st_atime, entry.stat().st_mtime) < old:
+            os.unlink(entry.path)
 
 
 @pytest.fixture(scope="module", autouse=True)
