@@ -18,7 +18,7 @@ from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, read_rounds
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import CHUNKS
-from jaxspec.runtime import hosts, trace, watch
+from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.program import Later, compile_programs
 from jaxspec.runtime.transfer import everywhere
 from jaxspec.sampling.request import make_request
@@ -163,10 +163,9 @@ class Engine:
             self._runner = runner
             self._capacity = capacity
         variant = find_variant(sampling) if sampling else GREEDY
-        with watch.preparing():
-            traced = self._runner.single if self.traced or trace.active is not None else ()
-            programs = tuple(dict.fromkeys((*self._runner.programs, *traced)))
-            seconds = compile_programs(programs, variant, later=Later(self._runner.late, self._begun))
+        traced = self._runner.single if self.traced or trace.active is not None else ()
+        programs = tuple(dict.fromkeys((*self._runner.programs, *traced)))
+        seconds = compile_programs(programs, variant, later=Later(self._runner.late, self._begun))
         if not self._idle:
             # Allocated now, beside what the caller still loads, and not when the first token is waited for.
             self._idle = [IdleSession(self._runner, None, (), self._runner.start(0, None))]
@@ -302,7 +301,7 @@ class Session:
         if self._closed or self.done:
             raise RuntimeError("the session has ended: open another one")
         hosts.command("step", session=self.number)
-        with watch.stepping():
+        with hosts.naming_losses():
             return self._step()
 
     def _step(self) -> StepOutput:
@@ -315,16 +314,13 @@ class Session:
                 self._in_flight.append((round_, least))
                 coming += least
             if not self.ready:
-                with watch.waiting():
-                    outputs = self._read(self._in_flight.popleft()[0])
+                outputs = self._read(self._in_flight.popleft()[0])
                 self._runner.observe(self._state, outputs)
                 self.ready.extend(outputs)
                 self._engine.note_token()
-        except BaseException as error:
+        except BaseException:
             # A failed or interrupted dispatch may have consumed the buffers: they are not used again.
             self._closed = True
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                watch.await_verdict()
             raise
         output = self.ready.popleft().cut(self.limit - self.num_emitted)
         self.num_emitted += len(output.tokens)

@@ -31,7 +31,6 @@ from jaxspec.config import (
 )
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
-from jaxspec.follow import checkpoint_digest, describe_world, follow, method_settings
 from jaxspec.methods.base import Method, Store
 from jaxspec.methods.core.device_profile import profile_path
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
@@ -43,18 +42,18 @@ from jaxspec.offload.plan import OffloadPlan
 from jaxspec.offload.stream import LayerStream
 from jaxspec.opening import check_room, open_target, plan_meshes, plan_target_offload, token_strings
 from jaxspec.results import Completion, StreamEvent
-from jaxspec.runtime import hosts, watch
+from jaxspec.runtime import hosts
 from jaxspec.runtime.compile_cache import enable_compile_cache
 from jaxspec.runtime.distributed import Distributed
 from jaxspec.runtime.distributed import initialize as join_processes
 from jaxspec.runtime.distributed import resolve as resolve_processes
-from jaxspec.runtime.host_plan import describe_hosts
-from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.mesh import MeshPlan, describe_hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import release_free_memory
 from jaxspec.stream_events import EventMaker, RoundClock
 from jaxspec.text.stream import TextStream
 from jaxspec.text.tokenizer import load_tokenizer
+from jaxspec.worker import checkpoint_digest, describe_programs, method_settings, run_worker
 from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]
@@ -225,7 +224,6 @@ class LLM:
             self.model_params = ModelParams(*loading.result())
         self._unreported_compile_s += self.engine.calibrate(self.model_params)
         hosts.gather("loaded", True)
-        watch.ready()
 
     def _check_processes(
         self, weights: Weights, draft_weights: Weights | None, models: Models, config: EngineConfig
@@ -236,7 +234,7 @@ class LLM:
             return
         self.device_plan = describe_hosts(models.target.plan, models.draft and models.draft.plan)
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        given |= {"method": self.engine.method, "devices": self.device_plan, **describe_world(models.target.plan)}
+        given |= {"method": self.engine.method, "devices": self.device_plan, **describe_programs(models.target.plan)}
         for role, opened in (("the model", weights), ("the draft", draft_weights)):
             given[role] = None if opened is None else checkpoint_digest(opened.path, opened.config)
         given["the tokenizer"] = vocabulary_digest(self.tokenizer.token_strings())
@@ -245,7 +243,7 @@ class LLM:
 
     def follow(self) -> None:
         """Do what process 0 does, until it ends; for the other processes of several."""
-        follow(self)
+        run_worker(self)
 
     def _load(
         self, weights: Weights, draft_weights: Weights | None, target: Placement, draft: Placement | None

@@ -21,8 +21,7 @@ from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.offload.plan import OffloadPlan, format_bytes, measure_bandwidth, plan_offload
 from jaxspec.runtime import hosts
 from jaxspec.runtime.distributed import settings as process_settings
-from jaxspec.runtime.host_plan import plan_hosts
-from jaxspec.runtime.mesh import MeshPlan, plan_pair
+from jaxspec.runtime.mesh import MeshPlan, plan_hosts, plan_pair
 from jaxspec.text.tokenizer import load_tokenizer
 
 

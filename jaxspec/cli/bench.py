@@ -23,8 +23,8 @@ from jaxspec.cli.processes import (
     DraftProcessOption,
     NumProcessesOption,
     ProcessIdOption,
-    follow_or_lead,
     processes_from,
+    ran_as_worker,
 )
 from jaxspec.cli.progress import Bar
 from jaxspec.cli.run import VersionOption, interrupts_noted, leave_after_interrupt, run_app, run_command
@@ -128,7 +128,7 @@ def bench(
             target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
             session_memory=0, distributed=processes_from(context.params), **offload_from(context.params),
         )  # fmt: skip
-        if follow_or_lead(llm, NAME):
+        if ran_as_worker(llm, NAME):
             return
         with interrupts_noted() as noted, Bar() as bar:
             measured = measure(llm, columns, chosen, sampling, repeats, bar.show, noted.is_set)

@@ -41,9 +41,9 @@ from jaxspec.cli.processes import (
     NumProcessesOption,
     ProcessIdOption,
     asks_for_several,
-    follow_or_lead,
-    is_follower,
+    is_worker,
     processes_from,
+    ran_as_worker,
 )
 from jaxspec.cli.progress import passes_shown, waiting
 from jaxspec.cli.run import (
@@ -209,7 +209,7 @@ def decode(
         out = check_new_file(trace, "--trace")
         if interactive:
             _check_interactive(options, prompt is not None or prompt_file is not None, json_, trace)
-        follows = is_follower(options)
+        follows = is_worker(options)
         text = "" if interactive or follows else _read_prompt(prompt, prompt_file)
         if options.get("chat") is not False and not follows:
             guard.prestart()  # it renders the chat template, and starts beside the imports
@@ -223,7 +223,7 @@ def decode(
                 arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
                 arguments["distributed"] = processes_from(options)
                 llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
-            if follow_or_lead(llm, NAME):
+            if ran_as_worker(llm, NAME):
                 return
             if interactive:
                 show(None)

@@ -1,4 +1,4 @@
-"""The options of a command that runs as several processes: where they meet, and what the others do."""
+"""Options of a command that runs as several processes, and the worker loop of those other than process 0."""
 
 import contextlib
 import os
@@ -49,8 +49,8 @@ def _keep_output() -> None:
     sys.stdout = own
 
 
-def is_follower(options: Mapping[str, Any]) -> bool:
-    """Whether this process is known to be another than the first; one that JAX detects is not known yet."""
+def is_worker(options: Mapping[str, Any]) -> bool:
+    """Whether this process is known to be another than process 0; one that JAX detects is not known yet."""
     number = options.get("process_id")
     text = os.environ.get("JAXSPEC_PROCESS_ID", "0")
     return bool(number) if number is not None else text.isdecimal() and int(text) > 0
@@ -64,7 +64,7 @@ def refuse_several(name: str) -> None:
 
 @contextlib.contextmanager
 def _signals_noted(name: str) -> Iterator[list[int]]:
-    """Within, the first interrupt or SIGTERM of a process that follows is noted; a second one ends the process.
+    """Within, the first interrupt or SIGTERM of a worker is noted; a second one ends the process.
 
     A terminal or a scheduler sends signals to all processes. Process 0 decides what is still finished.
     """
@@ -84,8 +84,8 @@ def _signals_noted(name: str) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def follow_or_lead(llm: "LLM", name: str) -> bool:
-    """Follow process 0 until it ends, if this is another one, and return True; process 0 prints the plan."""
+def ran_as_worker(llm: "LLM", name: str) -> bool:
+    """Run the worker loop if this is another process than 0, and return True; process 0 prints the plan."""
     from jaxspec.runtime import distributed, hosts
 
     if not hosts.several():

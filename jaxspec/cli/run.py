@@ -122,20 +122,19 @@ def leave_after_interrupt() -> NoReturn:
     """End the process of a command that was interrupted and has finished its work, with the status of an interrupt."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    if (hosts := sys.modules.get("jaxspec.runtime.hosts")) is not None:
-        hosts.end_commands()
-        sys.modules["jaxspec.runtime.watch"].leave()
+    if (distributed := sys.modules.get("jaxspec.runtime.distributed")) is not None:
+        distributed.shut_down()
     os._exit(INTERRUPTED)
 
 
 def _fail(name: str, error: object, status: int) -> NoReturn:
-    if (watch := sys.modules.get("jaxspec.runtime.watch")) is not None:
-        watch.report(error, status)  # other processes of the model end, too
     try:
         print(f"{name}: error: {one_line(error)}", file=sys.stderr, flush=True)
     except OSError:
         status = status or 1  # standard error is full or gone: the status alone has to say it
     _drop_output()
+    if (distributed := sys.modules.get("jaxspec.runtime.distributed")) is not None:
+        distributed.end_failed(status)
     sys.exit(status)
 
 

@@ -25,9 +25,9 @@ from jaxspec.cli.processes import (
     DraftProcessOption,
     NumProcessesOption,
     ProcessIdOption,
-    follow_or_lead,
-    is_follower,
+    is_worker,
     processes_from,
+    ran_as_worker,
 )
 from jaxspec.cli.progress import waiting
 from jaxspec.cli.run import VersionOption, run_app, run_command
@@ -118,11 +118,11 @@ def serve(
         from jaxspec.serve.server import open_socket, serve
 
         arguments["distributed"] = processes_from(options)
-        with contextlib.nullcontext() if is_follower(options) else open_socket(host, port) as listening:
+        with contextlib.nullcontext() if is_worker(options) else open_socket(host, port) as listening:
             with waiting("loading the model and compiling its programs"):
                 arguments["max_context"] = _context_of(arguments)
                 llm = LLM(**arguments, draft=options.get("draft_model"), method=decoding, session_memory=memory)
-                if follow_or_lead(llm, NAME):
+                if ran_as_worker(llm, NAME):
                     return
                 llm.engine.traced = True  # the live view shows each round
                 llm.engine.prepare()

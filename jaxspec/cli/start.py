@@ -41,8 +41,6 @@ def leave_interrupted() -> "NoReturn":
     # buffers half-way. A compilation in another thread would keep the process alive for seconds.
     try:
         os.write(STDERR, b"\r\x1b[2K\x1b[?25h\n" if os.isatty(STDERR) else b"\n")
-        if (watch := sys.modules.get("jaxspec.runtime.watch")) is not None:
-            watch.interrupt()  # other processes of the model end, too
     finally:
         os._exit(INTERRUPTED)
 

@@ -17,7 +17,6 @@ from jaxspec.offload.layout import TreeLayout
 from jaxspec.offload.reader import map_memory, start_threads
 from jaxspec.offload.shared_memory import is_same_memory
 from jaxspec.offload.stores import WeightStore
-from jaxspec.runtime import watch
 
 # Buffers of a layer each: one in use, one that is full, one that is being filled.
 NUM_BUFFERS = 3
@@ -202,8 +201,7 @@ class LayerStream:
         assert coming == layer, f"layer {layer} is wanted, {coming} is coming"
         if not self._has_come(layer):
             start = self._clock()
-            with watch.waiting():
-                self._wait(futures)
+            self._wait(futures)
             self._stalls += 1
             self._stall_s += self._clock() - start
         for future in futures:
@@ -298,7 +296,6 @@ class Pass:
 
     def _release(self) -> None:
         buffer, result = self._running[0]
-        with watch.waiting():
-            result.block_until_ready()
+        result.block_until_ready()
         self._running.popleft()
         self._stream._give_back(buffer)

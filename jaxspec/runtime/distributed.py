@@ -1,9 +1,9 @@
-"""Several processes on one model: how they find each other, and what each of them is (docs/several-hosts.md).
+"""Several processes on one model: how they meet, and which of them this is (docs/several-hosts.md).
 
-One process runs per host, on JAX's own runtime (`jax.distributed`): every process starts the same command and
-dispatches the same programs in the same order. Process 0 leads: it has the prompt and the output, and decides what no
-device array says. The others follow (`jaxspec/runtime/hosts.py`). A process that fails, ends or stops moving ends all
-others (`jaxspec/runtime/watch.py`).
+One process runs per host, on JAX's own runtime (`jax.distributed`). All processes start the same command and dispatch
+the same programs in the same order. Process 0 leads: it has the prompt and the output, and makes every decision that
+does not follow from device arrays (`jaxspec/runtime/hosts.py`). The others are workers (`jaxspec/worker.py`). When a
+process is lost, JAX's heartbeat ends all others.
 """
 
 import atexit
@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,20 +22,20 @@ from jax._src import distributed as jax_distributed
 
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError, DistributedError, one_line, shown
-from jaxspec.runtime import coordinator_loss, hosts, watch
+from jaxspec.runtime import hosts
 
 # Instead of an address: what JAX detects (Slurm, Open MPI, Kubernetes, TPU).
 DETECT = "auto"
 ENVIRONMENT = {
     "coordinator": "JAXSPEC_COORDINATOR", "num_processes": "JAXSPEC_NUM_PROCESSES", "process_id": "JAXSPEC_PROCESS_ID",
 }  # fmt: skip
-# JAX's own limits, in seconds. Its heartbeat only has to be slower than ours, which names the process that is gone.
-HEARTBEAT_S, SHUTDOWN_S = 60, 15
+SHUTDOWN_S = 15  # that JAX lets a process that has ended wait for the others
+LAST_WORDS_S = 2.0  # that process 0 stays after a failure: the coordinator in it holds messages to the others
 
 
 @dataclasses.dataclass(frozen=True)
 class Distributed:
-    """Where the processes of one model meet.
+    """The address at which the processes of one model meet, and limits of their waits.
 
     Attributes:
       coordinator: HOST:PORT at which process 0 listens and which all others reach, or "auto": what JAX detects itself
@@ -41,8 +43,8 @@ class Distributed:
       num_processes: how many there are; None takes `JAXSPEC_NUM_PROCESSES`.
       process_id: which one this is, from 0; None takes `JAXSPEC_PROCESS_ID`.
       draft_process: the process whose devices the draft of method "swiftspec" has; None is the last one.
-      start_timeout: seconds until all processes must have started, and reached the same place while models load.
-      fault_timeout: seconds after which a process that does not answer, or does not move, counts as lost.
+      start_timeout: seconds until all processes must have started, and that one waits for another that loads models.
+      fault_timeout: seconds without a heartbeat after which a process counts as lost, and JAX ends all others.
     """
 
     coordinator: str | None = None
@@ -50,7 +52,7 @@ class Distributed:
     process_id: int | None = None
     draft_process: int | None = None
     start_timeout: int = 300
-    fault_timeout: int = 15
+    fault_timeout: int = 30
 
     def __post_init__(self):
         if self.coordinator is not None and (not isinstance(self.coordinator, str) or not self.coordinator):
@@ -71,7 +73,7 @@ def num_processes() -> int:
 
 
 def process_id() -> int:
-    """Which of them this is."""
+    """The number of this process, from 0."""
     return 0 if _settings is None else jax_distributed.global_state.process_id
 
 
@@ -81,7 +83,7 @@ def is_leader() -> bool:
 
 
 def settings() -> Distributed:
-    """With which `initialize` was called."""
+    """The settings that `initialize` was called with."""
     return _settings or Distributed()
 
 
@@ -170,24 +172,42 @@ def initialize(given: "Distributed | Mapping[str, Any] | str | None" = None) -> 
     state = jax_distributed.global_state
     if state.num_processes > 1:
         hosts.join(state.client, state.process_id, state.num_processes, wanted.start_timeout)
-        watch.start(state.client, state.process_id, state.num_processes, wanted.fault_timeout, wanted.start_timeout)
-        atexit.register(hosts.end_commands)  # runs before the end of the watch
+        atexit.register(_end_commands)  # runs before JAX's own end, which waits for the others
     return num_processes() > 1
 
 
+def _end_commands() -> None:
+    if not hasattr(sys, "last_type"):  # after an uncaught error the others must not end as if all was done
+        hosts.end_commands()
+
+
+def shut_down() -> None:
+    """Wait until all processes have ended their work, before one that leaves without Python's own end."""
+    if hosts.several():
+        hosts.end_commands()
+        jax.distributed.shutdown()
+
+
+def end_failed(status: int) -> None:
+    """End this process at once if it is one of several: JAX's end would wait for the others, and then abort."""
+    if hosts.several():
+        if is_leader():
+            time.sleep(LAST_WORDS_S)
+        os._exit(status)
+
+
 def _meet(wanted: Distributed) -> None:
-    """Wait for the other processes, by JAX's coordinator; raises what JAX raises."""
+    """Wait for the other processes at JAX's coordinator; raises what JAX raises."""
     detect, failed = wanted.coordinator == DETECT, []
 
     def meet() -> None:
         try:
-            with coordinator_loss.told(watch.end_without_coordinator):
-                jax_distributed.global_state.initialize(
-                    None if detect else wanted.coordinator, wanted.num_processes, wanted.process_id,
-                    cluster_detection_method=None if detect else "deactivate",
-                    initialization_timeout=wanted.start_timeout, heartbeat_timeout_seconds=HEARTBEAT_S,
-                    shutdown_timeout_seconds=SHUTDOWN_S,
-                )  # fmt: skip
+            jax.distributed.initialize(
+                None if detect else wanted.coordinator, wanted.num_processes, wanted.process_id,
+                cluster_detection_method=None if detect else "deactivate",
+                initialization_timeout=wanted.start_timeout, heartbeat_timeout_seconds=wanted.fault_timeout,
+                shutdown_timeout_seconds=SHUTDOWN_S,
+            )  # fmt: skip
         except BaseException as error:
             failed.append(error)
 
@@ -201,7 +221,7 @@ def _meet(wanted: Distributed) -> None:
 
 
 def _configure(wanted: Distributed) -> None:
-    """What JAX must be told before its backend starts."""
+    """Set up JAX, before its backend starts."""
     from jax._src import xla_bridge
 
     if xla_bridge.backends_are_initialized():

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxspec.runtime import hosts, program_store, watch
+from jaxspec.runtime import hosts, program_store
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.transfer import empty
@@ -196,10 +196,9 @@ def _run_in_turn(compiled: Any, plan: MeshPlan, *args: Any) -> Any:
     programs would meet in the wrong pairs, so that programs over several processes wait for each other there.
     """
     together = plan.devices[0].platform == "cpu" and len({device.process_index for device in plan.devices}) > 1
-    with watch.waiting():
-        if together:
-            jax.block_until_ready([leaf for leaf in _latest if not leaf.is_deleted()])
-        out = compiled(*args)
+    if together:
+        jax.block_until_ready([leaf for leaf in _latest if not leaf.is_deleted()])
+    out = compiled(*args)
     if together:
         _latest[:] = jax.tree.leaves(out)
     return out

@@ -20,7 +20,7 @@ def main() -> None:
     from jaxspec.checkpoint import shards
     from jaxspec.engine import Session
     from jaxspec.methods.registry import make_method
-    from jaxspec.runtime import hosts, transfer, watch
+    from jaxspec.runtime import hosts, transfer
     from jaxspec.runtime.program import Program
 
     log: list[str] = []
@@ -34,21 +34,16 @@ def main() -> None:
         log.append(f"send to {[device.id for device in devices]}")
         return send(array, devices, sharding)
 
-    fault = given.get("fault")
-
     def logged_step(self):
-        if fault == "die":
+        if given.get("dies"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "hang":
-            with watch.stepping():
-                time.sleep(100)
         output = step(self)
         log.append(f"read {output.tokens}")
         return output
 
     Program.__call__, Session.step, transfer._send = logged_call, logged_step, logged_send  # pyright: ignore[reportAttributeAccessIssue]
     where = {"coordinator": f"127.0.0.1:{given['port']}", "num_processes": given["processes"]}
-    where |= {"process_id": given["process"], "fault_timeout": given.get("fault_timeout", 30)}
+    where |= {"process_id": given["process"], "fault_timeout": given.get("fault_timeout", 60)}
     for load in given["loads"]:
         methods, plan = load.pop("methods"), load.pop("draft_process", None)
         if plan is not None:
@@ -83,8 +78,8 @@ def main() -> None:
             hosts.end_commands()
         if (stream := llm.layer_stream) is not None:
             counts = stream.counts
-            told = hosts.gather("streamed", [stream.nbytes, counts.passes, counts.bytes])
-            print(f"streamed: {told}", file=sys.stderr)
+            streamed = hosts.gather("streamed", [stream.nbytes, counts.passes, counts.bytes])
+            print(f"streamed: {streamed}", file=sys.stderr)
         if plan is not None:
             distributed._settings = distributed.Distributed(**where)
         logs = hosts.gather("log", log)

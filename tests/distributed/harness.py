@@ -1,4 +1,4 @@
-"""Starts processes that share a model, and reads what they say."""
+"""Start processes that share a model, and read their output."""
 
 import dataclasses
 import json
@@ -11,20 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 CHILD = Path(__file__).parent / "child.py"
 COMMAND = Path(__file__).parent / "command.py"
-
-# Some faults are found after a time limit, four processes want four cores, and compiling all methods takes minutes.
-on_request = pytest.mark.skipif(
-    "JAXSPEC_TEST_PROCESSES" not in os.environ, reason="set JAXSPEC_TEST_PROCESSES=1 where nothing else runs"
-)
 
 
 @dataclasses.dataclass
 class Ended:
-    """What a process left."""
+    """Status and output of a process that has ended."""
 
     status: int
     out: str

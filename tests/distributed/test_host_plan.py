@@ -1,6 +1,5 @@
-"""Plans over processes, settings, faults that are judged, and the part of a weight that a process reads."""
+"""Device plans over processes, their settings, and the part of a weight that a process reads."""
 
-import json
 import types
 from typing import Any
 
@@ -11,9 +10,8 @@ from tiny_models import FAMILIES, RandomSource
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.checkpoint.shards import Part
 from jaxspec.errors import ConfigError
-from jaxspec.runtime import watch
 from jaxspec.runtime.distributed import Distributed, resolve
-from jaxspec.runtime.host_plan import split_devices
+from jaxspec.runtime.mesh import split_devices
 
 
 def devices(*counts):
@@ -80,27 +78,6 @@ def test_settings_come_from_the_environment(monkeypatch):
         monkeypatch.setenv(f"JAXSPEC_{name}", value)
     assert resolve(None) == Distributed("a:5", 2, 1)
     assert resolve({"process_id": 0}) == Distributed("a:5", 2, 0)
-
-
-def judge(now, *processes):
-    """What a watch says at `now`, of processes that wrote the same since time 0: (beat, where, step)."""
-    made = watch._Watch(None, 0, len(processes), 10.0, 300.0)
-    entries = [(f"{watch.ALIVE}/{i}", json.dumps([*process, f"host{i}"])) for i, process in enumerate(processes)]
-    made.judge(entries, 0.0)
-    beating = [(key, json.dumps([9, *json.loads(text)[1:]])) for key, text in entries]
-    return made.judge([entry if processes[i][0] < 0 else beating[i] for i, entry in enumerate(entries)], now)
-
-
-def test_faults_are_named():
-    waiting, idle = (1, watch.WAITING, 5), (1, watch.IDLE, 5)
-    assert judge(20.0, waiting, waiting) is None
-    assert judge(200.0, idle, idle) is None
-    assert judge(20.0, waiting, (-3, watch.WAITING, 5)) == "process 1 (host1) is gone: it has not answered for 10 s"
-    assert "process 1 (host1) hangs" in (judge(20.0, waiting, (1, watch.STEPPING, 5)) or "")
-    assert "process 1 (host1) does not follow" in (judge(20.0, waiting, (1, watch.IDLE, 4)) or "")
-    assert "has ended while others still wait" in (judge(20.0, waiting, (1, watch.ENDED, 4)) or "")
-    assert "not loaded its models" in (judge(400.0, idle, (1, watch.PREPARING, 1)) or "")
-    assert "the devices have not answered" in (judge(500.0, waiting, waiting) or "")
 
 
 class PartSource(RandomSource):

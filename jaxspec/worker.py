@@ -1,4 +1,4 @@
-"""What the processes after the first do with a model: the same as process 0, as it says (docs/several-hosts.md)."""
+"""The worker loop of several processes: each but process 0 runs its commands (docs/several-hosts.md)."""
 
 import dataclasses
 import hashlib
@@ -20,8 +20,8 @@ from pallas_kernels.native import library
 _HEAD, _SAMPLE, _SAMPLES = 1 << 20, 1 << 12, 64
 
 
-def follow(llm: Any) -> None:
-    """Run the engine of an `LLM` as process 0 runs its own, until that has no more commands.
+def run_worker(llm: Any) -> None:
+    """Run the engine of an `LLM` as process 0 runs its own, until process 0 has no more commands.
 
     DistributedError: process 0 names an engine or a session that is not there.
     """
@@ -58,8 +58,8 @@ def read_settings(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def describe_world(plan: MeshPlan) -> dict[str, str]:
-    """What makes the programs and the rounding of a process: versions, kernels, kinds of devices."""
+def describe_programs(plan: MeshPlan) -> dict[str, str]:
+    """Versions, kernels and kinds of devices, which decide the programs of a process and how they round."""
     kernels = plan.kernels
     found = {"jaxspec": __version__, "jax": jax.__version__, "numpy": np.__version__, "kernels": kernels.name}
     found["implementations"] = str(kernels.implementations)
@@ -70,7 +70,7 @@ def describe_world(plan: MeshPlan) -> dict[str, str]:
 
 
 def checkpoint_digest(path: Path, cfg: ModelConfig) -> str:
-    """Of a checkpoint's geometry, its files' sizes, and parts of what they hold; not of its place."""
+    """Digest of a checkpoint's geometry, its files' sizes and samples of their bytes; not of its place."""
     digest = hashlib.sha256(repr(cfg).encode())
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     for file in files:
