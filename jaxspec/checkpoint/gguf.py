@@ -19,7 +19,6 @@ from gguf.quants import dequantize
 
 from jaxspec.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_header
 from jaxspec.checkpoint.keymaps import check_accounted, release_pages, sinks_name, split_fused
-from jaxspec.checkpoint.shards import count_read
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.families import FAMILIES
@@ -27,6 +26,7 @@ from jaxspec.models.families.base import Family
 from jaxspec.models.families.values import ConfigValues
 from jaxspec.models.quantization import decode_blocks
 from jaxspec.models.rope import longrope_attention_factor, rope_frequencies, yarn_attention_factor
+from jaxspec.runtime.sharding import count_read
 from pallas_kernels.linear.blocks import FORMATS
 
 _TOP_NAMES = {

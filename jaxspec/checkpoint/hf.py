@@ -20,13 +20,13 @@ from jaxspec.checkpoint.experts_together import View, split_experts
 from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted, release_pages, split_fused
 from jaxspec.checkpoint.quantised.dispatch import find_scheme
 from jaxspec.checkpoint.quantised.layout import QuantisedWeight
-from jaxspec.checkpoint.shards import count_read
 from jaxspec.errors import CheckpointError, one_line
 from jaxspec.json_file import read_json
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, REFUSED
 from jaxspec.models.families.rope_settings import is_neutral
 from jaxspec.models.families.values import ConfigValues
+from jaxspec.runtime.sharding import count_read
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

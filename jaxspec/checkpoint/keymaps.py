@@ -14,12 +14,12 @@ from typing import Any, Protocol, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.shards import Part
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.params import ArrayInfo, declare_leaves
 from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storage, leaf_inputs, weight_leaves
+from jaxspec.runtime.sharding import Part
 
 Shape = tuple[int, ...]
 Tensor = TypeVar("Tensor", bound="Located")

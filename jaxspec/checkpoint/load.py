@@ -19,7 +19,6 @@ from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import open_hf
 from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_storage
 from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
-from jaxspec.checkpoint.shards import Part, ReadLeaf, is_elsewhere, local_part, place_part
 from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
@@ -28,7 +27,7 @@ from jaxspec.models.params import ArrayInfo, Params, declare_params, leaf_name
 from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.sharding import place_declared, placed_shapes
+from jaxspec.runtime.sharding import Part, ReadLeaf, is_elsewhere, local_part, place_declared, place_part, placed_shapes
 from jaxspec.runtime.transfer import empty
 
 Format = Literal["hf", "gguf", "native"]

@@ -15,14 +15,13 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint.load import Weights
-from jaxspec.checkpoint.shards import is_elsewhere
 from jaxspec.models.config import ModelConfig, keep_layers
 from jaxspec.models.layer_set import LayerSet, parse_layers
 from jaxspec.models.params import Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import collect_storage, encode_blocks, fit_storage, undo_order, weight_leaves
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement, SharedEmbedding
-from jaxspec.runtime.sharding import collect_declared, place_array, place_declared
+from jaxspec.runtime.sharding import collect_declared, is_elsewhere, place_array, place_declared
 from jaxspec.runtime.transfer import empty, read_whole
 from pallas_kernels.linear.blocks import Blocks, dequantise
 

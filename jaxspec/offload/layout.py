@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.shards import Part, cut_shard, local_part
 from jaxspec.models.params import EXPERT_WEIGHTS, ArrayInfo, declare_params, is_info, leaf_name
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.sharding import arrange_declared, pad_to
+from jaxspec.runtime.sharding import Part, arrange_declared, cut_shard, local_part, pad_to
 from pallas_kernels.linear.blocks import FORMATS, PLANES, Blocks
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes

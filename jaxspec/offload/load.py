@@ -8,7 +8,6 @@ from jaxspec.checkpoint import shared_weights
 from jaxspec.checkpoint.load import Weights, place_leaf
 from jaxspec.checkpoint.packing import pack_trees
 from jaxspec.checkpoint.pair import DamagedDraftError
-from jaxspec.checkpoint.shards import ReadLeaf
 from jaxspec.config import Offload
 from jaxspec.errors import CheckpointError
 from jaxspec.models.params import Params, declare_params, is_info, leaf_name
@@ -17,6 +16,7 @@ from jaxspec.offload.reader import DirectReader
 from jaxspec.offload.stores import DiskStore, HostStore, WeightStore, read_tree
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.sharding import ReadLeaf
 
 
 def load_streamed_pair(

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.shards import ReadLeaf
 from jaxspec.errors import CheckpointError, JaxspecError
 from jaxspec.offload.layout import Experts, LeafLayout, TreeLayout
 from jaxspec.offload.reader import DirectReader
+from jaxspec.runtime.sharding import ReadLeaf
 
 
 class WeightStore(abc.ABC):

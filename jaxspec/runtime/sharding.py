@@ -4,10 +4,15 @@ Padding lets every tensor-parallel degree divide every split dimension (SwiftSpe
 have zero query, key, value and output weights, padded MLP columns zero gate, up and down weights: they add exact zeros
 to the residual stream (zero bytes are zeros in every block format). Padded vocabulary rows are masked where logits are
 made. Attention is cut finer than by KV heads where that saves queries (`jaxspec/models/heads.py`).
+
+Each of several processes reads its share of a checkpoint: rows or columns of each tensor. All processes read what is
+the same on every device (norms), and queries, keys and values where devices share heads.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,6 +53,18 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
 
 # The same with whole experts on the devices: each computes the rows of its own.
 EXPERT_PARALLEL: Mapping[str, str | None] = {**TENSOR_PARALLEL, "experts": TENSOR_AXIS, "expert_mlp": None}
+
+
+# Takes a leaf's name and declaration. A keyword asks for less than the whole: `part`, what one of several processes
+# needs, is for `Weights.read`; `expert`, the number of an expert, is for `Weights.direct`. An expert's declaration is
+# that of the whole, with one expert in place of all.
+ReadLeaf = Callable[..., np.ndarray]
+
+_lock = threading.Lock()
+_bytes_read = 0
+
+# Leaves whose second dimension in the checkpoint is split: their inputs lie on different devices.
+_BY_COLUMNS = ("out", "down", "shared_down")
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -144,3 +161,91 @@ def pad_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if array.shape == shape:
         return array
     return np.pad(array, [(0, n - have) for n, have in zip(shape, array.shape, strict=True)])
+
+
+class Part(NamedTuple):
+    """Entries `start` to `stop` of the split axis of a leaf, as it is declared."""
+
+    axis: int
+    start: int
+    stop: int
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Index of this part in the whole leaf."""
+        return (slice(None),) * self.axis + (slice(self.start, self.stop),)
+
+    def is_of_experts(self, info: ArrayInfo) -> bool:
+        """Whether the entries are experts, each of which has tensors of its own in a checkpoint."""
+        return info.axes[self.axis] == "experts"
+
+    def of_tensor(self, leaf: str, info: ArrayInfo, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Dimension, start and stop of the same part in a tensor of a checkpoint, in values."""
+        dimension = 1 if leaf.rpartition(".")[2] in _BY_COLUMNS else 0
+        per_entry = shape[dimension] // info.shape[self.axis]
+        return dimension, self.start * per_entry, self.stop * per_entry
+
+
+def local_part(info: ArrayInfo, target: jax.ShapeDtypeStruct) -> Part | None:
+    """The part of a leaf that the devices of this process hold; None where that is all of it, or cannot be cut."""
+    sharding: Any = target.sharding
+    axis = next((i for i, name in enumerate(sharding.spec) if name is not None), None)
+    if axis is None or split_layout(info, len(sharding.device_set)) is not None:
+        return None
+    held = [index[axis].indices(target.shape[axis])[:2] for index in _local_indices(target)]
+    size = info.shape[axis]
+    return Part(axis, min(size, min(start for start, _ in held)), min(size, max(stop for _, stop in held)))
+
+
+def is_elsewhere(target: jax.ShapeDtypeStruct) -> bool:
+    """Whether no device of this process holds anything of an array."""
+    return not _local_indices(target)
+
+
+def place_part(array: np.ndarray, part: Part, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """The shards of this process from its part of a leaf, padded with zeros."""
+
+    def cut(index: Any) -> np.ndarray:
+        return cut_shard(array, part, index, target)
+
+    return jax.make_array_from_callback(target.shape, target.sharding, cut, dtype=target.dtype)
+
+
+def cut_shard(array: np.ndarray, part: Part, index: tuple[slice, ...], target: jax.ShapeDtypeStruct) -> np.ndarray:
+    """The shard at `index` of `target`, from a part of a leaf, padded with zeros."""
+    bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
+    shard = np.zeros([stop - start for start, stop in bounds], target.dtype)
+    own = [(start, min(stop, n)) for (start, stop), n in zip(bounds, array.shape, strict=True)]
+    start, stop = bounds[part.axis]
+    own[part.axis] = max(start, part.start) - part.start, max(min(stop, part.stop), part.start) - part.start
+    held = array[tuple(slice(a, max(a, b)) for a, b in own)]
+    shard[tuple(slice(n) for n in held.shape)] = held
+    return shard
+
+
+def count_read(array: np.ndarray) -> None:
+    """Note that an array was read from a checkpoint, as it is stored there."""
+    global _bytes_read
+    with _lock:
+        _bytes_read += array.nbytes
+
+
+def bytes_read() -> int:
+    """Bytes of weights that this process has read from checkpoints so far."""
+    return _bytes_read
+
+
+def share_of(targets: Any) -> float:
+    """The share of all bytes of placed arrays, copies counted once, that this process holds."""
+    local = whole = 0.0
+    for target in jax.tree.leaves(targets):
+        size = math.prod(target.shape) * target.dtype.itemsize
+        whole += size
+        kept = {str(index) for index in _local_indices(target)}
+        local += size * len(kept) / len({str(i) for i in target.sharding.devices_indices_map(target.shape).values()})
+    return local / whole
+
+
+def _local_indices(target: jax.ShapeDtypeStruct) -> list[tuple[slice, ...]]:
+    sharding: Any = target.sharding
+    return list(sharding.addressable_devices_indices_map(target.shape).values())

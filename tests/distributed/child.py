@@ -17,10 +17,9 @@ def main() -> None:
     import jax
 
     import jaxspec
-    from jaxspec.checkpoint import shards
     from jaxspec.engine import Session
     from jaxspec.methods.registry import make_method
-    from jaxspec.runtime import hosts, transfer
+    from jaxspec.runtime import hosts, sharding, transfer
     from jaxspec.runtime.program import Program
 
     log: list[str] = []
@@ -52,15 +51,15 @@ def main() -> None:
 
             distributed.initialize(where)
             distributed._settings = distributed.Distributed(**where, draft_process=plan)
-        start, read = time.monotonic(), shards.bytes_read()
+        start, read = time.monotonic(), sharding.bytes_read()
         load["method"] = first = make_method(*load["method"])
         llm = jaxspec.LLM(**load, distributed=None if plan is not None else where)
         placements = [placement for placement in llm.engine.models if placement is not None]
         expected = sum(
-            shards.share_of(shapes) * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+            sharding.share_of(shapes) * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
             for shapes in (placement.own_params() for placement in placements)
         )
-        shares = hosts.gather("bytes read", (shards.bytes_read() - read) / expected)
+        shares = hosts.gather("bytes read", (sharding.bytes_read() - read) / expected)
         print(f"read over share: {shares}", file=sys.stderr)
         if given["process"]:
             llm.follow()

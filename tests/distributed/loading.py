@@ -17,11 +17,10 @@ def main() -> None:
     import jax
     import numpy as np
 
-    from jaxspec.checkpoint import shards
     from jaxspec.checkpoint.load import open_weights
     from jaxspec.models.params import declare_leaves, declare_params, leaf_name
     from jaxspec.models.quantization import as_storage
-    from jaxspec.runtime import distributed, hosts
+    from jaxspec.runtime import distributed, hosts, sharding
     from jaxspec.runtime.mesh import MeshPlan
     from jaxspec.runtime.placement import Placement
     from jaxspec.runtime.sharding import place_declared, placed_shapes
@@ -33,9 +32,9 @@ def main() -> None:
         weights = open_weights(Path(path))
         plan = MeshPlan(tuple(jax.devices()), choose("xla", "cpu", 1, jax.local_devices()[0]), expert_parallel)
         storage = weights.storage(plan) if blocks else as_storage(np.float32)
-        before = shards.bytes_read()
+        before = sharding.bytes_read()
         params = weights.load(Placement(weights.config, plan, np.dtype("float32"), storage=storage))
-        read = shards.bytes_read() - before
+        read = sharding.bytes_read() - before
         targets = placed_shapes(declare_params(weights.config, storage), plan)
         infos = declare_leaves(weights.config, storage)
         assert weights.file_bytes is not None
@@ -46,7 +45,7 @@ def main() -> None:
             assert found.sharding == wanted.sharding and found.dtype == wanted.dtype, name
             for ours, cut in zip(found.addressable_shards, wanted.addressable_shards, strict=True):
                 np.testing.assert_array_equal(np.asarray(ours.data), np.asarray(cut.data), err_msg=f"{path}: {name}")
-        own = shards.share_of(targets) * whole
+        own = sharding.share_of(targets) * whole
         told = hosts.gather("read", (read / own, own))
         if not given["process"]:
             print(json.dumps(["read", path, blocks, expert_parallel, told]), flush=True)

@@ -8,10 +8,10 @@ import pytest
 from tiny_models import FAMILIES, RandomSource
 
 from jaxspec.checkpoint.keymaps import recipes
-from jaxspec.checkpoint.shards import Part
 from jaxspec.errors import ConfigError
 from jaxspec.runtime.distributed import Distributed, resolve
 from jaxspec.runtime.mesh import split_devices
+from jaxspec.runtime.sharding import Part
 
 
 def devices(*counts):

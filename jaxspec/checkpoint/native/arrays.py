@@ -15,12 +15,19 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jaxspec.checkpoint.native.manifest import MANIFEST, count_bytes
-from jaxspec.checkpoint.shards import Part, count_read, is_elsewhere
 from jaxspec.errors import CheckpointError
 from jaxspec.json_file import read_json
 from jaxspec.models.params import ArrayInfo
 from jaxspec.models.quantization import decode_blocks, undo_order
-from jaxspec.runtime.sharding import pad_to, partition_spec, place_declared, split_layout
+from jaxspec.runtime.sharding import (
+    Part,
+    count_read,
+    is_elsewhere,
+    pad_to,
+    partition_spec,
+    place_declared,
+    split_layout,
+)
 from jaxspec.runtime.transfer import empty
 
 # A device that needs part of an array reads (and checks) whole chunks: several per array, but not tiny files.

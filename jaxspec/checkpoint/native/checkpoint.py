@@ -27,14 +27,13 @@ import orbax.checkpoint as ocp
 from jaxspec.checkpoint.native.arrays import Chunk, Reading, array_chunks, check_array, orbax_checkpointer, read_array
 from jaxspec.checkpoint.native.files import check_sizes
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
-from jaxspec.checkpoint.shards import Part
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.json_file import read_json
 from jaxspec.models import quantization
 from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import PARTS, LeafType, Storage, parts_of
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.runtime.sharding import placed_shapes
+from jaxspec.runtime.sharding import Part, placed_shapes
 from pallas_kernels.linear.blocks import FORMATS, Blocks
 
 ARRAYS = "arrays"
