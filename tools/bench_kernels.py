@@ -9,25 +9,25 @@ every measurement once, in turn; ratios are taken within a repeat and their medi
   KERNELS W T @ C  one target pass over T rows, head included, at C tokens of context: plain decoding is T = 1
   KERNELS W decode a token of plain decoding as a user gets it, after the first context: the mean of 64 greedy tokens
                    without those of the first dispatch
-  llama.cpp W @ C  the same step of llama-cpp-python (`pip install llama-cpp-python`), two threads
+  llama.cpp 1 @ C  the same step of llama-cpp-python (`pip install llama-cpp-python`) on the file's blocks, two threads
 """
 
-import argparse
 import functools
-import json
-import os
-import platform
-import tempfile
+import importlib.util
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import gguf
-import jax
 import numpy as np
-from bench_rounds import divide, print_tables, spread
-from gguf.quants import dequantize
-from rich.progress import track
+from harness import (
+    environment_line,
+    interleave,
+    make_parser,
+    make_ratios,
+    make_table,
+    numbers,
+    spread_rows,
+    write_report,
+)
 
 import jaxspec
 from jaxspec.bench.microbench import roofline_pass, time_target_pass
@@ -44,25 +44,16 @@ MODELS = {
 
 def main() -> None:
     """Measure, print a table, and write the numbers if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", default="256,2000")
+    parser = make_parser(__doc__)
+    parser.add_argument("--contexts", type=numbers, default=[256, 2000])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write all samples and medians here")
     arguments = parser.parse_args()
-    contexts = [int(context) for context in arguments.contexts.split(",")]
-
-    with tempfile.TemporaryDirectory() as folder:
-        runs = {**make_passes(contexts), **make_peers(contexts, Path(folder))}
-        samples = measure(runs, arguments.repeats)
-    report = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
-        "versions": {"jax": jax.__version__, "llama.cpp": llama_version()},
-        "seconds": {name: spread(values) for name, values in samples.items()},
-        "ratios": {name: spread(values) for name, values in make_ratios(samples, contexts).items()},
-    }
-    print_tables(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    samples = interleave(make_passes(arguments.contexts) | make_peers(arguments.contexts), arguments.repeats)
+    ratios = make_ratios(samples, list_pairs(arguments.contexts))
+    print(environment_line() + "\n")
+    print(make_table(["ms", "median", "min", "max"], spread_rows(samples, 1e3)) + "\n")
+    print(make_table(["ratio", "median", "min", "max"], spread_rows(ratios)))
+    write_report(arguments.json, seconds=samples, ratios=ratios)
 
 
 def make_passes(contexts: list[int]) -> dict[str, Callable[[], float]]:
@@ -88,74 +79,30 @@ def decode(llm: jaxspec.LLM, context: int) -> float:
     return 1 / out.stats.tokens_per_s
 
 
-def make_peers(contexts: list[int], folder: Path) -> dict[str, Callable[[], float]]:
-    """llama.cpp's step on the model's file, and on a float32 copy of it; nothing where it is not installed."""
-    if llama_version() is None:
+def make_peers(contexts: list[int]) -> dict[str, Callable[[], float]]:
+    """llama.cpp's step on the model's file; nothing where it is not installed."""
+    if importlib.util.find_spec("llama_cpp") is None:
         return {}
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
-    files = {"blocks": default_model_path(), "float32": write_float32(folder / "float32.gguf")}
-    runs: dict[str, Callable[[], float]] = {}
-    for weights, file in files.items():
-        peer = llama_cpp.Llama(
-            str(file), n_ctx=max(contexts) + 256, n_threads=2, n_threads_batch=2, logits_all=False, verbose=False
-        )
-        for context in contexts:
+    peer = llama_cpp.Llama(
+        str(default_model_path()), n_ctx=max(contexts) + 256, n_threads=2, n_threads_batch=2, verbose=False
+    )
 
-            def run(peer=peer, context=context) -> float:
-                if peer.n_tokens < context or peer.n_tokens > context + 64:
-                    peer.reset()
-                    peer.eval(np.random.default_rng(0).integers(5, 40_000, context).tolist())
-                start = time.perf_counter()
-                for step in range(STEPS):
-                    peer.eval([1000 + step])
-                return (time.perf_counter() - start) / STEPS
+    def run(context: int) -> float:
+        if peer.n_tokens < context or peer.n_tokens > context + 64:
+            peer.reset()
+            peer.eval(np.random.default_rng(0).integers(5, 40_000, context).tolist())
+        start = time.perf_counter()
+        for step in range(STEPS):
+            peer.eval([1000 + step])
+        return (time.perf_counter() - start) / STEPS
 
-            runs[f"llama.cpp {weights} 1 @ {context}"] = run
-    return runs
+    return {f"llama.cpp 1 @ {context}": functools.partial(run, context) for context in contexts}
 
 
-def write_float32(path: Path) -> Path:
-    """The default model's file with every tensor as float32."""
-    reader = gguf.GGUFReader(default_model_path())
-    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name not in ("general.architecture", "general.file_type"):
-            kind = field.types[0]
-            sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, sub_type)
-    for tensor in reader.tensors:
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.add_tensor(tensor.name, values.reshape(tensor.shape[::-1]))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def llama_version() -> str | None:
-    """Version of llama-cpp-python, None where it is not installed."""
-    try:
-        import llama_cpp  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return llama_cpp.__version__
-
-
-def measure(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Samples of every measurement, in seconds, the first of each thrown away."""
-    for run in track(runs.values(), "Warming up"):
-        run()
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in track(range(repeats), "Measuring"):
-        for name, run in runs.items():
-            samples[name].append(run())
-    return samples
-
-
-def make_ratios(samples: dict[str, list[float]], contexts: list[int]) -> dict[str, list[float]]:
-    """What the numbers are compared for."""
+def list_pairs(contexts: list[int]) -> dict[str, tuple[str, str]]:
+    """By name of a ratio, the measurements above and below the line."""
     pairs = {
         "float32, decode: xla / native": ("xla float32 decode", "native float32 decode"),
         "blocks, decode: xla float32 / native": ("xla float32 decode", "native blocks decode"),
@@ -166,13 +113,11 @@ def make_ratios(samples: dict[str, list[float]], contexts: list[int]) -> dict[st
         pairs[f"float32 @ {c}: step / pure pass"] = step, "pure pass float32"
         pairs[f"blocks @ {c}: step / pure pass"] = blocks, "pure pass blocks"
         pairs[f"blocks @ {c}: xla float32 / native"] = f"xla float32 1 @ {c}", blocks
-        for weights, own in (("float32", step), ("blocks", blocks)):
-            pairs[f"{weights} @ {c}: llama.cpp / native"] = f"llama.cpp {weights} 1 @ {c}", own
+        pairs[f"blocks @ {c}: llama.cpp / native"] = f"llama.cpp 1 @ {c}", blocks
         for name in MODELS:
             for rows in ROWS[1:]:
                 pairs[f"{name} @ {c}: {rows} rows / 1 row"] = f"{name} {rows} @ {c}", f"{name} 1 @ {c}"
-    known = {name: pair for name, pair in pairs.items() if all(part in samples for part in pair)}
-    return {name: divide(samples[above], samples[below]) for name, (above, below) in known.items()}
+    return pairs
 
 
 if __name__ == "__main__":

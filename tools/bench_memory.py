@@ -7,21 +7,15 @@ weights that are kept beside the compiled programs) can be dropped by the system
 compiles; the second one finds programs and weights ready. The compile cache is a temporary folder.
 """
 
-import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 # Of /proc/self/status, in kB.
 FIELDS = {"VmHWM": "peak", "VmRSS": "now", "RssAnon": "written", "RssFile": "mapped files"}
@@ -30,33 +24,41 @@ EVERY_S = 0.01
 
 def main() -> None:
     """Measure a first and a second start, and print both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if "--child" in sys.argv:
+        model, draft, method, context = json.loads(sys.argv[-1])
+        print(json.dumps(watch_start(model, draft, method, context)))
+        return
+    # Only here: a child's memory must not hold what the benchmarks import.
+    from harness import environment_line, make_parser, make_table, write_report
+
+    parser = make_parser(__doc__)
     parser.add_argument("--model", help="checkpoint; the default model if not given")
     parser.add_argument("--draft", help="checkpoint of a draft model, or none")
     parser.add_argument("--method", default="auto")
     parser.add_argument("--context", type=int, default=256, help="tokens of the prompt")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(watch_start(arguments)))
-        return
+    options = parser.parse_args()
+    asked = json.dumps([options.model, options.draft, options.method, options.context])
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "JAXSPEC_COMPILE_CACHE": folder}
-        starts = {name: run_child(environment) for name in ("first start", "second start")}
-    print_report(starts)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(starts, indent=1) + "\n")
+        starts = {name: run_child(asked, environment) for name in ("first start", "second start")}
+    print(environment_line())
+    for name, start in starts.items():
+        sizes = {part: start[part] for part in ("file", "weights", "caches") if start[part] is not None}
+        print(f"\n{name}: " + ", ".join(f"{part} {size:.0f} MB" for part, size in sizes.items()) + "\n")
+        phases = start["phases"].items()
+        rows = [[phase, *(f"{found.get(field, 0.0):.0f}" for field in FIELDS.values())] for phase, found in phases]
+        print(make_table(["MB", *FIELDS.values()], rows))
+    write_report(options.json, starts=starts)
 
 
-def run_child(environment: Mapping[str, str]) -> dict[str, Any]:
+def run_child(asked: str, environment: dict[str, str]) -> dict[str, Any]:
     """The numbers of one start in a process of its own."""
-    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
-    done = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, check=True, text=True)
+    command = [sys.executable, __file__, "--child", asked]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def watch_start(arguments: argparse.Namespace) -> dict[str, Any]:
+def watch_start(model: str | None, draft: str | None, method: str, context: int) -> dict[str, Any]:
     """Load, answer, and note memory in MB before, at the most, after loading and after an answer."""
     import numpy as np
 
@@ -74,17 +76,16 @@ def watch_start(arguments: argparse.Namespace) -> dict[str, Any]:
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
-    llm = jaxspec.LLM(arguments.model, draft=arguments.draft, method=arguments.method)
+    llm = jaxspec.LLM(model, draft=draft, method=method)
     phases["loaded"], phases["most while loading"] = read_memory(), dict(most)
     most.clear()
     vocab = llm.engine.target.cfg.vocab_size
-    prompt = np.random.default_rng(0).integers(0, vocab, arguments.context).tolist()
+    prompt = np.random.default_rng(0).integers(0, vocab, context).tolist()
     llm.generate(prompt, jaxspec.SamplingParams(max_tokens=64, ignore_eos=True))
     phases["after an answer"], phases["most while answering"] = read_memory(), dict(most)
     ended.set()
     watcher.join()
     return {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "file": llm.model_path.stat().st_size / 1e6 if llm.model_path.is_file() else None,
         "weights": sum(map(count_bytes, filter(None, llm.model_params))) / 1e6,
         "caches": sum(idle.num_bytes for idle in llm.engine._idle) / 1e6,
@@ -104,18 +105,6 @@ def read_memory() -> dict[str, float]:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     split = (line.split() for line in lines)
     return {FIELDS[words[0][:-1]]: int(words[1]) / 1e3 for words in split if words and words[0][:-1] in FIELDS}
-
-
-def print_report(starts: Mapping[str, Mapping[str, Any]]) -> None:
-    """A table of each start, in MB."""
-    for name, start in starts.items():
-        sizes = {part: start[part] for part in ("file", "weights", "caches") if start[part] is not None}
-        table = Table(title=f"{name}: " + ", ".join(f"{part} {size:.0f} MB" for part, size in sizes.items()))
-        for column in ("MB", *FIELDS.values()):
-            table.add_column(column, justify="left" if column == "MB" else "right")
-        for phase, found in start["phases"].items():
-            table.add_row(phase, *(f"{found.get(field, 0.0):.0f}" for field in FIELDS.values()))
-        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""What a token and a round cost outside the native operations: methods interleaved in one run on CPU.
+"""The cost of a token and of a round outside the native operations: methods interleaved in one run on CPU.
 
     python tools/bench_overhead.py [--model M] [--methods ar,chain,specexec] [--tokens 256] [--repeats 5] [--skip]
 
-Every native operation is timed within the process, by a library that forwards to the real one. What is left of the wall
-time is XLA's own: small operations, the calls themselves, waiting for dispatch. The main thread's CPU time overlaps
-with passes where there is a free core. With `--skip` operations return at once, so CPU time is that of all the rest,
-also while other processes run. Tokens are arbitrary then: use it for `ar`. `bench_rounds.py` times whole passes.
+A library that forwards to the real one times every native operation within the process. The rest of the wall time is
+XLA's own: small operations, the calls themselves, waiting for dispatch. The main thread's CPU time overlaps with passes
+where there is a free core. With --skip operations return at once, so CPU time is that of all the rest, also while other
+processes run. Tokens are arbitrary then: use it for `ar`. `jaxspec-bench` gives a round's time outside its passes.
 """
 
-import argparse
 import ctypes
 import os
 import statistics
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from harness import environment_line, make_parser, make_table, write_report
 
 import jaxspec
 import pallas_kernels.native.library as native
@@ -26,11 +26,12 @@ from jaxspec.methods.registry import make_method
 PROMPT_TOKENS = 64
 # Rounds at the end of an answer that are not timed: fewer are in flight.
 LAST_TOKENS = 40
+COLUMNS = ("wall ms", "within operations", "operations", "main thread's CPU ms", "CPU ms")
 
 
 def main() -> None:
-    """Measure, and print one line for each method."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, and print a row for a token and one for a round of each method."""
+    parser = make_parser(__doc__)
     parser.add_argument("--model", help="a checkpoint [the default model]")
     parser.add_argument("--methods", default="ar,chain,specexec")
     parser.add_argument("--tokens", type=int, default=256)
@@ -43,23 +44,24 @@ def main() -> None:
         drafts = any(make_method(name, {}).needs_draft for name in names)
         llm = jaxspec.LLM(arguments.model, method="chain" if drafts else "ar", session_memory=0)
         runs = {name: llm.with_method(name) for name in names}
-        samples = {name: [] for name in names}
         for each in runs.values():
             measure(each, stopwatch, arguments.tokens)  # warms up
         if arguments.skip:
             stopwatch.skip_operations()
-        for _ in range(arguments.repeats):
-            for name, each in runs.items():
-                samples[name].append(measure(each, stopwatch, arguments.tokens))
-    print(f"{os.cpu_count()} cores; ms, medians of {arguments.repeats}, of CPU times the least")
-    for name, rows in samples.items():
+        samples = [
+            {name: measure(each, stopwatch, arguments.tokens) for name, each in runs.items()}
+            for _ in range(arguments.repeats)
+        ]
+    rows = []
+    for name in names:
         for unit in ("token", "round"):
-            wall, inside = (statistics.median(row[unit][i] for row in rows) for i in range(2))
-            host, count, cpu = (min(row[unit][i] for row in rows) for i in range(2, 5))
-            print(
-                f"{name:10} a {unit}: {wall:.3f} wall, {inside:.3f} in {count:.0f} operations, "
-                f"{wall - inside:.3f} outside of them; CPU time {cpu:.3f}, of which {host:.3f} of the main thread"
-            )
+            values = zip(*(sample[name][unit] for sample in samples), strict=True)
+            # Other processes lengthen times; a CPU time is closest to its own at its least.
+            reduce = (statistics.median, statistics.median, min, min, min)
+            rows.append([f"{name}: a {unit}", *(f"{f(list(v)):.3f}" for f, v in zip(reduce, values, strict=True))])
+    print(f"{environment_line()}\nmedians of {arguments.repeats}; of CPU times the least\n")
+    print(make_table(["", *COLUMNS], rows))
+    write_report(arguments.json, columns=COLUMNS, samples=samples)
 
 
 def time_operations(folder: Path) -> ctypes.CDLL:
@@ -83,7 +85,7 @@ def time_operations(folder: Path) -> ctypes.CDLL:
 
 
 def measure(llm: jaxspec.LLM, stopwatch: ctypes.CDLL, tokens: int) -> dict[str, tuple[float, ...]]:
-    """Milliseconds of wall time, within operations and of the host, operations, CPU time: a token's and a round's."""
+    """The `COLUMNS` of a token and of a round."""
     prompt = (np.arange(PROMPT_TOKENS) * 97 % 10_000 + 100).tolist()
     sampling = jaxspec.SamplingParams(max_tokens=tokens, ignore_eos=True)
     llm.engine.prepare(PROMPT_TOKENS + tokens, sampling)
@@ -99,7 +101,7 @@ def measure(llm: jaxspec.LLM, stopwatch: ctypes.CDLL, tokens: int) -> dict[str, 
             rounds += 1
         wall, host, cpu = time.perf_counter() - wall, time.thread_time() - host, time.process_time() - cpu
         nanoseconds, calls = read(stopwatch)
-    sums = (1e3 * wall, nanoseconds / 1e6, 1e3 * host, float(calls), 1e3 * cpu)
+    sums = (1e3 * wall, nanoseconds / 1e6, float(calls), 1e3 * host, 1e3 * cpu)
     return {unit: tuple(x / n for x in sums) for unit, n in (("token", new), ("round", rounds))}
 
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from harness import conversation, environment_line, make_parser, make_table, read_prompts, write_report
 from rich.progress import Progress
 
 from jaxspec.bench.columns import loading_method, make_columns
-from jaxspec.bench.prompts import load_prompts, select_prompts
 from jaxspec.bench.report import make_report
 from jaxspec.bench.run import Column, measure
 from jaxspec.bench.tables import format_ratio, speed_cells
@@ -148,36 +148,37 @@ def load_transformers(path: Path, threads: int) -> Generate:
 
 def markdown(report: dict[str, Any], command: str) -> str:
     """The table and how it was measured."""
-    environment, columns = report["environment"], report["overall"]["columns"]
-    lines = [
-        "# Side by side: jaxspec, llama.cpp and transformers", "", "```", command, "```", "",
-        f"{Path(report['model']).name}, {report['weights']} (transformers: float32), greedy, "
-        f"{report['overall']['prompts']} prompts, {report['sampling']['max_tokens']} tokens each, {report['repeats']} "
-        "interleaved repeats.",
-        f"{environment['machine']}; " + ", ".join(f"{k} {v}" for k, v in environment["versions"].items()) + ".", "",
-        "Tokens/s are after the first token. The speed-up is over jaxspec's plain decoding with several tokens per",
-        "dispatch (`ar`), taken within a repeat of the same prompt, with a bootstrap 95 % interval over prompts.",
-        "The whole call includes prefill.", "",
-        "| " + " | ".join(NAMES) + " |", "| --- |" + " ---: |" * (len(NAMES) - 1),
-    ]  # fmt: skip
-    for label, row in columns.items():
-        cells = [*speed_cells(row), f"{row['call_tokens_per_s']:.1f}", format_ratio(row["call_speedup"])]
-        lines.append("| " + " | ".join([label, *cells]) + " |")
-    if report["interrupted"]:
-        lines += ["", "The run was interrupted: the numbers are of the answers that were complete."]
-    return "\n".join(lines) + "\n"
+    rows = [
+        [label, *speed_cells(row), f"{row['call_tokens_per_s']:.1f}", format_ratio(row["call_speedup"])]
+        for label, row in report["overall"]["columns"].items()
+    ]
+    interrupted = "\n\nThe run was interrupted: the numbers are of the answers that were complete."
+    return f"""# Side by side: jaxspec, llama.cpp and transformers
+
+```
+{command}
+```
+
+{Path(report["model"]).name}, {report["weights"]} (transformers: float32), greedy, {report["overall"]["prompts"]}
+prompts, {report["sampling"]["max_tokens"]} tokens each, {report["repeats"]} interleaved repeats.
+{environment_line()}.
+
+Tokens/s are after the first token. The speed-up is over jaxspec's plain decoding with several tokens per dispatch
+(`ar`), taken within a repeat of the same prompt, with a bootstrap 95 % interval over prompts. The whole call includes
+prefill.
+
+{make_table(NAMES, rows)}{interrupted * report["interrupted"]}
+"""
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, max_prompts=12, max_tokens=96)
     parser.add_argument("--model", help="GGUF file [the default model]")
     parser.add_argument("--draft", help="checkpoint of the draft [the one shipped for the default model]")
     parser.add_argument("--beside", help="another draft, which the methods that draft are measured with, too")
     parser.add_argument("--methods", default="ar,lookup,auto", help="of jaxspec, by comma; ar is always there")
     parser.add_argument("--peers", default=",".join(PEERS), help="other libraries, by comma")
-    parser.add_argument("--max-prompts", type=int, default=12, help="of the mini suite, evenly over its categories")
-    parser.add_argument("--max-tokens", "-n", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the other libraries")
     parser.add_argument("--out", type=Path, default=Path("docs/results/peers-cpu.md"), help="Markdown to write")
@@ -202,12 +203,11 @@ def main(words: Sequence[str] | None = None) -> None:
     from jaxspec.llm import LLM
     from jaxspec.opening import has_draft
 
-    prompts = select_prompts(load_prompts(), None, arguments.max_prompts)
-    prompts = [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in prompts]
+    prompts = [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in read_prompts(arguments)]
     drafted = has_draft(arguments.model, arguments.draft)
     method = loading_method(columns, drafted, given=False)
     llm = LLM(arguments.model, draft=arguments.draft, method=method, session_memory=0)
-    context = max(len(llm.encode([{"role": "user", "content": p.turns[0]}])) for p in prompts) + arguments.max_tokens
+    context = max(len(llm.encode(conversation(prompt))) for prompt in prompts) + arguments.max_tokens
 
     def load(name: str) -> Peer:
         if name == "transformers":
@@ -227,7 +227,9 @@ def main(words: Sequence[str] | None = None) -> None:
         )  # fmt: skip
     command = shlex.join(["python", "tools/bench_peers.py", *(sys.argv[1:] if words is None else words)])
     draft = llm.draft_path and str(llm.draft_path)
-    text = markdown(make_report(measured, command, str(llm.model_path), draft), command)
+    report = make_report(measured, command, str(llm.model_path), draft)
+    text = markdown(report, command)
+    write_report(arguments.json, **report)
     arguments.out.write_text(text, encoding="utf-8")
     print(text)
     print(f"wrote {arguments.out}", file=sys.stderr)

@@ -1,13 +1,12 @@
 """Seconds from a typed command to its first character, and their parts.
 
-    python tools/bench_start.py [--runs 10] [--peer PYTHON] [--markdown FILE]
+    python tools/bench_start.py [--runs 10] [--peer PYTHON] [--json FILE]
 
 Every run is a process of its own: `jaxspec-decode` with the default model, its caches in a folder of the measurement.
 Times of the parts come from further runs of the same command with stamps in it. `--peer` is a Python that has
 llama-cpp-python; it answers the same question with the same file.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -17,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from harness import environment_line, make_parser, make_table, write_report
 
 QUESTION = "What is the capital of Japan?"
 LONG = "Summarise this. " + " ".join(f"The train number {i} leaves at {i % 24}:15." for i in range(45))
@@ -73,10 +74,9 @@ for chunk in model.create_chat_completion(messages, max_tokens=8, temperature=0.
 
 def main() -> None:
     """Measure, and print or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=10, help="warm runs of each row")
     parser.add_argument("--peer", help="a Python with llama-cpp-python")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="jaxspec-start-"))
     environment = os.environ | {"JAXSPEC_COMPILE_CACHE": str(folder)}
@@ -84,14 +84,12 @@ def main() -> None:
         rows = measure(options.runs, options.peer, folder, environment)
     finally:
         shutil.rmtree(folder)
-    lines = [f"| start | median | range | {' | '.join(PARTS)} |", "|---" * (3 + len(PARTS)) + "|"]
+    cells = []
     for name, seconds, parts in rows:
-        shown = " | ".join(f"{parts[part]:.2f}" if parts else "" for part in PARTS)
-        middle = statistics.median(seconds)
-        lines.append(f"| {name} | {middle:.2f} | {min(seconds):.2f} to {max(seconds):.2f} | {shown} |")
-    print("\n".join(lines))
-    if options.markdown:
-        options.markdown.write_text("\n".join(lines) + "\n")
+        middle, extremes = f"{statistics.median(seconds):.2f}", f"{min(seconds):.2f} to {max(seconds):.2f}"
+        cells.append([name, middle, extremes, *(f"{parts[part]:.2f}" if parts else "" for part in PARTS)])
+    print(f"{environment_line()}\n\n{make_table(['start', 'median', 'range', *PARTS], cells)}")
+    write_report(options.json, rows=rows)
 
 
 def measure(

@@ -1,13 +1,15 @@
 """A model that suits SWIFT: the default one with layers that add nearly nothing, which the search has to find."""
 
+import copy
 import dataclasses
 
 import pytest
-from swift_results import deepen
 
 from jaxspec import LLM, SamplingParams, Swift
 from jaxspec.bench.prompts import load_prompts, select_prompts
+from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.swift.search import SearchSettings
 from jaxspec.models.layer_set import uniform_layers
 from jaxspec.tune.swift import LayerScorer, search_layers, write_passages
@@ -15,8 +17,27 @@ from jaxspec.tune.swift import LayerScorer, search_layers, write_passages
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
 REAL, INSERTED = 4, 12
+# Inserted layers add this much of what the layers add that they are copies of.
+TINY = 1e-3
 WINDOW = 16
 ANSWER = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+def deepen(llm, real, inserted):
+    """The first and last layers of a float32 model, `real` of them, with near-identity layers in between."""
+    target, own = llm.engine.target, llm.params["layers"]
+
+    def damp(layer):
+        return layer | {name: layer[name] * TINY for name in ("out", "down")}
+
+    middle = [damp(own[index % len(own)]) for index in range(inserted)]
+    layers = [*own[: real // 2], *middle, *own[len(own) - (real - real // 2) :]]
+    made = copy.copy(llm)
+    made.model_params = ModelParams(llm.params | {"layers": layers})
+    placement = dataclasses.replace(target, cfg=dataclasses.replace(target.cfg, num_layers=len(layers)))
+    made.engine = Engine(Models(placement), Autoregressive())
+    made.engine.prepare()
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,163 @@
+"""Shared by the benchmarks: command line, interleaved samples, intervals, files of answers, tables and reports."""
+
+import argparse
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from jaxspec.bench.prompts import BenchPrompt, load_prompts, select_prompts
+from jaxspec.bench.report import RESAMPLES, describe_environment
+
+
+def make_parser(doc: str | None, max_prompts: int | None = None, max_tokens: int = 64) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring, with --json, and --max-prompts and --max-tokens if they have a default.
+
+    Its options are read with `parse_args`; `read_prompts` gives the prompts that they name.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    if max_prompts is not None:
+        parser.add_argument("--max-prompts", type=int, default=max_prompts, help="of all categories in turn")
+        parser.add_argument("--max-tokens", "-n", type=int, default=max_tokens, help="most tokens of an answer")
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    """Integers with commas between them, as an option's type."""
+    return [int(word) for word in text.split(",")]
+
+
+def read_prompts(arguments: argparse.Namespace) -> list[BenchPrompt]:
+    """`--max-prompts` prompts of the suite, evenly over its categories."""
+    return select_prompts(load_prompts(), None, arguments.max_prompts)
+
+
+def conversation(prompt: BenchPrompt) -> list[dict[str, str]]:
+    """The messages of a prompt's first turn."""
+    return [{"role": "user", "content": prompt.turns[0]}]
+
+
+def interleave(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Samples of every run, in seconds: each runs once to warm up, then all run in turn in every repeat."""
+    console = Console(stderr=True)
+    for run in track(runs.values(), "Warming up", console=console):
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in track(range(repeats), "Measuring", console=console):
+        for name, run in runs.items():
+            samples[name].append(run())
+    return samples
+
+
+def make_ratios(samples: Mapping[str, Sequence[float]], pairs: Mapping[str, tuple[str, str]]) -> dict[str, list[float]]:
+    """Ratios within each repeat, by name; a pair of which a run was not measured is left out."""
+    return {
+        name: [a / b for a, b in zip(samples[above], samples[below], strict=True)]
+        for name, (above, below) in pairs.items()
+        if above in samples and below in samples
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and extremes."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def spread_rows(named: Mapping[str, Sequence[float]], scale: float = 1.0, digits: int = 2) -> list[list[str]]:
+    """Rows of a table: a name, the median, and the extremes, multiplied by `scale`."""
+    found = {name: spread(values) for name, values in named.items()}
+    return [
+        [name, *(f"{scale * each[part]:.{digits}f}" for part in ("median", "min", "max"))]
+        for name, each in found.items()
+    ]
+
+
+def pooled_interval(counts: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """95 % interval of the sum of all firsts over the sum of all seconds; None for fewer than two pairs.
+
+    The pairs are drawn anew with replacement (bootstrap). The draws are seeded: equal counts give an equal interval.
+    """
+    if len(counts) < 2:
+        return None
+    above, below = np.asarray(counts, np.float64).T
+    drawn = np.random.default_rng(0).integers(0, len(counts), (RESAMPLES, len(counts)))
+    low, high = np.percentile(above[drawn].sum(axis=1) / below[drawn].sum(axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def format_interval(interval: tuple[float, float] | None) -> str:
+    """Both ends, or nothing."""
+    return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; the first column holds names, the others numbers."""
+    lines = [list(head), ["---", *["---:"] * (len(head) - 1)], *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def environment_line() -> str:
+    """Machine, devices and versions, in one line."""
+    found = describe_environment()
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['machine']}; {found['device']}; {versions}"
+
+
+def write_report(path: Path | None, **report: Any) -> None:
+    """Write numbers with their environment as JSON; does nothing without a path."""
+    if path is not None:
+        path.write_text(json.dumps({"environment": describe_environment(), **report}, indent=1) + "\n", "utf-8")
+
+
+class AnswerLog:
+    """Answers by key, a line of a file each, so that a run that was stopped goes on where it was.
+
+    A key is a tuple of strings and numbers, an answer is what JSON can hold. Without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]):
+        """Read the file if it exists.
+
+        Raises:
+          SystemExit: the file holds answers of other settings.
+        """
+        self._path, self.known = path, dict[tuple[Any, ...], Any]()
+        if path is None:
+            return
+        text = path.read_text("utf-8") if path.exists() else ""
+        # A run that was stopped may have left a line without its end.
+        whole = text[: text.rfind("\n") + 1] or json.dumps({"settings": settings}) + "\n"
+        first, *lines = whole.splitlines()
+        if (found := json.loads(first).get("settings")) != settings:
+            raise SystemExit(f"{path} holds answers of other settings ({found}), not of {settings}: name another file")
+        if whole != text:
+            path.write_text(whole, "utf-8")
+        for line in lines:
+            row = json.loads(line)
+            self.known[tuple(row["key"])] = row["answer"]
+
+    def add(self, key: tuple[Any, ...], answer: Any) -> None:
+        """Keep an answer, and write it at once."""
+        self.known[key] = answer
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "answer": answer}) + "\n")
+
+
+def digest_of(checkpoint: Path | str | None) -> str | None:
+    """SHA-256 of a checkpoint's files, Markdown excluded: a draft may be replaced where it lies."""
+    if checkpoint is None:
+        return None
+    place, digest = Path(checkpoint), hashlib.sha256()
+    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        if file.is_file() and file.suffix != ".md":
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest() + file.name.encode())
+    return digest.hexdigest()
