@@ -29,8 +29,6 @@ import gc, json, sys, time
 gc.disable()
 begun = time.perf_counter()
 from jaxspec.cli import decode
-from jaxspec.text import guard
-guard.prestart()
 import jaxspec.llm as llm
 from jaxspec.engine import Engine
 stamps = {"imports": time.perf_counter() - begun}

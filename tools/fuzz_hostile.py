@@ -38,7 +38,7 @@ AREAS = {
     "processes": "fuzz.processes",
 }
 BATCH = {"templates": 100, "tokenizers": 200, "gguf": 300, "native": 100, "values": 300, "processes": 6}
-CASE_SECONDS = 90.0  # a case that takes longer hangs: the guarded process allows seconds of processor time
+CASE_SECONDS = 90.0  # a case that takes longer hangs: the limits of templates and tokenizers are seconds
 
 
 class CaseError(Exception):

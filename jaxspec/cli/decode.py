@@ -55,7 +55,6 @@ from jaxspec.cli.run import (
     without_collection,
 )
 from jaxspec.errors import ConfigError
-from jaxspec.text import guard
 
 if TYPE_CHECKING:
     from jaxspec.bench.timeline import Timeline
@@ -211,8 +210,6 @@ def decode(
             _check_interactive(options, prompt is not None or prompt_file is not None, json_, trace)
         follows = is_worker(options)
         text = "" if interactive or follows else _read_prompt(prompt, prompt_file)
-        if options.get("chat") is not False and not follows:
-            guard.prestart()  # it renders the chat template, and starts beside the imports
         with waiting("loading the model and compiling its programs") as show:
             with without_collection():
                 # Heavy imports only now: --help and usage errors answer at once.

@@ -1,7 +1,7 @@
 """Chat templates: a conversation becomes the text that the model was trained on.
 
-A template comes with a checkpoint and is a program that is not trusted. It is rendered (`jaxspec.text.render`) in the
-guarded process, which bounds its time and memory.
+A template comes with a checkpoint and is a program that is not trusted. It is rendered in a sandbox that bounds its
+time and memory (`jaxspec.text.render`).
 """
 
 import json
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import ConfigError
-from jaxspec.text import guard
 
 
 class ChatTemplate:
@@ -24,15 +23,18 @@ class ChatTemplate:
         """The text of a conversation; `add_generation_prompt` opens the assistant's turn.
 
         ConfigError: the messages are malformed, the template is no valid one or refuses them (roles that do not
-        alternate, say), or it exceeds a limit of the guarded process.
+        alternate, say), or it exceeds a limit of the sandbox.
         """
+        # Imported here: Jinja takes tens of milliseconds, and some commands render nothing.
+        from jaxspec.text.render import render
+
         variables = {
             "messages": check_messages(messages),
             "tools": None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return guard.render(self._source, variables | self._special_tokens)
+        return render(self._source, variables | self._special_tokens)
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

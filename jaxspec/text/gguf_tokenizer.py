@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.text.hf_tokenizer import TokenizerParts
-from jaxspec.text.tokenizer_risks import GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, TEKKEN_SPLIT, naming_failures_at_load
+from jaxspec.text.tokenizer_risks import GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, TEKKEN_SPLIT, naming_failures_quietly
 
 _MAX_CUTTING = 500_000_000  # a vocabulary of 256,000 tokens of 10 characters takes 25,600,000
 
@@ -229,7 +229,7 @@ def _merges_by_score(tokens: list[str], scores: list[float]) -> list[tuple[str, 
 
 def _make_bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
-    with naming_failures_at_load("the file's tokens and merges do not fit together"):
+    with naming_failures_quietly("the file's tokens and merges do not fit together"):
         return Tokenizer(BPE(vocab=vocab, merges=merges, **options))
 
 

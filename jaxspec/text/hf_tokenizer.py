@@ -10,8 +10,12 @@ from tokenizers import AddedToken, Tokenizer
 
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.json_file import read_json
-from jaxspec.text import guard
-from jaxspec.text.tokenizer_risks import may_panic_at_load, naming_failures_at_load, needs_guard
+from jaxspec.text.tokenizer_risks import (
+    check_added_tokens,
+    check_charsmaps,
+    naming_failures_quietly,
+    run_within,
+)
 
 _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
@@ -20,6 +24,7 @@ _COPIED = (
     _TOKENIZER, _TOKENIZER_CONFIG, _GENERATION_CONFIG, _CHAT_TEMPLATE, "chat_template.json",
     "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
+CONVERT_SECONDS = 300.0  # of transformers, by the clock
 _MAX_BYTES = 256 << 20  # the largest published tokenizer.json takes 33 megabytes
 _TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -87,16 +92,14 @@ def copy_folder_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file; one that might crash the library is tried in the guarded process first."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise CheckpointError(f"{path}: has {size} bytes, more than any tokenizer ({_MAX_BYTES})")
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if may_panic_at_load(content):
-        guard.check_loads(content.decode("utf-8", "replace"), path)
-    with naming_failures_at_load(f"{path} is damaged"):
+    check_charsmaps(content, path)
+    with naming_failures_quietly(f"{path} is damaged"):
         return Tokenizer.from_buffer(content)
 
 
@@ -111,16 +114,26 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def _load_older(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Let transformers convert a tokenizer that has no tokenizer.json; its special tokens join `config`."""
+
+    def convert() -> Any:
+        # Imported here: it takes seconds, and few models need it.
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
     try:
-        converted = guard.convert_older(folder)
-    except guard.GuardError as error:
+        with naming_failures_quietly("transformers"):
+            converted = run_within(CONVERT_SECONDS, convert)
+            backend = getattr(converted, "backend_tokenizer", None)
+            if not isinstance(backend, Tokenizer):
+                raise TypeError(f"its {type(converted).__name__} has no fast tokenizer")
+    except CheckpointError as error:
         raise ConfigError(
-            f"{folder} has no {_TOKENIZER}, and transformers cannot make one: {error!s:.400}; save it where the "
-            f"model's own packages are installed (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-        ) from None
-    with naming_failures_at_load(f"{folder}: its tokenizer is damaged"):
-        backend = Tokenizer.from_str(converted["tokenizer"])
-    return backend, converted["special_tokens"] | config
+            f"{folder} has no {_TOKENIZER}, and transformers cannot make one: {error.__cause__!s:.400}; save it where "
+            f"the model's own packages are installed (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        ) from error
+    tokens = {name: str(token) for name, token in converted.special_tokens_map.items() if isinstance(token, str)}
+    return backend, tokens | config
 
 
 def _take_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -167,10 +180,8 @@ def _add_missing_tokens(
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / _TOKENIZER_CONFIG}: added_tokens_decoder is malformed: {error!r}") from error
     added = [token for _, token in missing.values()]
-    if added and needs_guard(backend):
-        # The tokens pass through the normalizer.
-        guard.check_loads(backend.to_str(), folder / _TOKENIZER, added)
-    with naming_failures_at_load(f"{folder / _TOKENIZER_CONFIG}: added_tokens_decoder is malformed"):
+    with naming_failures_quietly(f"{folder / _TOKENIZER_CONFIG}: added_tokens_decoder is malformed"):
+        check_added_tokens(backend, list(missing))  # they pass through its normalizer
         for token in added:
             backend.add_tokens([AddedToken(**token)])
     for content, (number, _) in missing.items():

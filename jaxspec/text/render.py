@@ -1,8 +1,7 @@
 """The Jinja dialect of Hugging Face's chat templates, in a sandbox.
 
-A template sees plain data only, in Jinja's immutable sandbox, with the settings, filters and functions that
-transformers gives it (transformers/utils/chat_template_utils.py), so that both render the same text. The sandbox keeps
-a template from reaching Python; it does not bound time or memory. So `jaxspec.text.guard` renders in its own process.
+A template sees plain data only, with the settings, filters and functions that transformers gives it
+(transformers/utils/chat_template_utils.py), so that both render the same text. `jaxspec.text.sandbox` bounds it.
 """
 
 import datetime
@@ -16,42 +15,52 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LONGEST_TEXT = 1 << 24  # characters of a rendered conversation; no context holds as many tokens
+from jaxspec.errors import ConfigError
+from jaxspec.text.sandbox import LONGEST_TEXT, LimitError, Sandbox, limited, limits
 
+RENDER_SECONDS = 3.0  # of processor time; ordinary templates take milliseconds
 
-class RenderError(Exception):
-    """A template does not compile, refuses what it is given, or writes too much; the message says which."""
+_LONGEST_SOURCE = 1 << 20  # characters; the longest published templates have some ten thousand
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Compile a template and render it; raises RenderError, or MemoryError."""
-    template = _compile(source)
+    """Compile a template and render it.
+
+    ConfigError: it does not compile, refuses what it is given, or exceeds a limit of the sandbox.
+    """
+    try:
+        with limits(RENDER_SECONDS):
+            return _write(_compile(source), variables)
+    except (LimitError, MemoryError) as error:
+        raise ConfigError(f"the model's chat template: {error or 'it needs more memory than there is'}") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    if len(source) > _LONGEST_SOURCE:
+        raise ConfigError(f"the model's chat template has {len(source)} characters, {_LONGEST_SOURCE} at most")
+    try:
+        return _ENVIRONMENT.from_string(source)
+    except (LimitError, MemoryError):
+        raise
+    except Exception as error:  # Python's compiler and its recursion limit refuse some templates that Jinja takes
+        raise ConfigError(f"the model's chat template does not compile: {_reason(error)}") from None
+
+
+def _write(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     pieces, length = [], 0
     try:
         for piece in template.generate(**variables):
             pieces.append(piece)
             length += len(piece)
             if length > LONGEST_TEXT:
-                break
-    except MemoryError:
+                raise LimitError(f"it writes more than {LONGEST_TEXT} characters")
+    except (LimitError, MemoryError):
         raise
     except Exception as error:  # a template is a program: it can fail in any way
-        raise RenderError(f"the model's chat template refuses these messages: {_reason(error)}") from error
-    if length > LONGEST_TEXT:
-        raise RenderError(f"the model's chat template writes more than {LONGEST_TEXT} characters")
+        raise ConfigError(f"the model's chat template refuses these messages: {_reason(error)}") from None
     return "".join(pieces)
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(source: str) -> jinja2.Template:
-    try:
-        return _ENVIRONMENT.from_string(source)
-    except MemoryError:
-        raise
-    except Exception as error:  # Python's compiler and its recursion limit refuse some templates that Jinja takes
-        raise RenderError(f"the model's chat template does not compile: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -85,6 +94,9 @@ class _Namespace(jinja2.utils.Namespace):
         _Namespace._check_name(name)
         jinja2.utils.Namespace.__setitem__(self, name, value)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # of constant length, whatever it holds
+
     @staticmethod
     def _check_name(name: object) -> None:
         if isinstance(name, str) and name.startswith("_"):
@@ -103,6 +115,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > 1000:
+        raise jinja2.TemplateError("the pattern of strftime_now has more than 1000 characters")
     return datetime.datetime.now().strftime(pattern)
 
 
@@ -110,18 +124,16 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ):
     # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    options: Any = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    if indent is None:
+        return json.dumps(value, **options)
+    if indent > 100 if isinstance(indent, int) else len(indent) > 100:
+        raise jinja2.TemplateError("tojson indents by more than 100 characters")
+    return Sandbox.concat(Sandbox.steps(json.JSONEncoder(**options).iterencode(value)))  # json's slow encoder
 
 
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-    )
-    return environment
-
-
-_ENVIRONMENT = _make_environment()
+_ENVIRONMENT = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols])
+_ENVIRONMENT.filters["tojson"] = limited("tojson", _tojson)
+_ENVIRONMENT.globals.update(
+    raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+)

@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxspec.checkpoint.gguf_header import read_header
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.text import guard
 from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.detokenizer import Detokenizer, TokenBytes
 from jaxspec.text.gguf_tokenizer import build_gguf_tokenizer
@@ -17,7 +16,7 @@ from jaxspec.text.hf_tokenizer import (
     load_folder_tokenizer,
     save_folder_tokenizer,
 )
-from jaxspec.text.tokenizer_risks import naming_failures, needs_guard
+from jaxspec.text.tokenizer_risks import encode_with_limits, is_safe, naming_failures
 
 _MAX_IDS = 1 << 24  # no vocabulary has as many; an id beyond would ask for a table of that size
 
@@ -59,9 +58,7 @@ class Tokenizer:
         self._backend = parts.backend
         self._parts = parts
         self._bytes = TokenBytes(parts.backend)
-        self._guarded = guard.GuardedTokenizer(parts.backend.to_str()) if needs_guard(parts.backend) else None
-        if parts.chat_template is not None:
-            guard.prestart()  # its first text is then ready when it is needed
+        self._is_safe = is_safe(parts.backend)
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -70,7 +67,7 @@ class Tokenizer:
 
         `add_special_tokens` puts the tokens around it that the model expects around a text (BOS, seldom EOS).
         ConfigError: `text` is not a string, or holds a lone surrogate, which no encoding can represent.
-        CheckpointError: the tokenizer fails, or exceeds the limits of the guarded process.
+        CheckpointError: the tokenizer fails, or exceeds a limit (`jaxspec.text.tokenizer_risks`).
         """
         if not isinstance(text, str):
             raise ConfigError(f"text must be a string, got {type(text).__name__}")
@@ -78,8 +75,8 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the text holds a lone surrogate at character {error.start}") from error
-        if self._guarded is not None:
-            return self._guarded.encode(text, add_special_tokens)
+        if not self._is_safe:
+            return encode_with_limits(self._backend, text, add_special_tokens)
         with naming_failures("the model's tokenizer cannot encode this text"):
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 

@@ -1,22 +1,27 @@
-"""What of a foreign tokenizer is safe to run in this process.
+"""Bounds for foreign tokenizers: panics and hangs of the tokenizer library become errors.
 
-The tokenizer library answers some files with a panic of Rust, which prints a backtrace and is no Exception in Python,
-and its regular expressions can backtrack without end. A tokenizer of steps that are known to be safe encodes here. Any
-other encodes in the guarded process (`jaxspec.text.guard`), which costs a process start.
+The library answers some files and texts with a panic of Rust, which prints a backtrace and is no Exception in Python.
+Its regular expressions can backtrack without end, and its normalizers can multiply a text. A tokenizer whose steps are
+known to be safe encodes directly. Any other encodes with limits (`encode_with_limits`).
 """
 
+import base64
 import json
+import math
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from jaxspec.errors import CheckpointError
+
+# Seconds by the clock; a text is split at some megabytes a second.
+ENCODE_SECONDS, ENCODE_SECONDS_PER_CHARACTER = 10.0, 1e-4
 
 # Patterns of published tokenizers that read a text in linear time: an alternative that backtracks over a run is
 # followed by one that takes the run. Those of `gguf_tokenizer` are named there and listed here.
@@ -37,9 +42,10 @@ _O200K_SPLIT = (
     + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTION
     + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )  # fmt: skip
-_LINEAR = frozenset((GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, TEKKEN_SPLIT, _O200K_SPLIT, "[0-9][0-9][0-9]", r"\s+"))
-# One class of characters, a run of it or a few of it: it never gives up what it has read.
-_ONE_CLASS = re.compile(r"(?:\[\^?(?:[^\[\]\\&]|\\p\{\w+\}|\\.)+\]|\\p\{\w+\}|\\[sdw])(?:\+|\{\d{1,2}(?:,\d{1,2})?\})?")
+_LINEAR = frozenset((
+    GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, TEKKEN_SPLIT, _O200K_SPLIT,
+    r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r"\s+", "[0-9][0-9][0-9]", r"[\p{P}\$\+<=>\^~\|]+",
+))  # fmt: skip
 
 _SAFE_STEPS = frozenset({
     "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "BertNormalizer", "Nmt",
@@ -49,12 +55,13 @@ _SAFE_STEPS = frozenset({
 _SAFE_MODELS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 
 _MAX_STEPS = 16
-_MAX_GROWTH, _MAX_GROWING_STEPS = 4, 3  # bytes that replace one byte, and how many steps may do so
+_MAX_GROWTH = 1000  # how many times as long normalizers make a text, in bytes, before its length is checked
+_MAX_BYTES = 1 << 28  # of a normalized text
 _MAX_WORD = 1000  # characters of a word that WordPiece tries all prefixes of
+_MAX_ADDED = 256  # characters of an added token that passes through steps that are not known to be safe
 
-# The library panics, or takes all memory, while it loads these steps if they are damaged. A name can be spelled with
-# escapes.
-_PANICS_AT_LOAD = re.compile(rb'Precompiled|continuing_subword_prefix"\s*:\s*"[^"]|\\u00[2-7]')
+# A character map begins with the size of its table, which the library believes. A name can be spelled with escapes.
+_MAY_HOLD_CHARSMAP = re.compile(rb"Precompiled|\\u00[2-7]")
 
 _standard_error = threading.Lock()
 
@@ -71,11 +78,11 @@ def naming_failures(what: object) -> Iterator[None]:
 
 
 @contextmanager
-def naming_failures_at_load(what: object) -> Iterator[None]:
+def naming_failures_quietly(what: object) -> Iterator[None]:
     """As `naming_failures`, and without the lines that Rust writes to standard error about a panic.
 
     They cannot be switched off. Standard error of the whole process goes to a file meanwhile, and from there to where
-    it belongs if nothing panics.
+    it belongs if nothing fails.
     """
     with naming_failures(what), _standard_error, tempfile.TemporaryFile() as file:
         try:
@@ -84,38 +91,93 @@ def naming_failures_at_load(what: object) -> Iterator[None]:
             yield
             return
         os.dup2(file.fileno(), 2)
-        panicked = False
+        failed = True
         try:
             yield
-        except BaseException as error:
-            panicked = _is_panic(error)
-            raise
+            failed = False
         finally:
             os.dup2(kept, 2)
             os.close(kept)
             file.seek(0)
-            if not panicked and (written := file.read()):
+            if not failed and (written := file.read()):
                 os.write(2, written)
+
+
+def run_within(seconds: float, function: Callable[[], Any]) -> Any:
+    """The result of `function`, which runs in a thread of its own; TimeoutError if it takes longer.
+
+    The thread then goes on until it ends by itself: no library can be stopped from outside.
+    """
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"it takes more than the {seconds:g} s that it may take")
+    return results[0]
 
 
 def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def may_panic_at_load(content: bytes) -> bool:
-    """Whether a tokenizer.json has to be tried in the guarded process before it is loaded here."""
-    return _PANICS_AT_LOAD.search(content) is not None
+def check_charsmaps(content: bytes, name: object) -> None:
+    """CheckpointError if a tokenizer.json has a character map whose size is wrong: the library would reserve it."""
+    if _MAY_HOLD_CHARSMAP.search(content) is None:
+        return
+    with naming_failures(f"{name} is damaged"):
+        normalizer = json.loads(content).get("normalizer")
+        for step in _steps(normalizer) if isinstance(normalizer, dict) else ():
+            if step.get("type") == "Precompiled":
+                charsmap = base64.b64decode(step["precompiled_charsmap"])
+                if int.from_bytes(charsmap[:4], "little") > len(charsmap) - 4:
+                    raise ValueError("Precompiled: the table is longer than the character map")
 
 
-def needs_guard(backend: Tokenizer) -> bool:
-    """Whether a tokenizer has a step that might not end, or might crash, on some text."""
-    model = backend.model
-    if type(model).__name__ not in _SAFE_MODELS or getattr(model, "max_input_chars_per_word", 0) > _MAX_WORD:
-        return True
+def is_safe(backend: Tokenizer) -> bool:
+    """Whether a tokenizer ends on every text in time and memory proportional to its length, without a panic."""
+    steps = _all_steps(backend)
+    return (
+        type(backend.model).__name__ in _SAFE_MODELS
+        and getattr(backend.model, "max_input_chars_per_word", 0) <= _MAX_WORD
+        and len(steps) <= _MAX_STEPS
+        and math.prod(map(_growth, steps)) <= _MAX_GROWTH
+        and all(map(_is_safe, steps))
+    )
+
+
+def encode_with_limits(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Encode with a tokenizer that is not known to be safe; CheckpointError if it fails or exceeds a limit."""
+    with naming_failures_quietly("the model's tokenizer cannot encode this text"):
+        size = len(text.encode()) * math.prod(map(_growth, _all_steps(backend)))
+        if size > _MAX_BYTES:
+            raise ValueError(f"its normalizers may make {size:.3g} bytes of it, {_MAX_BYTES} at most")
+        seconds = ENCODE_SECONDS + len(text) * ENCODE_SECONDS_PER_CHARACTER
+        # Unlike `encode`, `encode_batch` leaves the interpreter to other threads.
+        options = {"add_special_tokens": add_special_tokens}
+        return run_within(seconds, lambda: backend.encode_batch([text], **options)[0].ids)
+
+
+def check_added_tokens(backend: Tokenizer, contents: list[str]) -> None:
+    """ValueError if a token that is added is too long for a tokenizer that is not known to be safe."""
+    longest = max(map(len, contents), default=0)
+    if longest > _MAX_ADDED and not is_safe(backend):
+        raise ValueError(f"an added token has {longest} characters, {_MAX_ADDED} at most with such a tokenizer")
+
+
+def _all_steps(backend: Tokenizer) -> list[dict[str, Any]]:
     parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
-    steps = [step for part in parts if part is not None for step in _steps(json.loads(part.__getstate__()))]
-    growing = sum(step.get("type") == "Replace" and _growth(step) > 1 for step in steps)
-    return len(steps) > _MAX_STEPS or growing > _MAX_GROWING_STEPS or not all(map(_is_safe, steps))
+    return [step for part in parts if part is not None for step in _steps(json.loads(part.__getstate__()))]
 
 
 def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -130,34 +192,29 @@ def _steps(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _is_safe(step: dict[str, Any]) -> bool:
     match step:
-        case {"type": "Split", "pattern": pattern}:
-            return _is_linear(pattern)
-        case {"type": "Replace", "pattern": pattern}:
-            return _is_linear(pattern) and _growth(step) <= _MAX_GROWTH
-        case {"type": "FixedLength", "length": length}:
-            return length > 0
+        case {"type": "Split" | "Replace", "pattern": pattern}:
+            return bool(pattern.get("String")) or pattern.get("Regex") in _LINEAR
         case {"type": "Prepend", "prepend": text}:
-            return text != ""
+            return text != ""  # else the library panics
         case {"type": "TemplateProcessing", "single": pieces, "special_tokens": tokens}:
-            return all(_fits(piece, tokens) for piece in pieces)
+            return all(
+                piece["SpecialToken"]["id"] in tokens if "SpecialToken" in piece else piece["Sequence"]["id"] == "A"
+                for piece in pieces
+            )
     return step.get("type") in _SAFE_STEPS
 
 
-def _is_linear(pattern: dict[str, str]) -> bool:
-    regex = pattern.get("Regex", "")
-    return bool(pattern.get("String")) or regex in _LINEAR or _ONE_CLASS.fullmatch(regex) is not None
-
-
 def _growth(step: dict[str, Any]) -> float:
-    """How many times as long as what it replaces a replacement can be, in bytes."""
-    return len(step.get("content", "").encode()) / max(1, len(step["pattern"].get("String", "").encode()))
-
-
-def _fits(piece: dict[str, Any], tokens: dict[str, Any]) -> bool:
-    """Whether the library finds what a piece of a template names."""
-    match piece:
-        case {"Sequence": {"id": "A"}}:
-            return True
-        case {"SpecialToken": {"id": name}}:
-            return name in tokens
-    return False
+    """How many times as long as before a text can be after a step, in bytes."""
+    match step:
+        case {"type": "Replace", "pattern": pattern, "content": content}:
+            replaced = len(pattern.get("String", "").encode())
+            # A regular expression can match nothing, between all characters.
+            return max(1, len(content.encode()) / replaced) if replaced else 1 + len(content.encode())
+        case {"type": "Prepend", "prepend": text}:
+            return 1 + len(text.encode())
+        case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
+            return 11  # U+FDFA: 3 bytes become 33
+        case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
+            return max(map(len, base64.b64decode(charsmap).split(b"\0")))
+    return 1
