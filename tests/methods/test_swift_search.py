@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
+from jaxspec.files import checkpoint_digest
 from jaxspec.methods.swift import search as swift_search
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings, fit_upper_bound, propose_bayesian
-from jaxspec.methods.swift.store import FORMAT, LayerStore, model_digest
+from jaxspec.methods.swift.store import FORMAT, LayerStore
 from jaxspec.models.layer_set import all_layers, count_skipped, from_skipped, num_units, uniform_layers
 
 LAYERS = 16
@@ -398,7 +399,7 @@ def test_the_digest_is_that_of_the_contents(tmp_path):
         (place / name).write_bytes(len(raw).to_bytes(8, "little") + raw + data)
         if "." in name:
             (place / "notes.txt").write_text(folder)
-        return model_digest(place, cfg)
+        return checkpoint_digest(place, cfg)
 
     for name in ("model.safetensors", "model.gguf", "shard"):
         same = write("a", name)
@@ -408,4 +409,4 @@ def test_the_digest_is_that_of_the_contents(tmp_path):
         assert len({same, renamed, *changed}) == 5
     file = tmp_path / "shard" / "a" / "shard"
     other: Any = "another geometry"
-    assert model_digest(file, cfg) != model_digest(file, other)
+    assert checkpoint_digest(file, cfg) != checkpoint_digest(file, other)
