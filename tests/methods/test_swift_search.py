@@ -357,7 +357,11 @@ def test_a_file_that_can_only_be_read(tmp_path, monkeypatch, caplog):
     file.save("default", search_on(draw(0), steps=9))
     assert file.path.stat().st_mode & 0o777 == 0o664
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    monkeypatch.setattr("tempfile.mkstemp", lambda **settings: (_ for _ in ()).throw(PermissionError("read-only")))
+
+    def refuse(path, content):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("jaxspec.methods.swift.store.write_whole", refuse)
     file.check()
     file.save("default", search_on(draw(0), steps=50))
     assert "read-only" in caplog.text
