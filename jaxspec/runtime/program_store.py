@@ -11,14 +11,13 @@ import hashlib
 import io
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-
-from jaxspec.files import write_whole
 
 LOG = logging.getLogger(__name__)
 
@@ -133,7 +132,10 @@ def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any, origin: Origin
         return
     try:
         _folder.mkdir(exist_ok=True, mode=0o700)
-        write_whole(_folder / digest, MAGIC + hashlib.sha256(payload).digest() + payload)
+        handle, name = tempfile.mkstemp(dir=_folder, prefix=".part-")
+        with os.fdopen(handle, "wb") as file:
+            file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
+        os.replace(name, _folder / digest)
         trim(_folder, MOST_BYTES)
     except OSError as error:
         LOG.info("a program is not stored: %s", error)
