@@ -14,10 +14,11 @@ from jaxspec.engine import FIRST_CAPACITY
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.cost_model import shipped_rates
-from jaxspec.methods.core.memory import Needs, answer_needs
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.registry import check_draft_given, resolve_method
+from jaxspec.offload.executor import stream_layers
+from jaxspec.offload.memory import Needs, answer_needs
 from jaxspec.offload.plan import OffloadPlan, format_bytes, measure_bandwidth, plan_offload
 from jaxspec.runtime import hosts
 from jaxspec.runtime.distributed import settings as process_settings
@@ -75,7 +76,7 @@ def plan_target_offload(
     if draft_weights is not None and draft_weights.layers is not None:
         raise ConfigError(f"draft {draft_weights.path} consists of the target's own layers, which offload streams")
     tokens = config.max_context or min(FIRST_CAPACITY, models.target.cfg.max_context)
-    models = models._replace(target=dataclasses.replace(models.target, resident_layers=0))
+    models = models._replace(target=stream_layers(models.target, 0))
     method.check(models)
     speeds: tuple[float | None, float] | None = None
     found: tuple[OffloadPlan, Store] | None = None

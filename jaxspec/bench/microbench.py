@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.core.streaming import TargetPass, make_sequence
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, multiply_heads, project_out, vocab_logits
+from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program

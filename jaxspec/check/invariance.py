@@ -11,11 +11,11 @@ import numpy as np
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.streaming import TargetPass, make_sequence
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import vocab_logits
+from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
 

@@ -17,11 +17,11 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import CAPACITY_GROWTH, FIRST_CAPACITY
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.sequence import ModelSequence, cache_slots
-from jaxspec.methods.core.streaming import TargetPass, make_sequence
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import vocab_logits
+from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
 from jaxspec.sampling.noise import gumbel_rows

@@ -7,11 +7,11 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.core.executor import make_executor
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, Round
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import SequenceState, cache_slots
 from jaxspec.methods.core.settings import check_range
-from jaxspec.methods.core.streaming import make_executor
 from jaxspec.sampling.request import Request
 
 

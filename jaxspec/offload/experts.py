@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxspec.offload.layout import TreeLayout
 from jaxspec.offload.reader import map_memory
-from jaxspec.offload.shared_memory import is_same_memory
 from jaxspec.offload.stores import WeightStore
 
 
@@ -136,3 +135,16 @@ class ExpertCache:
 
 def _put(arrays: Any, expert: Any, place: jax.Array) -> Any:
     return jax.tree.map(lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, place, 0), arrays, expert)
+
+
+def is_same_memory(placed: Any, parts: list[list[np.ndarray]]) -> bool:
+    """Whether arrays lie where their parts were written: on a CPU JAX keeps aligned memory without a copy."""
+    leaves = jax.tree.leaves(placed)
+    if any(device.platform != "cpu" for leaf in leaves for device in leaf.devices()):
+        return False
+    for leaf, own in zip(leaves, parts, strict=True):
+        shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
+        places = [shard.data.unsafe_buffer_pointer() for shard in shards]
+        if places != [part.ctypes.data for part in own]:
+            return False
+    return True

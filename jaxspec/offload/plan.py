@@ -14,6 +14,7 @@ from jaxspec.checkpoint.load import Weights
 from jaxspec.config import EngineConfig, Offload
 from jaxspec.errors import ConfigError
 from jaxspec.models.experts import distinct_experts
+from jaxspec.offload.executor import stream_layers
 from jaxspec.offload.layout import LayerLayout, TreeLayout, layer_layouts, slot_layouts
 from jaxspec.offload.reader import PIECE, DirectReader
 from jaxspec.offload.stream import NUM_BUFFERS, NUM_FILLERS
@@ -184,7 +185,7 @@ def plan_offload(
             )
 
     def plan(resident_layers: int, kept_experts: int = 0) -> OffloadPlan:
-        placed = dataclasses.replace(target, resident_layers=resident_layers, kept_experts=kept_experts)
+        placed = stream_layers(target, resident_layers, kept_experts)
         streamed = [layers[i] for i in placed.streamed]
         resident = sum(layout.weights.nbytes for i, layout in enumerate(layers) if i not in placed.streamed)
         largest = max((layout.passing.nbytes for layout in streamed), default=0)

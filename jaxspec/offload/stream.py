@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from jaxspec.models.params import Params
-from jaxspec.offload.experts import ExpertCache
+from jaxspec.offload.experts import ExpertCache, is_same_memory
 from jaxspec.offload.layout import TreeLayout
 from jaxspec.offload.reader import map_memory, start_threads
-from jaxspec.offload.shared_memory import is_same_memory
 from jaxspec.offload.stores import WeightStore
 
 # Buffers of a layer each: one in use, one that is full, one that is being filled.

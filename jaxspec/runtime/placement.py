@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -57,6 +58,8 @@ class Placement:
     resident_layers: int | None = None
     # Of each streamed mixture, experts that stay on the devices from pass to pass, those used last.
     kept_experts: int = 0
+    # The `TargetExecutor` that runs the passes of a target whose layers are streamed; None keeps all weights resident.
+    executor: Callable[..., Any] | None = None
 
     @property
     def kv_dtype(self) -> Any:

@@ -21,6 +21,7 @@ from jaxspec.methods.auto import Auto
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.models.features import NORMED, FeatureConfig
 from jaxspec.models.params import declare_leaves, declare_params, is_info
+from jaxspec.offload.executor import stream_layers
 from jaxspec.offload.load import load_streamed_pair
 from jaxspec.runtime.mesh import plan_pair
 
@@ -146,7 +147,7 @@ def make_pair(
     if offload == "none":
         params = load_pair(weights, draft_weights, target, draft_place)
     else:
-        target = dataclasses.replace(target, resident_layers=resident, kept_experts=kept)
+        target = stream_layers(target, resident, kept)
         params = load_streamed_pair(weights, draft_weights, target, draft_place, offload)
     engine = Engine(Models(target, draft_place), method, context)
     engine.prepare()

@@ -1,6 +1,5 @@
 """The plan of a streamed target: what it says of memory is what a request takes."""
 
-import dataclasses
 import gc
 
 import jax
@@ -23,6 +22,7 @@ from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.methods.swift.settings import Swift
 from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.offload.executor import stream_layers
 from jaxspec.opening import check_room, plan_target_offload
 from jaxspec.runtime.mesh import plan_pair
 
@@ -151,7 +151,7 @@ def test_a_larger_tree_or_text_than_was_planned_is_refused(folder):
     plan, _ = planned(folder, METHODS["ar"])
     args = opened(folder, METHODS["specexec 256"])
     models, method = args[2], args[3]
-    models = models._replace(target=dataclasses.replace(models.target, resident_layers=0))
+    models = models._replace(target=stream_layers(models.target, 0))
     runner = method.bind(models, CONTEXT)
     with pytest.raises(ConfigError, match="fewer layers stay, or use fewer draft tokens"):
         check_room(plan, plan.device_bytes, method, runner, models, CONTEXT)

@@ -159,6 +159,11 @@ class ResidentExecutor:
         return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 
+def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecutor:
+    """The executor of a placement, resident unless it names another; `settings` are those of `ResidentExecutor`."""
+    return (target.executor or ResidentExecutor)(target, slots, **settings)
+
+
 def place_request(
     placement: Placement, sampling: SamplingParams, seed: int, vocab_size: int, prompt_tokens: int = 0
 ) -> Request:

@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.cost_model import CostModel
-from jaxspec.methods.core.executor import TargetExecutor
+from jaxspec.methods.core.executor import TargetExecutor, make_executor
 from jaxspec.methods.core.feature_sequence import DraftSequence, StatesChunk, kept_with_states
 from jaxspec.methods.core.round import (
     STEPS_PER_DISPATCH,
@@ -23,7 +23,6 @@ from jaxspec.methods.core.round import (
 )
 from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH, Propose, declare_rounds, share_dispatches
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots, fit_kept
-from jaxspec.methods.core.streaming import make_executor
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, Rule, draft_shapes
 from jaxspec.runtime import trace

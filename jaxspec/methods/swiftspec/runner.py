@@ -11,13 +11,12 @@ import numpy as np
 from flax import struct
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.executor import place_request
+from jaxspec.methods.core.executor import make_executor, place_request
 from jaxspec.methods.core.feature_sequence import StatesChunk, kept_with_states
 from jaxspec.methods.core.proposals import Propose
 from jaxspec.methods.core.round import ModelParams, Models, Round, verified_shapes
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import SequenceState, cache_slots
-from jaxspec.methods.core.streaming import make_executor
 from jaxspec.methods.core.verify import Draft
 from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, TreeDrafter
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, unpack_batch

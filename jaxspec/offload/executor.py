@@ -16,12 +16,9 @@ from jaxspec.methods.core.executor import (
     Checked,
     Decoded,
     Meanwhile,
-    ResidentExecutor,
-    TargetExecutor,
     place_request,
 )
 from jaxspec.methods.core.feature_sequence import FeedingSequence, StatesChunk
-from jaxspec.methods.core.layer_programs import LayerPrograms
 from jaxspec.methods.core.round import pack_round, round_shapes, verified_shapes
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, split_chunks, usable_chunks
 from jaxspec.methods.core.verify import Rule, batch_rows, count_idle, judge_batch, match, take_token
@@ -37,18 +34,13 @@ from jaxspec.models.transformer import (
     make_tables,
     rope_settings,
 )
+from jaxspec.offload.layer_programs import LayerPrograms
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import blank_verified, num_ranked, set_top
 from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import Request
-
-
-def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecutor:
-    """The executor of a placement; `settings` are those of `ResidentExecutor`."""
-    kind = ResidentExecutor if target.resident_layers is None else StreamingExecutor
-    return kind(target, slots, **settings)
 
 
 class StreamedSequence(ModelSequence):
@@ -321,6 +313,13 @@ class StreamingExecutor:
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
+
+
+def stream_layers(target: Placement, resident_layers: int, kept_experts: int = 0) -> Placement:
+    """The placement of the same target with all layers streamed but `resident_layers` of them."""
+    return dataclasses.replace(
+        target, resident_layers=resident_layers, kept_experts=kept_experts, executor=StreamingExecutor
+    )
 
 
 def join_streamed(params: Params, target: Placement, states: Sequence[Array], layers: tuple[int, ...]) -> Array | None:

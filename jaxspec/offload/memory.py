@@ -9,8 +9,8 @@ import numpy as np
 from jaxspec.methods.core.round import Models, round_shapes
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import CHUNKS, plan_chunks
-from jaxspec.methods.core.streaming import row_shapes
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
+from jaxspec.offload.executor import row_shapes
 from jaxspec.runtime.placement import Placement
 from pallas_kernels.linear.blocks import FORMATS
 
