@@ -137,7 +137,7 @@ class _Passes:
     def score(self, prompt: Sequence[int], text: np.ndarray, batches: Sequence[_Batch], size: int) -> np.ndarray:
         """Logits `[len(text), V]` after every token of the text."""
         sequence = self._sequence
-        state = sequence.prefill(self._params, sequence.start(0, None), np.asarray(prompt[:-1], np.int32))
+        state, _ = sequence.prefill(self._params, sequence.start(0, None), np.asarray(prompt[:-1], np.int32))
         scored = []
         for batch in batches:
             active_rows, count = len(batch.token), len(batch.path)

@@ -68,7 +68,7 @@ class ReferenceDecoder:
         # Kept on the host, so that the device's own count for penalties is checked too.
         seen, counts = np.zeros(target.padded_vocab, bool), np.zeros(target.padded_vocab, np.int32)
         seen[np.asarray(prompt)] = True
-        state = sequence.prefill(self._params, sequence.start(0, None), np.asarray(prompt[:-1], np.int32))
+        state, _ = sequence.prefill(self._params, sequence.start(0, None), np.asarray(prompt[:-1], np.int32))
         token = prompt[-1]
         for following in [*tokens, None]:
             # Copies: placing an array on a CPU may share its memory.

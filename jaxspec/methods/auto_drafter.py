@@ -5,7 +5,6 @@ chunks when it is asked again.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,9 @@ from jaxspec.methods.core.cost_model import (
     PlacedCosts,
 )
 from jaxspec.methods.core.draft_chain import grow_chain
-from jaxspec.methods.core.feature_sequence import StatesChunk, run_verified
+from jaxspec.methods.core.drafter import ModelDrafter, run_verified
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
-from jaxspec.methods.core.runner import ModelDrafter
-from jaxspec.methods.core.sequence import SequenceState
+from jaxspec.methods.core.sequence import PromptStates, SequenceState
 from jaxspec.methods.core.verify import Draft
 from jaxspec.methods.lookup import (
     LookupSettings,
@@ -125,7 +123,7 @@ class AutoDrafter(ModelDrafter):
         taken = [placement.params() if is_fed else (), state, verified]
         self._skip = Program("draft skip", skip, plan, taken, state, donate=[1])
         own = (self.draft_program, self._create, self._restart, self._skip)
-        self.programs = (*self._sequence.programs, *self._text.programs, *own)
+        self.programs = (*self.programs, *self._text.programs, *own)
         self.use_costs(costs)
 
     def use_costs(self, costs: CostModel) -> None:
@@ -139,26 +137,17 @@ class AutoDrafter(ModelDrafter):
             return self._create(text, self._sequence.start(root, None))
         return self._restart(text, self._sequence.start(root, state.sequence), state.acceptance)
 
-    def prefill(self, params: ModelParams, state: AutoState, tokens: np.ndarray) -> AutoState:
-        state = super().prefill(params, state, tokens)
+    def prefill(
+        self, params: ModelParams, state: AutoState, tokens: np.ndarray, states: PromptStates | None = None
+    ) -> AutoState:
+        state = super().prefill(params, state, tokens, states)
         return dataclasses.replace(state, text=self._text.prefill(state.text, tokens))
 
-    def resume(self, params: ModelParams, state: AutoState, tokens: np.ndarray, common: int) -> AutoState:
-        assert params.draft is not None
-        sequence = self._sequence.resume(params.draft, state.sequence, tokens, common)
-        return self._restart(self._text.prefill(self._text.start(), tokens[:-1]), sequence, state.acceptance)
-
-    def prefill_with_states(
-        self, params: ModelParams, state: AutoState, tokens: np.ndarray, chunks: Sequence[StatesChunk]
-    ) -> AutoState:
-        state = super().prefill_with_states(params, state, tokens, chunks)
-        return dataclasses.replace(state, text=self._text.prefill(state.text, tokens))
-
-    def resume_with_states(
-        self, params: ModelParams, state: AutoState, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
+    def resume(
+        self, params: ModelParams, state: AutoState, tokens: np.ndarray, common: int, states: PromptStates | None = None
     ) -> AutoState:
         assert params.draft is not None
-        sequence = self._fed.resume_with_states(params.draft, state.sequence, tokens, kept, chunks)
+        sequence, _ = self._sequence.resume(params.draft, state.sequence, tokens, common, states)
         return self._restart(self._text.prefill(self._text.start(), tokens[:-1]), sequence, state.acceptance)
 
     def draft(

@@ -53,10 +53,10 @@ class AutoregressiveRunner(Runner):
         return self.executor.start(root, state)
 
     def prefill(self, params: ModelParams, state: SequenceState, tokens: np.ndarray) -> SequenceState:
-        return self.executor.prefill(params.target, state, tokens)
+        return self.executor.prefill(params.target, state, tokens)[0]
 
     def resume(self, params: ModelParams, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
-        return self.executor.resume(params.target, state, tokens, common)
+        return self.executor.resume(params.target, state, tokens, common)[0]
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return self.executor.place_request(sampling, seed, prompt_tokens)

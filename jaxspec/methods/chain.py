@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
 from jaxspec.methods.core.best_first import BestFirstDrafter
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import same_draw
 from jaxspec.methods.core.round import Models
-from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
+from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range, log_threshold

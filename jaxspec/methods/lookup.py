@@ -11,9 +11,10 @@ from jax import Array
 
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.cost_model import CostModel, pass_costs
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models
-from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
-from jaxspec.methods.core.sequence import CHUNKS, SequenceState, cache_slots, split_chunks, usable_chunks
+from jaxspec.methods.core.runner import Runner, SpeculativeRunner
+from jaxspec.methods.core.sequence import CHUNKS, PromptStates, SequenceState, cache_slots, split_chunks, usable_chunks
 from jaxspec.methods.core.settings import check_flag, check_range
 from jaxspec.methods.core.verify import Draft, draft_shapes, match
 from jaxspec.runtime.placement import Placement
@@ -183,7 +184,9 @@ class NGramDrafter(Drafter):
     def start(self, root: int, state: TokenBuffer | None) -> TokenBuffer:
         return self._text.start()
 
-    def prefill(self, params: ModelParams, state: TokenBuffer, tokens: np.ndarray) -> TokenBuffer:
+    def prefill(
+        self, params: ModelParams, state: TokenBuffer, tokens: np.ndarray, states: PromptStates | None = None
+    ) -> TokenBuffer:
         return self._text.prefill(state, tokens)
 
     def draft(

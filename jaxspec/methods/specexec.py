@@ -10,9 +10,10 @@ from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.best_first import BestFirstDrafter, tree_rows
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
-from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
+from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_branch, check_choice, check_range, log_threshold
 from jaxspec.methods.core.verify import match

@@ -103,15 +103,18 @@ def forward_with_states(
 
 def prefill_with_states(
     params: Params, cfg: ModelConfig, token: jax.Array, count: jax.Array, cache: KVCache, layers: tuple[int, ...]
-) -> tuple[KVCache, jax.Array]:
-    """`prefill`, and the rows' hidden states of some `layers`; see `forward_with_states`."""
+) -> tuple[KVCache, jax.Array | None]:
+    """Commit the first `count` (int32 []) of T consecutive tokens, `token` int32 [T].
+
+    Rows from `count` on are padding: they write after the prefix, where the next pass overwrites them. The second
+    result is that of `forward_with_states`; unless it takes a state after the last layer, that layer only computes keys
+    and values.
+    """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
     x, written, states = run_layers(params, cfg, token, position, cache, None, None, layers=layers)
     # Only a state after the last layer takes all of it.
     hidden = finish_rows(params, cfg, x) if NORMED in layers else x
-    joined = join_states(states, hidden, layers)
-    assert joined is not None
-    return dataclasses.replace(written, length=cache.length + count), joined
+    return dataclasses.replace(written, length=cache.length + count), join_states(states, hidden, layers)
 
 
 def join_states(states: dict[int, jax.Array], hidden: jax.Array, layers: tuple[int, ...]) -> jax.Array | None:
@@ -122,14 +125,8 @@ def join_states(states: dict[int, jax.Array], hidden: jax.Array, layers: tuple[i
 
 
 def prefill(params: Params, cfg: ModelConfig, token: jax.Array, count: jax.Array, cache: KVCache) -> KVCache:
-    """Commit the first `count` (int32 []) of T consecutive tokens, `token` int32 [T].
-
-    Rows from `count` on are padding: they write after the prefix, where the next pass overwrites them. No hidden
-    state is returned, so the last layer only computes keys and values.
-    """
-    position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
-    _, written, _ = run_layers(params, cfg, token, position, cache, None, None)
-    return dataclasses.replace(written, length=cache.length + count)
+    """`prefill_with_states` without any."""
+    return prefill_with_states(params, cfg, token, count, cache, ())[0]
 
 
 def vocab_logits(

@@ -9,20 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.config import SamplingParams
 from jaxspec.methods.core.executor import (
-    NOTHING_FED,
-    Check,
     Checked,
     Decoded,
     Meanwhile,
-    place_request,
+    TargetExecutor,
 )
-from jaxspec.methods.core.feature_sequence import FeedingSequence, StatesChunk
 from jaxspec.methods.core.round import pack_round, round_shapes, verified_shapes
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState, split_chunks, usable_chunks
+from jaxspec.methods.core.sequence import (
+    ModelSequence,
+    PromptStates,
+    SequenceState,
+    note_tokens,
+    split_chunks,
+    states_before,
+    usable_chunks,
+)
 from jaxspec.methods.core.verify import Rule, batch_rows, count_idle, judge_batch, match, take_token
 from jaxspec.models.features import NORMED
+from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import (
     Frame,
@@ -46,14 +51,14 @@ from jaxspec.sampling.request import Request
 class StreamedSequence(ModelSequence):
     """A `ModelSequence` whose prompts are committed layer by layer: one pass over the weights for all chunks."""
 
-    _fed: tuple[int, ...] = ()  # layers whose hidden states every pass gives
-
-    def _declare_fill(self, role: str, keeps_text: bool) -> Sequence[Program]:
+    def _declare_fill(self, role: str) -> Sequence[Program]:
         placement, cfg, vocab, plan = self.placement, self.placement.cfg, self.placement.text_vocab, self.placement.plan
         scalar, resident = placement.array((), jnp.int32), resident_shapes(placement)
+        keeps_text, layers, path = self._keeps_text, self._layers, self._path
         self._open: dict[int, Program] = {}
         self._note: dict[int, Program] = {}
-        self.layer_programs = LayerPrograms(placement, self.state, self._fed)
+        self._join: dict[int, Program] = {}
+        self.layer_programs = LayerPrograms(placement, self.state, layers)
         programs: list[Program] = []
 
         def begin(params, token, length, offset, count):
@@ -61,12 +66,13 @@ class StreamedSequence(ModelSequence):
             return begin_rows(params, cfg, token, position, length + offset, None, live=count)
 
         def note(state, token, count):
-            cache = dataclasses.replace(state.cache, length=state.cache.length + count)
-            if not keeps_text:
-                return SequenceState(cache)
-            valid = jnp.arange(token.shape[0]) < count
-            history = update_history(state.history, token, valid, vocab, generated=False)
-            return dataclasses.replace(state, cache=cache, history=history)
+            state = dataclasses.replace(state, cache=commit_rows(state.cache, count))
+            return note_tokens(state, token, count, vocab) if keeps_text else state
+
+        def join(params, states, count):
+            joined = join_streamed(params, placement, states, layers)
+            assert joined is not None  # there are layers
+            return joined, states_before(joined, count, path)
 
         for size in usable_chunks(self.slots):
             token, rows = placement.array((size,), jnp.int32), row_shapes(placement, size, windowed=False)
@@ -75,61 +81,32 @@ class StreamedSequence(ModelSequence):
             args = [self.state, token, scalar]
             self._note[size] = Program(f"{role} note {size}", note, plan, args, self.state, donate=[0])
             programs += [self._open[size], self._note[size], *self.layer_programs.declare(size, rows[1])]
-        return programs
+            if layers:
+                width = len(layers) * cfg.embed_dim
+                out = tuple(placement.array((count, width), jnp.float32) for count in (size, path))
+                args = [resident, [rows[0]] * (len(layers) + 1), scalar]
+                self._join[size] = Program(f"{role} states {size}", join, plan, args, out)
+        return *programs, *self._join.values()
 
-    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0) -> SequenceState:
-        return self._pass(params, state, list(split_chunks(tokens, self.slots - start)))[1]
-
-    def _pass(
-        self, params: Params, state: SequenceState, chunks: Sequence[tuple[np.ndarray, int]]
-    ) -> tuple[list[list[Array]], SequenceState]:
-        """Commit chunks; of each the states that `LayerPrograms.run` gives."""
-        if not chunks:
-            return [], state
+    def prefill(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0,
+        states: PromptStates | None = None,
+    ) -> tuple[SequenceState, PromptStates | None]:  # fmt: skip
+        chunks = list(split_chunks(tokens, self.chunk_slots - start))
         resident, stream = split_params(params)
         rows, offset = [], 0
         for chunk, count in chunks:
             where = state.cache.length, np.int32(offset), np.int32(count)
             rows.append(self._open[len(chunk)](resident, chunk, *where))
             offset += count
-        states, state = self.layer_programs.run(stream, state, rows)
-        for chunk, count in chunks:
+        passed, state = self.layer_programs.run(stream, state, rows) if rows else ([], state)
+        joined, last = [], None
+        for (chunk, count), hidden in zip(chunks, passed, strict=True):
             state = self._note[len(chunk)](state, chunk, np.int32(count))
-        return states, state
-
-
-class StreamedTargetSequence(FeedingSequence, StreamedSequence):
-    """A `FeedingSequence` whose layers are streamed."""
-
-    def _declare_fill(self, role: str, keeps_text: bool) -> Sequence[Program]:
-        placement, layers, path = self.placement, self._fed, self._path
-        resident, scalar = resident_shapes(placement), placement.array((), jnp.int32)
-        width = len(layers) * placement.cfg.embed_dim
-
-        def join(params, states, count):
-            joined = join_streamed(params, placement, states, layers)
-            assert joined is not None  # there are layers
-            return joined, jnp.zeros((path, width)).at[0].set(joined[count - 1])
-
-        def declare(size: int) -> Program:
-            rows = placement.array((size, placement.cfg.embed_dim), jnp.float32)
-            out = placement.array((size, width), jnp.float32), placement.array((path, width), jnp.float32)
-            args = [resident, [rows] * (len(layers) + 1), scalar]
-            return Program(f"{role} states {size}", join, placement.plan, args, out)
-
-        self._join = {size: declare(size) for size in usable_chunks(self.slots)}
-        return *super()._declare_fill(role, keeps_text), *self._join.values()
-
-    def prefill_with_states(
-        self, params: Params, state: SequenceState, tokens: np.ndarray, slots: int, start: int = 0
-    ) -> tuple[SequenceState, list[StatesChunk], Array | None]:
-        chunks, first = list(split_chunks(tokens, slots - start)), None
-        passed, state = self._pass(params, state, chunks)
-        resident, fed = split_params(params)[0], []
-        for (chunk, count), states in zip(chunks, passed, strict=True):
-            joined, first = self._join[len(chunk)](resident, states, np.int32(count))
-            fed.append(StatesChunk(chunk, count, joined))
-        return state, fed, first
+            if self._layers:
+                one, last = self._join[len(chunk)](resident, hidden, np.int32(count))
+                joined.append(one)
+        return state, PromptStates(joined, last) if self._layers else None
 
 
 def make_sequence(target: Placement, slots: int, role: str, *, keeps_text: bool = True) -> ModelSequence:
@@ -194,7 +171,7 @@ class TargetPass:
         return self._close(resident, state, x, *args)
 
 
-class StreamingExecutor:
+class StreamingExecutor(TargetExecutor):
     """A `TargetExecutor` whose layers come from a `LayerStream`; `params["layers"]` is one.
 
     A pass is a program that embeds, one for each layer (two for a mixture), and one with head, walk and commit. The
@@ -203,23 +180,18 @@ class StreamingExecutor:
     """
 
     in_flight = 1  # a further round would only wait for the pass
-    # A pass has a program for each layer.
-    check: Check | None = None
-    verify_program: Program | None = None
 
     def __init__(
         self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,
         dynamic_rows: bool = False, idle_steps: int = 0, receive: Any = None, reply: Any = None,
-        layers: tuple[int, ...] = (),
+        layers: tuple[int, ...] = (), chunk_slots: int = 0,
     ):  # fmt: skip
         """Declare the programs; see `ResidentExecutor`, whose `idle_steps` have no counterpart here."""
         del idle_steps
         self.placement, self.slots = target, slots
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         path = self.verified.tokens.shape[0]
-        self._sequence = (
-            StreamedTargetSequence(target, slots, layers, path) if layers else StreamedSequence(target, slots, "target")
-        )
+        self._sequence = StreamedSequence(target, slots, "target", layers=layers, path=path, chunk_slots=chunk_slots)
         self._layers = self._sequence.layer_programs
         self.state = self._sequence.state
         resident, request, scalar = resident_shapes(target), target.request(), target.array((), jnp.int32)
@@ -283,15 +255,6 @@ class StreamingExecutor:
             programs += [self._open_batch, self._close_batch, *self._layers.declare(count, rows[1])]
         self.programs: Sequence[Program] = tuple(programs)
 
-    def start(self, root: int, state: SequenceState | None) -> SequenceState:
-        return self._sequence.start(root, state)
-
-    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
-        return self._sequence.prefill(params, state, tokens)
-
-    def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
-        return self._sequence.resume(params, state, tokens, common)
-
     def verify(
         self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None
     ) -> Checked:
@@ -305,14 +268,6 @@ class StreamingExecutor:
         rows = self._open_root(resident, state.root, state.cache.length)
         (states,), state = self._layers.run(stream, state, [rows])
         return *self._close_root(resident, state, states, request), 1
-
-    def feeding(self) -> FeedingSequence:
-        if not isinstance(self._sequence, FeedingSequence):
-            raise RuntimeError(NOTHING_FED)
-        return self._sequence
-
-    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 
 def stream_layers(target: Placement, resident_layers: int, kept_experts: int = 0) -> Placement:

@@ -64,7 +64,7 @@ class LayerScorer:
         if passage is not self._passage:
             state = self._sequence.start(passage.tokens[0], self._state)
             # One prefill serves all windows of a passage: a window does not see the tokens after it.
-            self._state = self._sequence.prefill(self._params, state, np.array(passage.tokens, np.int32))
+            self._state, _ = self._sequence.prefill(self._params, state, np.array(passage.tokens, np.int32))
             self._passage = passage
         tokens = np.array(passage.tokens[start : start + self.window + 1], np.int32)
         counts: list[int] = []

@@ -269,4 +269,4 @@ class Rounds:
 
     def caches(self):
         """Of target and draft."""
-        return {"target": self.state.target.cache, "draft": self.state.draft.text.cache}
+        return {"target": self.state.target.cache, "draft": self.state.draft.sequence.cache}

@@ -75,12 +75,12 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(name, samp
             known = len(steps.text)
             steps.step()
         draft_side, runner = steps.state.draft, engine_of(case).runner
-        assert int(draft_side.text.seen) == known
-        length = int(draft_side.text.cache.length)
+        assert int(draft_side.sequence.seen) == known
+        length = int(draft_side.sequence.cache.length)
         assert length == max(known - 2, 0)
         fresh = runner.prefill(steps.params, runner.start(steps.text[-1], None), np.array(steps.text[:-1], np.int32))
         rows = known - 1
-        assert_prefix(draft_side.text.cache.replace(length=rows), fresh.draft.text.cache, rows)
+        assert_prefix(draft_side.sequence.cache.replace(length=rows), fresh.draft.sequence.cache, rows)
         assert_prefix(steps.state.target.cache, fresh.target.cache, len(steps.text) - 1)
         packed, states = steps.state.verified
         count = int(np.asarray(packed)[0])
@@ -115,9 +115,9 @@ def good_engine(method, wrong=(), heeds=0.0):
 
 def nodes_of(known, side):
     """Own state, and key in the cache, of each node by the tokens up to it; `known` end with the root."""
-    tree, states, length = side.tree, np.asarray(side.states), int(side.text.cache.length)
+    tree, states, length = side.tree, np.asarray(side.states), int(side.sequence.cache.length)
     ancestors, depth, token = np.asarray(tree.ancestors), np.asarray(tree.depth), np.asarray(tree.token)
-    keys = np.asarray(side.text.cache.key[0])
+    keys = np.asarray(side.sequence.cache.key[0])
     found = {}
     for row in range(int(tree.size)):
         path = sorted(np.flatnonzero(ancestors[row]), key=lambda above: depth[above])

@@ -31,7 +31,7 @@ from jaxspec.engine import Engine
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core import rounds
 from jaxspec.methods.core.round import ROUND_HEADER, Round, read_rounds
-from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH, share_dispatches
+from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, share_dispatches
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 

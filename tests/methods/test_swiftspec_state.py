@@ -260,7 +260,7 @@ def assert_text(text, known, prompt):
 
 def assert_cache(steps, replay):
     """Prefix and window hold what a fresh prefill of the text and of every path writes."""
-    cache, known = steps.state.draft.text.cache, steps.known
+    cache, known = steps.state.draft.sequence.cache, steps.known
     paths = {node.path for node in replay.rows}
     ends = [path for path in paths if not any(other[:-1] == path for other in paths if other)]
     places = {node.path: row for row, node in enumerate(replay.rows)}
@@ -268,10 +268,10 @@ def assert_cache(steps, replay):
     side, state = steps.runner.drafter, None
     for end in ends:
         text = [*known, *end]
-        state = side.prefill(steps.params.draft, side.start(text[-1], state), np.array(text, np.int32))
+        state = side.prefill(steps.params, side.start(text[-1], state), np.array(text, np.int32))
         # The last layer's keys and values are there as well: a prefill skips what comes behind them only.
         slots = [*range(len(known) - 1), *(len(known) - 1 + places[end[:depth]] for depth in range(len(end) + 1))]
-        for one, other in zip(got, arrays(state.text.cache), strict=True):
+        for one, other in zip(got, arrays(state.sequence.cache), strict=True):
             np.testing.assert_allclose(one[:, slots], other[:, : len(text)], rtol=1e-4, atol=1e-5)
 
 
@@ -298,7 +298,7 @@ def replayed(case, draft, prompt, seed, **sampling):
             replay.grow(grown)
         assert (int(state.passes), int(state.computed)) == (replay.passes, replay.computed)
         assert replay.text == steps.known
-        assert_text(state.text, steps.known, prompt)
+        assert_text(state.sequence, steps.known, prompt)
         assert_tree(host(state.tree), replay)
         yield counts, depth
     assert_cache(steps, replay)
@@ -396,9 +396,9 @@ def test_growth_in_turn_makes_the_same_trees():
             for name in ("token", "parent", "depth", "ancestors", "child_token", "child_row"):
                 np.testing.assert_array_equal(getattr(one.tree, name)[:size], getattr(other.tree, name)[:size])
             np.testing.assert_allclose(one.tree.child_score[:size], other.tree.child_score[:size], atol=1e-5)
-            live = int(one.text.cache.length) + size
-            assert int(other.text.cache.length) + size == live
-            for x, y in zip(arrays(one.text.cache), arrays(other.text.cache), strict=True):
+            live = int(one.sequence.cache.length) + size
+            assert int(other.sequence.cache.length) + size == live
+            for x, y in zip(arrays(one.sequence.cache), arrays(other.sequence.cache), strict=True):
                 np.testing.assert_allclose(x[:, :live], y[:, :live], rtol=1e-4, atol=1e-5)
 
 
@@ -447,11 +447,11 @@ def test_garbage_behind_the_prefix_is_never_read(case):
 
     clean, spoiled = (Rounds(case, "copy", PROMPT, 2, temperature=1.0) for _ in range(2))
     target, draft = spoiled.state.target, spoiled.state.draft
-    text = dataclasses.replace(draft.text, cache=spoil(draft.text.cache))
+    text = dataclasses.replace(draft.sequence, cache=spoil(draft.sequence.cache))
     spoiled.state = dataclasses.replace(
         spoiled.state,
         target=dataclasses.replace(target, cache=spoil(target.cache)),
-        draft=dataclasses.replace(draft, text=text),
+        draft=dataclasses.replace(draft, sequence=text),
     )
     for _ in range(ROUNDS):
         assert spoiled.step() == clean.step()

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxspec.methods.core.feature_sequence import keep_states, run_draft, take_verified
+from jaxspec.methods.core.drafter import ModelDrafter, catch_up, keep_states, run_draft, take_verified
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
-from jaxspec.methods.core.runner import ModelDrafter
-from jaxspec.methods.core.sequence import SequenceState, catch_up
+from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import KVCache, commit_path
 from jaxspec.models.transformer import vocab_logits

@@ -28,8 +28,7 @@ from jaxspec.errors import CheckpointError
 from jaxspec.json_file import read_json
 from jaxspec.methods.core.cost_model import CostModel, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, first_verified, read_rounds
-from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH
-from jaxspec.methods.core.runner import SpeculativeRunner, SpeculativeState
+from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.verify import Draft
 from jaxspec.runtime import hosts, program_store
 from jaxspec.runtime.fingerprint import UnknownError, surroundings

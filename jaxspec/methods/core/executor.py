@@ -1,18 +1,18 @@
 """How the target's passes run: declared once, used by every runner."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.feature_sequence import FeedingSequence, TargetSequence
 from jaxspec.methods.core.round import Round, pack_round, round_shapes, verified_shapes
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState
+from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
@@ -29,18 +29,9 @@ Meanwhile = Callable[[], None] | None
 # (parameters, state, draft, request) -> `Checked`
 Check = Callable[..., Checked]
 
-NOTHING_FED = "no draft is fed hidden states here"
 
-
-class TargetExecutor(Protocol):
-    """The target's passes over one sequence; each call dispatches and returns, and donates the state that it takes.
-
-    `start` makes an empty sequence whose last verified token is `root`. `prefill` commits int32 `tokens` `[n]`.
-    `resume` begins with the `common` first tokens of another sequence, see `ModelSequence.resume`. The second result of
-    `verify` has the form of `verified`. Where a pass has several programs, it calls `meanwhile` between them, for what
-    other devices may do. `decode` needs no draft; its last result says how many tokens it decodes, about `steps`.
-    `feeding` commits prompts for a draft that is fed hidden states; RuntimeError where no `layers` are given.
-    """
+class TargetExecutor(abc.ABC):
+    """The target's passes over one sequence; each call dispatches and returns, and donates the state that it takes."""
 
     placement: Placement
     slots: int  # capacity of the target's cache
@@ -48,21 +39,50 @@ class TargetExecutor(Protocol):
     verified: Any  # shapes of what a round verifies, a `Verified` or what is sent of it
     programs: Sequence[Program]  # everything that it may call
     in_flight: int  # dispatches that are worth making before the first of them is read
-    check: Check | None  # what `verify` runs, for one shard; None where that is no single function
-    verify_program: Program | None  # that `verify` dispatches; None where it has several, or there is no `verify`
+    check: Check | None = None  # what `verify` runs, for one shard; None where that is no single function
+    verify_program: Program | None = None  # that `verify` dispatches; None where it has several, or cannot verify
+    _sequence: ModelSequence
 
-    def start(self, root: int, state: SequenceState | None) -> SequenceState: ...
-    def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState: ...
-    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState: ...
+    @property
+    def chunk_slots(self) -> int:
+        """Capacity that the chunks of prompts fit into."""
+        return self._sequence.chunk_slots
+
+    def start(self, root: int, state: SequenceState | None) -> SequenceState:
+        """An empty sequence whose last verified token is `root`."""
+        return self._sequence.start(root, state)
+
+    def prefill(
+        self, params: Params, state: SequenceState, tokens: np.ndarray
+    ) -> tuple[SequenceState, PromptStates | None]:
+        """Commit int32 `tokens` `[n]`; the second result is their hidden states, None where no draft is fed them."""
+        return self._sequence.prefill(params, state, tokens)
+
+    def resume(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, common: int
+    ) -> tuple[SequenceState, PromptStates | None]:
+        """Begin with the `common` first tokens of another sequence, see `ModelSequence.resume`."""
+        return self._sequence.resume(params, state, tokens, common)
+
+    @abc.abstractmethod
     def verify(
         self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None
-    ) -> Checked: ...
-    def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded: ...
-    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int) -> Request: ...
-    def feeding(self) -> FeedingSequence: ...
+    ) -> Checked:
+        """Verify what a draft proposes; the second result has the form of `verified`.
+
+        Where a pass has several programs, it calls `meanwhile` between them, for what other devices may do.
+        """
+
+    @abc.abstractmethod
+    def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
+        """Decode about `steps` tokens without a draft; the last result says how many."""
+
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
+        """A request on the target's devices."""
+        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 
-class ResidentExecutor:
+class ResidentExecutor(TargetExecutor):
     """A `TargetExecutor` whose weights stay on the devices: a pass is one compiled program."""
 
     in_flight = 2
@@ -70,7 +90,7 @@ class ResidentExecutor:
     def __init__(
         self, target: Placement, slots: int, *, steps: int, max_path: int = 1, draft: Any = None, rule: Rule = match,
         dynamic_rows: bool = False, idle_steps: int = 0, receive: Any = None, reply: Any = None,
-        layers: tuple[int, ...] = (),
+        layers: tuple[int, ...] = (), chunk_slots: int = 0,
     ):  # fmt: skip
         """Declare the programs; nothing is compiled yet.
 
@@ -81,15 +101,14 @@ class ResidentExecutor:
           rule, dynamic_rows, idle_steps: see `verify`; on accelerators `idle_steps` is 0, whatever is given.
           receive: from what `verify` is given to a `Draft`; None takes a `Draft` as it is.
           reply: from a `Verified` to what a draft on other devices is sent; None hands out the `Verified`.
-          layers: hidden states of the target that the draft is fed, see `forward_with_states`.
+          layers: hidden states of the target that the draft is fed, see `forward_with_states`; for `chunk_slots` see
+            `ModelSequence`.
         """
         self.placement, self.slots = target, slots
         self._steps = steps
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         max_path = self.verified.tokens.shape[0]
-        self._sequence = (
-            TargetSequence(target, slots, layers, max_path) if layers else ModelSequence(target, slots, "target")
-        )
+        self._sequence = ModelSequence(target, slots, "target", layers=layers, path=max_path, chunk_slots=chunk_slots)
         self.state = self._sequence.state
         round_, request, params = round_shapes(target, max_path), target.request(), target.params()
         # Whether the number of passes is data. Not `self` but the flag belongs to what is compiled and stored.
@@ -108,7 +127,6 @@ class ResidentExecutor:
             return state, reply(verified) if reply else verified, round_
 
         self.check = check if receive is None and reply is None else None
-        self.verify_program: Program | None = None
         out = (self.state, self.verified, round_)
         self._decode: dict[int, Program] = {}
         if steps and self._counts_on_device:
@@ -127,20 +145,6 @@ class ResidentExecutor:
             self.verify_program = Program("verify", check, target.plan, args, out, donate=[1])
             self.programs = (*self.programs, self.verify_program)
 
-    def start(self, root: int, state: SequenceState | None) -> SequenceState:
-        return self._sequence.start(root, state)
-
-    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray) -> SequenceState:
-        return self._sequence.prefill(params, state, tokens)
-
-    def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
-        return self._sequence.resume(params, state, tokens, common)
-
-    def feeding(self) -> FeedingSequence:
-        if not isinstance(self._sequence, FeedingSequence):
-            raise RuntimeError(NOTHING_FED)
-        return self._sequence
-
     def verify(
         self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None
     ) -> Checked:
@@ -154,9 +158,6 @@ class ResidentExecutor:
         # What lies after the last wanted token is cut off by the engine.
         count = 1 if steps == 1 else self._steps
         return *self._decode[count](params, state, request), count
-
-    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 
 def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecutor:

@@ -1,4 +1,4 @@
-"""What runs a method: the contract with the engine, and the runner of every method that drafts and verifies in turn."""
+"""The contract of runners with the engine, and the runner of all methods that draft and verify in turn."""
 
 import abc
 import collections
@@ -6,31 +6,36 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.cost_model import CostModel
+from jaxspec.methods.core.drafter import Drafter, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
-from jaxspec.methods.core.feature_sequence import DraftSequence, StatesChunk, kept_with_states
 from jaxspec.methods.core.round import (
     STEPS_PER_DISPATCH,
     ModelParams,
     Round,
     StepOutput,
     first_verified,
+    round_shapes,
     verified_shapes,
 )
-from jaxspec.methods.core.rounds import ROUNDS_PER_DISPATCH, Propose, declare_rounds, share_dispatches
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots, fit_kept
+from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.verify import Draft, Rule, draft_shapes
+from jaxspec.methods.core.verify import Rule
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import read_scalar
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request
+
+# Most rounds of one dispatch; most rows of a batch and bytes of the target: passes over more of them take so long that
+# a dispatch is little beside them, and tokens should not wait for each other.
+ROUNDS_PER_DISPATCH, MOST_ROWS, MOST_BYTES = 4, 32, 256 << 20
 
 
 class Runner(abc.ABC):
@@ -99,7 +104,7 @@ class Runner(abc.ABC):
 
     def num_cached(self, state: Any, common: int, count: int) -> int:
         """How many of `common` tokens `resume` keeps, of a text with `count` tokens before its root."""
-        return fit_kept(common, count, self.slots)
+        return fit_kept(common, count, self.executor.chunk_slots)
 
     def observe(self, state: Any, outputs: Sequence[StepOutput]) -> None:
         """Take in the rounds of one dispatch, which the host has read; those of one sequence come in order."""
@@ -112,130 +117,6 @@ class Runner(abc.ABC):
     def close(self) -> None:
         """A generation has ended, or its caller stopped listening."""
         return None
-
-
-class Drafter(abc.ABC):
-    """The draft's half of a method."""
-
-    shapes: Draft  # of what `draft` gives
-    state: Any  # shapes of what `start` gives
-    programs: Sequence[Program]  # everything that it may call
-    idle_steps: int = 0  # tokens that a round may decode where it proposed none; 0 verifies the root as a batch
-    slots: int = 0  # of the draft's cache, where it is fed hidden states
-    propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
-    placement: Placement | None = None  # of its model
-    operands: Any = ()  # what else `propose` takes
-    draft_program: Program | None = None  # that `draft` dispatches
-
-    @abc.abstractmethod
-    def start(self, root: int, state: Any | None) -> Any:
-        """State of an empty sequence; `state` is donated."""
-
-    @abc.abstractmethod
-    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
-        """Commit int32 `tokens` `[n]`."""
-
-    def resume(self, params: ModelParams, state: Any, tokens: np.ndarray, common: int) -> Any:
-        """See `Runner.resume`; the default, of a drafter without a model, begins anew."""
-        return self.prefill(params, self.start(int(tokens[-1]), state), tokens[:-1])
-
-    @abc.abstractmethod
-    def draft(
-        self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
-    ) -> tuple[SequenceState, Any, Draft]:
-        """Take in what the last round verified, and propose a batch for the next; dispatches only.
-
-        `state` is donated. A draft made of the target's own layers runs in the target's cache: so is `target` then.
-        """
-
-    def use_costs(self, costs: CostModel) -> None:
-        """Weigh drafts with these figures from now on; the default weighs nothing."""
-        return None
-
-    def skip(self, params: ModelParams, state: Any, verified: Verified) -> Any:
-        """Take in what the last round verified, and propose nothing: the next round decodes plainly."""
-        raise NotImplementedError
-
-    def prefill_with_states(
-        self, params: ModelParams, state: Any, tokens: np.ndarray, chunks: Sequence[StatesChunk]
-    ) -> Any:
-        """`prefill` of a draft that is fed the hidden states of `chunks`; see `DraftSequence`."""
-        raise NotImplementedError
-
-    def resume_with_states(
-        self, params: ModelParams, state: Any, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
-    ) -> Any:
-        """`resume` of such a draft, of which the first `kept` rows stay."""
-        raise NotImplementedError
-
-    def num_rows_kept(self, state: Any) -> int:
-        """Rows of such a draft's cache that stand on true states; waits for what runs on `state`."""
-        raise NotImplementedError
-
-
-class ModelDrafter(Drafter):
-    """A `Drafter` with a model of its own; the state of its cache is `sequence` in its state."""
-
-    def __init__(self, placement: Placement, slots: int, num_rows: int, extra: Any = None):
-        """Declare the programs of a cache of `slots` slots; `extra` are shapes of `Draft.extra`."""
-        self.placement: Placement = placement
-        features = placement.cfg.features
-        kind = ModelSequence if features is None else DraftSequence
-        self._sequence = kind(placement, slots, "draft", keeps_text=False)
-        self.slots = slots
-        self.shapes = draft_shapes(placement, num_rows, extra)
-
-    def declare(self, verified: Verified, state: Any, draft: Callable[..., Any]) -> None:
-        """Declare how a batch is proposed: a function of parameters, state, `verified`, history and request."""
-        placement, self.state = self.placement, state
-        args = [placement.params(), state, verified, placement.history(), placement.request()]
-        self.draft_program = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
-        self.propose = lambda *arguments: draft(*arguments[:-1])
-        self.programs = (*self._sequence.programs, self.draft_program)
-
-    def declare_begin(self, state: Any, begin: Callable[[SequenceState], Any]) -> None:
-        """Declare how the state of an empty sequence is made."""
-        plan = self.placement.plan
-        self._begin = Program("draft begin", begin, plan, [self._sequence.state], state, donate=[0])
-        self.programs = (*self.programs, self._begin)
-
-    def start(self, root: int, state: Any | None) -> Any:
-        return self._begin(self._sequence.start(root, None if state is None else state.sequence))
-
-    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
-        assert params.draft is not None
-        return dataclasses.replace(state, sequence=self._sequence.prefill(params.draft, state.sequence, tokens))
-
-    def resume(self, params: ModelParams, state: Any, tokens: np.ndarray, common: int) -> Any:
-        assert params.draft is not None
-        return self._begin(self._sequence.resume(params.draft, state.sequence, tokens, common))
-
-    @property
-    def _fed(self) -> DraftSequence:
-        assert isinstance(self._sequence, DraftSequence)
-        return self._sequence
-
-    def prefill_with_states(
-        self, params: ModelParams, state: Any, tokens: np.ndarray, chunks: Sequence[StatesChunk]
-    ) -> Any:
-        assert params.draft is not None
-        sequence = self._fed.prefill_with_states(params.draft, state.sequence, tokens, chunks)
-        return dataclasses.replace(state, sequence=sequence)
-
-    def resume_with_states(
-        self, params: ModelParams, state: Any, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
-    ) -> Any:
-        assert params.draft is not None
-        return self._begin(self._fed.resume_with_states(params.draft, state.sequence, tokens, kept, chunks))
-
-    def num_rows_kept(self, state: Any) -> int:
-        return read_scalar(state.sequence.cache.length)
-
-    def draft(
-        self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
-    ) -> tuple[SequenceState, Any, Draft]:
-        assert self.draft_program is not None
-        return target, *self.draft_program(params.draft, state, verified, target.history, request)
 
 
 @dataclasses.dataclass
@@ -275,10 +156,11 @@ class SpeculativeRunner(Runner):
         verified = verified_shapes(target, max_path, layers)
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
         self.drafter, self.timer = make_drafter(verified), timer
-        self._layers = layers
+        self._is_fed = bool(layers)
         self.executor: TargetExecutor = make_executor(
             target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
             rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps, layers=layers,
+            chunk_slots=self.drafter.slots if layers else 0,
         )  # fmt: skip
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
@@ -306,46 +188,24 @@ class SpeculativeRunner(Runner):
         )
 
     def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
-        if self._layers:
-            target, chunks, states = self.executor.feeding().prefill_with_states(
-                params.target, state.target, tokens, self._shared_slots
-            )
-            draft = self.drafter.prefill_with_states(params, state.draft, tokens, chunks)
-            return SpeculativeState(target, draft, _with_states(state.verified, states), state.host)
-        return dataclasses.replace(
-            state,
-            target=self.executor.prefill(params.target, state.target, tokens),
-            draft=self.drafter.prefill(params, state.draft, tokens),
-        )
+        target, states = self.executor.prefill(params.target, state.target, tokens)
+        draft = self.drafter.prefill(params, state.draft, tokens, states)
+        return SpeculativeState(target, draft, _with_states(state.verified, states), state.host)
 
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
-        if self._layers:
-            kept, root = self.num_cached(state, common, len(tokens) - 1), int(tokens[-1])
-            target, chunks, states = self.executor.feeding().resume_with_states(
-                params.target, state.target, tokens, kept, self._shared_slots
-            )
-            draft = self.drafter.resume_with_states(params, state.draft, tokens, kept, chunks)
-            verified = _with_states(first_verified(self.executor.verified, root), states)
-            return SpeculativeState(target, draft, verified, HostState())
-        return SpeculativeState(
-            self.executor.resume(params.target, state.target, tokens, common),
-            self.drafter.resume(params, state.draft, tokens, common),
-            first_verified(self.executor.verified, int(tokens[-1])),
-            HostState(),
-        )
-
-    @property
-    def _shared_slots(self) -> int:
-        """Slots that the chunks of a prompt must fit into, in both caches."""
-        return min(self.slots, self.drafter.slots)
+        kept = self.num_cached(state, common, len(tokens) - 1)
+        target, states = self.executor.resume(params.target, state.target, tokens, kept)
+        draft = self.drafter.resume(params, state.draft, tokens, kept, states)
+        verified = first_verified(self.executor.verified, int(tokens[-1]))
+        return SpeculativeState(target, draft, _with_states(verified, states), HostState())
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
-        if not self._layers:
-            return super().num_cached(state, common, count)
-        common = min(common, self.drafter.num_rows_kept(state.draft) + 1)
-        return kept_with_states(common, count, (self.slots, self.drafter.slots))
+        if self._is_fed:
+            # The hidden state of the last of them is needed and was not kept, so it runs again.
+            common = max(0, min(common - 1, self.drafter.num_rows_kept(state.draft)))
+        return super().num_cached(state, common, count)
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return self.executor.place_request(sampling, seed, prompt_tokens)
@@ -393,6 +253,56 @@ class SpeculativeRunner(Runner):
             self.timer.observe(*outputs, allowed=allowed)
 
 
-def _with_states(verified: Verified, states: Any) -> Verified:
-    """The same with the hidden states before the root; as it is where the root is the first token."""
-    return verified if states is None else dataclasses.replace(verified, states=states)
+def _with_states(verified: Verified, states: PromptStates | None) -> Verified:
+    """The same with the hidden states before the root; as it is where the root is the first token, or none are fed."""
+    return verified if states is None or states.last is None else dataclasses.replace(verified, states=states.last)
+
+
+def share_dispatches(target: Placement, draft: Placement | None, num_rows: int) -> bool:
+    """Whether rounds of batches of `num_rows` rows share dispatches.
+
+    Not on accelerators, whose hosts would wait for a loop that ends where the text does; nor on several devices.
+    """
+    alone = len(target.plan.devices) == 1 and (draft is None or draft.plan.mesh == target.plan.mesh)
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params()))
+    small = num_rows <= MOST_ROWS and nbytes <= MOST_BYTES
+    return target.plan.kernels.branches and alone and small
+
+
+def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, state: Any, operands: Any) -> Program:
+    """The program of up to `ROUNDS_PER_DISPATCH` rounds; fewer where the text ends before.
+
+    `params` and `state` are shapes of what `propose` takes, `operands` arrays. The program takes parameters of target
+    and draft, state of both, what was verified, the request, the operands and the number of rounds. It returns both
+    states, what was verified, and a `Round` whose arrays have the rounds in front; those that did not run have no
+    tokens.
+    """
+    target, check = executor.placement, executor.check
+    assert check is not None
+    one = round_shapes(target, executor.verified.tokens.shape[0])
+    several = jax.tree.map(lambda leaf: target.array((ROUNDS_PER_DISPATCH, *leaf.shape), leaf.dtype), one)
+
+    def rounds(params, draft_params, target_state, draft_state, verified, request, operands, count):
+        def goes_on(done: tuple) -> Array:
+            number, target_state, *_ = done
+            # The first one runs in any case: it may have been launched ahead.
+            return (number < count) & ((number == 0) | (target_state.generated < request.max_tokens))
+
+        def run(done: tuple) -> tuple:
+            number, target_state, draft_state, verified, found = done
+            draft_state, batch = propose(draft_params, draft_state, verified, target_state.history, request, operands)
+            target_state, verified, round_ = check(params, target_state, batch, request)
+            found = jax.tree.map(lambda all_, new: all_.at[number].set(new), found, round_)
+            return number + 1, target_state, draft_state, verified, found
+
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), several)
+        start = jnp.int32(0), target_state, draft_state, verified, blank
+        return jax.lax.while_loop(goes_on, run, start)[1:]
+
+    args = [
+        target.params(), params, executor.state, state, executor.verified, target.request(),
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), operands),
+        target.array((), jnp.int32),
+    ]  # fmt: skip
+    out = executor.state, state, executor.verified, several
+    return Program("rounds", rounds, target.plan, args, out, donate=[2, 3])

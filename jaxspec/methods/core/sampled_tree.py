@@ -10,10 +10,9 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.feature_sequence import keep_states, run_draft, take_verified
+from jaxspec.methods.core.drafter import ModelDrafter, catch_up, keep_states, run_draft, take_verified
 from jaxspec.methods.core.proposals import PathHistory
-from jaxspec.methods.core.runner import ModelDrafter
-from jaxspec.methods.core.sequence import SequenceState, catch_up
+from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft, Rule
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_path

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,16 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.kv_cache import KVCache, commit_rows, init_cache
+from jaxspec.models.feature_draft import fuse, prefill_draft
+from jaxspec.models.kv_cache import KVCache, init_cache
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, prefill, vocab_logits
+from jaxspec.models.transformer import prefill_with_states
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.sharding import round_up
 from jaxspec.runtime.transfer import read_scalar
 from jaxspec.sampling.processors import History, init_history, update_history
+from jaxspec.sampling.vocab import VocabShard
 
 # Rows of a prefill pass: few fixed sizes, so that no prompt length compiles anything new. On CPU 64 rows run at 60 % of
 # the arithmetic peak and 512 near it; a third size would cost another compilation for little.
@@ -51,16 +52,40 @@ def sequence_shapes(placement: Placement, slots: int, *, keeps_text: bool = True
     return SequenceState(placement.cache(slots), *text, seen=ABSENT if placement.cfg.features is None else scalar)
 
 
-class ModelSequence:
-    """Compiled functions that start a sequence of one model, rewind it and commit a prompt; `state` holds shapes."""
+class PromptStates(NamedTuple):
+    """Hidden states of a prompt, from the target's pass over it, for a draft that is fed them."""
 
-    def __init__(self, placement: Placement, slots: int, role: str, *, keeps_text: bool = True):
+    chunks: list[Array]  # of each chunk, padding included, float32 [size, n * D]
+    # `Verified.states` of the round that begins with the token after them, float32 [P, n * D]; None without a chunk.
+    last: Array | None
+
+
+class ModelSequence:
+    """Compiled functions that start a sequence of one model, rewind it and commit a prompt; `state` holds shapes.
+
+    A target with `layers` gives their hidden states with each prompt, and a draft that is fed hidden states takes them.
+    Row t of such a draft joins token t + 1 to the target's state of token t. So a prompt of n tokens, the last of which
+    is the root, has n - 2 rows of the draft before the root's own. The root's row comes with the first round.
+    """
+
+    def __init__(
+        self, placement: Placement, slots: int, role: str, *, keeps_text: bool = True, layers: tuple[int, ...] = (),
+        path: int = 0, chunk_slots: int = 0,
+    ):  # fmt: skip
         """Declare the programs; nothing is compiled yet.
 
-        `slots` is the capacity of the cache; `role`, "target" or "draft", is part of the programs' names. With
-        `keeps_text` the state has a history and a root; else it is a cache alone.
+        Args:
+          placement: of the model.
+          slots: capacity of the cache.
+          role: "target" or "draft", part of the programs' names.
+          keeps_text: whether the state has a history and a root; else it is a cache alone.
+          layers: hidden states that prompts give; `path` (P) is the number of rows of `PromptStates.last`.
+          chunk_slots: a smaller capacity that the chunks of prompts must fit into, too: the draft's, which takes the
+            same chunks. 0 for none.
         """
         self.placement, self.slots = placement, slots
+        self.chunk_slots = min(slots, chunk_slots or slots)
+        self._layers, self._path, self._keeps_text = layers, path, keeps_text
         cfg, vocab, plan = placement.cfg, placement.text_vocab, placement.plan
         scalar = placement.array((), jnp.int32)
         self.state = sequence_shapes(placement, slots, keeps_text=keeps_text)
@@ -86,29 +111,38 @@ class ModelSequence:
         self._create = Program(f"{role} create", create, plan, [scalar], self.state)
         args = [self.state, row, scalar, scalar]
         self._rewind = Program(f"{role} rewind", rewind, plan, args, self.state, donate=[0])
-        self.programs: Sequence[Program] = (self._create, self._rewind, *self._declare_fill(role, keeps_text))
+        self.programs: Sequence[Program] = (self._create, self._rewind, *self._declare_fill(role))
 
-    def _declare_fill(self, role: str, keeps_text: bool) -> Sequence[Program]:
-        """Programs that commit a chunk of a prompt."""
-        placement, cfg, vocab = self.placement, self.placement.cfg, self.placement.text_vocab
-        scalar = placement.array((), jnp.int32)
+    def _declare_fill(self, role: str) -> Sequence[Program]:
+        """Programs that commit a chunk of a prompt, with or without hidden states."""
+        placement, cfg, layers, path = self.placement, self.placement.cfg, self._layers, self._path
+        features, vocab, keeps_text = cfg.features, placement.text_vocab, self._keeps_text
+        scalar, width = placement.array((), jnp.int32), len(layers) * cfg.embed_dim
+
+        def note(state: SequenceState, token: Array, count: Array) -> SequenceState:
+            return note_tokens(state, token, count, vocab) if keeps_text else state
 
         def fill(params, state, token, count):
-            cache = prefill(params, cfg, token, count, state.cache)
-            if not keeps_text:
-                return SequenceState(cache)
-            valid = jnp.arange(token.shape[0]) < count
-            history = update_history(state.history, token, valid, vocab, generated=False)
-            return dataclasses.replace(state, cache=cache, history=history)
+            cache, states = prefill_with_states(params, cfg, token, count, state.cache, layers)
+            state = note(dataclasses.replace(state, cache=cache), token, count)
+            return state if states is None else (state, states, states_before(states, count, path))
 
-        self._fill = {
-            size: Program(
-                f"{role} prefill {size}", fill, placement.plan,
-                [placement.params(), self.state, placement.array((size,), jnp.int32), scalar],
-                self.state, donate=[1],
-            )
-            for size in usable_chunks(self.slots)
-        }  # fmt: skip
+        def fill_fed(params, state, token, count, following, states, rows):
+            cache = prefill_draft(params, cfg, following, fuse(params, cfg, states), rows, state.cache)
+            return note(dataclasses.replace(state, cache=cache, seen=cache.length + 1), token, count)
+
+        def declare(size: int) -> Program:
+            token, out = placement.array((size,), jnp.int32), self.state
+            args = [placement.params(), self.state, token, scalar]
+            if features is not None:
+                args += [token, placement.array((size, features.states_dim), jnp.float32), scalar]
+            if layers:
+                out = out, *(placement.array((rows, width), jnp.float32) for rows in (size, path))
+            name = f"{role} prefill {size}" + (" with states" if features is not None or layers else "")
+            function = fill if features is None else fill_fed
+            return Program(name, function, placement.plan, args, out, donate=[1])
+
+        self._fill = {size: declare(size) for size in usable_chunks(self.slots)}
         return tuple(self._fill.values())
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
@@ -127,22 +161,53 @@ class ModelSequence:
         token[: len(kept)] = kept
         return self._rewind(state, token, np.int32(len(kept)), np.int32(root))
 
-    def resume(self, params: Params, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
-        """Begin a sequence of int32 `tokens` `[n]`, the last of which is the root; what the cache holds stays.
+    def resume(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, common: int, states: PromptStates | None = None
+    ) -> tuple[SequenceState, PromptStates | None]:
+        """Begin a sequence of int32 `tokens` `[n]`, the last of which is the root, computing only what is new.
 
         `state`, which is donated, is that of a sequence with the same first `common` tokens, maybe of a smaller cache.
-        A draft's cache may hold fewer of them. Waits for what runs on `state`.
+        A draft's cache may hold fewer of them. Waits for what runs on `state`. For `states` and the rest of the result
+        see `prefill`.
         """
         state = self._fit(state)
         text = tokens[:-1]
-        kept = fit_kept(min(common, read_scalar(state.cache.length)), len(text), self.slots)
+        kept = fit_kept(min(common, read_scalar(state.cache.length)), len(text), self.chunk_slots)
         state = self.rewind(state, text[:kept], tokens[-1])
-        return self.prefill(params, state, text[kept:], kept)
+        return self.prefill(params, state, text[kept:], kept, states)
 
-    def prefill(self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0) -> SequenceState:
-        """Commit int32 `tokens` `[n]`, chunk by chunk, after the first `start`."""
-        for chunk, count in split_chunks(tokens, self.slots - start):
-            state = self._fill[len(chunk)](params, state, chunk, np.int32(count))
+    def prefill(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0,
+        states: PromptStates | None = None,
+    ) -> tuple[SequenceState, PromptStates | None]:  # fmt: skip
+        """Commit int32 `tokens` `[n]`, chunk by chunk, after the first `start`.
+
+        A draft that is fed hidden states takes those of the same tokens, `states`: it commits the rows of all but the
+        token after them, the root. The second result is the hidden states of `layers`; None without any.
+        """
+        chunks, last = [], None
+        if states is not None:
+            return self._prefill_fed(params, state, tokens, states), None
+        for chunk, count in split_chunks(tokens, self.chunk_slots - start):
+            done = self._fill[len(chunk)](params, state, chunk, np.int32(count))
+            if self._layers:
+                state, hidden, last = done
+                chunks.append(hidden)
+            else:
+                state = done
+        return state, PromptStates(chunks, last) if self._layers else None
+
+    def _prefill_fed(
+        self, params: Params, state: SequenceState, tokens: np.ndarray, states: PromptStates
+    ) -> SequenceState:
+        following = np.append(tokens[1:], 0)
+        sizes = [len(chunk) for chunk in states.chunks]
+        pieces = zip(pad_chunks(tokens, sizes), pad_chunks(following, sizes), states.chunks, strict=True)
+        left = len(tokens)
+        for (chunk, count), (after, _), hidden in pieces:
+            left -= count
+            rows = np.int32(count if left else count - 1)
+            state = self._fill[len(chunk)](params, state, chunk, np.int32(count), after, hidden, rows)
         return state
 
     def _fit(self, state: SequenceState) -> SequenceState:
@@ -161,18 +226,15 @@ class ModelSequence:
         return dataclasses.replace(new, cache=KVCache(key, value, state.cache.length))
 
 
-def catch_up(
-    params: Params, cfg: ModelConfig, cache: KVCache, pending: Array, num_pending: Array
-) -> tuple[Array, Array, KVCache]:
-    """Run the verified tokens that a draft has not seen, one or two, the last of which is the new root.
+def note_tokens(state: SequenceState, token: Array, count: Array, vocab: VocabShard) -> SequenceState:
+    """Count the first `count` of `token`, of a prompt, in the history."""
+    valid = jnp.arange(token.shape[0]) < count
+    return dataclasses.replace(state, history=update_history(state.history, token, valid, vocab, generated=False))
 
-    The cache holds every verified token but `pending`, int32 [2], of which `num_pending` count. Returns the root, int32
-    []; the logits after it, [1, V_local]; and the cache, whose window slot 0 is the root.
-    """
-    position = cache.length + jnp.arange(2, dtype=jnp.int32)
-    hidden, cache = forward(params, cfg, pending, position, cache, jnp.tril(jnp.ones((2, 2), bool)))
-    logits = vocab_logits(params, cfg, jax.lax.dynamic_slice_in_dim(hidden, num_pending - 1, 1))
-    return pending[num_pending - 1], logits, commit_rows(cache, num_pending - 1)
+
+def states_before(states: Array, count: Array, path: int) -> Array:
+    """`PromptStates.last` after a chunk with hidden states [size, n * D], of which `count` rows matter."""
+    return jnp.zeros((path, states.shape[1])).at[0].set(states[count - 1])
 
 
 def cache_slots(tokens: int, window: int) -> int:
@@ -211,8 +273,13 @@ def plan_chunks(count: int, slots: int) -> list[int]:
 
 def split_chunks(tokens: np.ndarray, slots: int) -> Iterator[tuple[np.ndarray, int]]:
     """Padded int32 chunks of `tokens` `[n]`, each with the number of tokens that count."""
+    return pad_chunks(tokens, plan_chunks(len(tokens), slots))
+
+
+def pad_chunks(tokens: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+    """The chunks of `split_chunks`, of some sizes."""
     start = 0
-    for size in plan_chunks(len(tokens), slots):
+    for size in sizes:
         piece = tokens[start : start + size]
         # Padded with its own last token: what that row computes is as sound as the rows that count.
         yield np.pad(piece, (0, size - len(piece)), mode="edge").astype(np.int32), len(piece)

@@ -16,10 +16,10 @@ from flax import struct
 
 from jaxspec.methods.core.acceptance import CLASSES, PRIOR_WEIGHT, AcceptanceStats, chain_outcome, class_of
 from jaxspec.methods.core.cost_model import CostModel, relative_set_cost
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
-from jaxspec.methods.core.runner import Drafter
-from jaxspec.methods.core.sequence import SequenceState, sequence_shapes
+from jaxspec.methods.core.sequence import PromptStates, SequenceState, sequence_shapes
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.methods.lookup import keep_worthwhile
 from jaxspec.models.kv_cache import KVCache
@@ -160,7 +160,9 @@ class SelfDrafter(Drafter):
         """Begin a text; what was learned of the draft in earlier ones counts."""
         return self._create() if state is None else self._restart(state)
 
-    def prefill(self, params: ModelParams, state: SpineMemory, tokens: np.ndarray) -> SpineMemory:
+    def prefill(
+        self, params: ModelParams, state: SpineMemory, tokens: np.ndarray, states: PromptStates | None = None
+    ) -> SpineMemory:
         return state  # only the target has a cache
 
     def draft(

@@ -7,24 +7,21 @@ and chooses the next batch.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.best_first import Grown, expand
-from jaxspec.methods.core.feature_sequence import DraftSequence, StatesChunk
+from jaxspec.methods.core.drafter import ModelDrafter, catch_up
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
 from jaxspec.methods.core.round import DraftCounts
-from jaxspec.methods.core.sequence import ModelSequence, SequenceState, catch_up
+from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_batch, unpack_verified
 from jaxspec.models.feature_draft import forward_draft, fuse
 from jaxspec.models.kv_cache import commit_rows, permute_window
-from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
@@ -71,7 +68,7 @@ class DraftTreeState:
     """State of the draft's side."""
 
     # The draft's cache, whose window holds the tree, the history of the verified text, and the root.
-    text: SequenceState
+    sequence: SequenceState
     tree: Tree  # evaluated nodes are rows of the cache's window
     passes: Array  # int32 [], since the last advance
     computed: Array  # int32 [], tokens that these ran
@@ -82,10 +79,10 @@ class DraftTreeState:
     @property
     def produced(self) -> Array:
         """Position of the root's children in the text, int32 []."""
-        return self.text.cache.length + 1 if self.states is None else self.text.seen
+        return self.sequence.cache.length + 1 if self.states is None else self.sequence.seen
 
 
-class TreeDrafter:
+class TreeDrafter(ModelDrafter):
     """Compiled functions of the draft's side, for one placement and capacity."""
 
     def __init__(self, placement: Placement, slots: int, propose: Propose, growth: Growth, *, path: int):
@@ -94,10 +91,8 @@ class TreeDrafter:
         `slots` is the capacity of the draft's cache, at least M and P (`path`) more than the longest text. The programs
         of a round follow in `declare_rounds`. `probe` makes `PROBE_PASSES` passes, to time one.
         """
-        self._placement, self._propose = placement, propose
-        features = placement.cfg.features
-        self._sequence = (ModelSequence if features is None else DraftSequence)(placement, slots, "draft")
-        self.slots = slots
+        super().__init__(placement, slots, growth.num_rows, keeps_text=True)
+        self._propose, features = propose, placement.cfg.features
         scalar = placement.array((), jnp.int32)
         tree = placement.replicated(jax.eval_shape(lambda: init_tree(growth.rows, growth.branch)))
         width = None if features is None else placement.cfg.embed_dim
@@ -116,14 +111,13 @@ class TreeDrafter:
         self._growth = growth
         self.state = state  # shapes
         self._shapes = state, batch, counts, verified
-        self._begin = Program("draft begin", begin, placement.plan, [self._sequence.state], state, donate=[0])
+        self.declare_begin(state, begin)
         self.probe = self._declare_expand("probe", growth, PROBE_PASSES)
-        self.programs = (*self._sequence.programs, self._begin)
 
     def declare_rounds(self, depth: int, refill: int) -> None:
         """Declare the programs of a round: `depth` is at most `room`, `refill` at most `most_refill`."""
         state, batch, counts, verified = self._shapes
-        placement, propose = self._placement, self._propose
+        placement, propose = self.placement, self._propose
         growth = dataclasses.replace(self._growth, depth=depth, refill=refill)
 
         def advance_by(passes, params, state, packed, request):
@@ -144,7 +138,7 @@ class TreeDrafter:
         self.expand_once = self._declare_expand("expand once", growth, 1)
 
     def _declare_expand(self, name: str, growth: Growth, passes: int) -> Program:
-        placement, state = self._placement, self._shapes[0]
+        placement, state = self.placement, self._shapes[0]
 
         def expand_by(params, state, request):
             model = DraftModel(params, placement, self._propose, request)
@@ -154,48 +148,17 @@ class TreeDrafter:
         args, out = [placement.params(), state, placement.request()], (state, placement.array((), jnp.int32))
         return Program(name, expand_by, placement.plan, args, out, donate=[1])
 
-    def start(self, root: int, state: DraftTreeState | None) -> DraftTreeState:
-        """State of an empty sequence; `state` is donated."""
-        return self._begin(self._sequence.start(root, None if state is None else state.text))
-
-    def prefill(self, params: Params, state: DraftTreeState, tokens: np.ndarray) -> DraftTreeState:
-        """Commit int32 `tokens` `[n]`."""
-        return dataclasses.replace(state, text=self._sequence.prefill(params, state.text, tokens))
-
-    def resume(self, params: Params, state: DraftTreeState, tokens: np.ndarray, common: int) -> DraftTreeState:
-        """Begin with the `common` first tokens of another sequence; see `ModelSequence.resume`."""
-        return self._begin(self._sequence.resume(params, state.text, tokens, common))
-
-    @property
-    def fed(self) -> DraftSequence:
-        """The sequence of a draft that is fed hidden states; RuntimeError of another."""
-        if not isinstance(self._sequence, DraftSequence):
-            raise RuntimeError("this draft takes no hidden states")
-        return self._sequence
-
-    def prefill_with_states(
-        self, params: Params, state: DraftTreeState, tokens: np.ndarray, chunks: Sequence[StatesChunk]
-    ) -> DraftTreeState:
-        """`prefill` of a draft that is fed the hidden states of `chunks`."""
-        return dataclasses.replace(state, text=self.fed.prefill_with_states(params, state.text, tokens, chunks))
-
-    def resume_with_states(
-        self, params: Params, state: DraftTreeState, tokens: np.ndarray, kept: int, chunks: Sequence[StatesChunk]
-    ) -> DraftTreeState:
-        """`resume` of such a draft, of which the first `kept` rows stay."""
-        return self._begin(self.fed.resume_with_states(params, state.text, tokens, kept, chunks))
-
 
 def expand_tree(model: DraftModel, state: DraftTreeState, growth: Growth, passes: int | Array) -> DraftTreeState:
     """EXPAND a number of times; there must be room for them. Written for one shard, as all that follows."""
 
     def once(_: Array, grown: Grown) -> Grown:
-        return expand(model, grown, state.text.history, state.produced, width=growth.width)
+        return expand(model, grown, state.sequence.history, state.produced, width=growth.width)
 
     with jax.named_scope("draft/grow"):
-        grown = jax.lax.fori_loop(0, passes, once, Grown(state.text.cache, state.tree, state.states))
+        grown = jax.lax.fori_loop(0, passes, once, Grown(state.sequence.cache, state.tree, state.states))
     computed = state.computed + grown.tree.size - state.tree.size
-    text = dataclasses.replace(state.text, cache=grown.cache)
+    text = dataclasses.replace(state.sequence, cache=grown.cache)
     return DraftTreeState(text, grown.tree, state.passes + passes, computed, grown.states)
 
 
@@ -206,7 +169,7 @@ def follow_verified(
     packed, sent = (message, None) if state.states is None else message
     tokens, count = unpack_verified(packed)
     moved = reroot(state.tree, tokens, count, limit=growth.survivors, reuse=growth.reuse)
-    cache = state.text.cache
+    cache = state.sequence.cache
     if sent is None:
         with jax.named_scope("draft/compact"):
             order = moved.order[: growth.rows]
@@ -214,10 +177,10 @@ def follow_verified(
             cache = commit_rows(permute_window(cache, order, live), moved.committed)
     # What a sequence begins with is a root that the history has already.
     fresh = (jnp.arange(tokens.shape[0]) < count) & (state.tree.size > 0)
-    history = update_history(state.text.history, tokens, fresh, model.placement.text_vocab, generated=True)
-    text = dataclasses.replace(state.text, cache=cache, history=history, root=tokens[count - 1])
+    history = update_history(state.sequence.history, tokens, fresh, model.placement.text_vocab, generated=True)
+    text = dataclasses.replace(state.sequence, cache=cache, history=history, root=tokens[count - 1])
     missed = moved.num_pending > 0
-    grown = dataclasses.replace(state, text=text, tree=moved.tree)
+    grown = dataclasses.replace(state, sequence=text, tree=moved.tree)
     with jax.named_scope("draft/catch_up"):
         if sent is not None:
             grown = replace_path(model, grown, moved, tokens, count, sent)
@@ -242,7 +205,7 @@ def replace_path(
     proposals and state its further children take. Nodes below the new root stay as they are (`moved.tree`). It is
     planted where nothing survives. One pass of fixed shape in every case.
     """
-    cfg, text, rows = model.placement.cfg, state.text, tokens.shape[0]
+    cfg, text, rows = model.placement.cfg, state.sequence, tokens.shape[0]
     M = moved.tree.rows
     # Whether the old root, which has true states, lies in slot 0.
     known = jnp.maximum(text.seen - 1, 0) - text.cache.length
@@ -276,7 +239,7 @@ def replace_path(
     missed = moved.tree.size == 0
     return dataclasses.replace(
         state,
-        text=dataclasses.replace(text, cache=cache, seen=seen),
+        sequence=dataclasses.replace(text, cache=cache, seen=seen),
         tree=jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, renewed),
         computed=state.computed + count,
         states=states.at[0].set(own[0]),
@@ -293,14 +256,16 @@ def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, g
         cache, tree, computed = carry
         root, logits, cache = catch_up(model.params, model.placement.cfg, cache, moved.pending, moved.num_pending)
         nowhere = jnp.zeros((1, tree.rows), bool)
-        paths = PathHistory(state.text.history, tree.token, nowhere)
+        paths = PathHistory(state.sequence.history, tree.token, nowhere)
         child_token, child_logprob = model.propose(logits, paths, model.request, (cache.length + 1)[None])
         return cache, plant(tree, root, child_token[0], child_logprob[0]), computed + moved.num_pending
 
     # A loop of at most one turn: a conditional would copy the cache.
-    carry = (state.text.cache, state.tree, state.computed)
+    carry = (state.sequence.cache, state.tree, state.computed)
     cache, tree, computed = jax.lax.while_loop(unplanted, plant_root, carry)
-    return dataclasses.replace(state, text=dataclasses.replace(state.text, cache=cache), tree=tree, computed=computed)
+    return dataclasses.replace(
+        state, sequence=dataclasses.replace(state.sequence, cache=cache), tree=tree, computed=computed
+    )
 
 
 def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
@@ -308,7 +273,7 @@ def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Reroote
 
     On a GPU a branch on device data makes the host wait; here both cases share their rows.
     """
-    cache, tree = state.text.cache, state.tree
+    cache, tree = state.sequence.cache, state.tree
     missed = moved.num_pending > 0
     rows = max(2, growth.width)
     place = jnp.arange(rows, dtype=jnp.int32)
@@ -328,18 +293,18 @@ def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Reroote
     )  # fmt: skip
     tree_token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
     on_path = jnp.where(missed, False, leaf_mask.at[:, 0].set(False))
-    paths = PathHistory(state.text.history, tree_token, on_path)
+    paths = PathHistory(state.sequence.history, tree_token, on_path)
     produced = cache.length + 1 + depth
     logits = vocab_logits(model.params, model.placement.cfg, hidden)
     child_token, child_logprob = model.propose(logits, paths, model.request, produced)
     last = jnp.maximum(moved.num_pending - 1, 0)
-    planted = plant(tree, state.text.root, child_token[last], child_logprob[last])
+    planted = plant(tree, state.sequence.root, child_token[last], child_logprob[last])
     grown = add_rows(tree, picked, leaf_mask, child_token, child_logprob)
     tree = jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, grown)
     cache = commit_rows(cache, jnp.where(missed, last, 0))
     computed = jnp.where(missed, moved.num_pending, grown.size - state.tree.size)
-    text = dataclasses.replace(state.text, cache=cache)
-    return dataclasses.replace(state, text=text, tree=tree, computed=state.computed + computed)
+    text = dataclasses.replace(state.sequence, cache=cache)
+    return dataclasses.replace(state, sequence=text, tree=tree, computed=state.computed + computed)
 
 
 def choose_batch(
@@ -349,7 +314,7 @@ def choose_batch(
 
     Returns the state, the packed batch, and `DraftCounts` as int32 [n].
     """
-    grown, passes = Grown(state.text.cache, state.tree, state.states), jnp.int32(0)
+    grown, passes = Grown(state.sequence.cache, state.tree, state.states), jnp.int32(0)
     if not growth.leaves:
 
         def short(carry: tuple) -> Array:
@@ -357,7 +322,7 @@ def choose_batch(
             return (tree.size < growth.num_rows) & (leaf_scores(tree).max() > -jnp.inf)
 
         def refill(carry: tuple) -> tuple:
-            more = expand(model, carry[0], state.text.history, state.produced, width=growth.width)
+            more = expand(model, carry[0], state.sequence.history, state.produced, width=growth.width)
             return more, carry[1] + 1
 
         with jax.named_scope("draft/refill"):
@@ -381,6 +346,6 @@ def choose_batch(
         nodes=tree.size,
     )
     zero = jnp.int32(0)
-    text = dataclasses.replace(state.text, cache=cache)
+    text = dataclasses.replace(state.sequence, cache=cache)
     packed = jnp.stack([jnp.asarray(count, jnp.int32) for count in counts])
     return DraftTreeState(text, tree, zero, zero, grown.states), pack_batch(batch), packed

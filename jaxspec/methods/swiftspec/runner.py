@@ -12,11 +12,10 @@ from flax import struct
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.executor import make_executor, place_request
-from jaxspec.methods.core.feature_sequence import StatesChunk, kept_with_states
 from jaxspec.methods.core.proposals import Propose
 from jaxspec.methods.core.round import ModelParams, Models, Round, verified_shapes
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.sequence import SequenceState, cache_slots
+from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots
 from jaxspec.methods.core.verify import Draft
 from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, TreeDrafter
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, unpack_batch
@@ -24,7 +23,7 @@ from jaxspec.methods.swiftspec.schedule import Schedule, choose_schedule, longes
 from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.program import Program, compile_programs
-from jaxspec.runtime.transfer import place, read_scalar, replicated, transfer
+from jaxspec.runtime.transfer import place, replicated, transfer
 from jaxspec.sampling.request import Request
 
 
@@ -70,14 +69,14 @@ class SwiftSpecRunner(Runner):
         if overlap and not self._overlap:
             self.note = f"draft and target share their devices: they take turns ({_why_shared(target.plan)})"
         path = verified_shapes(target, growth.num_rows).tokens.shape[0]
-        self._layers = () if draft.cfg.features is None else draft.cfg.features.layers
-        self.slots = cache_slots(tokens, path)
+        layers = () if draft.cfg.features is None else draft.cfg.features.layers
+        self._is_fed = bool(layers)
+        self.slots, slots = cache_slots(tokens, path), cache_slots(tokens, growth.rows + path)
         self.executor = make_executor(
             target, self.slots, steps=0, max_path=path, draft=batch_shapes(target, growth.num_rows), dynamic_rows=True,
             receive=lambda packed: Draft(unpack_batch(packed), jnp.int32(0)), reply=pack_verified,
-            layers=self._layers,
+            layers=layers, chunk_slots=slots if layers else 0,
         )  # fmt: skip
-        slots = cache_slots(tokens, growth.rows + path)
         self.drafter = TreeDrafter(draft, slots, propose, growth, path=path)
         self.held = (self.executor.state, self.drafter.state, self.executor.verified)
         # Nothing is left open where a given depth comes without a refill, and where adaptive growth ends by itself.
@@ -193,34 +192,16 @@ class SwiftSpecRunner(Runner):
         )
 
     def resume(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray, common: int) -> SwiftSpecState:
-        assert params.draft is not None
-        if self._layers:
-            kept, root = self.num_cached(state, common, len(tokens) - 1), int(tokens[-1])
-            target, chunks, states = self.executor.feeding().resume_with_states(
-                params.target, state.target, tokens, kept, min(self.slots, self.drafter.slots)
-            )
-            draft = self.drafter.resume_with_states(params.draft, state.draft, tokens, kept, self._send(chunks))
-            return SwiftSpecState(target, draft, _with_states(self._first_verified(root), states))
-        return SwiftSpecState(
-            self.executor.resume(params.target, state.target, tokens, common),
-            self.drafter.resume(params.draft, state.draft, tokens, common),
-            self._first_verified(int(tokens[-1])),
-        )
+        kept = self.num_cached(state, common, len(tokens) - 1)
+        target, states = self.executor.resume(params.target, state.target, tokens, kept)
+        draft = self.drafter.resume(params, state.draft, tokens, kept, self._send(states))
+        return SwiftSpecState(target, draft, _with_states(self._first_verified(int(tokens[-1])), states))
 
     def prefill(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray) -> SwiftSpecState:
-        """See `Runner.prefill`; both sides at the same time."""
-        assert params.draft is not None
-        if self._layers:
-            target, chunks, states = self.executor.feeding().prefill_with_states(
-                params.target, state.target, tokens, min(self.slots, self.drafter.slots)
-            )
-            draft = self.drafter.prefill_with_states(params.draft, state.draft, tokens, self._send(chunks))
-            return SwiftSpecState(target, draft, _with_states(state.verified, states))
-        return dataclasses.replace(
-            state,
-            target=self.executor.prefill(params.target, state.target, tokens),
-            draft=self.drafter.prefill(params.draft, state.draft, tokens),
-        )
+        """See `Runner.prefill`; both sides at the same time, but for a draft that is fed the target's states."""
+        target, states = self.executor.prefill(params.target, state.target, tokens)
+        draft = self.drafter.prefill(params, state.draft, tokens, self._send(states))
+        return SwiftSpecState(target, draft, _with_states(state.verified, states))
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Requests:
         size = self._target.cfg.vocab_size
@@ -245,26 +226,27 @@ class SwiftSpecRunner(Runner):
             params.target, state.target, sent, request.target, None if growth is None else growth.come_by
         )
         if growth is not None:
-            draft = growth.until(verified[0] if self._layers else verified)
+            draft = growth.until(verified[0] if self._is_fed else verified)
         return SwiftSpecState(target, draft, verified), dataclasses.replace(round_, draft=counts), 1
 
     def num_cached(self, state: SwiftSpecState, common: int, count: int) -> int:
-        if not self._layers:
-            return super().num_cached(state, common, count)
-        common = min(common, read_scalar(state.draft.text.cache.length) + 1)
-        return kept_with_states(common, count, (self.slots, self.drafter.slots))
+        if self._is_fed:
+            # The hidden state of the last of them is needed and was not kept, so it runs again.
+            common = max(0, min(common - 1, self.drafter.num_rows_kept(state.draft)))
+        return super().num_cached(state, common, count)
 
-    def _send(self, chunks: Sequence[StatesChunk]) -> list[StatesChunk]:
+    def _send(self, states: PromptStates | None) -> PromptStates | None:
         """The hidden states of a prompt, on the draft's devices."""
-        return [chunk._replace(states=transfer(chunk.states, self._draft.plan)) for chunk in chunks]
+        plan = self._draft.plan
+        return None if states is None else states._replace(chunks=[transfer(one, plan) for one in states.chunks])
 
     def _first_verified(self, root: int) -> Any:
         """What a sequence begins with: its root, verified by definition; packed, on the target's devices."""
         shapes = self.executor.verified
-        verified = np.zeros((shapes[0] if self._layers else shapes).shape, np.int32)
+        verified = np.zeros((shapes[0] if self._is_fed else shapes).shape, np.int32)
         verified[:2] = 1, root
         packed = place(verified, replicated(self._target.plan))
-        if not self._layers:
+        if not self._is_fed:
             return packed
         return packed, place(np.zeros(shapes[1].shape, np.float32), replicated(self._target.plan))
 
@@ -298,9 +280,9 @@ class AdaptiveGrowth:
         self._left -= 1
 
 
-def _with_states(verified: Any, states: Any) -> Any:
+def _with_states(verified: Any, states: PromptStates | None) -> Any:
     """The same message with the hidden states before the root; as it is where the root is the first token."""
-    return verified if states is None else (verified[0], states)
+    return verified if states is None or states.last is None else (verified[0], states.last)
 
 
 def _is_ready(array: Any) -> bool:
