@@ -27,8 +27,9 @@ from jaxspec.methods.core.cost_model import (
 from jaxspec.methods.core.cost_profile import CostProfile, MeasuringRunner, RoundTimes
 from jaxspec.methods.core.device_profile import DeviceChoice, weigh_devices
 from jaxspec.methods.core.draft_chain import SYNC_ROWS
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
-from jaxspec.methods.core.runner import Drafter, Runner, SpeculativeRunner
+from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range
 from jaxspec.methods.core.timing import RoundTimer
