@@ -20,6 +20,7 @@ from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
 from jaxspec.models.config import ModelConfig, keep_layers
 from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import (
+    K_QUANTS,
     LeafType,
     Storage,
     collect_storage,
@@ -33,9 +34,7 @@ from pallas_kernels.linear.blocks import FORMATS
 DTYPES = ("float32", "bfloat16")
 
 # The formats that weights can be quantised to, with that of embedding and head: four bits cost those two most.
-QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0", "q4_k": "q6_k", "q5_k": "q6_k", "q6_k": "q6_k"}
-# Instead of formats with blocks of 256 values, where rows are whole blocks of 32 only.
-SMALLER_BLOCKS = {"q4_k": "q5_0", "q5_k": "q8_0", "q6_k": "q8_0"}
+QUANTISED = {"q8_0": "q8_0", "q4_0": "q8_0"}
 
 # Disk space for the tokenizer and the folder structure.
 _SPARE_BYTES = 64 << 20
@@ -73,10 +72,8 @@ def convert(
         are always float32.
       progress: called before the first array and after each.
       layers: number of layers to keep, from the first: a rough draft model without training. None keeps all.
-      quantize: "q8_0" or "q4_0", to which weights are rounded (embedding and head to q8_0), or "q4_k", "q5_k" or
-        "q6_k" (embedding and head to q6_k); needs dtype "auto". Weights that the source holds in that format are
-        copied. Rows that are not whole blocks of 256 take q5_0 for q4_k, and q8_0 for the other two. Rows that are no
-        whole blocks of 32 become float32.
+      quantize: "q8_0" or "q4_0", to which weights are rounded (embedding and head to q8_0); needs dtype "auto".
+        Weights that the source holds in that format are copied. Rows that are no whole blocks of 32 become float32.
       save_tokenizer: writes the tokenizer of `src` into a folder; None writes a checkpoint without a tokenizer.
       stopped: asked before each array and each later step; True undoes the conversion.
 
@@ -178,6 +175,11 @@ def find_leftovers(dst: str | Path) -> list[Path]:
 
 def check_quantize(quantize: str | None) -> None:
     """Refuse a format that weights cannot be quantised to; None is none."""
+    if quantize in K_QUANTS:
+        raise ConfigError(
+            f"weights are not rounded to {quantize!r}, a K-quant: use q8_0 or q4_0, or convert a GGUF file that holds "
+            "K-quants, whose blocks are kept"
+        )
     if quantize is not None and quantize not in QUANTISED:
         raise ConfigError(f"weights cannot be quantised to {quantize!r}; {suggest(quantize, QUANTISED)}")
 
@@ -204,9 +206,7 @@ def choose_storage(source: Weights, cfg: ModelConfig, dtype: str, quantize: str 
 
     def choose_type(leaf: str) -> LeafType:
         wanted = QUANTISED[quantize] if leaf in ("embed", "head") else quantize
-        inputs = leaf_inputs(cfg, leaf)
-        fitting = (name for name in (wanted, SMALLER_BLOCKS.get(wanted, wanted)) if inputs % FORMATS[name].values == 0)
-        return next(fitting, "float32")
+        return wanted if leaf_inputs(cfg, leaf) % FORMATS[wanted].values == 0 else "float32"
 
     return collect_storage({leaf: choose_type(leaf) for leaf in weight_leaves(cfg)})
 

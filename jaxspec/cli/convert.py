@@ -30,7 +30,7 @@ def convert(
         str, typer.Option(help="auto, float32 or bfloat16; auto keeps every weight as SRC holds it, in blocks too.")
     ] = "auto",
     quantize: Annotated[
-        str | None, typer.Option(help="q8_0, q6_k, q5_k, q4_k or q4_0: round the weights to blocks; not with --dtype.")
+        str | None, typer.Option(help="q8_0 or q4_0: round the weights to blocks; not with --dtype.")
     ] = None,
     layers: Annotated[
         int | None, typer.Option(help="Keep only the first N layers: a rough draft model, untrained.")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.features import FeatureConfig
 from jaxspec.models.heads import KV_ROWS, QKV_ROWS, QUERY_ROWS
-from jaxspec.models.quantization import PARTS, LeafType, Storage, as_storage, crosses_heads, weight_leaves
+from jaxspec.models.quantization import K_QUANTS, PARTS, LeafType, Storage, as_storage, crosses_heads, weight_leaves
 from pallas_kernels.linear.blocks import FORMATS, Blocks
 
 Params = dict[str, Any]
@@ -189,15 +189,17 @@ def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage)
 def declare_shared(cfg: ModelConfig, storage: Storage, target: Params) -> Params:
     """Declare what a draft takes from its target: `embed` with `shares_embedding`, and `head` where it needs one.
 
-    A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type. `cfg`
-    and `storage` are the draft's, `target` is the target's declaration.
+    A restricted head (`head_ids`) is a copy of the target's rows, `[len(head_ids), D]`, in the draft's own type, or in
+    q8_0 where that is a K-quant, to which nothing is rounded. `cfg` and `storage` are the draft's, `target` is the
+    target's declaration.
     """
     if cfg.features is not None and (cfg.has_own_head or not cfg.head_ids):
         shared = {"embed": target["embed"]} if cfg.shares_embedding else {}
         return shared | ({} if cfg.has_own_head else {"head": target.get("head", target["embed"])})
     if cfg.head_ids:
         shape, axes = (len(cfg.head_ids), cfg.embed_dim), ("head_rows", "embed")
-        return {"embed": target["embed"], "head": _declare_weight("head", storage.default, shape, axes)}
+        kind = "q8_0" if storage.default in K_QUANTS else storage.default
+        return {"embed": target["embed"], "head": _declare_weight("head", kind, shape, axes)}
     return {leaf: target[leaf] for leaf in ("embed", "head") if leaf in target}
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.heads import head_layout
-from jaxspec.models.k_quants import K_QUANTS, quantise_k
 from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS
 from pallas_kernels.linear.groups import decode_groups, quantise_groups
 
@@ -217,19 +216,18 @@ def decode_blocks(raw: np.ndarray, block_type: str) -> np.ndarray:
     return _convert_chunks(blocks, values, (values, np.float32), lambda chunk: dequantize(chunk, kind)).reshape(-1)
 
 
+# GGUF's formats of 256 values, which are read and kept, and to which no number is rounded.
+K_QUANTS = ("q4_k", "q5_k", "q6_k")
+
+
 def encode_blocks(numbers: np.ndarray, block_format: str) -> np.ndarray:
-    """Quantise float32 `[..., I]`, whole blocks, to a format of `FORMATS`: uint8 `[number of blocks, nbytes]`."""
+    """Quantise float32 `[..., I]`, whole blocks, to a format that is no K-quant: uint8 `[blocks, nbytes]`."""
     shape = FORMATS[block_format]
     rows = numbers.reshape(-1, shape.values)
     if block_format in GROUP_FORMATS:
         return _convert_chunks(
             rows, shape.values, (shape.nbytes, np.uint8),
             lambda chunk: quantise_groups(chunk.reshape(-1, shape.values), block_format),
-        )  # fmt: skip
-    if block_format in K_QUANTS:
-        return _convert_chunks(
-            rows, shape.values, (shape.nbytes, np.uint8),
-            lambda chunk: quantise_k(chunk.reshape(-1, shape.values), block_format),
         )  # fmt: skip
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import quantize

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import random_weight
 
 from jaxspec.models.quantization import encode_blocks
 from pallas_kernels import registry
@@ -300,7 +301,9 @@ def test_two_steps_give_the_same_bits(kernels, rows):
 def test_two_steps_of_packed_blocks(name):
     o = operands(5, columns=256)
     for leaf in ("gate_up", "down"):
-        blocks = encode_blocks(o[leaf], name).reshape(*o[leaf].shape[:2], -1, FORMATS[name].nbytes)
+        outer, inputs = o[leaf].shape[:2], o[leaf].shape[2]
+        weight = random_weight(np.random.default_rng(3), name, outer[0] * outer[1], inputs)
+        blocks = np.asarray(weight.data).reshape(*outer, -1, FORMATS[name].nbytes)
         o[leaf] = Blocks(jnp.asarray(pack_blocks(blocks, name, E * blocks.shape[1])), packed_name(name, "int8"))
     places = np.arange(E, dtype=np.int32)[::-1] + 3
     np.testing.assert_array_equal(in_two_steps(NATIVE, o, places)[0], run(NATIVE, o))

@@ -35,7 +35,7 @@ def save_draft(
       dst: a folder that does not exist yet, in one that does.
       params: its own parameters (`declare_params`), float32.
       cfg: its geometry, with `shares_embedding`.
-      vocabulary: digest of the target's vocabulary, see `jaxspec.checkpoint.shipped.vocabulary_digest`.
+      vocabulary: digest of the target's vocabulary, see `jaxspec.files.vocabulary_digest`.
       eos_ids: token ids that end a text; the target's decide.
       quantize: see `convert`.
 
