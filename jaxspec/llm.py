@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.checkpoint.load import Weights
 from jaxspec.checkpoint.pair import DamagedDraftError, load_pair, open_draft, place_pair
 from jaxspec.checkpoint.ready_weights import ReadyWeights
-from jaxspec.checkpoint.shipped import vocabulary_digest, warn_of_damage
+from jaxspec.checkpoint.shipped import warn_of_damage
 from jaxspec.config import (
     ActivationsSetting,
     DType,
@@ -31,6 +31,7 @@ from jaxspec.config import (
 )
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
+from jaxspec.files import checkpoint_digest, vocabulary_digest
 from jaxspec.methods.base import Method, Store
 from jaxspec.methods.core.device_profile import profile_path
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
@@ -53,7 +54,7 @@ from jaxspec.runtime.program import release_free_memory
 from jaxspec.stream_events import EventMaker, RoundClock
 from jaxspec.text.stream import TextStream
 from jaxspec.text.tokenizer import load_tokenizer
-from jaxspec.worker import checkpoint_digest, describe_programs, method_settings, run_worker
+from jaxspec.worker import describe_programs, method_settings, run_worker
 from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]

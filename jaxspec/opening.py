@@ -8,10 +8,11 @@ from typing import Any
 
 from jaxspec.checkpoint.load import Weights
 from jaxspec.checkpoint.pair import NO_DRAFT, open_draft, open_model, place_pair
-from jaxspec.checkpoint.shipped import find_shipped_draft, vocabulary_digest
+from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.config import EngineConfig, check_path
 from jaxspec.engine import FIRST_CAPACITY
 from jaxspec.errors import ConfigError
+from jaxspec.files import vocabulary_digest
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.cost_model import shipped_rates
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, Models

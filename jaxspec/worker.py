@@ -1,8 +1,6 @@
 """The worker loop of several processes: each but process 0 runs its commands (docs/several-hosts.md)."""
 
 import dataclasses
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,14 +8,10 @@ import numpy as np
 
 from jaxspec.engine import Session, read_sampling
 from jaxspec.methods.registry import make_method
-from jaxspec.models.config import ModelConfig
 from jaxspec.runtime import hosts
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.version import __version__
 from pallas_kernels.native import library
-
-# Bytes of each file of a checkpoint that its digest reads: the start, where headers are, and some places after it.
-_HEAD, _SAMPLE, _SAMPLES = 1 << 20, 1 << 12, 64
 
 
 def run_worker(llm: Any) -> None:
@@ -67,22 +61,3 @@ def describe_programs(plan: MeshPlan) -> dict[str, str]:
     if kernels.native:
         found["instruction set of the native kernels"] = library.load().level or "unknown"
     return found
-
-
-def checkpoint_digest(path: Path, cfg: ModelConfig) -> str:
-    """Digest of a checkpoint's geometry, its files' sizes and samples of their bytes; not of its place."""
-    digest = hashlib.sha256(repr(cfg).encode())
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for file in files:
-        if not file.is_file():
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path) if path.is_dir() else ''} {size} ".encode())
-        with open(file, "rb") as opened:
-            digest.update(opened.read(_HEAD))
-            for index in range(_SAMPLES):
-                place = _HEAD + (size - _HEAD) * index // _SAMPLES
-                if size > _HEAD:
-                    opened.seek(place)
-                    digest.update(opened.read(_SAMPLE))
-    return digest.hexdigest()[:16]

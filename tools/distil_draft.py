@@ -46,9 +46,9 @@ from distil.states import STATES, target_digest
 from distil.train import TrainSettings, batches, latest_step, restore_params
 
 from jaxspec import LLM
-from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.config import DType
 from jaxspec.errors import JaxspecError
+from jaxspec.files import vocabulary_digest
 from jaxspec.models.features import default_layers
 from jaxspec.models.params import Params
 

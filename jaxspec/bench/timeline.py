@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ import jax
 
 from jaxspec.bench import events
 from jaxspec.bench.events import DISPATCH, HOST, READ, TRANSFERS, WAIT, Event, TraceSummary
+from jaxspec.files import write_whole
 from jaxspec.methods.core.round import Models, StepOutput
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.trace import Launch, Read, recording
@@ -284,7 +284,7 @@ class Timeline:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write `to_json`, or raise `OSError`. An interrupted write leaves the old file or none."""
-        _write_whole(Path(path), json.dumps(self.to_json(), allow_nan=False) + "\n")
+        write_whole(Path(path), json.dumps(self.to_json(), allow_nan=False) + "\n")
 
     def _details(self, event: Event) -> dict[str, Any]:
         details: dict[str, Any] = {"round": event.round, "generation": event.generation}
@@ -308,22 +308,3 @@ def _label(row: str, plan: MeshPlan) -> str:
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a pipe or a device stays what it is
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            # The mode of any new file; mkstemp makes it readable by its owner alone.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

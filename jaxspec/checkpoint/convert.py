@@ -17,6 +17,7 @@ from jaxspec.checkpoint.native.arrays import PendingLeaf
 from jaxspec.checkpoint.native.checkpoint import write_arrays
 from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
+from jaxspec.files import sync
 from jaxspec.models.config import ModelConfig, keep_layers
 from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import (
@@ -145,10 +146,10 @@ def write_checkpoint(
         # No crash may keep the folder's name and lose its content.
         for path in (*partial.rglob("*"), partial):
             go_on()
-            _sync(path)
+            sync(path)
         # If the destination has appeared meanwhile, this fails unless it is empty.
         partial.rename(dst)
-        _sync(dst.absolute().parent)
+        sync(dst.absolute().parent)
     except JaxspecError:
         raise
     except (OSError, ValueError) as error:  # tensorstore reports a full disk as a ValueError
@@ -237,11 +238,3 @@ def _plan_leaves(
         return PendingLeaf(info, functools.partial(make, leaf_name(path), info))
 
     return jax.tree.map_with_path(plan_leaf, declare_params(cfg, storage), is_leaf=is_info)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,7 +21,7 @@ from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted, release_pag
 from jaxspec.checkpoint.quantised.dispatch import find_scheme
 from jaxspec.checkpoint.quantised.layout import QuantisedWeight
 from jaxspec.errors import CheckpointError, one_line
-from jaxspec.json_file import read_json
+from jaxspec.files import read_json
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES, REFUSED
 from jaxspec.models.families.rope_settings import is_neutral

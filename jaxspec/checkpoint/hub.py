@@ -6,7 +6,6 @@ Its cache, token, mirror, offline switch and progress bars are used as its docum
 
 import dataclasses
 import glob
-import hashlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from jaxspec.checkpoint.native.manifest import MANIFEST
 from jaxspec.errors import CheckpointError
+from jaxspec.files import digest_file
 
 LOG = logging.getLogger(__name__)
 
@@ -214,9 +214,7 @@ def _indexed(name: HubName, folder: Path) -> set[str]:
 
 def _verify(name: HubName, file: Path, sha256: str) -> None:
     """Compare a file that was just fetched with the hub's checksum; a wrong one is taken out of the cache."""
-    with file.open("rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != sha256:
+    if (found := digest_file(file)) != sha256:
         blob = file.resolve()
         file.unlink()
         blob.unlink(missing_ok=True)

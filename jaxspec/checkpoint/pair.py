@@ -14,9 +14,10 @@ from jaxspec.checkpoint.hub import fetch, parse_name
 from jaxspec.checkpoint.load import Weights, open_weights
 from jaxspec.checkpoint.packing import pack_pair
 from jaxspec.checkpoint.shared_weights import PREFIX
-from jaxspec.checkpoint.shipped import find_shipped_draft, vocabulary_digest
+from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.config import ActivationsSetting, DType, KVDType, check_path
 from jaxspec.errors import CheckpointError, ConfigError, shown
+from jaxspec.files import vocabulary_digest
 from jaxspec.models.params import Params
 from jaxspec.models.quantization import KEPT_ON_CPU, Storage, keep_blocks, parts_of
 from jaxspec.runtime.mesh import MeshPlan

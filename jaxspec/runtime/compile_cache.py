@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import tempfile
-import threading
 from pathlib import Path
 
 import jax
@@ -19,6 +18,7 @@ from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.errors import ConfigError
+from jaxspec.files import write_whole
 from jaxspec.runtime import hosts, program_store
 
 ENVIRONMENT = "JAXSPEC_COMPILE_CACHE"
@@ -96,7 +96,7 @@ class _CheckedCache(LRUCache):
             # JAX alone wrote the entry.
             if _can_be_decompressed(value):
                 with contextlib.suppress(OSError):  # without a checksum the next start decompresses it again
-                    self._write(checksum, hashlib.sha256(value).hexdigest().encode())
+                    write_whole(checksum, hashlib.sha256(value).hexdigest().encode())
                 program_store.note_entry(value)
                 return value
         except (OSError, ValueError):
@@ -110,24 +110,14 @@ class _CheckedCache(LRUCache):
         """Write an entry, also in place of one that is there."""
         entry, checksum = self._paths(key)
         try:
-            self._write(entry, value)
-            self._write(checksum, hashlib.sha256(value).hexdigest().encode())
+            write_whole(entry, value)
+            write_whole(checksum, hashlib.sha256(value).hexdigest().encode())
         except OSError as error:
             _say_full(self._path, error.strerror)
 
     def _paths(self, key: str) -> tuple[Path, Path]:
         folder = Path(str(self._path))
         return folder / f"{key}-cache", folder / f"{key}-sha256"
-
-    @staticmethod
-    def _write(path: Path, content: bytes) -> None:
-        """Write a file that other processes see whole or not at all."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _can_be_decompressed(value: bytes) -> bool:

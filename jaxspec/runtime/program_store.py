@@ -11,13 +11,14 @@ import hashlib
 import io
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxspec.files import write_whole
 
 LOG = logging.getLogger(__name__)
 
@@ -132,10 +133,7 @@ def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any, origin: Origin
         return
     try:
         _folder.mkdir(exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=_folder, prefix=".part-")
-        with os.fdopen(handle, "wb") as file:
-            file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
-        os.replace(name, _folder / digest)
+        write_whole(_folder / digest, MAGIC + hashlib.sha256(payload).digest() + payload)
         trim(_folder, MOST_BYTES)
     except OSError as error:
         LOG.info("a program is not stored: %s", error)

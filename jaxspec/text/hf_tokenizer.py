@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.json_file import read_json
+from jaxspec.files import read_json
 from jaxspec.text.tokenizer_risks import (
     check_added_tokens,
     check_charsmaps,

@@ -367,7 +367,7 @@ def test_a_file_is_there_whole_or_not_at_all(quick, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("jaxspec.bench.timeline.os.replace", interrupted)
+        patch.setattr("jaxspec.files.os.replace", interrupted)
         timeline.write(path)
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "before"
     timeline.write(path)

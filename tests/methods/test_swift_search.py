@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
+from jaxspec.files import checkpoint_digest
 from jaxspec.methods.swift import search as swift_search
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings, fit_upper_bound, propose_bayesian
-from jaxspec.methods.swift.store import FORMAT, LayerStore, model_digest
+from jaxspec.methods.swift.store import FORMAT, LayerStore
 from jaxspec.models.layer_set import all_layers, count_skipped, from_skipped, num_units, uniform_layers
 
 LAYERS = 16
@@ -356,7 +357,11 @@ def test_a_file_that_can_only_be_read(tmp_path, monkeypatch, caplog):
     file.save("default", search_on(draw(0), steps=9))
     assert file.path.stat().st_mode & 0o777 == 0o664
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    monkeypatch.setattr("tempfile.mkstemp", lambda **settings: (_ for _ in ()).throw(PermissionError("read-only")))
+
+    def refuse(path, content):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("jaxspec.methods.swift.store.write_whole", refuse)
     file.check()
     file.save("default", search_on(draw(0), steps=50))
     assert "read-only" in caplog.text
@@ -398,7 +403,7 @@ def test_the_digest_is_that_of_the_contents(tmp_path):
         (place / name).write_bytes(len(raw).to_bytes(8, "little") + raw + data)
         if "." in name:
             (place / "notes.txt").write_text(folder)
-        return model_digest(place, cfg)
+        return checkpoint_digest(place, cfg)
 
     for name in ("model.safetensors", "model.gguf", "shard"):
         same = write("a", name)
@@ -408,4 +413,4 @@ def test_the_digest_is_that_of_the_contents(tmp_path):
         assert len({same, renamed, *changed}) == 5
     file = tmp_path / "shard" / "a" / "shard"
     other: Any = "another geometry"
-    assert model_digest(file, cfg) != model_digest(file, other)
+    assert checkpoint_digest(file, cfg) != checkpoint_digest(file, other)

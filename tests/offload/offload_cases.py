@@ -14,9 +14,9 @@ from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.eagle import write_eagle3
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.pair import load_pair, place_pair
-from jaxspec.checkpoint.shipped import vocabulary_digest
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
+from jaxspec.files import vocabulary_digest
 from jaxspec.methods.auto import Auto
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.models.features import NORMED, FeatureConfig

@@ -122,7 +122,7 @@ def test_a_full_disk_costs_no_entry(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     cache = compile_cache._CheckedCache(str(tmp_path), max_size=-1)
-    monkeypatch.setattr(cache, "_write", refuse)
+    monkeypatch.setattr(compile_cache, "write_whole", refuse)
     for entry in entries:
         assert cache.get(entry.name.removesuffix("-cache")) == entry.read_bytes()
         assert not checksum_of(entry).exists()

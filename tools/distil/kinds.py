@@ -18,7 +18,7 @@ from distil.states import STATES, KeptStates, StateFolder, StateSource, TargetSt
 from distil.student import init_student, student_config
 from distil.train import Quality, Trainer, measure_quality
 from jaxspec import LLM
-from jaxspec.checkpoint.shipped import vocabulary_digest
+from jaxspec.files import vocabulary_digest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
 

@@ -18,7 +18,7 @@ import numpy as np
 from distil.batches import Rows
 from distil.shards import read_meta, write_meta
 from jaxspec import LLM
-from jaxspec.checkpoint.shipped import vocabulary_digest
+from jaxspec.files import vocabulary_digest
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.program import Program

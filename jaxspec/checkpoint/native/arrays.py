@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from jaxspec.checkpoint.native.manifest import MANIFEST, count_bytes
 from jaxspec.errors import CheckpointError
-from jaxspec.json_file import read_json
+from jaxspec.files import read_json
 from jaxspec.models.params import ArrayInfo
 from jaxspec.models.quantization import decode_blocks, undo_order
 from jaxspec.runtime.sharding import (

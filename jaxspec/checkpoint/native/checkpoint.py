@@ -28,7 +28,7 @@ from jaxspec.checkpoint.native.arrays import Chunk, Reading, array_chunks, check
 from jaxspec.checkpoint.native.files import check_sizes
 from jaxspec.checkpoint.native.manifest import MANIFEST, NativeCheckpoint
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.json_file import read_json
+from jaxspec.files import read_json
 from jaxspec.models import quantization
 from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import PARTS, LeafType, Storage, parts_of

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxspec.checkpoint.native.files import Files, check_text_files, describe_files, read_files, verify_files
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.json_file import read_json
+from jaxspec.files import read_json
 from jaxspec.models import quantization
 from jaxspec.models.config import ModelConfig, config_from_data, config_to_data
 from jaxspec.models.params import ArrayInfo, declare_leaves

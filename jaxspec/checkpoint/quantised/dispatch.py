@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxspec.checkpoint.quantised import awq, compressed_tensors, fp8, gptq, mxfp4
 from jaxspec.checkpoint.quantised.layout import QuantisedWeight, Tensors
 from jaxspec.errors import CheckpointError
-from jaxspec.json_file import read_json
+from jaxspec.files import read_json
 from jaxspec.models.families.base import ConfigValues
 
 READERS: dict[str, ModuleType] = {

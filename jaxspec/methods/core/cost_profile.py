@@ -5,16 +5,12 @@ a few seconds at most. A profile is one JSON file. Its name is a digest of all t
 the versions and files of the code, and how both models lie in memory. A file that is damaged is measured again.
 """
 
-import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +21,7 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import CheckpointError
-from jaxspec.json_file import read_json
+from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.core.cost_model import CostModel, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
@@ -93,7 +89,7 @@ class CostProfile:
         except UnknownError as error:
             LOG.info("costs are not measured: %s", error)
             return None
-        return CostProfile(cache / FOLDER / f"costs-{hashlib.sha256(repr(words).encode()).hexdigest()[:32]}.json")
+        return CostProfile(cache / FOLDER / f"costs-{digest_text(repr(words))[:32]}.json")
 
     def load(self) -> RoundTimes | None:
         """What was measured; None where nothing was, or the file is of no use."""
@@ -121,15 +117,7 @@ class CostProfile:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".costs-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    json.dump({"format": FORMAT, **dataclasses.asdict(times)}, file)
-                os.replace(name, self._path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
+            write_whole(self._path, json.dumps({"format": FORMAT, **dataclasses.asdict(times)}))
         except OSError as error:
             LOG.info("measured costs are not kept: %s", error)
 

@@ -5,7 +5,6 @@ dtypes, activations and kernels, on the devices that were there.
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxspec.errors import CheckpointError
-from jaxspec.json_file import read_json
+from jaxspec.files import digest_text, read_json, write_whole
 
 FORMAT = "jaxspec device profile 1"
 # Settings of several devices have to gain so much over those of fewer: less is noise.
@@ -62,16 +61,14 @@ def profile_path(
     devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
     settings = [dtype, kernels, activations, kv_dtype]
     key = json.dumps([str(model.resolve()), str(draft.resolve()), *settings, devices])
-    return folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return folder / "profiles" / f"{digest_text(key)[:32]}.json"
 
 
 def save_profile(path: Path, rows: Sequence[Measured], command: str) -> None:
     """Write a profile over the one that may be there; an interrupted write leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
     report = {"format": FORMAT, "command": command, "rows": [dataclasses.asdict(row) for row in rows]}
-    new.write_text(json.dumps(report, default=str) + "\n", encoding="utf-8")
-    new.replace(path)
+    write_whole(path, json.dumps(report, default=str) + "\n")
 
 
 def load_profile(path: Path) -> list[Measured]:

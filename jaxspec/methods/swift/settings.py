@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from jaxspec.errors import ConfigError
+from jaxspec.files import checkpoint_digest
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
@@ -13,7 +14,7 @@ from jaxspec.methods.core.settings import check_flag, check_range, log_threshold
 from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchRule, SearchSettings
 from jaxspec.methods.swift.self_draft import LEVELS, SpineSettings
-from jaxspec.methods.swift.store import LayerStore, model_digest
+from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet, parse_layers
 from jaxspec.runtime.placement import Placement
@@ -197,7 +198,7 @@ def layer_store(store: Store, cfg: ModelConfig, named: str | Path = "") -> Layer
     if store.model_path is None or not (named or store.cache_folder):
         return None
     path = Path(named).expanduser() if named else (store.cache_folder or Path()) / LAYER_STORE
-    return LayerStore(path, model_digest(store.model_path, cfg), store.model_path.name, strict=bool(named))
+    return LayerStore(path, checkpoint_digest(store.model_path, cfg), store.model_path.name, strict=bool(named))
 
 
 def branches(target: Placement) -> bool:

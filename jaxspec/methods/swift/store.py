@@ -1,25 +1,18 @@
 """Results of layer searches in one small JSON file: by model, task and skip ratio."""
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ConfigError
+from jaxspec.files import write_whole
 from jaxspec.methods.swift.search import LayerSearch
-from jaxspec.models.config import ModelConfig
 
 FORMAT = "jaxspec layer sets 4"
 KEY = ("digest", "task", "ratio")
-# Of a checkpoint's file the digest covers the list of tensors, which comes first. It takes up to so many bytes in a
-# GGUF file, after the vocabulary. Besides, it covers short samples of the rest, one for each MiB.
-INDEX_BYTES, SAMPLE_BYTES, MOST_SAMPLES = 1 << 24, 256, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +78,8 @@ class LayerStore:
                     return
             others = [entry for entry in entries if entry not in known]
             entry = dict(zip(KEY, key, strict=True)) | {"model": self.model, "search": found}
-            _replace(self.path.resolve(), json.dumps({"format": FORMAT, "sets": [*others, entry]}))
+            self.path.resolve().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_whole(self.path, json.dumps({"format": FORMAT, "sets": [*others, entry]}))
         except (OSError, ConfigError) as error:
             logging.getLogger(__name__).warning("layer sets %s cannot be written: %s", self.path, error)
 
@@ -104,48 +98,3 @@ def _load(search: LayerSearch, entry: dict[str, Any]) -> Exception | None:
         search.load(entry["search"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return error
-
-
-def model_digest(path: Path, cfg: ModelConfig) -> str:
-    """Identifies the content of a checkpoint, wherever it lies: its geometry, its list of tensors, samples of them."""
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    weights = [file for file in files if file.suffix in (".safetensors", ".gguf")] or files
-    digest = hashlib.sha256(repr(cfg).encode())
-    for part in sorted(map(_digest_file, weights)):
-        digest.update(part)
-    return digest.hexdigest()[:32]
-
-
-def _digest_file(file: Path) -> bytes:
-    size, places = file.stat().st_size, set[int]()
-    digest = hashlib.sha256(size.to_bytes(8))
-    with file.open("rb") as content:
-        if file.suffix == ".safetensors":
-            start = 8 + int.from_bytes(content.read(8), "little")
-            index = content.read(start - 8)
-            # The beginning of every tensor: a fine-tune may have changed small ones only.
-            places = {start + each["data_offsets"][0] for name, each in json.loads(index).items() if name[:2] != "__"}
-        else:
-            index = content.read(INDEX_BYTES)
-        digest.update(index)
-        count = min(MOST_SAMPLES, 1 + (size >> 20))
-        for place in sorted(places | {size * part // count for part in range(count)} | {max(0, size - SAMPLE_BYTES)}):
-            content.seek(place)
-            digest.update(content.read(SAMPLE_BYTES))
-    return digest.digest()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all: another process may be reading it."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        if path.exists():
-            shutil.copymode(path, name)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

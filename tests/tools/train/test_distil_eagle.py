@@ -40,7 +40,7 @@ from typer.testing import CliRunner
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint.load import open_weights
-from jaxspec.checkpoint.shipped import vocabulary_digest
+from jaxspec.files import vocabulary_digest
 from jaxspec.models.feature_draft import forward_draft, fuse, prefill_draft
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.mesh import plan_mesh
