@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxspec.config import SamplingParams
     from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
     from jaxspec.llm import LLM, generate
-    from jaxspec.methods.auto import Auto
+    from jaxspec.methods.auto.settings import Auto
     from jaxspec.methods.autoregressive import Autoregressive
     from jaxspec.methods.chain import Chain
     from jaxspec.methods.lookup import PromptLookup
@@ -46,7 +46,7 @@ _HOMES = {
     "config": ["SamplingParams"],
     "errors": ["CheckpointError", "ConfigError", "JaxspecError"],
     "llm": ["LLM", "generate"],
-    "methods.auto": ["Auto"],
+    "methods.auto.settings": ["Auto"],
     "methods.autoregressive": ["Autoregressive"],
     "methods.chain": ["Chain"],
     "methods.lookup": ["PromptLookup"],

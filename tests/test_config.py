@@ -8,7 +8,7 @@ import pytest
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError, shown
 from jaxspec.llm import LLM
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.methods.swift.settings import Swift

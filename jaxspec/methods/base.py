@@ -6,11 +6,10 @@ A method is a frozen dataclass that derives from `Method`. `bind` joins it to mo
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from jaxspec.methods.core.device_profile import DeviceChoice
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_draft, check_same_devices, check_settings
@@ -32,6 +31,38 @@ class Store:
 
 
 NO_STORE = Store()
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One method on one placement.
+
+    Attributes:
+      method: its name.
+      settings: those that are not defaults.
+      target_devices: that share the target.
+      draft_devices: of the draft's own; None where it shares the target's, or there is none.
+      tokens_per_s: mean over the prompts, relative to the same plain decoding for all placements.
+    """
+
+    method: str
+    settings: Mapping[str, Any]
+    target_devices: int
+    draft_devices: int | None
+    tokens_per_s: float
+
+    def __str__(self) -> str:
+        """Such as "swiftspec on 6/2 devices, 31.2 tokens/s"."""
+        own = "" if self.draft_devices is None else f"/{self.draft_devices}"
+        return f"{self.method} on {self.target_devices}{own} devices, {self.tokens_per_s:.1f} tokens/s"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceChoice:
+    """What to run where; `report` says why, for the statistics of a generation."""
+
+    best: Measured | None
+    report: Mapping[str, Any]
 
 
 class Method(abc.ABC):
@@ -84,7 +115,7 @@ class Method(abc.ABC):
     def choose_devices(self, profile: Path | None, devices: int) -> DeviceChoice | None:
         """Another method or placement where that was measured to be faster; None where the method weighs none.
 
-        `profile` is the file of the pair's measured speeds (`core/device_profile.py`), on the `devices` at hand.
+        `profile` is the file of the pair's measured speeds (`auto/devices.py`), on the `devices` at hand.
         """
         return None
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Name to module and class; imported when first used, so that `--help` and usage errors need no JAX.
 METHODS: dict[str, tuple[str, str]] = {
-    "auto": ("jaxspec.methods.auto", "Auto"),
+    "auto": ("jaxspec.methods.auto.settings", "Auto"),
     "ar": ("jaxspec.methods.autoregressive", "Autoregressive"),
     "chain": ("jaxspec.methods.chain", "Chain"),
     "lookup": ("jaxspec.methods.lookup", "PromptLookup"),

@@ -14,7 +14,7 @@ from jaxspec.bench.microbench import PassTimer, median_times, time_pass, time_ta
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.bench.run import encode_prompt
 from jaxspec.config import SamplingParams
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.cost_model import ROUND_COST, fill_rows

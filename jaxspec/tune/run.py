@@ -15,8 +15,7 @@ from jaxspec.bench.run import BASELINE, Column, measure
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.base import Method
-from jaxspec.methods.core.device_profile import Measured
+from jaxspec.methods.base import Measured, Method
 from jaxspec.methods.registry import METHODS, method_class
 from jaxspec.tune.costs import Costs, measure_acceptance, measure_costs, predict_chain
 

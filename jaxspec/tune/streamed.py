@@ -10,7 +10,7 @@ from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.bench.run import encode_prompt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Method
 from jaxspec.methods.core.cost_model import USUAL_RATES, tree_passes
 from jaxspec.methods.registry import make_method

@@ -16,7 +16,7 @@ from jaxspec.checkpoint.load import load_foreign
 from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.best_first import tree_rows

@@ -38,13 +38,15 @@ from method_cases import (
 )
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto import LONGEST_CHAIN, Auto
-from jaxspec.methods.auto_drafter import FIRST_PATIENCE, LONGEST_PATIENCE
+from jaxspec.methods.auto.draft_chain import SYNC_ROWS
+from jaxspec.methods.auto.drafter import FIRST_PATIENCE, LONGEST_PATIENCE
+from jaxspec.methods.auto.settings import LONGEST_CHAIN, Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core import cost_model
-from jaxspec.methods.core.acceptance import (
+from jaxspec.methods.core.cost_model import (
     CLASSES,
     EDGES,
+    FIXED_DRAFT_COST,
     FORGETTING,
     PRIOR_RATE,
     PRIOR_SECOND,
@@ -52,9 +54,10 @@ from jaxspec.methods.core.acceptance import (
     AcceptanceStats,
     class_of,
     init_acceptance,
+    pass_costs,
+    relative_draft_cost,
+    shipped_costs,
 )
-from jaxspec.methods.core.cost_model import FIXED_DRAFT_COST, pass_costs, relative_draft_cost, shipped_costs
-from jaxspec.methods.core.draft_chain import SYNC_ROWS
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.metrics import count_speculation
@@ -406,7 +409,7 @@ def shipped(monkeypatch):
         asked.append(draft)
         return SHIPPED if draft == "known" else {}
 
-    monkeypatch.setattr("jaxspec.methods.auto.shipped_costs", figures)
+    monkeypatch.setattr("jaxspec.methods.auto.settings.shipped_costs", figures)
     return asked
 
 

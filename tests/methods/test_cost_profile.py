@@ -8,11 +8,11 @@ import pytest
 from method_cases import LLAMA_AUTO_LONG, PROMPT, Case, models_of, params_of, plain, run, tokens_of
 
 from jaxspec.engine import Engine
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto import costs as cost_profile
+from jaxspec.methods.auto.costs import CostProfile, RoundTimes, can_measure, measured_rows
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
-from jaxspec.methods.core import cost_profile
 from jaxspec.methods.core.cost_model import fill_rows
-from jaxspec.methods.core.cost_profile import CostProfile, RoundTimes, can_measure, measured_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
 from jaxspec.runtime import hosts, program_store
 

@@ -8,8 +8,9 @@ from native_models import LLAMA, write_native, write_tokenizer
 
 from jaxspec.config import SamplingParams
 from jaxspec.llm import LLM
-from jaxspec.methods.auto import Auto
-from jaxspec.methods.core.device_profile import Measured, load_profile, profile_path, save_profile, weigh_devices
+from jaxspec.methods.auto.devices import load_profile, profile_path, save_profile, weigh_devices
+from jaxspec.methods.auto.settings import Auto
+from jaxspec.methods.base import Measured
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.opening import explain_offload
 

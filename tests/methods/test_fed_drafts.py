@@ -37,7 +37,7 @@ from tiny_models import FAMILIES, on_one_device
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.engine import Engine
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.specexec import SpecExec

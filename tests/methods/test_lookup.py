@@ -10,19 +10,18 @@ import pytest
 from method_cases import Case, count_on, counting, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
 
-from jaxspec.methods.core.cost_model import CostModel, pass_costs
-from jaxspec.methods.core.round import ModelParams, first_verified, verified_shapes
-from jaxspec.methods.lookup import (
+from jaxspec.methods.core.copies import (
     PRIOR_ACCEPTANCE,
     LookupSettings,
     NGramDrafter,
-    PromptLookup,
     TokenBuffer,
     acceptance,
-    keep_worthwhile,
     learn,
     merge_matches,
 )
+from jaxspec.methods.core.cost_model import CostModel, keep_worthwhile, pass_costs
+from jaxspec.methods.core.round import ModelParams, first_verified, verified_shapes
+from jaxspec.methods.lookup import PromptLookup
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.select import Candidates, pack_best
 

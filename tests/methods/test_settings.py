@@ -9,7 +9,7 @@ from tiny_models import FAMILIES
 from jaxspec.cli.options import method_from, method_options
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import Models

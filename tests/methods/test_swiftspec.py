@@ -59,7 +59,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import ModelParams, Models

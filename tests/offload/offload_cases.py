@@ -17,7 +17,7 @@ from jaxspec.checkpoint.pair import load_pair, place_pair
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.files import vocabulary_digest
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.models.features import NORMED, FeatureConfig
 from jaxspec.models.params import declare_leaves, declare_params, is_info

@@ -10,7 +10,7 @@ from offload_cases import PROMPT, caches, checkpoint, decode, make_pair, stream_
 
 import jaxspec
 from jaxspec.config import SamplingParams
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.lookup import PromptLookup

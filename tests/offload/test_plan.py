@@ -11,7 +11,7 @@ from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.pair import place_pair
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Store
 from jaxspec.methods.chain import Chain

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.config import SamplingParams
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.tune import costs as module

@@ -14,7 +14,7 @@ from native_models import LLAMA, write_native, write_tokenizer
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto import Auto
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.lookup import PromptLookup

@@ -14,14 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.acceptance import CLASSES, PRIOR_WEIGHT, AcceptanceStats, chain_outcome, class_of
-from jaxspec.methods.core.cost_model import CostModel, relative_set_cost
+from jaxspec.methods.core.cost_model import (
+    CLASSES,
+    PRIOR_WEIGHT,
+    AcceptanceStats,
+    CostModel,
+    chain_outcome,
+    class_of,
+    keep_worthwhile,
+    relative_set_cost,
+)
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, sequence_shapes
 from jaxspec.methods.core.verify import Draft, draft_shapes
-from jaxspec.methods.lookup import keep_worthwhile
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params

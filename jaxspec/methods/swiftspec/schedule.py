@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.methods.core.acceptance import PRIOR_MEAN
+from jaxspec.methods.core.cost_model import PRIOR_MEAN
 from jaxspec.runtime import hosts
 
 # Samples of each timed program; their median counts.

@@ -12,25 +12,27 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.acceptance import AcceptanceStats, chain_outcome, init_acceptance
-from jaxspec.methods.core.cost_model import (
-    CostModel,
-    PlacedCosts,
-)
-from jaxspec.methods.core.draft_chain import grow_chain
-from jaxspec.methods.core.drafter import ModelDrafter, run_verified
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
-from jaxspec.methods.core.sequence import PromptStates, SequenceState
-from jaxspec.methods.core.verify import Draft
-from jaxspec.methods.lookup import (
+from jaxspec.methods.auto.draft_chain import grow_chain
+from jaxspec.methods.core.copies import (
     LookupSettings,
     TokenBuffer,
     TokenText,
     draft_candidates,
     find_candidates,
-    keep_worthwhile,
     take_in,
 )
+from jaxspec.methods.core.cost_model import (
+    AcceptanceStats,
+    CostModel,
+    PlacedCosts,
+    chain_outcome,
+    init_acceptance,
+    keep_worthwhile,
+)
+from jaxspec.methods.core.drafter import ModelDrafter, run_verified
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
+from jaxspec.methods.core.sequence import PromptStates, SequenceState
+from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement

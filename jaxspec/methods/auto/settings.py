@@ -1,7 +1,7 @@
 """The default: a draft model's chains and copies of earlier text, as far as they pay, else plain decoding.
 
 What a round may gain is estimated from what became of earlier drafts, what it costs from measured, shipped or built-in
-figures (`auto_drafter.py` does that round by round). Where the host measures that drafts do not pay after all, rounds
+figures (`drafter.py` does that round by round). Where the host measures that drafts do not pay after all, rounds
 are those of plain decoding for a while (`RoundTimer`).
 """
 
@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto_drafter import AutoDrafter
-from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.auto.costs import CostProfile, MeasuringRunner, RoundTimes
+from jaxspec.methods.auto.devices import weigh_devices
+from jaxspec.methods.auto.draft_chain import SYNC_ROWS
+from jaxspec.methods.auto.drafter import AutoDrafter
+from jaxspec.methods.base import NO_STORE, DeviceChoice, Method, Store
+from jaxspec.methods.core.copies import (
+    LookupSettings,
+    NGramDrafter,
+)
 from jaxspec.methods.core.cost_model import (
     ROUND_COST,
     USUAL_RATES,
@@ -24,9 +31,6 @@ from jaxspec.methods.core.cost_model import (
     stream_growth,
     tree_passes,
 )
-from jaxspec.methods.core.cost_profile import CostProfile, MeasuringRunner, RoundTimes
-from jaxspec.methods.core.device_profile import DeviceChoice, weigh_devices
-from jaxspec.methods.core.draft_chain import SYNC_ROWS
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
@@ -34,10 +38,6 @@ from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
-from jaxspec.methods.lookup import (
-    LookupSettings,
-    NGramDrafter,
-)
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.sampling.accept import Verified
 

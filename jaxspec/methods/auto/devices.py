@@ -8,50 +8,18 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxspec.errors import CheckpointError
 from jaxspec.files import digest_text, read_json, write_whole
+from jaxspec.methods.base import DeviceChoice, Measured
 
 FORMAT = "jaxspec device profile 1"
 # Settings of several devices have to gain so much over those of fewer: less is noise.
 LEAST_GAIN = 1.02
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """One method on one placement.
-
-    Attributes:
-      method: its name.
-      settings: those that are not defaults.
-      target_devices: that share the target.
-      draft_devices: of the draft's own; None where it shares the target's, or there is none.
-      tokens_per_s: mean over the prompts, relative to the same plain decoding for all placements.
-    """
-
-    method: str
-    settings: Mapping[str, Any]
-    target_devices: int
-    draft_devices: int | None
-    tokens_per_s: float
-
-    def __str__(self) -> str:
-        """Such as "swiftspec on 6/2 devices, 31.2 tokens/s"."""
-        own = "" if self.draft_devices is None else f"/{self.draft_devices}"
-        return f"{self.method} on {self.target_devices}{own} devices, {self.tokens_per_s:.1f} tokens/s"
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceChoice:
-    """What to run where; `report` says why, for the statistics of a generation."""
-
-    best: Measured | None
-    report: Mapping[str, Any]
 
 
 def profile_path(

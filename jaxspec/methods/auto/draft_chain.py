@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.acceptance import AcceptanceStats, class_of
-from jaxspec.methods.core.cost_model import PlacedCosts
+from jaxspec.methods.core.cost_model import AcceptanceStats, PlacedCosts, class_of
 from jaxspec.methods.core.drafter import run_draft
 from jaxspec.methods.core.proposals import PathHistory, same_two_draws
 from jaxspec.models.kv_cache import KVCache, commit_rows
