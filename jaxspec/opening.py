@@ -1,4 +1,4 @@
-"""What the arguments of `LLM` name: checkpoints, meshes and what is streamed; reads headers and vocabularies only."""
+"""Open what the arguments of `LLM` name, choose meshes, and plan streaming; reads headers and vocabularies only."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def plan_target_offload(
     weights: Weights, draft_weights: Weights | None, models: Models, method: Method, config: EngineConfig,
     store: Store = NO_STORE,
 ) -> tuple[OffloadPlan, Store]:  # fmt: skip
-    """What of a target stays on the devices, and `store` with what its passes cost, for `Method.configure`.
+    """Plan which layers stay on the devices; also returns `store` with the cost of a pass, for `Method.configure`.
 
     The bandwidth of the disk, or of host memory, is measured for about half a second.
 
@@ -104,7 +104,7 @@ def plan_target_offload(
 
 
 def method_needs(method: Method, runner: Runner, models: Models, tokens: int) -> Needs:
-    """What answers of up to `tokens` tokens take on each device with a method that is bound to its models."""
+    """Bytes that answers of up to `tokens` tokens take on each device with a method that is bound to its models."""
     path = max(method.max_path, STEPS_PER_DISPATCH)
     return answer_needs(runner, models, tokens, rows=method.num_rows, path=path, draft_rows=method.draft_rows)
 
@@ -129,7 +129,7 @@ def explain_offload(
     revision: str | None = None,
     **settings: Any,
 ) -> list[str]:
-    """What `LLM` with these arguments would keep on the devices and what it would stream, in lines; loads nothing.
+    """Describe what `LLM` would keep on the devices and what it would stream, in lines; loads nothing.
 
     The bandwidth of the disk, or of host memory, is measured for about half a second.
 

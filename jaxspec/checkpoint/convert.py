@@ -163,7 +163,7 @@ def write_checkpoint(
 
 
 def partial_folder(dst: str | Path) -> Path:
-    """Where this process writes `dst` until it is whole."""
+    """The folder that this process writes in place of `dst` until it is whole."""
     dst = Path(dst).absolute()
     return dst.with_name(f".{dst.name}.partial-{os.getpid()}")
 

@@ -190,7 +190,7 @@ def _layer_settings(values: ConfigValues, raw: dict[str, Any], nested: bool) -> 
 
 
 def _read_features(values: ConfigValues, cfg: ModelConfig, tensors: Mapping[str, Any], nested: bool) -> FeatureConfig:
-    """What the draft is fed."""
+    """Read which hidden states the draft takes, and how it takes them."""
     shape, own_head = tuple(tensors[_FUSION].shape), HEAD in tensors
     bias = "fc.bias" in tensors
     if not any(name.endswith(".hidden_norm.weight") for name in tensors):

@@ -32,7 +32,7 @@ _CODES = ("blocks", "scales")
 
 
 class View(NamedTuple):
-    """Where the entries of a part lie in the bytes that are read for it.
+    """Place of the entries of a part in the bytes that are read for it.
 
     Attributes:
       shape: of those bytes.

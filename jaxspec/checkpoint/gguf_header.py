@@ -38,7 +38,7 @@ _LEAST_STRING, _LEAST_ARRAY = 8, 4 + 8
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensor:
-    """Where one tensor lies: numpy shape (slowest dimension first), block type, absolute offset and size in bytes."""
+    """A tensor's place: numpy shape (slowest dimension first), block type, absolute offset and size in bytes."""
 
     shape: tuple[int, ...]
     ggml_type: GGMLQuantizationType

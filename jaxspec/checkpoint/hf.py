@@ -71,7 +71,7 @@ _HARMLESS_KEYS = frozenset({
 
 
 class TensorPlace(NamedTuple):
-    """Where one tensor lies; `offset` is in bytes from the start of the file.
+    """A tensor's place; `offset` is in bytes from the start of the file.
 
     With a `view` it is a part of what lies there, and `nbytes` are its own.
     """
@@ -116,7 +116,7 @@ class HFSource:
                 raise CheckpointError(f"{tensor.file}: tensor {name!r} {problem}{quantised}")
 
     def _find_tensors(self) -> dict[str, TensorPlace]:
-        """Where each tensor of the folder lies, by its name in the files."""
+        """Places of the folder's tensors, by their names in the files."""
         return find_tensors(self.path)
 
     def _describe_model(self, raw: dict[str, Any]) -> ModelConfig:
@@ -215,7 +215,7 @@ def open_hf(path: str | Path) -> HFSource:
 
 
 def find_tensors(path: Path) -> dict[str, TensorPlace]:
-    """Where each tensor of a folder's safetensors files lies; headers only. CheckpointError: files do not agree."""
+    """Places of the tensors in a folder's safetensors files; headers only. CheckpointError: files do not agree."""
     tensors: dict[str, TensorPlace] = {}
     for file in _list_weights(path):
         for name, tensor in _read_header(file).items():

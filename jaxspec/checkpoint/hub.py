@@ -152,7 +152,7 @@ def _fetch_cached(name: HubName, reason: Exception) -> Path:
 
 
 def choose_files(name: HubName, files: Collection[str], where: str = "the repository") -> set[str]:
-    """Which of a repository's files are needed; shards that an index lists are added later.
+    """Choose the files of a repository that are needed; shards that an index lists are added later.
 
     CheckpointError: none that jaxspec reads, or several to choose from.
     """
@@ -225,6 +225,6 @@ def _verify(name: HubName, file: Path, sha256: str) -> None:
 
 
 def _opened(folder: Path, chosen: Collection[str]) -> Path:
-    """What `open_weights` takes: the GGUF file, or the folder."""
+    """The path for `open_weights`: the GGUF file, or the folder."""
     only = next(iter(chosen)) if len(chosen) == 1 else ""
     return folder / only if only.endswith(".gguf") else folder

@@ -268,7 +268,7 @@ def _may_have_order(cfg: ModelConfig, leaf: str) -> bool:
 
 
 class Located(Protocol):
-    """Where a tensor lies in a file: its shape, slowest dimension first, and its bytes."""
+    """A tensor's place in a file: its shape, slowest dimension first, and its bytes."""
 
     @property
     def shape(self) -> Shape: ...

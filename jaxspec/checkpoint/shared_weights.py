@@ -73,7 +73,7 @@ def place_layer_subset(target: Placement, layers: LayerSet, plan: MeshPlan, dtyp
 
 
 def target_reader(weights: Weights, target: Placement, draft: Placement) -> ReadTarget | None:
-    """What reads the target's checkpoint for a draft of its arrays; None where the draft's processes have them."""
+    """A reader of the target's checkpoint for a draft of its arrays; None where the draft's processes have them."""
     if jax.process_count() == 1 or draft.plan.devices == target.plan.devices:
         return None
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a `pytorch_model.bin` lie; nothing of it is run and torch is not needed.
+"""Places of the tensors in a `pytorch_model.bin`; nothing of it is run and torch is not needed.
 
 Such a file is a zip archive of raw storages and one pickle that describes the tensors. The pickle is read by an
 unpickler that knows dictionaries, tensors and storages; any other name in it is refused before anything is called.

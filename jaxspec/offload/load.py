@@ -67,7 +67,7 @@ def load_streamed_pair(
 
 
 def _read_beside(read: ReadLeaf, target: Placement) -> Params:
-    """What is beside the layers, before anything is packed."""
+    """Read the parameters outside the layers, before anything is packed."""
     declared, shapes = (
         {name: leaf for name, leaf in tree.items() if name != "layers"}
         for tree in (declare_params(target.cfg, target.weights), target.own_params())

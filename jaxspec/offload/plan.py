@@ -1,4 +1,4 @@
-"""What stays on the devices and what passes by: decided, and told, before anything is loaded."""
+"""Choose which layers stay on the device and which are streamed, before loading."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ SHOWN_ROWS = (1, 8, 64)
 
 @dataclasses.dataclass(frozen=True)
 class OffloadPlan:
-    """What a streamed target takes, in bytes on each device unless said otherwise.
+    """Memory and traffic of a streamed target, in bytes on each device unless said otherwise.
 
     Attributes:
       target: its placement, which says how many layers stay.
@@ -73,7 +73,7 @@ class OffloadPlan:
 
     @property
     def device_bytes(self) -> int:
-        """What the memory of each of the target's devices has to hold."""
+        """Bytes that the memory of each of the target's devices has to hold."""
         weights = self.beside + self.resident + self.buffers + self.experts + self.draft
         return weights + self.held + self.kept + self.work
 
@@ -89,7 +89,7 @@ class OffloadPlan:
 
     @property
     def expert_share(self) -> float:
-        """Of the bytes of a pass of one row, the part of experts that are read as rows need them."""
+        """Share of a one-row pass's bytes that belongs to experts read only when rows choose them."""
         experts, one = self.target.cfg.experts, self.bytes_of_rows(1)
         return 0.0 if experts is None or not one else self.expert_bytes * experts.per_token / experts.count / one
 
@@ -145,7 +145,7 @@ class OffloadPlan:
         return made
 
     def _pass_lines(self) -> list[str]:
-        """What a pass reads."""
+        """Lines that say what a pass reads."""
         experts = self.target.cfg.experts
         if not self.expert_bytes or experts is None:
             return [f"{'bytes of a pass':<36}{format_bytes(self.pass_bytes):>12}"]

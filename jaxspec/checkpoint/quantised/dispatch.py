@@ -1,4 +1,4 @@
-"""Which reader a folder of quantised safetensors needs, from its settings."""
+"""Choose the reader of a folder of quantised safetensors from its settings."""
 
 from pathlib import Path
 from types import ModuleType

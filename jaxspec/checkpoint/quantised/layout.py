@@ -1,4 +1,4 @@
-"""What all readers of quantised safetensors share: the tensors of a folder, and how groups become blocks.
+"""Shared parts of all readers of quantised safetensors: the tensors of a folder, and how groups become blocks.
 
 `QuantisedWeight` declares one weight: which tensors hold it, the block format that it is kept in, and the order of its
 inputs. Storage, sharding, native checkpoints and kernels go by its format, as they do for GGUF files.
