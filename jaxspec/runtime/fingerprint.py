@@ -47,10 +47,24 @@ def program_digest(name: str, function: Any, devices: tuple[Any, ...], rest: Any
     return digest.hexdigest()
 
 
+def lowered_digest(lowered: Any, devices: tuple[Any, ...], rest: Any) -> str:
+    """The digest of a lowered program: its text, and what shapes its compilation; raises `UnknownError`."""
+    try:
+        # The text has no arguments that the program does not use: which ones it lacks is told here.
+        used = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnknownError(f"this JAX does not say which arguments a program uses: {error}") from error
+    shapes = [(leaf.shape, str(leaf.dtype), leaf.donated) for leaf in jax.tree.leaves(lowered.args_info)]
+    digest = hashlib.sha256(repr((_machine(), _values(), rest, used, shapes)).encode())
+    for device in devices:
+        digest.update(repr((device.device_kind, device.client.platform_version, *_describe_device(device))).encode())
+    digest.update(lowered.as_text().encode())
+    return digest.hexdigest()
+
+
 @functools.cache
 def surroundings() -> str:
     """Versions, files, processor, environment: what does not change while a process runs."""
-    versions = [__version__, sys.version, np.__version__, jax.__version__, importlib.metadata.version("jaxlib")]
     files = []
     for package in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
         for folder, _, names in os.walk(package):
@@ -60,9 +74,15 @@ def surroundings() -> str:
                     if found.st_mtime > _LOADED:
                         raise UnknownError(f"{name} was changed after it was loaded")
                     files.append((folder, name, found.st_size, found.st_mtime_ns))
+    return repr((__version__, _machine(), sorted(files)))
+
+
+def _machine() -> str:
+    """Versions of what compiles, processor, environment."""
+    versions = [sys.version, np.__version__, jax.__version__, importlib.metadata.version("jaxlib")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environment = sorted(item for item in os.environ.items() if item[0].startswith(("XLA_", "JAX_", "OMP_", "NPROC")))
-    return repr((versions, sorted(files), platform.uname()[4:], _processor(), cores, environment))
+    return repr((versions, platform.uname()[4:], _processor(), cores, environment))
 
 
 def _processor() -> list[str]:
@@ -74,13 +94,24 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
-def _settings() -> Any:
-    """How JAX is set up, in this thread too; raises `UnknownError` where this JAX does not say."""
+def _values() -> Any:
+    """JAX's settings by name; raises `UnknownError` where this JAX does not say."""
     try:
         from jax._src import config
 
         values = {name: value for name, value in config.config.values.items() if not _is_irrelevant(name)}
-        return sorted(values.items(), key=lambda item: item[0]), _describe(config.trace_context())
+        return sorted(values.items(), key=lambda item: item[0])
+    except (ImportError, AttributeError) as error:
+        raise UnknownError(str(error)) from error
+
+
+def _settings() -> Any:
+    """JAX's settings, and those of this thread alone; raises `UnknownError` where this JAX does not say."""
+    values = _values()
+    try:
+        from jax._src import config
+
+        return values, _describe(config.trace_context())
     except (ImportError, AttributeError) as error:
         raise UnknownError(str(error)) from error
 

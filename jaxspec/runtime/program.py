@@ -19,7 +19,7 @@ from jaxspec.runtime import hosts, program_store
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.transfer import empty
-from jaxspec.runtime.xla_options import compile_lowered
+from jaxspec.runtime.xla_options import choose_options, compile_lowered
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import GREEDY, Variant
 from pallas_kernels import registry
@@ -74,11 +74,29 @@ class Program:
             return jitted.lower(*args)
 
     def finish(self, lowered: Any, variant: Variant | None = None, digest: str | None = None) -> None:
-        """Compile what `lower` returned, and store it under its digest; runs outside the interpreter lock."""
-        with program_store.compiling() as origin:
+        """Compile what `lower` returned, unless the same is stored; runs outside the interpreter lock.
+
+        `digest` is the program's own, under which a later start finds it without lowering.
+        """
+        stored = self._lowered_digest(lowered)
+        if stored is None or not self.load(stored, variant):
+            hits = program_store.num_hits()
             self._compiled[variant] = compile_lowered(lowered, self._plan)
+            if stored is None or program_store.num_hits() > hits:
+                return
+            program_store.save(stored, self._compiled[variant], *self._trees(variant))
         if digest is not None:
-            program_store.save(digest, self._compiled[variant], *self._trees(variant), origin)
+            program_store.link(stored, digest)
+
+    def _lowered_digest(self, lowered: Any) -> str | None:
+        if not program_store.is_used():
+            return None
+        from jaxspec.runtime.fingerprint import UnknownError, lowered_digest
+
+        try:
+            return lowered_digest(lowered, self._plan.devices, choose_options(self._plan))
+        except UnknownError:
+            return None
 
     def digest(self, variant: Variant | None = None) -> str | None:
         """What the program is stored under; None where it is not stored."""

@@ -1,18 +1,15 @@
 """Programs stored ready to run: a start needs neither to trace nor to lower them.
 
-They lie beside JAX's own cache of compiled programs, whose keys need the lowered program. A file is the program's
-digest (`fingerprint`), a SHA-256 of what follows, and what JAX's serialization gives. Files are code, as all compiled
-programs are: the folder must be the user's own.
+A file's name is a digest (`fingerprint`) of the source from which a program is made, or of the lowered program; two
+names may belong to one file. The second one serves a start after a change of version that left the program as it was.
+A file holds a SHA-256, and the program as JAX serializes it. Files are code: the folder must be the user's own.
 """
 
 import contextlib
-import dataclasses
 import hashlib
-import io
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +21,11 @@ LOG = logging.getLogger(__name__)
 
 MAGIC = b"jaxspec program 1\n"
 MOST_BYTES = 2**30  # of all files; the ones that were not used for longest go first
-_MISS, _HIT = "/jax/compilation_cache/cache_misses", "/jax/compilation_cache/cache_hits"
+_HIT = "/jax/compilation_cache/cache_hits"
 
 disabled = False  # tests that change functions under way store nothing
 _folder: Path | None = None
-_seen = threading.local()  # what JAX's cache said and gave for the compilation under way in this thread
+_hits = threading.local()  # how many programs JAX's own cache has given to this thread
 _listens = False
 
 
@@ -47,32 +44,13 @@ def is_used() -> bool:
 
 
 def _note(event: str, **_: Any) -> None:
-    if event in (_MISS, _HIT):
-        getattr(_seen, "events", []).append(event)
+    if event == _HIT:
+        _hits.count = num_hits() + 1
 
 
-def note_entry(entry: bytes) -> None:
-    """JAX's cache gives a program, as it stores them, to a compilation in this thread."""
-    getattr(_seen, "entries", []).append(entry)
-
-
-@dataclasses.dataclass
-class Origin:
-    """Where compilations took their programs from: events of JAX's cache, and the entries that it gave."""
-
-    events: list[str] = dataclasses.field(default_factory=list)
-    entries: list[bytes] = dataclasses.field(default_factory=list)
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[Origin]:
-    """Within, what JAX's cache says and gives in this thread is noted in what is yielded."""
-    origin = Origin()
-    _seen.events, _seen.entries = origin.events, origin.entries
-    try:
-        yield origin
-    finally:
-        _seen.events, _seen.entries = [], []
+def num_hits() -> int:
+    """Programs that JAX's own cache has given to this thread; they cannot be serialized again."""
+    return getattr(_hits, "count", 0)
 
 
 def size(digest: str) -> int | None:
@@ -112,22 +90,14 @@ def load(digest: str, in_tree: Any, out_tree: Any, devices: tuple[Any, ...]) -> 
     return loaded
 
 
-def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any, origin: Origin) -> None:
-    """Store a program that was compiled just now; `origin` is that of its compilation.
-
-    What came out of JAX's cache cannot be serialized again: then the cache's own entry is stored.
-    """
+def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any) -> None:
+    """Store a program that was compiled just now, and did not come out of JAX's own cache (`num_hits`)."""
     if _folder is None or compiled.in_tree != in_tree or compiled.out_tree != out_tree:
         return
-    try:
-        if _HIT not in origin.events and _MISS in origin.events:
-            from jax.experimental import serialize_executable
+    from jax.experimental import serialize_executable
 
-            payload, *_ = serialize_executable.serialize(compiled)
-        elif origin.events == [_HIT] and len(origin.entries) == 1:
-            payload = _repack(compiled, origin.entries[0])
-        else:
-            return
+    try:
+        payload, *_ = serialize_executable.serialize(compiled)
     except Exception as error:  # some programs cannot be serialized
         LOG.info("a program is not stored: %s", error)
         return
@@ -139,25 +109,14 @@ def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any, origin: Origin
         LOG.info("a program is not stored: %s", error)
 
 
-def _repack(compiled: Any, entry: bytes) -> bytes:
-    """What `serialize_executable.serialize` gives, with the executable as an entry of JAX's cache holds it."""
-    from jax._src import compilation_cache as jax_cache
-    from jax.experimental import serialize_executable
-
-    executable, _ = jax_cache.extract_executable_and_time(jax_cache.decompress_executable(entry))
-
-    class Pickler(serialize_executable._JaxPjrtPickler):
-        def persistent_id(self, obj: Any) -> Any:
-            if type(obj).__name__ in ("LoadedExecutable", "Executable"):
-                return "exec", executable
-            return super().persistent_id(obj)
-
-    unloaded = compiled._executable._unloaded_executable
-    if unloaded is None or getattr(unloaded, "mut", None) and unloaded.mut.in_mut or compiled._params.const_args:
-        raise ValueError("its executable alone does not make it")
-    with io.BytesIO() as file:
-        Pickler(file).dump((unloaded, jax.tree.leaves(compiled.args_info), compiled._no_kwargs))
-        return file.getvalue()
+def link(digest: str, other: str) -> None:
+    """Let a stored program have another digest, too."""
+    if _folder is None or digest == other:
+        return
+    with contextlib.suppress(OSError):
+        name = _folder / f".part-{other}-{os.getpid()}-{threading.get_ident()}"
+        os.link(_folder / digest, name)
+        os.replace(name, _folder / other)
 
 
 def _remove(path: Path) -> None:

@@ -12,9 +12,10 @@ from tiny_models import FAMILIES, place
 
 from jaxspec.methods.core.sequence import ModelSequence
 from jaxspec.models.quantization import Storage
-from jaxspec.runtime import compile_cache, fingerprint, program_store
+from jaxspec.runtime import compile_cache, fingerprint, program, program_store
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Later, Program, compile_programs
+from jaxspec.sampling.variant import GREEDY
 
 PLACEMENT = place(FAMILIES["llama"])
 
@@ -23,6 +24,7 @@ PLACEMENT = place(FAMILIES["llama"])
 def store(tmp_path, monkeypatch):
     monkeypatch.setattr(program_store, "disabled", False)
     compile_cache.enable_compile_cache(str(tmp_path / "cache"))
+    jax.config.update("jax_enable_compilation_cache", False)  # what comes out of it cannot be stored
     yield tmp_path / "cache" / "ready"
     program_store.use(None)
 
@@ -34,7 +36,7 @@ def programs_of(slots=64, role="target"):
 def test_a_stored_program_is_neither_traced_nor_lowered(store, monkeypatch):
     first = programs_of()
     compile_programs(first)
-    assert len(list(store.iterdir())) == len(first)
+    assert {str(program.digest()) for program in first} <= {path.name for path in store.iterdir()}
     wanted = first[0](np.int32(7))
     monkeypatch.setattr(Program, "lower", lambda self: pytest.fail("lowered"))
     again = programs_of()
@@ -43,16 +45,35 @@ def test_a_stored_program_is_neither_traced_nor_lowered(store, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
-def test_what_comes_from_jaxs_own_cache_is_stored_too(store):
-    compile_programs(programs_of())
-    names = {path.name for path in store.iterdir()}
-    for path in store.iterdir():
-        path.unlink()
-    compile_programs(programs_of())
-    assert {path.name for path in store.iterdir()} == names
+def test_a_program_that_a_change_of_version_left_as_it_was_is_not_compiled_again(store, monkeypatch):
+    """Its file has the digest of the new version from then on."""
+    first = programs_of()
+    compile_programs(first)
+    wanted = jax.tree.leaves(first[0](np.int32(7)))
+    digests = [str(program.digest()) for program in first]
+    fingerprint.surroundings.cache_clear()
+    monkeypatch.setattr(fingerprint, "__version__", "another")
     again = programs_of()
-    assert all(program.load(str(program.digest())) for program in again)
-    assert jax.tree.leaves(again[0](np.int32(7)))
+    assert not {str(each.digest()) for each in again} & set(digests)
+    monkeypatch.setattr(program, "compile_lowered", lambda *_: pytest.fail("compiled"))
+    compile_programs(again)
+    for one, other in zip(wanted, jax.tree.leaves(again[0](np.int32(7))), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert all(each.load(str(each.digest())) for each in programs_of())
+    fingerprint.surroundings.cache_clear()
+
+
+def test_lowered_programs_differ_by_text_options_and_settings():
+    lowered = [each.lower(each.fit(GREEDY)) for each in programs_of()]
+    devices = PLACEMENT.plan.devices
+    digests = {fingerprint.lowered_digest(each, devices, None) for each in lowered}
+    assert len(digests) == len({each.as_text() for each in lowered})
+    assert fingerprint.lowered_digest(lowered[0], devices, {"option": True}) not in digests
+    constants = [jax.jit(lambda x, c=c: x + c).lower(jnp.zeros(4096)) for c in (np.arange(4096.0), -np.arange(4096.0))]
+    assert len({fingerprint.lowered_digest(each, devices, None) for each in constants}) == 2
+    x = jnp.zeros(3)
+    others = [jax.jit(lambda a, b, i=i: (a, b)[i] + 1).lower(x, x) for i in (0, 1)]
+    assert len({fingerprint.lowered_digest(each, devices, None) for each in others}) == 2
 
 
 def test_programs_are_loaded_in_the_background(store):
@@ -62,14 +83,14 @@ def test_programs_are_loaded_in_the_background(store):
     wanted = jax.tree.leaves(first[0](np.int32(7)))
     begin = threading.Event()
     again = programs_of()
-    compile_programs(again, later=Later(frozenset(program.name for program in again), begin))
-    assert all(program.is_coming() and not program.is_ready() for program in again)
+    compile_programs(again, later=Later(frozenset(each.name for each in again), begin))
+    assert all(each.is_coming() and not each.is_ready() for each in again)
     for one, other in zip(wanted, jax.tree.leaves(again[0](np.int32(7))), strict=True):
         np.testing.assert_array_equal(one, other)
     begin.set()
-    for program in again:
-        program.wait()
-        assert program.is_ready() and not program.is_coming()
+    for each in again:
+        each.wait()
+        assert each.is_ready() and not each.is_coming()
     damaged = programs_of()[0]
     (store / str(damaged.digest())).write_bytes(b"no program")
     compile_programs([damaged], later=Later(frozenset(), begin))
@@ -82,13 +103,15 @@ def test_programs_are_loaded_in_the_background(store):
 
 def test_a_damaged_file_is_replaced(store):
     compile_programs(programs_of())
-    path = next(store.iterdir())
-    for content in (b"", path.read_bytes()[:-1], path.read_bytes()[:-1] + b"\0", b"other" + path.read_bytes()):
-        path.write_bytes(content)
-        program = next(p for p in programs_of() if p.digest() == path.name)
-        assert not program.load(path.name)
-        compile_programs([program])
-        assert program.is_ready()
+    digest = str(programs_of()[0].digest())
+    whole = (store / digest).read_bytes()
+    for content in (b"", whole[:-1], whole[:-1] + b"\0", b"other" + whole):
+        for path in store.iterdir():
+            path.write_bytes(content)
+        damaged = programs_of()[0]
+        assert not damaged.load(digest)
+        compile_programs([damaged])
+        assert damaged.is_ready() and programs_of()[0].load(digest)
 
 
 def test_what_shapes_a_program_is_part_of_its_digest(monkeypatch):
