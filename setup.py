@@ -3,10 +3,8 @@
 The kernels are left out where there is no compiler; XLA computes the same then.
 """
 
-import copy
 import importlib.util
-import os
-import platform
+import sys
 import warnings
 from pathlib import Path
 
@@ -14,47 +12,32 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command import editable_wheel
 from setuptools.command.build_ext import build_ext
 
-ROOT = Path("pallas_kernels")
-# One library per instruction set, all from the same sources; the best that a machine has is chosen when it runs.
-LEVELS = {"portable": []}
-if platform.machine() in ("x86_64", "AMD64"):
-    LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    LEVELS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
-    LEVELS["vnni"] = [*LEVELS["avx512"], "-mavx512vnni"]
-# Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler.
-FLAGS = ["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
 
+class BuildNative(build_ext):
+    """Compile the native kernels with `pallas_kernels/native/build.py`, however the installation is made."""
 
-def extensions() -> list[Extension]:
-    """The libraries; none where JAX's headers are missing."""
-    jaxlib = importlib.util.find_spec("jaxlib")
-    if jaxlib is None or jaxlib.origin is None:
-        return []
-    headers = Path(jaxlib.origin).parent / "include"
-    sources = sorted(str(path) for path in ROOT.glob("*/*.cc"))
-    depends = sorted(str(path) for path in ROOT.glob("*/*.h"))
-    return [
-        Extension(
-            f"pallas_kernels.native.cpu_{level}",
-            sources,
-            include_dirs=[str(headers)],
-            depends=depends,
-            extra_compile_args=[*FLAGS, *flags],
-            language="c++",
-            optional=True,
-        )
-        for level, flags in LEVELS.items()
-    ]
+    def run(self):
+        spec = importlib.util.spec_from_file_location("native_build", "pallas_kernels/native/build.py")
+        assert spec is not None and spec.loader is not None
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        folder = Path("." if self.editable_mode or self.inplace else self.build_lib) / "pallas_kernels/native"
+        try:
+            self.built = native.build(folder.absolute(), lambda line: print(line, file=sys.stderr, flush=True))
+        except native.BuildError as error:
+            if str(error).startswith("JAXSPEC_BUILD_LEVELS"):
+                raise SystemExit(str(error)) from None
+            print(f"the native kernels are left out, XLA computes the same: {error}", file=sys.stderr, flush=True)
 
+        if not self.editable_mode and not self.inplace:
+            for stamp in folder.glob(".*.objects"):  # a wheel has no use for them
+                stamp.unlink()
 
-class BuildSideBySide(build_ext):
-    """Build each library with objects of its own: their sources are the same, what becomes of them is not."""
+    def get_outputs(self):
+        return [] if self.editable_mode else [str(path) for path in getattr(self, "built", [])]
 
-    def build_extension(self, ext):
-        """Build one library; several threads do so at once."""
-        own = copy.copy(self)
-        own.build_temp = str(Path(self.build_temp) / ext.name)
-        build_ext.build_extension(own, ext)
+    def get_output_mapping(self):
+        return {}
 
 
 def prefer_install_over_folders() -> None:
@@ -80,7 +63,6 @@ def prefer_install_over_folders() -> None:
 
 
 prefer_install_over_folders()
-# Side by side, because each library takes a compiler twenty seconds.
 setup(
     # configs/ and drafts/ are data of jaxspec, and packages so that an installation can find them.
     packages=[
@@ -88,7 +70,7 @@ setup(
         "jaxspec_configs",
         "jaxspec_drafts",
     ],
-    ext_modules=extensions(),
-    cmdclass={"build_ext": BuildSideBySide},
-    options={"build_ext": {"parallel": os.cpu_count()}},
+    # What makes a wheel one of this platform; `BuildNative` knows the sources.
+    ext_modules=[Extension("pallas_kernels.native.cpu_portable", [])],
+    cmdclass={"build_ext": BuildNative},
 )

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "tests/native/fuzz.cc"
 
-# As in setup.py.
+# As in pallas_kernels/native/build.py.
 LEVELS = {
     "portable": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],

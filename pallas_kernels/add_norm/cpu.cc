@@ -8,18 +8,9 @@ namespace {
 ffi::Error run_add_norm(Floats x, Floats parts, Floats scale, Scalar active_rows, ffi::ResultBuffer<ffi::F32> total,
                         ffi::ResultBuffer<ffi::F32> normed, float epsilon) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], count = count_active_rows(active_rows, rows);
-  const int64_t num_parts = parts.dimensions()[0], size = rows * width;
-  const float *from = x.typed_data(), *part = parts.typed_data();
+  const int64_t size = rows * width;
   float* to = total->typed_data();
-  if (num_parts == 1) {
-    for (int64_t i = 0; i < count * width; i++) to[i] = from[i] + part[i];
-  } else {
-    for (int64_t i = 0; i < count * width; i++) {
-      float sum = 0.0f;
-      for (int64_t p = 0; p < num_parts; p++) sum += part[p * size + i];
-      to[i] = from[i] + sum;
-    }
-  }
+  add_parts(x.typed_data(), parts.typed_data(), parts.dimensions()[0], size, count * width, to);
   if (width) rms_norm(to, scale.typed_data(), epsilon, count, width, normed->typed_data());
   std::fill(to + count * width, to + size, 0.0f);
   std::fill(normed->typed_data() + count * width, normed->typed_data() + size, 0.0f);
@@ -30,11 +21,11 @@ ffi::Error run_add_norm(Floats x, Floats parts, Floats scale, Scalar active_rows
 }  // namespace jaxspec
 
 JAXSPEC_HANDLER(jaxspec_add_norm, jaxspec::run_add_norm,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Scalar>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Attr<float>("epsilon"));
+                xla::ffi::Ffi::Bind()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Scalar>()
+                    .Ret<jaxspec::Floats>()
+                    .Ret<jaxspec::Floats>()
+                    .Attr<float>("epsilon"));

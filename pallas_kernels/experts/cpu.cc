@@ -4,7 +4,7 @@
 // rows beside them; a row's results are added in the order of its scores. So neither do the bits of the sum.
 #include <memory>
 
-#include "../linear/packed_product.h"
+#include "../linear/weight_format.h"
 #include "../native/handler.h"
 #include "routing.h"
 
@@ -40,92 +40,54 @@ class Room {
 
 // The weights of all experts of a device: `outputs` rows each.
 struct ExpertWeights {
-  const uint8_t* data;
-  int64_t experts, outputs, inputs, row_bytes;
+  const WeightFormat* format;
+  Matrix all;
+  int64_t outputs;
 };
 
-// Rows times their experts' weights, whatever the format: calls `work(multiply, expert)` for chunks of `columns` columns,
-// where `multiply(first, count, y, y_stride)` multiplies the expert's rows by its outputs from `first` on.
-template <class Pool, class Work>
-bool for_chunks(Pool& pool, int64_t threads, const Routing& routing, const ExpertWeights& w, std::string_view format,
-                const float* x, int64_t columns, Work work) {
-  const int64_t active = static_cast<int64_t>(routing.experts.size());
-  const int64_t rows_of_column = w.outputs / columns;
-  const auto run = [&](int64_t unit, auto multiply) {
-    const int64_t chunks = (columns + unit - 1) / unit;
-    parallel(pool, threads, active * chunks, [&routing, unit, chunks, columns, work, multiply](int64_t i) {
-      const Routing::Expert expert = routing.experts[i / chunks];
-      const int64_t first = i % chunks * unit;
-      work([&](int64_t from, int64_t count, float* y, int64_t y_stride) { multiply(expert, from, count, y, y_stride); },
-           expert, first, std::min(unit, columns - first), unit);
-    });
-  };
-  const bool packed = with_packed_format(format, [&](auto kind, auto planes) {
-    using Format = decltype(kind);
-    constexpr int kPlanes = planes();
-    const int64_t blocks = w.inputs / Format::kValues, units = w.inputs / kUnit;
-    using Quantised = detail::Activations<Format, kPlanes>;
-    const int64_t row_size = Quantised{nullptr, units}.row_size();
-    const Room<ExpertCodesTag> room(routing.pairs() * row_size);
-    float* base = room.get();
-    const int64_t worthwhile = routing.pairs() * w.inputs < 32 * 1024 ? 1 : threads;
-    parallel(pool, worthwhile, active, [&routing, base, row_size, units, x, &w](int64_t i) {
-      const Routing::Expert expert = routing.experts[i];
-      const Quantised own{base + expert.first * row_size, units};
-      const Tiles tiles(expert.count);
-      for (int64_t tile = 0; tile < tiles.count(); tile++) {
-        const auto [first, count] = tiles[tile];
-        const detail::Quantised out = own.tile(first, count);
-        for (int64_t unit = 0; unit < units; unit++)
-          for (int64_t r = 0; r < count; r++)
-            detail::quantise_unit<Format, kPlanes>(x + (expert.first + first + r) * w.inputs + unit * kUnit, unit, r, count,
-                                                   out);
-      }
-    });
-    const PackedMatrix all{w.data, w.experts * w.outputs, blocks};
-    run(packed_unit(columns * active, rows_of_column * w.row_bytes, threads),
-        [=](const Routing::Expert& expert, int64_t from, int64_t count, float* y, int64_t y_stride) {
-          multiply_packed<Format>(Quantised{base + expert.first * row_size, units}, expert.count, all,
-                                  expert.index * w.outputs + from, count, y, y_stride);
-        });
-  });
-  return packed || with_format(format, [&](auto kind) {
-    run(unit_outputs(columns * active, rows_of_column * w.row_bytes, threads),
-        [=](const Routing::Expert& expert, int64_t from, int64_t count, float* y, int64_t y_stride) {
-          const Matrix own{w.data + expert.index * w.outputs * w.row_bytes, w.row_bytes, w.inputs};
-          multiply<decltype(kind)>(x + expert.first * w.inputs, expert.count, own, from, count, y, y_stride);
-        });
-  });
+// The weights in a buffer, in the format of that name; of no format if they do not fit it.
+ExpertWeights weights_of(std::string_view name, const ffi::AnyBuffer& weight, int64_t outputs, int64_t inputs) {
+  const WeightFormat* format = find_format(name);
+  const int64_t rows = weight.dimensions()[0] * outputs;
+  if (!format || !format->fits(rows, inputs, static_cast<int64_t>(weight.size_bytes()))) return {nullptr, {}, outputs};
+  return {format, {bytes(weight), rows, inputs, format->row_bytes(inputs)}, outputs};
 }
 
-// Whether a buffer holds `experts` times `outputs` rows of `inputs` weights in that format; sets the size of a row.
-bool fits(std::string_view format, const ffi::AnyBuffer& weight, ExpertWeights& w) {
-  const int64_t rows = w.experts * w.outputs, size = static_cast<int64_t>(weight.size_bytes());
-  w.data = bytes(weight);
-  w.row_bytes = rows ? size / rows : 0;
-  bool whole = false;
-  const auto check = [&](auto kind) {
-    using Format = decltype(kind);
-    whole = w.inputs % Format::kValues == 0 && size == rows * (w.inputs / Format::kValues * Format::kBytes);
-  };
-  const bool known = with_packed_format(format, [&](auto kind, auto) { check(kind); }) || with_format(format, check);
-  return known && whole;
+// Rows times their experts' weights: calls `work(multiply, expert, first, count, unit)` for chunks of `columns` columns,
+// where `multiply(first, count, y, y_stride)` multiplies the expert's rows by its outputs from `first` on.
+template <class Work>
+void for_chunks(ThreadPool& pool, int64_t threads, const Routing& routing, const ExpertWeights& w, const float* x,
+                int64_t columns, const Work& work) {
+  const WeightFormat& format = *w.format;
+  const int64_t active = static_cast<int64_t>(routing.experts.size()), inputs = w.all.inputs;
+  // Numbers of a row as the products take it.
+  const int64_t size = format.planes ? format.quantised_size(inputs) : inputs;
+  const Room<ExpertCodesTag> room(format.planes ? routing.pairs() * size : 0);
+  const float* prepared = format.planes ? room.get() : x;
+  if (float* codes = room.get(); format.planes) {
+    const int64_t worthwhile = routing.pairs() * inputs < 32 * 1024 ? 1 : threads;
+    parallel(pool, worthwhile, active, [&](int64_t i) {
+      const Routing::Expert& expert = routing.experts[i];
+      quantise(format, x + expert.first * inputs, expert.count, inputs, 0, 1, codes + expert.first * size);
+    });
+  }
+  const int64_t unit = format.unit_outputs(columns * active, w.outputs / columns * w.all.row_bytes, threads);
+  const int64_t chunks = (columns + unit - 1) / unit;
+  parallel(pool, threads, active * chunks, [&](int64_t i) {
+    const Routing::Expert& expert = routing.experts[i / chunks];
+    const int64_t first = i % chunks * unit;
+    work(
+        [&](int64_t from, int64_t count, float* y, int64_t y_stride) {
+          format.multiply(prepared + expert.first * size, expert.count, w.all, expert.index * w.outputs + from, count, y,
+                          y_stride);
+        },
+        expert, first, std::min(unit, columns - first), unit);
+  });
 }
 
 // y[r][c] += bias[c] for rows of a stride.
 void add_bias(const float* bias, int64_t rows, int64_t count, float* y, int64_t y_stride) {
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t c = 0; c < count; c++) y[r * y_stride + c] += bias[c];
-}
-
-// y = (up + 1) gate sigmoid(alpha gate), with the gate at most `limit` and up within it on both sides.
-void activate_clamped(const float* gate, const float* up, int64_t count, float limit, float alpha, float* y) {
-  const Lanes most = set(limit), one = set(1.0f);
-  for (int64_t c = 0; c < count; c += kLanes) {
-    const int n = static_cast<int>(std::min<int64_t>(kLanes, count - c));
-    const Lanes g = min(most, load(gate + c, n)), u = max(set(-limit), min(most, load(up + c, n)));
-    store(y + c, (u + one) * (g / (one + exp(zero() - g * set(alpha)))), n);
-  }
+  for (int64_t r = 0; r < rows; r++) add_scaled(bias, 1.0f, count, y + r * y_stride);
 }
 
 // What the handlers have in common: the weights of the experts that are here, their biases and their activation.
@@ -138,12 +100,13 @@ struct Experts {
 };
 
 // Rows `x` through the experts that they are routed to; `biased` experts have biases, if any has.
-ffi::Error mix(ffi::ThreadPool pool, const Floats& x, const Routing& routing, const Experts& own, int64_t biased,
+ffi::Error mix(ThreadPool& pool, const Floats& x, const Routing& routing, const Experts& own, int64_t biased,
                int64_t per_token, int64_t threads, float* y) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], columns = own.columns;
   const int64_t local = own.gate_up.dimensions()[0];
-  ExpertWeights up{nullptr, local, 2 * columns, width, 0}, out{nullptr, local, width, columns, 0};
-  if (!fits(own.gate_up_format, own.gate_up, up) || !fits(own.down_format, own.down, out))
+  const ExpertWeights up = weights_of(own.gate_up_format, own.gate_up, 2 * columns, width);
+  const ExpertWeights out = weights_of(own.down_format, own.down, width, columns);
+  if (!up.format || !out.format || own.down.dimensions()[0] != local)
     return invalid("experts: the weights are none of the format " + std::string(own.gate_up_format) + " or " +
                    std::string(own.down_format));
   const auto bias_of = [](const Floats& bias) { return bias.element_count() ? bias.typed_data() : nullptr; };
@@ -160,7 +123,7 @@ ffi::Error mix(ffi::ThreadPool pool, const Floats& x, const Routing& routing, co
   for (int64_t p = 0; p < pairs; p++)
     std::copy_n(x.typed_data() + routing.row[p] * width, width, inputs + p * width);
 
-  for_chunks(pool, threads, routing, up, own.gate_up_format, inputs, columns,
+  for_chunks(pool, threads, routing, up, inputs, columns,
              [=](auto multiply, const Routing::Expert& expert, int64_t from, int64_t n, int64_t unit) {
                float* gate = scratch<ExpertGateTag>(2 * expert.count * unit);
                float* linear = gate + expert.count * unit;
@@ -180,7 +143,7 @@ ffi::Error mix(ffi::ThreadPool pool, const Floats& x, const Routing& routing, co
                  }
                }
              });
-  for_chunks(pool, threads, routing, out, own.down_format, h, width,
+  for_chunks(pool, threads, routing, out, h, width,
              [=](auto multiply, const Routing::Expert& expert, int64_t from, int64_t n, int64_t) {
                multiply(from, n, each + expert.first * width + from, width);
                if (out_bias)
@@ -192,9 +155,7 @@ ffi::Error mix(ffi::ThreadPool pool, const Floats& x, const Routing& routing, co
     std::fill_n(row, width, 0.0f);
     for (int64_t j = t * per_token; j < std::min((t + 1) * per_token, choices); j++) {
       if (routing.pair[j] < 0) continue;
-      const float* part = each + routing.pair[j] * width;
-      const float score = routing.score[j];
-      for (int64_t i = 0; i < width; i++) row[i] += score * part[i];
+      add_scaled(each + routing.pair[j] * width, routing.score[j], width, row);
     }
   }
   return ffi::Error::Success();
@@ -213,7 +174,8 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Floats logits, ffi::AnyBu
   const int64_t local = gate_up.dimensions()[0];
   const Routing routing = route(logits.typed_data(), count_active_rows(active_rows, rows), experts, per_token,
                                 scores_named(scores), *first.typed_data(), local);
-  return mix(pool, x, routing, own, local, per_token, threads, y->typed_data());
+  XlaThreads workers(pool);
+  return mix(workers, x, routing, own, local, per_token, threads, y->typed_data());
 }
 
 // The same in two steps: first the choice, then rows through experts that lie anywhere in a larger array.
@@ -243,57 +205,58 @@ ffi::Error run_chosen(ffi::ThreadPool pool, Floats x, Ints choice, Floats score,
   const Experts own{gate_up, down, gate_up_bias, down_bias, gate_up_format, down_format, columns, limit, alpha};
   const Routing routing = route_chosen(choice.typed_data(), score.typed_data(), rows, per_token, places.typed_data(),
                                        experts, gate_up.dimensions()[0]);
-  return mix(pool, x, routing, own, experts, per_token, threads, y->typed_data());
+  XlaThreads workers(pool);
+  return mix(workers, x, routing, own, experts, per_token, threads, y->typed_data());
 }
 
 }  // namespace
 }  // namespace jaxspec
 
 JAXSPEC_HANDLER(jaxspec_experts, jaxspec::run_experts,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Scalar>()
-                                  .Arg<jaxspec::Scalar>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Attr<std::string_view>("gate_up_format")
-                                  .Attr<std::string_view>("down_format")
-                                  .Attr<int64_t>("columns")
-                                  .Attr<int64_t>("per_token")
-                                  .Attr<std::string_view>("scores")
-                                  .Attr<float>("limit")
-                                  .Attr<float>("alpha")
-                                  .Attr<int64_t>("threads"));
+                xla::ffi::Ffi::Bind()
+                    .Ctx<xla::ffi::ThreadPool>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<xla::ffi::AnyBuffer>()
+                    .Arg<xla::ffi::AnyBuffer>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Scalar>()
+                    .Arg<jaxspec::Scalar>()
+                    .Ret<jaxspec::Floats>()
+                    .Attr<std::string_view>("gate_up_format")
+                    .Attr<std::string_view>("down_format")
+                    .Attr<int64_t>("columns")
+                    .Attr<int64_t>("per_token")
+                    .Attr<std::string_view>("scores")
+                    .Attr<float>("limit")
+                    .Attr<float>("alpha")
+                    .Attr<int64_t>("threads"));
 
 JAXSPEC_HANDLER(jaxspec_choose_experts, jaxspec::run_choose,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Scalar>()
-                                  .Ret<jaxspec::Ints>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Attr<int64_t>("per_token")
-                                  .Attr<std::string_view>("scores"));
+                xla::ffi::Ffi::Bind()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Scalar>()
+                    .Ret<jaxspec::Ints>()
+                    .Ret<jaxspec::Floats>()
+                    .Attr<int64_t>("per_token")
+                    .Attr<std::string_view>("scores"));
 
 JAXSPEC_HANDLER(jaxspec_chosen_experts, jaxspec::run_chosen,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Ints>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Ints>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Attr<std::string_view>("gate_up_format")
-                                  .Attr<std::string_view>("down_format")
-                                  .Attr<int64_t>("columns")
-                                  .Attr<float>("limit")
-                                  .Attr<float>("alpha")
-                                  .Attr<int64_t>("threads"));
+                xla::ffi::Ffi::Bind()
+                    .Ctx<xla::ffi::ThreadPool>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Ints>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Ints>()
+                    .Arg<xla::ffi::AnyBuffer>()
+                    .Arg<xla::ffi::AnyBuffer>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Ret<jaxspec::Floats>()
+                    .Attr<std::string_view>("gate_up_format")
+                    .Attr<std::string_view>("down_format")
+                    .Attr<int64_t>("columns")
+                    .Attr<float>("limit")
+                    .Attr<float>("alpha")
+                    .Attr<int64_t>("threads"));

@@ -25,11 +25,11 @@
 
 #include "../native/bytes.h"
 #include "../native/small_floats.h"
+#include "weight_format.h"
 
 namespace jaxspec {
 
-constexpr int kGroup = kLanes;  // outputs of a group
-constexpr int kUnit = 32;       // inputs that share a scale of the activations
+static_assert(kGroup == kLanes, "an output is a lane");
 
 // One block of a file, taken apart.
 struct Parts {

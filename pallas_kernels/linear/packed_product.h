@@ -7,12 +7,9 @@
 // fused product. No other row takes part, so the bits of a pair depend neither on the number of rows nor on threads.
 #pragma once
 
-#include <string_view>
-#include <type_traits>
-#include <utility>
-
+#include "../native/parallel.h"
+#include "../native/prefetch.h"
 #include "packed_formats.h"
-#include "product.h"
 
 namespace jaxspec {
 
@@ -27,9 +24,7 @@ constexpr int kPackedRows = 1;
 
 namespace detail {
 
-struct QuantisedTag;
 struct WideGroupTag;
-struct PackedGateTag;
 
 // A tile of `rows` quantised rows. For each unit of 32 inputs and each row in turn: 32 codes of each plane, the higher one
 // first; the scale; the sum of the numbers that the codes stand for; and for each part of a unit what is added to an
@@ -38,21 +33,12 @@ struct Quantised {
   int8_t* codes;
   float *scale, *sum;
   int32_t* start;
-};
 
-template <class Format, int kPlanes>
-struct Activations {
-  float* base;
-  int64_t units;
-
-  // Floats of one row in all four arrays.
-  int64_t row_size() const { return units * (kPlanes * kUnit / 4 + 2 + Format::kParts); }
-  Quantised tile(int64_t first, int64_t rows) const {
-    float* p = base + first * row_size();
-    float* scale = p + rows * units * (kPlanes * kUnit / 4);
-    float* sum = scale + rows * units;
-    return {reinterpret_cast<int8_t*>(p), scale, sum, reinterpret_cast<int32_t*>(sum + rows * units)};
-  }
+  Quantised(float* base, int64_t rows, int64_t units, int planes)
+      : codes(reinterpret_cast<int8_t*>(base)),
+        scale(base + rows * units * (planes * kUnit / 4)),
+        sum(scale + rows * units),
+        start(reinterpret_cast<int32_t*>(sum + rows * units)) {}
 };
 
 // Largest magnitude of a unit, as the bits of a float: a NaN is above everything else.
@@ -67,8 +53,9 @@ inline uint32_t largest_bits(const float* x) {
 }
 
 // Quantise unit `unit` of row `row` of a tile of `rows`.
-template <class Format, int kPlanes>
-inline void quantise_unit(const float* x, int64_t unit, int64_t row, int64_t rows, const Quantised& out) {
+template <int kPlanes>
+void quantise_unit(const WeightFormat& format, const float* x, int64_t unit, int64_t row, int64_t rows,
+                   const Quantised& out) {
   const int64_t at = unit * rows + row;
   int8_t* codes = out.codes + at * kPlanes * kUnit;
   const uint32_t bits = largest_bits(x);
@@ -94,12 +81,12 @@ inline void quantise_unit(const float* x, int64_t unit, int64_t row, int64_t row
     }
   }
   // Zero points are taken off before the activations' scale is multiplied, minima after it.
-  out.sum[at] = (Format::kZeroPoint ? 1.0f : out.scale[at]) * static_cast<float>(sums[0] + sums[1]);
-  if constexpr (Format::kParts == 1) {
-    out.start[at] = -Format::kZero * (sums[0] + sums[1]);
+  out.sum[at] = (format.zero_point ? 1.0f : out.scale[at]) * static_cast<float>(sums[0] + sums[1]);
+  if (format.parts == 1) {
+    out.start[at] = -format.zero * (sums[0] + sums[1]);
   } else {
-    out.start[2 * at] = -Format::kZero * sums[0];
-    out.start[2 * at + 1] = -Format::kZero * sums[1];
+    out.start[2 * at] = -format.zero * sums[0];
+    out.start[2 * at + 1] = -format.zero * sums[1];
   }
 }
 
@@ -241,147 +228,50 @@ void multiply_group_rows(int64_t rows, const Quantised& x, const uint8_t* group,
 
 }  // namespace detail
 
-// The rows of a batch in tiles: as many full ones as there are, then the rest.
-class Tiles {
- public:
-  explicit Tiles(int64_t rows) : rows_(rows) {}
-
-  int64_t count() const { return (rows_ + kPackedRows - 1) / kPackedRows; }
-
-  // First row and number of rows.
-  std::pair<int64_t, int64_t> operator[](int64_t i) const {
-    const int64_t first = i * kPackedRows;
-    return {first, std::min<int64_t>(kPackedRows, rows_ - first)};
-  }
-
- private:
-  int64_t rows_;
-};
-
-// A packed weight of `outputs` rows of `blocks` blocks.
-struct PackedMatrix {
-  const uint8_t* data;
-  int64_t outputs, blocks;
-};
-
-// Quantise `rows` rows for products with weights of a format. The result lives until this thread's next call.
-template <class Format, int kPlanes, class Pool>
-detail::Activations<Format, kPlanes> quantise(Pool& pool, int64_t threads, const float* x, int64_t rows, int64_t inputs) {
-  const Tiles tiles(rows);
-  const int64_t units = inputs / kUnit;
-  detail::Activations<Format, kPlanes> out{nullptr, units};
-  out.base = scratch<detail::QuantisedTag>(rows * out.row_size());
-  // Less than this is not worth a hand-over to other threads.
-  constexpr int64_t kWorthwhile = 32 * 1024;
-  const bool alone = rows * inputs < kWorthwhile;
-  // Threads write to parts of a tile that lie apart: several units each.
-  const int64_t parts = alone || tiles.count() >= threads ? 1 : threads;
-  parallel(pool, alone ? 1 : threads, tiles.count() * parts, [=](int64_t i) {
-    const auto [first, count] = tiles[i / parts];
-    const int64_t part = i % parts, from = units * part / parts, to = units * (part + 1) / parts;
-    const detail::Quantised tile = out.tile(first, count);
-    for (int64_t unit = from; unit < to; unit++)
-      for (int64_t r = 0; r < count; r++)
-        detail::quantise_unit<Format, kPlanes>(x + (first + r) * inputs + unit * kUnit, unit, r, count, tile);
-  });
-  return out;
-}
-
-// y[r * y_stride + o] = row r times output `first + o`, for o below `count`.
+// y[r * y_stride + o] = row r times output `first + o`, for o below `count`. Rows lie in tiles: as many full ones as there
+// are, then the rest.
 template <class Format, int kPlanes>
-void multiply_packed(const detail::Activations<Format, kPlanes>& x, int64_t rows, const PackedMatrix& w, int64_t first,
-                     int64_t count, float* y, int64_t y_stride) {
-  const Tiles tiles(rows);
-  const int64_t num_tiles = tiles.count(), group_bytes = kGroup * w.blocks * Format::kBytes;
+void multiply_packed(const float* x, int64_t rows, const Matrix& w, int64_t first, int64_t count, float* y,
+                     int64_t y_stride) {
+  const int64_t blocks = w.inputs / Format::kValues, units = w.inputs / kUnit;
+  const int64_t num_tiles = (rows + kPackedRows - 1) / kPackedRows, group_bytes = kGroup * blocks * Format::kBytes;
+  const int64_t row_size = units * (kPlanes * kUnit / 4 + 2 + Format::kParts);
   for (int64_t at = first; at < first + count;) {
     const int64_t start = at / kGroup * kGroup, lanes = std::min<int64_t>(kGroup, w.outputs - start);
     const int64_t end = std::min(start + lanes, first + count);
-    const uint8_t* group = w.data + start * w.blocks * Format::kBytes;
+    const uint8_t* group = w.data + start * blocks * Format::kBytes;
     if (lanes < kGroup) {
       auto* wide = reinterpret_cast<uint8_t*>(scratch<detail::WideGroupTag>((group_bytes + 3) / 4));
-      widen_group<Format>(group, lanes, w.blocks, wide);
+      widen_group<Format>(group, lanes, blocks, wide);
       group = wide;
     }
     // One tile fetches what it comes to next; each of several fetches its part of the next group.
     constexpr int64_t kDistance = 4096;
     for (int64_t tile = 0; tile < num_tiles; tile++) {
-      const auto [r, some] = tiles[tile];
+      const int64_t r = tile * kPackedRows, some = std::min<int64_t>(kPackedRows, rows - r);
+      const detail::Quantised quantised(const_cast<float*>(x) + r * row_size, some, units, kPlanes);
       const uint8_t* ahead = group + (num_tiles == 1 ? kDistance : group_bytes + tile * group_bytes / num_tiles);
-      detail::multiply_group_rows<Format, kPlanes>(some, x.tile(r, some), group, w.blocks, ahead,
-                                          kGroup * Format::kBytes / Format::kUnits / num_tiles, y + r * y_stride + (at - first), y_stride, at - start, end - at);
+      detail::multiply_group_rows<Format, kPlanes>(
+          some, quantised, group, blocks, ahead, kGroup * Format::kBytes / Format::kUnits / num_tiles,
+          y + r * y_stride + (at - first), y_stride, at - start, end - at);
     }
     at = end;
   }
 }
 
-// Outputs that a thread takes at a time, whole groups.
-inline int64_t packed_unit(int64_t outputs, int64_t row_bytes, int64_t threads) {
-  constexpr int64_t kUnitBytes = 64 * 1024;
-  const int64_t by_bytes = kUnitBytes / std::max<int64_t>(1, row_bytes), by_threads = outputs / (6 * threads);
-  return std::max<int64_t>(1, std::min(by_bytes, by_threads) / kGroup) * kGroup;
-}
-
-template <class Format, int kPlanes, class Pool>
-void linear_packed(Pool& pool, int64_t threads, const float* x, int64_t rows, const PackedMatrix& w, float* y) {
-  const auto quantised = quantise<Format, kPlanes>(pool, threads, x, rows, w.blocks * Format::kValues);
-  const int64_t unit = packed_unit(w.outputs, w.blocks * Format::kBytes, threads);
-  parallel(pool, threads, (w.outputs + unit - 1) / unit, [=](int64_t i) {
-    const int64_t first = i * unit;
-    multiply_packed<Format>(quantised, rows, w, first, std::min(unit, w.outputs - first), y + first, w.outputs);
-  });
-}
-
-template <class Format, int kPlanes, class Pool>
-void swiglu_packed(Pool& pool, int64_t threads, const float* x, int64_t rows, const PackedMatrix& w, float* y) {
-  const auto quantised = quantise<Format, kPlanes>(pool, threads, x, rows, w.blocks * Format::kValues);
-  const int64_t columns = w.outputs / 2, unit = packed_unit(columns, 2 * w.blocks * Format::kBytes, threads);
-  parallel(pool, threads, (columns + unit - 1) / unit, [=](int64_t i) {
-    const int64_t first = i * unit, count = std::min(unit, columns - first);
-    float* gate = scratch<detail::PackedGateTag>(2 * rows * unit);
-    float* up = gate + rows * unit;
-    multiply_packed<Format>(quantised, rows, w, first, count, gate, unit);
-    multiply_packed<Format>(quantised, rows, w, columns + first, count, up, unit);
-    for (int64_t r = 0; r < rows; r++)
-      activate(gate + r * unit, up + r * unit, count, y + r * columns + first);
-  });
-}
-
-// Rows of a packed weight as float32: y[r] = row index[r]; indices lie within the weight.
+// The weights of one output of a packed weight as float32.
 template <class Format>
-void take_packed_rows(const PackedMatrix& w, const int32_t* index, int64_t rows, float* y) {
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t start = index[r] / kGroup * kGroup, lanes = std::min<int64_t>(kGroup, w.outputs - start);
-    unpack_output<Format>(w.data + start * w.blocks * Format::kBytes, lanes, index[r] - start, w.blocks,
-                          y + r * w.blocks * Format::kValues);
-  }
+void unpack_packed(const Matrix& w, int64_t output, float* y) {
+  const int64_t start = output / kGroup * kGroup, lanes = std::min<int64_t>(kGroup, w.outputs - start);
+  const int64_t blocks = w.inputs / Format::kValues;
+  unpack_output<Format>(w.data + start * blocks * Format::kBytes, lanes, output - start, blocks, y);
 }
 
-// Call `f(format, planes)` with the packed format of that name, such as "q4_0_int8"; false if there is none.
-template <class F>
-bool with_packed_format(std::string_view name, F f) {
-  const size_t end = name.rfind("_int");
-  if (end == std::string_view::npos) return false;
-  const std::string_view layout = name.substr(0, end), bits = name.substr(end);
-  const auto with_planes = [&](auto format) {
-    if (bits == "_int8") return f(format, std::integral_constant<int, 1>()), true;
-    if (bits == "_int16") return f(format, std::integral_constant<int, 2>()), true;
-    return false;
-  };
-  if (layout == "q8_0") return with_planes(PackedQ8_0());
-  if (layout == "q4_0") return with_planes(PackedQ4_0());
-  if (layout == "q4_1") return with_planes(PackedQ4_1());
-  if (layout == "q5_0") return with_planes(PackedQ5_0());
-  if (layout == "q4_k") return with_planes(PackedQ4_K());
-  if (layout == "q5_k") return with_planes(PackedQ5_K());
-  if (layout == "q6_k") return with_planes(PackedQ6_K());
-  if (layout == "mxfp4") return with_planes(PackedMXFP4());
-  if (layout == "int4_g32") return with_planes(PackedInt4G32());
-  if (layout == "int4_g64") return with_planes(PackedInt4G64());
-  if (layout == "int4_g128") return with_planes(PackedInt4G128());
-  if (layout == "int8_g32") return with_planes(PackedInt8G32());
-  if (layout == "int8_g64") return with_planes(PackedInt8G64());
-  if (layout == "int8_g128") return with_planes(PackedInt8G128());
-  return false;
+// A row of a table of formats.
+template <class Format, int kPlanes>
+constexpr WeightFormat packed_format(std::string_view name) {
+  return {name, Format::kValues, Format::kBytes, kPlanes, Format::kZero, Format::kParts, Format::kZeroPoint,
+          multiply_packed<Format, kPlanes>, unpack_packed<Format>, pack_rows<Format>};
 }
 
 }  // namespace jaxspec

@@ -5,11 +5,9 @@
 // tile it falls into, nor on threads; and a quantised weight gives the bits of the float32 weight that it stands for.
 #pragma once
 
-#include <string_view>
-
-#include "../native/parallel.h"
 #include "../native/prefetch.h"
 #include "formats.h"
+#include "weight_format.h"
 
 namespace jaxspec {
 
@@ -32,14 +30,6 @@ constexpr int tile_outputs() {
   return kRows == 1 ? 4 : 2;
 #endif
 }
-
-struct Matrix {
-  const uint8_t* data;
-  int64_t row_bytes;
-  int64_t inputs;
-
-  const uint8_t* row(int64_t i) const { return data + i * row_bytes; }
-};
 
 // What a tile fetches while it multiplies: `distance` bytes behind each of its own weight rows (0: the rows of the next
 // tile), `stride` bytes a step. Where several tiles of rows meet the same outputs, each fetches a part of the next ones.
@@ -116,7 +106,10 @@ void multiply_rows(const float* x, const Matrix& w, int64_t first, int64_t count
   int64_t o = 0;
   for (; o + kOutputs <= count; o += kOutputs)
     multiply_tile<Format, kOutputs, kRows>(x, w, first + o, ahead, y + o, y_stride);
-  for (; o < count; o++) multiply_tile<Format, 1, kRows>(x, w, first + o, ahead, y + o, y_stride);
+  // A weight ends with fewer outputs at most once: row by row will do.
+  for (; o < count; o++)
+    for (int r = 0; r < kRows; r++)
+      multiply_tile<Format, 1, 1>(x + r * w.inputs, w, first + o, ahead, y + r * y_stride + o, y_stride);
 }
 
 template <class Format, int kRows = kTileRows>
@@ -144,8 +137,6 @@ void unpack_row(const uint8_t* row, int64_t inputs, float* out) {
   }
 }
 
-struct GateScratch;
-
 }  // namespace detail
 
 // y[r * y_stride + o] = row r of x times row `first + o` of the weight, for o below `count`.
@@ -168,76 +159,12 @@ void multiply(const float* x, int64_t rows, const Matrix& w, int64_t first, int6
   }
 }
 
-// Outputs that a thread takes at a time: enough work to be worth the hand-over, few enough that threads end together.
-inline int64_t unit_outputs(int64_t outputs, int64_t row_bytes, int64_t threads) {
-  constexpr int64_t kUnitBytes = 64 * 1024, kGrain = 24;
-  int64_t by_bytes = kUnitBytes / std::max<int64_t>(1, row_bytes), by_threads = outputs / (6 * threads);
-  int64_t unit = std::max<int64_t>(1, std::min(by_bytes, by_threads));
-  return (unit + kGrain - 1) / kGrain * kGrain;
-}
-
-// y[r * outputs + o] for all rows and outputs.
-template <class Format, class Pool>
-void linear(Pool& pool, int64_t threads, const float* x, int64_t rows, Matrix w, int64_t outputs, float* y) {
-  const int64_t unit = unit_outputs(outputs, w.row_bytes, threads);
-  parallel(pool, threads, (outputs + unit - 1) / unit, [=](int64_t i) {
-    const int64_t first = i * unit;
-    multiply<Format>(x, rows, w, first, std::min(unit, outputs - first), y + first, outputs);
-  });
-}
-
-// y = silu(gate) * up.
-inline void activate(const float* gate, const float* up, int64_t count, float* y) {
-  for (int64_t c = 0; c < count; c += kLanes) {
-    const int n = static_cast<int>(std::min<int64_t>(kLanes, count - c));
-    Lanes g = load(gate + c, n), u = load(up + c, n);
-    store(y + c, g / (set(1.0f) + exp(zero() - g)) * u, n);
-  }
-}
-
-// SwiGLU of a weight whose first half of rows is the gate: y[r * columns + c] = silu(gate) * up.
-template <class Format, class Pool>
-void swiglu(Pool& pool, int64_t threads, const float* x, int64_t rows, Matrix w, int64_t columns, float* y) {
-  const int64_t unit = unit_outputs(columns, 2 * w.row_bytes, threads);
-  parallel(pool, threads, (columns + unit - 1) / unit, [=](int64_t i) {
-    const int64_t first = i * unit, count = std::min(unit, columns - first);
-    float* gate = scratch<detail::GateScratch>(2 * rows * unit);
-    float* up = gate + rows * unit;
-    multiply<Format>(x, rows, w, first, count, gate, unit);
-    multiply<Format>(x, rows, w, columns + first, count, up, unit);
-    for (int64_t r = 0; r < rows; r++) activate(gate + r * unit, up + r * unit, count, y + r * columns + first);
-  });
-}
-
-// Rows of a weight as float32: y[r] = row index[r]; indices lie within the weight.
+// A row of a table of formats.
 template <class Format>
-void take_rows(const Matrix& w, const int32_t* index, int64_t rows, float* y) {
-  for (int64_t r = 0; r < rows; r++) detail::unpack_row<Format>(w.row(index[r]), w.inputs, y + r * w.inputs);
-}
-
-// Call `f` with the format of that name; false if there is none.
-template <class F>
-bool with_format(std::string_view name, F f) {
-  if (name == "float32") return f(Float32()), true;
-  if (name == "bfloat16") return f(BFloat16()), true;
-  if (name == "float16") return f(Float16()), true;
-  if (name == "q8_0") return f(Q8_0()), true;
-  if (name == "q4_0") return f(Q4_0()), true;
-  if (name == "q4_1") return f(Q4_1()), true;
-  if (name == "q5_0") return f(Q5_0()), true;
-  if (name == "q4_k") return f(Q4_K()), true;
-  if (name == "q5_k") return f(Q5_K()), true;
-  if (name == "q6_k") return f(Q6_K()), true;
-  if (name == "mxfp4") return f(MXFP4()), true;
-  if (name == "int4_g32") return f(Int4G32()), true;
-  if (name == "int4_g64") return f(Int4G64()), true;
-  if (name == "int4_g128") return f(Int4G128()), true;
-  if (name == "int8_g32") return f(Int8G32()), true;
-  if (name == "int8_g64") return f(Int8G64()), true;
-  if (name == "int8_g128") return f(Int8G128()), true;
-  if (name == "fp8_g32") return f(FP8G32()), true;
-  if (name == "fp8_g128") return f(FP8G128()), true;
-  return false;
+constexpr WeightFormat float_format(std::string_view name) {
+  return {name, Format::kValues, Format::kBytes, 0, 0, 0, false, multiply<Format>,
+          [](const Matrix& w, int64_t output, float* y) { detail::unpack_row<Format>(w.row(output), w.inputs, y); },
+          nullptr};
 }
 
 }  // namespace jaxspec

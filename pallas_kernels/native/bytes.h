@@ -136,56 +136,79 @@ inline Int32s times_128(Int32s a) { return {_mm256_slli_epi32(a.v[0], 7), _mm256
 
 #else
 
+// The four bytes of an output are an integer, the first one lowest.
 struct Bytes {
-  uint8_t v[4 * kLanes];
+  FourInts v[4];
 };
 struct Int32s {
-  int32_t v[kLanes];
+  FourInts v[4];
 };
 
-template <class F>
-inline Bytes each_byte(F f) {
-  Bytes out;
-  for (int i = 0; i < 4 * kLanes; i++) out.v[i] = static_cast<uint8_t>(f(i));
-  return out;
+template <class T, class F>
+inline T each_four(F f) {
+  return {{f(0), f(1), f(2), f(3)}};
 }
-template <class F>
-inline Int32s each_int(F f) {
-  Int32s out;
-  for (int i = 0; i < kLanes; i++) out.v[i] = f(i);
-  return out;
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes a;
+  std::memcpy(a.v, p, sizeof a.v);
+  return a;
 }
-inline Bytes load_bytes(const uint8_t* p) { return each_byte([=](int i) { return p[i]; }); }
-inline Bytes keep(Bytes a, int bits) { return each_byte([&](int i) { return a.v[i] & bits; }); }
-inline Bytes shift_right(Bytes a, int n) { return each_byte([&](int i) { return a.v[i] >> n; }); }
-inline Bytes shift_left(Bytes a, int n) { return each_byte([&](int i) { return a.v[i] << n; }); }
-inline Bytes operator|(Bytes a, Bytes b) { return each_byte([&](int i) { return a.v[i] | b.v[i]; }); }
-inline Bytes look_up(const uint8_t* table, Bytes a) { return each_byte([=](int i) { return table[a.v[i]]; }); }
-inline Int32s set_ints(int32_t x) { return each_int([=](int) { return x; }); }
-inline Int32s operator+(Int32s a, Int32s b) { return each_int([&](int i) { return a.v[i] + b.v[i]; }); }
-inline Lanes to_float(Int32s a) { return each([&](int i) { return static_cast<float>(a.v[i]); }); }
-inline Int32s times_256(Int32s a) { return each_int([&](int i) { return a.v[i] * 256; }); }
+inline Bytes keep(Bytes a, int bits) {
+  return each_four<Bytes>([&](int i) { return a.v[i] & static_cast<int32_t>(bits * 0x01010101u); });
+}
+inline Bytes shift_right(Bytes a, int n) { return each_four<Bytes>([&](int i) { return a.v[i] >> n; }); }
+inline Bytes shift_left(Bytes a, int n) { return each_four<Bytes>([&](int i) { return a.v[i] << n; }); }
+inline Bytes operator|(Bytes a, Bytes b) { return each_four<Bytes>([&](int i) { return a.v[i] | b.v[i]; }); }
+inline Bytes look_up(const uint8_t* table, Bytes a) {
+  uint8_t bytes[4 * kLanes];
+  std::memcpy(bytes, a.v, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return load_bytes(bytes);
+}
+inline Int32s set_ints(int32_t x) { return each_four<Int32s>([=](int) { return FourInts{x, x, x, x}; }); }
+inline Int32s operator+(Int32s a, Int32s b) { return each_four<Int32s>([&](int i) { return a.v[i] + b.v[i]; }); }
+inline Lanes to_float(Int32s a) { return each([&](int i) { return __builtin_convertvector(a.v[i], Four); }); }
+inline Int32s times_256(Int32s a) { return each_four<Int32s>([&](int i) { return a.v[i] << 8; }); }
+// The nearest integers, ties to even, of numbers below 2^22.
+inline void round_to(int32_t (&rounded)[kLanes], Lanes a) {
+  float numbers[kLanes];
+  store(numbers, round(a));
+  for (int i = 0; i < kLanes; i++) rounded[i] = static_cast<int32_t>(numbers[i]);
+}
 inline int32_t store_planes(int8_t* high, int8_t* low, Lanes a) {
   int32_t rounded[kLanes];
-  for (int i = 0; i < kLanes; i++) rounded[i] = static_cast<int32_t>(std::nearbyint(a.v[i]));
+  round_to(rounded, a);
   return split_planes(high, low, rounded);
 }
 inline int32_t store_rounded(int8_t* p, Lanes a) {
-  int32_t sum = 0;
+  int32_t rounded[kLanes], sum = 0;
+  round_to(rounded, a);
   for (int i = 0; i < kLanes; i++) {
-    p[i] = static_cast<int8_t>(std::nearbyint(a.v[i]));
-    sum += p[i];
+    p[i] = static_cast<int8_t>(rounded[i]);
+    sum += rounded[i];
   }
   return sum;
 }
 template <int kBits>
 inline Int32s dot(Int32s sum, Bytes codes, int32_t inputs) {
-  int8_t four[4];
-  std::memcpy(four, &inputs, sizeof four);
-  return each_int([&](int i) {
-    const uint8_t* c = codes.v + 4 * i;
-    return sum.v[i] + c[0] * four[0] + c[1] * four[1] + c[2] * four[2] + c[3] * four[3];
+  const FourInts all = {inputs, inputs, inputs, inputs};
+#if defined(__SSE2__)
+  // Sixteen bits hold a byte of either kind; one instruction multiplies and adds two of them.
+  const __m128i x = bits_as<__m128i>(all);
+  const __m128i even = _mm_srai_epi16(_mm_slli_epi16(x, 8), 8), odd = _mm_srai_epi16(x, 8);
+  return each_four<Int32s>([&](int i) {
+    const __m128i c = bits_as<__m128i>(codes.v[i]), low = _mm_and_si128(c, _mm_set1_epi16(255));
+    const __m128i products =
+        _mm_add_epi32(_mm_madd_epi16(low, even), _mm_madd_epi16(_mm_srli_epi16(c, 8), odd));
+    return sum.v[i] + bits_as<FourInts>(products);
   });
+#else
+  return each_four<Int32s>([&](int i) {
+    const FourInts c = codes.v[i];
+    return sum.v[i] + (c & 255) * (all << 24 >> 24) + (c >> 8 & 255) * (all << 16 >> 24) +
+           (c >> 16 & 255) * (all << 8 >> 24) + (c >> 24 & 255) * (all >> 24);
+  });
+#endif
 }
 
 #endif

@@ -1,10 +1,15 @@
-// What the XLA handlers of all operations share.
+// Shared by the XLA handlers of all operations.
+//
+// Handlers (`*/cpu.cc`) are compiled once and linked into the library of each instruction set. So they must not include
+// `lanes.h`: the compiler's copy of an inline function there would take the place of the instruction set's own.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 
+#include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxspec {
@@ -21,6 +26,20 @@ inline const uint8_t* bytes(const ffi::AnyBuffer& buffer) { return static_cast<c
 inline int64_t count_active_rows(const Scalar& active_rows, int64_t rows) {
   return std::clamp<int64_t>(*active_rows.typed_data(), rows > 0 ? 1 : 0, rows);
 }
+
+// XLA's threads.
+class XlaThreads final : public ThreadPool {
+ public:
+  explicit XlaThreads(ffi::ThreadPool& pool) : pool_(pool) {}
+
+  int64_t num_threads() const override { return pool_.num_threads(); }
+  void schedule(std::shared_ptr<Job> job) override {
+    pool_.Schedule([job] { job->run(); });
+  }
+
+ private:
+  ffi::ThreadPool& pool_;
+};
 
 inline ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument(message); }
 

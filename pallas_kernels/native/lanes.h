@@ -11,6 +11,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 namespace jaxspec {
@@ -213,51 +215,53 @@ inline float sum(Lanes a) {
 
 #else
 
+// Four lanes: every machine has registers of this size, and the compiler has their arithmetic.
+using Four = float __attribute__((vector_size(16)));
+using FourInts = int32_t __attribute__((vector_size(16)));
+
 struct Lanes {
-  float v[kLanes];
+  Four v[4];
 };
 struct Codes {
-  int32_t v[kLanes];
+  FourInts v[4];
 };
 
 template <class F>
 inline Lanes each(F f) {
-  Lanes out;
-  for (int i = 0; i < kLanes; i++) out.v[i] = f(i);
-  return out;
+  return {{f(0), f(1), f(2), f(3)}};
 }
 template <class F>
 inline Codes each_code(F f) {
-  Codes out;
-  for (int i = 0; i < kLanes; i++) out.v[i] = f(i);
-  return out;
+  return {{f(0), f(1), f(2), f(3)}};
 }
-inline float from_bits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
+template <class To, class From>
+inline To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
 }
 // A fused product where the machine has one; a library call per lane would be fifty times slower.
-inline float multiply_add(float a, float b, float c) {
+inline Four multiply_add(Four a, Four b, Four c) {
 #if defined(FP_FAST_FMAF) || defined(__FP_FAST_FMAF)
-  return __builtin_fmaf(a, b, c);
+  return Four{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
+              __builtin_fmaf(a[3], b[3], c[3])};
 #else
   return a * b + c;
 #endif
 }
-inline float half_to_float(uint16_t h) {
-  uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3FF;
-  if (exponent == 0) {
-    float tiny = static_cast<float>(fraction) * 5.9604644775390625e-8f;  // 2^-24
-    return sign ? -tiny : tiny;
-  }
-  uint32_t wide = exponent == 31 ? 255 : exponent + 112;
-  return from_bits(sign | (wide << 23) | (fraction << 13));
+inline Lanes zero() { return each([](int) { return Four{}; }); }
+inline Lanes set(float x) { return each([=](int) { return Four{x, x, x, x}; }); }
+inline Lanes load(const float* p) {
+  Lanes a;
+  std::memcpy(a.v, p, sizeof a.v);
+  return a;
 }
-inline Lanes zero() { return each([](int) { return 0.0f; }); }
-inline Lanes set(float x) { return each([=](int) { return x; }); }
-inline Lanes load(const float* p) { return each([=](int i) { return p[i]; }); }
-inline Lanes load(const float* p, int n) { return each([=](int i) { return i < n ? p[i] : 0.0f; }); }
+inline Lanes load(const float* p, int n) {
+  Lanes a = zero();
+  std::memcpy(a.v, p, n * sizeof(float));
+  return a;
+}
 inline void store(float* p, Lanes a) { std::memcpy(p, a.v, sizeof a.v); }
 inline void store(float* p, Lanes a, int n) { std::memcpy(p, a.v, n * sizeof(float)); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) {
@@ -269,45 +273,64 @@ inline Lanes operator*(Lanes a, Lanes b) { return each([&](int i) { return a.v[i
 inline Lanes operator/(Lanes a, Lanes b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
 inline Lanes max(Lanes a, Lanes b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Lanes min(Lanes a, Lanes b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
-inline Lanes round(Lanes a) { return each([&](int i) { return std::nearbyintf(a.v[i]); }); }
+// To the nearest integers, ties to even; numbers are below 2^22 in magnitude. The sum has no bits for a fraction.
+inline Lanes round(Lanes a) {
+  const Lanes magic = set(12582912.0f);
+  return a + magic - magic;
+}
 inline Lanes scale_by_power(Lanes a, Lanes n) {
   return each([&](int i) {
     // NaN has no integer; it reaches the result through `a`.
-    int power = n.v[i] == n.v[i] ? static_cast<int>(n.v[i]) : 0;
-    return a.v[i] * from_bits(static_cast<uint32_t>(power + 127) << 23);
+    const FourInts power = __builtin_convertvector(n.v[i], FourInts) & (n.v[i] == n.v[i]);
+    return a.v[i] * bits_as<Four>((power + 127) << 23);
   });
 }
 inline Lanes keep_first(Lanes a, int n, Lanes other) {
-  return each([&](int i) { return i < n ? a.v[i] : other.v[i]; });
+  if (n > 0) std::memcpy(other.v, a.v, (n < kLanes ? n : kLanes) * sizeof(float));
+  return other;
 }
-inline Lanes load_half(const void* p) {
-  uint16_t h[kLanes];
-  std::memcpy(h, p, sizeof h);
-  return each([&](int i) { return half_to_float(h[i]); });
+// Sixteen small integers as lanes.
+template <class Integer>
+inline Codes widen(const void* p) {
+  Integer narrow[kLanes];
+  int32_t wide[kLanes];
+  std::memcpy(narrow, p, sizeof narrow);
+  for (int i = 0; i < kLanes; i++) wide[i] = narrow[i];
+  return bits_as<Codes>(wide);
 }
-inline Lanes load_bfloat(const void* p) {
-  uint16_t h[kLanes];
-  std::memcpy(h, p, sizeof h);
-  return each([&](int i) { return from_bits(static_cast<uint32_t>(h[i]) << 16); });
-}
-inline Lanes load_int8(const void* p) {
-  const int8_t* q = static_cast<const int8_t*>(p);
-  return each([=](int i) { return static_cast<float>(q[i]); });
-}
-inline Codes load_codes(const uint8_t* p) { return each_code([=](int i) { return p[i]; }); }
+inline Codes load_codes(const uint8_t* p) { return widen<uint8_t>(p); }
 inline Codes shift_right(Codes a, int n) { return each_code([&](int i) { return a.v[i] >> n; }); }
 inline Codes shift_left(Codes a, int n) { return each_code([&](int i) { return a.v[i] << n; }); }
 inline Codes keep_bits(Codes a, int mask) { return each_code([&](int i) { return a.v[i] & mask; }); }
 inline Codes operator|(Codes a, Codes b) { return each_code([&](int i) { return a.v[i] | b.v[i]; }); }
 inline Codes set_where(Codes a, uint32_t lanes, int value) {
-  return each_code([&](int i) { return a.v[i] | ((lanes >> i & 1) ? value : 0); });
+  const FourInts bits = {1, 2, 4, 8};
+  return each_code([&](int i) { return a.v[i] | (((static_cast<int>(lanes >> 4 * i) & bits) != 0) & value); });
 }
-inline Lanes to_float(Codes a) { return each([&](int i) { return static_cast<float>(a.v[i]); }); }
+inline Lanes to_float(Codes a) { return each([&](int i) { return __builtin_convertvector(a.v[i], Four); }); }
+inline Lanes load_int8(const void* p) { return to_float(widen<int8_t>(p)); }
+inline Lanes load_half(const void* p) {
+  const Codes halves = widen<uint16_t>(p);
+  return each([&](int i) {
+    const FourInts h = halves.v[i], exponent = (h >> 10) & 31, fraction = h & 0x3FF, sign = (h & 0x8000) << 16;
+    const FourInts tiny = bits_as<FourInts>(__builtin_convertvector(fraction, Four) * 5.9604644775390625e-8f);  // 2^-24
+    // Infinities and NaN have the largest exponent in both formats.
+    const FourInts wide = (exponent + 112 + (112 & (exponent == 31))) << 23 | fraction << 13;
+    return bits_as<Four>(sign | (exponent == 0 ? tiny : wide));
+  });
+}
+inline float half_to_float(uint16_t h) {
+  const uint16_t one[kLanes] = {h};
+  return load_half(one).v[0][0];
+}
+inline Lanes load_bfloat(const void* p) {
+  const Codes upper = widen<uint16_t>(p);
+  return each([&](int i) { return bits_as<Four>(upper.v[i] << 16); });
+}
 
 inline float sum(Lanes a) {
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) a.v[i] += a.v[i + width];
-  return a.v[0];
+  const Four four = (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]);
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 #endif

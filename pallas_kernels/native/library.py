@@ -1,6 +1,6 @@
 """Loading the native CPU operations, and calling them from JAX.
 
-`setup.py` builds one library for each instruction set, all from the same sources.
+`build.py` compiles one library for each instruction set, all from the same sources.
 """
 
 import ctypes

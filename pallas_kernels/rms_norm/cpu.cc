@@ -16,8 +16,8 @@ ffi::Error run_rms_norm(Floats x, Floats scale, ffi::ResultBuffer<ffi::F32> y, f
 }  // namespace jaxspec
 
 JAXSPEC_HANDLER(jaxspec_rms_norm, jaxspec::run_rms_norm,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Attr<float>("epsilon"));
+                xla::ffi::Ffi::Bind()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Ret<jaxspec::Floats>()
+                    .Attr<float>("epsilon"));

@@ -1,28 +1,14 @@
 // RMS normalisation, one row after another.
 #pragma once
 
-#include "../native/lanes.h"
+#include <cstdint>
 
 namespace jaxspec {
 
 // y = x / sqrt(mean(x^2) + epsilon) * scale, for rows of `width` numbers.
-inline void rms_norm(const float* x, const float* scale, float epsilon, int64_t rows, int64_t width, float* y) {
-  const int64_t whole = width / kLanes * kLanes;
-  const int tail = static_cast<int>(width - whole);
-  for (int64_t r = 0; r < rows; r++, x += width, y += width) {
-    Lanes squares = zero();
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      Lanes a = load(x + i);
-      squares = fma(a, a, squares);
-    }
-    if (tail) {
-      Lanes a = load(x + whole, tail);
-      squares = fma(a, a, squares);
-    }
-    Lanes factor = set(1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon));
-    for (int64_t i = 0; i < whole; i += kLanes) store(y + i, load(x + i) * factor * load(scale + i));
-    if (tail) store(y + whole, load(x + whole, tail) * factor * load(scale + whole, tail), tail);
-  }
-}
+void rms_norm(const float* x, const float* scale, float epsilon, int64_t rows, int64_t width, float* y);
+
+// total = x + the sum of `num_parts` parts, which lie `stride` numbers apart.
+void add_parts(const float* x, const float* parts, int64_t num_parts, int64_t stride, int64_t count, float* total);
 
 }  // namespace jaxspec

@@ -22,8 +22,8 @@ ffi::Error run_rope_tables(Ints position, Floats frequency, ffi::ResultBuffer<ff
 }  // namespace jaxspec
 
 JAXSPEC_HANDLER(jaxspec_rope_tables, jaxspec::run_rope_tables,
-                              xla::ffi::Ffi::Bind()
-                                  .Arg<jaxspec::Ints>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Ret<jaxspec::Floats>());
+                xla::ffi::Ffi::Bind()
+                    .Arg<jaxspec::Ints>()
+                    .Arg<jaxspec::Floats>()
+                    .Ret<jaxspec::Floats>()
+                    .Ret<jaxspec::Floats>());

@@ -30,19 +30,18 @@ ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer k
     s.sinks = sinks.typed_data();
   }
   const uint8_t* marked = causal ? nullptr : reinterpret_cast<const uint8_t*>(mask.typed_data());
-  const char* wrong = nullptr;
-  auto run = [&](auto element) {
-    wrong = tree_attention<decltype(element)>(
-        pool, threads, s, qkv.typed_data(), cos.typed_data(), sin.typed_data(), marked, position.typed_data(),
-        static_cast<uint8_t*>(new_key->untyped_data()), static_cast<uint8_t*>(new_value->untyped_data()),
-        write_only ? nullptr : out->typed_data());
-  };
+  CacheType type;
   switch (key.element_type()) {
-    case ffi::F32: run(Float32()); break;
-    case ffi::BF16: run(BFloat16()); break;
-    case ffi::F16: run(Float16()); break;
+    case ffi::F32: type = CacheType::kFloat32; break;
+    case ffi::BF16: type = CacheType::kBFloat16; break;
+    case ffi::F16: type = CacheType::kFloat16; break;
     default: return invalid("tree_attention: the cache is neither float32, bfloat16 nor float16");
   }
+  XlaThreads workers(pool);
+  const char* wrong = tree_attention(
+      type, workers, threads, s, qkv.typed_data(), cos.typed_data(), sin.typed_data(), marked, position.typed_data(),
+      static_cast<uint8_t*>(new_key->untyped_data()), static_cast<uint8_t*>(new_value->untyped_data()),
+      write_only ? nullptr : out->typed_data());
   if (wrong) return invalid(wrong);
   const int64_t row = s.kv_heads * s.group * s.width;
   std::fill(out->typed_data() + (write_only ? 0 : s.rows * row), out->typed_data() + sizes[0] * row, 0.0f);
@@ -53,24 +52,24 @@ ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer k
 }  // namespace jaxspec
 
 JAXSPEC_HANDLER(jaxspec_tree_attention, jaxspec::run_tree_attention,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<jaxspec::Scalar>()
-                                  .Arg<jaxspec::Scalar>()
-                                  .Arg<jaxspec::Scalar>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
-                                  .Arg<jaxspec::Ints>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Arg<jaxspec::Floats>()
-                                  .Ret<jaxspec::Floats>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>()
-                                  .Attr<bool>("causal")
-                                  .Attr<bool>("write_only")
-                                  .Attr<int64_t>("sliding")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("threads"));
+                xla::ffi::Ffi::Bind()
+                    .Ctx<xla::ffi::ThreadPool>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<xla::ffi::AnyBuffer>()
+                    .Arg<xla::ffi::AnyBuffer>()
+                    .Arg<jaxspec::Scalar>()
+                    .Arg<jaxspec::Scalar>()
+                    .Arg<jaxspec::Scalar>()
+                    .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
+                    .Arg<jaxspec::Ints>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Arg<jaxspec::Floats>()
+                    .Ret<jaxspec::Floats>()
+                    .Ret<xla::ffi::AnyBuffer>()
+                    .Ret<xla::ffi::AnyBuffer>()
+                    .Attr<bool>("causal")
+                    .Attr<bool>("write_only")
+                    .Attr<int64_t>("sliding")
+                    .Attr<float>("softcap")
+                    .Attr<int64_t>("threads"));

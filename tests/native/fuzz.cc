@@ -30,9 +30,11 @@
 
 #include "../../pallas_kernels/linear/packed_product.h"
 #include "../../pallas_kernels/linear/product.h"
-#include "../../pallas_kernels/rms_norm/rms_norm.h"
-#include "../../pallas_kernels/row_top/row_top.h"
-#include "../../pallas_kernels/tree_attention/attention.h"
+#include "../../pallas_kernels/linear/weight_format.cc"
+#include "../../pallas_kernels/native/parallel.cc"
+#include "../../pallas_kernels/rms_norm/rms_norm.cc"
+#include "../../pallas_kernels/row_top/row_top.cc"
+#include "../../pallas_kernels/tree_attention/attention.cc"
 
 #if !defined(FUZZ_PRODUCTS) && !defined(FUZZ_ATTENTION)
 #define FUZZ_PRODUCTS Float32, BFloat16, Float16, Q8_0, Q4_0, Q4_1, Q5_0, Q4_K, Q6_K
@@ -51,9 +53,14 @@ extern "C" void __sanitizer_set_death_callback(void (*callback)());
 #endif
 
 namespace jaxspec {
+
+// The tables of formats, by files; this program has those that it names.
+extern const FormatList kNumbers = {}, kGgufBlocks = {}, kMoreGgufBlocks = {}, kGroupBlocks = {}, kPackedGguf8 = {},
+                        kPackedGguf16 = {}, kPackedK8 = {}, kPackedK16 = {}, kPackedGroups8 = {}, kPackedGroups16 = {};
+
 namespace {
 
-constexpr double kUnit = 0x1p-24;  // largest relative error of one float32 operation
+constexpr double kRounding = 0x1p-24;  // largest relative error of one float32 operation
 
 // ---- Failing
 
@@ -212,7 +219,7 @@ void record(const Buffer<float>& results) {
 // ---- Threads
 
 // A pool with the interface that XLA's has. While it is held, no work starts.
-class Pool {
+class Pool final : public ThreadPool {
  public:
   explicit Pool(int threads) {
     for (int i = 0; i < threads; i++) threads_.emplace_back([this] { run(); });
@@ -228,8 +235,8 @@ class Pool {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  int64_t num_threads() const { return static_cast<int64_t>(threads_.size()); }
-  void Schedule(std::function<void()> work) {
+  int64_t num_threads() const override { return static_cast<int64_t>(threads_.size()); }
+  void schedule(std::shared_ptr<Job> work) override {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       work_.push_back(std::move(work));
@@ -251,10 +258,10 @@ class Pool {
       changed_.wait(lock, [this] { return (!held_ && !work_.empty()) || ends_; });
       if (work_.empty()) return;
       {
-        std::function<void()> work = std::move(work_.front());
+        std::shared_ptr<Job> work = std::move(work_.front());
         work_.pop_front();
         lock.unlock();
-        work();
+        work->run();
       }
       lock.lock();
     }
@@ -262,7 +269,7 @@ class Pool {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> work_;
+  std::deque<std::shared_ptr<Job>> work_;
   std::vector<std::thread> threads_;
   bool held_ = false, ends_ = false;
 };
@@ -306,7 +313,7 @@ void fuzz_lanes(Case& c) {
     for (int j = 0; j < kLanes; j++) expected += own[j], size += std::fabs(own[j]);
     const float alone = sum(all[i]);
     expect_same_bits("sums", &together[i], &alone, 1);
-    expect_close("sum", i, alone, expected, 4 * kUnit * size);
+    expect_close("sum", i, alone, expected, 4 * kRounding * size);
   }
   for (int n = 1; n <= kLanes; n++) {
     Buffer<float> x = random_floats(c.random, n), y(c.random, n), padded(c.random, kLanes);
@@ -349,7 +356,7 @@ void fuzz_rms_norm(Case& c) {
     for (int64_t i = 0; i < width; i++) {
       const double expected = x[r * width + i] * factor * scale[i];
       const double steps = static_cast<double>(width) / 16 + 12;
-      expect_close("rms_norm", r * width + i, y[r * width + i], expected, steps * kUnit * std::fabs(expected) + 1e-37);
+      expect_close("rms_norm", r * width + i, y[r * width + i], expected, steps * kRounding * std::fabs(expected) + 1e-37);
     }
   }
   const int64_t r = c.random.range(0, rows - 1);
@@ -387,7 +394,7 @@ void fuzz_row_top(Case& c) {
     double sum = 0;
     for (int64_t i = 0; i < columns; i++) sum += std::exp(value(i) - top);
     const double expected = top + std::log(std::max(sum, 1.0));
-    expect_close("row_top's total", r, total[r], expected, 1e-5 + 4 * kUnit * std::fabs(expected));
+    expect_close("row_top's total", r, total[r], expected, 1e-5 + 4 * kRounding * std::fabs(expected));
   }
   const int64_t r = c.random.range(0, rows - 1);
   const Buffer<float> own(c.random, most), own_total(c.random, 1);
@@ -494,7 +501,7 @@ struct Weight {
   int64_t outputs, inputs, row_bytes;
   bool finite;
 
-  Matrix matrix(const Buffer<uint8_t>& where) const { return {where.data(), row_bytes, inputs}; }
+  Matrix matrix(const Buffer<uint8_t>& where) const { return {where.data(), outputs, inputs, row_bytes}; }
 };
 
 void put_float(uint8_t* p, float x, int bytes) {  // the first `bytes` from above
@@ -539,8 +546,16 @@ int64_t random_inputs(Random& random, const Format& format) {
 // ---- Rows of a weight
 
 void take(const Format& format, const Matrix& w, const int32_t* index, int64_t rows, float* y) {
-  if (!with_format(format.name, [&](auto kind) { take_rows<decltype(kind)>(w, index, rows, y); }))
-    fail("no format %s", format.name);
+  static const WeightFormat formats[] = {
+      float_format<Float32>("float32"), float_format<BFloat16>("bfloat16"), float_format<Float16>("float16"),
+      float_format<Q8_0>("q8_0"),       float_format<Q4_0>("q4_0"),         float_format<Q4_1>("q4_1"),
+      float_format<Q5_0>("q5_0"),       float_format<Q4_K>("q4_k"),         float_format<Q6_K>("q6_k")};
+  for (const WeightFormat& own : formats) {
+    if (own.name != format.name) continue;
+    for (int64_t r = 0; r < rows; r++) own.unpack(w, index[r], y + r * w.inputs);
+    return;
+  }
+  fail("no format %s", format.name);
 }
 
 void fuzz_take_rows(Case& c) {
@@ -570,16 +585,18 @@ void fuzz_take_rows(Case& c) {
 
 // ---- Products
 
-using Product = void (*)(Pool&, int64_t, const float*, int64_t, Matrix, int64_t, float*);
-
 struct Products {
   Format format;
-  Product linear, swiglu;
+  WeightFormat own;
+
+  void run(bool gated, Pool& pool, int64_t threads, const float* x, int64_t rows, const Matrix& w, float* y) const {
+    (gated ? swiglu : linear)(own, pool, threads, x, rows, w, y);
+  }
 };
 
 template <class... Formats>
 std::vector<Products> products_of() {
-  return {{format_of(Formats()), linear<Formats, Pool>, swiglu<Formats, Pool>}...};
+  return {{format_of(Formats()), float_format<Formats>(format_of(Formats()).name)}...};
 }
 
 const std::vector<Products>& all_products() {
@@ -595,7 +612,7 @@ Dot dot(const float* x, const double* w, int64_t count) {
   double value = 0, size = 0;
   for (int64_t i = 0; i < count; i++) value += x[i] * w[i], size += std::fabs(x[i] * w[i]);
   // Two roundings a step where there is no fused product, and four for the lanes; a weight is rounded once.
-  return {value, (static_cast<double>(count) / 8 + 8) * kUnit * size + 1e-36};
+  return {value, (static_cast<double>(count) / 8 + 8) * kRounding * size + 1e-36};
 }
 
 void fuzz_product(Case& c) {
@@ -607,21 +624,20 @@ void fuzz_product(Case& c) {
   describe("%s of %s, rows %lld, outputs %lld, inputs %lld, threads %lld", gated ? "swiglu" : "linear",
            kind.format.name, static_cast<long long>(rows), static_cast<long long>(outputs),
            static_cast<long long>(inputs), static_cast<long long>(c.threads));
-  const Product product = gated ? kind.swiglu : kind.linear;
   const Weight w = random_weight(c.random, kind.format, gated ? 2 * outputs : outputs, inputs);
   const Buffer<float> x = random_floats(c.random, rows * inputs), y(c.random, rows * outputs);
-  product(c.pool, c.threads, x.data(), rows, w.matrix(w.data), outputs, y.data());
+  kind.run(gated, c.pool, c.threads, x.data(), rows, w.matrix(w.data), y.data());
   record(y);
 
   const Buffer<float> single(c.random, rows * outputs);
   const Buffer<uint8_t> moved = w.data.copy(c.random);
-  product(c.pool, 1, x.copy(c.random).data(), rows, w.matrix(moved), outputs, single.data());
+  kind.run(gated, c.pool, 1, x.copy(c.random).data(), rows, w.matrix(moved), single.data());
   expect_same_bits("one thread", single.data(), y.data(), rows * outputs);
 
   const int64_t first = c.random.range(0, rows - 1), few = c.random.one_in(2) ? 1 : c.random.range(1, rows - first);
   const Buffer<float> some(c.random, few * outputs);
-  product(c.pool, c.threads, x.part(c.random, first * inputs, few * inputs).data(), few, w.matrix(moved), outputs,
-          some.data());
+  kind.run(gated, c.pool, c.threads, x.part(c.random, first * inputs, few * inputs).data(), few, w.matrix(moved),
+           some.data());
   expect_same_bits("rows by themselves", some.data(), y.data() + first * outputs, few * outputs);
   if (!w.finite) return;
 
@@ -632,9 +648,8 @@ void fuzz_product(Case& c) {
     const Buffer<float> numbers(c.random, w.outputs * inputs);
     take(kind.format, w.matrix(moved), index.data(), w.outputs, numbers.data());
     const Buffer<float> same(c.random, rows * outputs);
-    (gated ? plain.swiglu : plain.linear)(c.pool, c.threads, x.data(), rows,
-                                          {reinterpret_cast<const uint8_t*>(numbers.data()), inputs * 4, inputs},
-                                          outputs, same.data());
+    const Matrix whole{reinterpret_cast<const uint8_t*>(numbers.data()), w.outputs, inputs, inputs * 4};
+    plain.run(gated, c.pool, c.threads, x.data(), rows, whole, same.data());
     expect_same_bits("the weight in numbers", same.data(), y.data(), rows * outputs);
   }
 
@@ -680,12 +695,9 @@ void fuzz_packed_as(Case& c, const char* name) {
   const Buffer<uint8_t> packed(c.random, outputs * blocks * Format::kBytes, 1);
   pack_rows<Format>(file.data(), outputs, blocks, packed.data());
   auto multiply = [&](int64_t threads, const float* x, int64_t count, const Buffer<uint8_t>& w, float* y) {
-    const PackedMatrix matrix{w.data(), outputs, blocks};
-    if (gated) {
-      swiglu_packed<Format, kPlanes>(c.pool, threads, x, count, matrix, y);
-    } else {
-      linear_packed<Format, kPlanes>(c.pool, threads, x, count, matrix, y);
-    }
+    const Matrix matrix{w.data(), outputs, inputs, blocks * Format::kBytes};
+    constexpr WeightFormat own = packed_format<Format, kPlanes>("packed");
+    (gated ? swiglu : linear)(own, c.pool, threads, x, count, matrix, y);
   };
   const Buffer<float> x = random_floats(c.random, rows * inputs), y(c.random, rows * columns);
   multiply(c.threads, x.data(), rows, packed, y.data());
@@ -704,7 +716,8 @@ void fuzz_packed_as(Case& c, const char* name) {
   const Buffer<int32_t> index(c.random, 2);
   for (int64_t i = 0; i < 2; i++) index[i] = static_cast<int32_t>(c.random.range(0, outputs - 1));
   const Buffer<float> taken(c.random, 2 * inputs);
-  take_packed_rows<Format>({packed.data(), outputs, blocks}, index.data(), 2, taken.data());
+  for (int64_t i = 0; i < 2; i++)
+    unpack_packed<Format>({packed.data(), outputs, inputs, blocks * Format::kBytes}, index[i], taken.data() + i * inputs);
   record(taken);
 }
 
@@ -729,11 +742,11 @@ struct Element {
   const char* name;
   int64_t bytes;
   void (*decode)(const uint8_t*, double*);
-  decltype(&tree_attention<Float32, Pool>) attend;
+  CacheType type;
 };
 
-const Element kElements[] = {{"float32", 4, decode_float32, tree_attention<Float32, Pool>},
-                             {"bfloat16", 2, decode_bfloat16, tree_attention<BFloat16, Pool>}};
+const Element kElements[] = {{"float32", 4, decode_float32, CacheType::kFloat32},
+                             {"bfloat16", 2, decode_bfloat16, CacheType::kBFloat16}};
 
 // Everything that one call needs.
 struct Scene {
@@ -763,9 +776,9 @@ struct Scene {
   }
 
   const char* run(Pool& pool, int64_t threads, bool write_only = false) const {
-    return element->attend(pool, threads, shape, qkv.data(), cos.data(), sin.data(), causal ? nullptr : mask.data(),
-                           causal ? nullptr : position.data(), key.data(), value.data(),
-                           write_only ? nullptr : out.data());
+    return tree_attention(element->type, pool, threads, shape, qkv.data(), cos.data(), sin.data(),
+                          causal ? nullptr : mask.data(), causal ? nullptr : position.data(), key.data(), value.data(),
+                          write_only ? nullptr : out.data());
   }
   // The same in other memory, with nothing in its result yet.
   Scene copy(Random& random) const { return rows(random, 0, shape.rows, causal); }
@@ -850,7 +863,7 @@ void expect_cache(const Scene& before, const Scene& after) {
         const Rotated expected = rotated(before, t, key, h);
         const double coarse = before.element->bytes == 2 ? 0x1p-8 * std::fabs(expected.value) : 0;
         expect_close("key", slot * s.width + h, element_at(after, after.key_at(k, slot), h), expected.value,
-                     3 * kUnit * expected.size + coarse + 1e-37);
+                     3 * kRounding * expected.size + coarse + 1e-37);
         const double value = element_at(after, after.value_at(k, slot), h), kept = rounded(before, key[s.width + h]);
         if (value != kept)
           fail("value of slot %lld: %a, not %a", static_cast<long long>(slot), value, kept);
@@ -880,7 +893,7 @@ void expect_query(const Scene& s, int64_t t, int64_t k, int64_t g) {
     slots.push_back(slot);
     score.push_back(value * scale);
     largest = std::max(largest, value * scale);
-    error = std::max(error, (static_cast<double>(H) / 8 + 14) * kUnit * size * scale);
+    error = std::max(error, (static_cast<double>(H) / 8 + 14) * kRounding * size * scale);
   }
   for (double& weight : score) total += weight = std::exp(weight - largest);
   for (int64_t h = 0; h < H; h++) {
@@ -1014,7 +1027,7 @@ void fuzz_attention(Case& c) {
   // Some windows lie across the end of a chunk of tokens.
   shape.length = random.one_in(8)   ? 0
                  : random.one_in(2) ? random.range(0, 400)
-                                    : random.range(1, 3) * detail::kChunk - random.range(0, 30);
+                                    : random.range(1, 3) * kChunk - random.range(0, 30);
   const int64_t most_offset = marks == Marks::kCausal ? random.one_in(4) : 20;
   shape.offset = random.one_in(2) ? 0 : random.range(0, most_offset);
   shape.window = marks == Marks::kAny && random.one_in(8) ? 0 : shape.offset + shape.rows + random.range(0, 5);

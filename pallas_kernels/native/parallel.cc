@@ -1,0 +1,46 @@
+#include "parallel.h"
+
+#include <algorithm>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jaxspec {
+
+void Job::run() {
+  for (;;) {
+    const int64_t unit = next_.fetch_add(1, std::memory_order_relaxed);
+    if (unit >= units_) return;
+    call_(work_, unit);
+    done_.fetch_add(1, std::memory_order_release);
+  }
+}
+
+void Job::wait() const {
+  for (int spins = 0; done_.load(std::memory_order_acquire) < units_; spins++) {
+    if (spins > 4000) {
+      std::this_thread::yield();  // more threads than cores: the one waited for may need ours
+    } else {
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+    }
+  }
+}
+
+void run_parallel(ThreadPool& pool, int64_t threads, int64_t units, Job::Call call, const void* work) {
+  if (threads > 1 && units > 1) threads = std::min({threads, units, pool.num_threads()});
+  if (threads <= 1 || units <= 1) {
+    for (int64_t unit = 0; unit < units; unit++) call(work, unit);
+    return;
+  }
+  // Shared: a helper that comes late finds nothing left to do, possibly after this function has returned.
+  auto job = std::make_shared<Job>(units, call, work);
+  for (int64_t i = 1; i < threads; i++) pool.schedule(job);
+  job->run();
+  job->wait();
+}
+
+}  // namespace jaxspec
