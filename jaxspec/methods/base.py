@@ -20,7 +20,7 @@ Exactness = Literal["tokens", "distribution"]
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """What a method may know of files, and where it may keep what it finds."""
+    """Files that a method may know of, and the folder where it may keep measurements."""
 
     model_path: Path | None = None  # the target's checkpoint; None where there is none
     cache_folder: Path | None = None  # folder of compiled programs; None where nothing is kept
@@ -87,7 +87,7 @@ class Method(abc.ABC):
 
     @property
     def exact(self) -> Exactness:
-        """What equals plain decoding at temperature > 0; at 0 the tokens always do."""
+        """Whether tokens or their distribution equal plain decoding's at temperature > 0; at 0 the tokens always do."""
         return "tokens"
 
     @property

@@ -61,7 +61,7 @@ class ExpertsConfig:
 
     @property
     def scores(self) -> Scores:
-        """What the router's scores are, as the operation names it."""
+        """The kind of the router's scores, as the operation names it."""
         return "chosen" if self.chosen_scores else "renormalised" if self.renormalise else "all"
 
     @property

@@ -1,4 +1,4 @@
-"""What a feature draft (EAGLE) takes of its target: which hidden states, and how it joins them to tokens.
+"""Settings of feature drafts (EAGLE): which hidden states of the target they take, and how they join them to tokens.
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840), and the published checkpoints' configurations.
 """

@@ -173,7 +173,7 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
 
 
 def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage) -> Params:
-    """What makes the target's hidden states, or a token and a state, as wide as the draft."""
+    """Weights that make the target's hidden states, or a token and a state, as wide as the draft."""
     D, inputs = cfg.embed_dim, features.fusion_inputs(cfg.embed_dim)
     made: Params = {"fc": _declare_weight("fc", storage.type_of("fc"), (D, inputs), (None, "embed"))}
     if features.kind == "added":
@@ -235,7 +235,7 @@ def _declare_swiglu(storage: Storage, layer: str, prefix: str, outer: tuple[int,
 
 
 def _swiglu_multiple(down_type: LeafType) -> int:
-    """What a device's columns of an MLP are a multiple of: whole blocks where the down projection is in blocks."""
+    """Block size that a device's MLP columns must be a multiple of: 1, or that of the down projection's blocks."""
     return FORMATS[down_type].values if down_type in FORMATS else 1
 
 

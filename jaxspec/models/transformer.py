@@ -156,7 +156,7 @@ def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D]
 
 @struct.dataclass
 class Frame:
-    """What all layers of a pass of T rows share; see `forward`. Without a window the rows are a causal chunk."""
+    """Arrays that all layers of a pass of T rows share; see `forward`. Without a window the rows are a causal chunk."""
 
     ropes: tuple[tuple[jax.Array, jax.Array], ...]  # tables, one for each of `rope_settings`
     position: jax.Array  # int32 [T]

@@ -278,7 +278,7 @@ def stream_layers(target: Placement, resident_layers: int, kept_experts: int = 0
 
 
 def join_streamed(params: Params, target: Placement, states: Sequence[Array], layers: tuple[int, ...]) -> Array | None:
-    """What `join_states` gives, from the rows that `LayerPrograms.run` gives for `layers`; None without any."""
+    """The result of `join_states`, from the rows that `LayerPrograms.run` gives for `layers`; None without any."""
     hidden = finish_rows(params, target.cfg, states[-1]) if NORMED in layers else states[-1]
     return join_states(dict(zip(layers, states, strict=False)), hidden, layers)
 

@@ -47,12 +47,12 @@ class LeafLayout:
 
     @functools.cached_property
     def part(self) -> Part | None:
-        """What this one of several processes reads of the array; None for all of it."""
+        """The part of the array that this one of several processes reads; None for all of it."""
         return local_part(self.info, self.loaded) if jax.process_count() > 1 and self.shards else None
 
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
-        """Of each device's part, as programs take it."""
+        """Shape of each device's part, as programs take it."""
         sharding: Any = self.placed.sharding
         return sharding.shard_shape(self.placed.shape)
 
@@ -119,7 +119,7 @@ class TreeLayout:
 
     @property
     def kind(self) -> Any:
-        """What layers must have in common to use the same buffers in the same way."""
+        """Key of layers that can use the same buffers in the same way."""
         return self.tree, tuple(
             (leaf.placed.shape, str(leaf.placed.dtype), leaf.placed.sharding) for leaf in self.leaves
         )
@@ -176,7 +176,7 @@ class LayerLayout(NamedTuple):
 
     @property
     def passing(self) -> TreeLayout:
-        """What every pass takes of the layer, if it is streamed."""
+        """The arrays that every pass takes of the layer, if it is streamed."""
         return self.weights if self.shared is None else self.shared
 
 
@@ -205,7 +205,7 @@ def layer_layouts(placement: Placement) -> list[LayerLayout]:
 
 
 def slot_layouts(placement: Placement) -> dict[int, TreeLayout]:
-    """Of each streamed layer whose experts pass one by one, the array of experts on the devices that it uses.
+    """Arrays of experts on the devices, by streamed layer whose experts pass one by one.
 
     Layers of a kind share it. It has room for all experts of a layer, and for those that each layer keeps.
     """

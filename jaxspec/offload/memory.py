@@ -35,7 +35,7 @@ class Needs(NamedTuple):
 def answer_needs(
     runner: Runner, models: Models, tokens: int, *, rows: int, path: int, draft_rows: int
 ) -> Needs:  # fmt: skip
-    """What an answer of up to `tokens` tokens, prompt included, takes on each device.
+    """Bytes that an answer of up to `tokens` tokens, prompt included, takes on each device.
 
     `runner` is bound to the models, the target's layers are streamed. A target pass has `rows` rows and gives at most
     `path` tokens, a draft pass has `draft_rows`, 0 without a draft model.

@@ -25,7 +25,7 @@ NUM_THREADS = 8
 
 
 class Stamp(NamedTuple):
-    """What must not change of a file while it is in use."""
+    """Attributes of a file that must not change while it is in use."""
 
     device: int
     inode: int

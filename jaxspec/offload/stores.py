@@ -1,4 +1,4 @@
-"""Where the weights of streamed layers are kept: in host memory, or in the files of a checkpoint."""
+"""Stores of the weights of streamed layers: host memory, or the files of a checkpoint."""
 
 import abc
 import threading

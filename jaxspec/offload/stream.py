@@ -27,7 +27,7 @@ Progress = Callable[[int, int, int, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class StreamCounts:
-    """What has passed so far.
+    """Counts of what has passed so far.
 
     Attributes:
       passes: passes over the weights that ended.
@@ -49,7 +49,7 @@ class StreamCounts:
     experts_read: int = 0
 
     def since(self, before: "StreamCounts") -> dict[str, Any]:
-        """What was added to `before`, for the statistics of a generation.
+        """Counts that were added to `before`, for the statistics of a generation.
 
         `overlap` is the share of the reading that passes did not wait for; None where nothing was read.
         """
@@ -72,7 +72,7 @@ class Buffer:
         self._known: dict[Any, tuple[list[list[np.ndarray]], Any]] = {}
 
     def parts(self, layout: TreeLayout) -> list[list[np.ndarray]]:
-        """Where each array of a layer goes."""
+        """The place of each array of a layer."""
         if layout.kind not in self._known:
             self._known[layout.kind] = layout.carve(self._arenas), None
         return self._known[layout.kind][0]
@@ -140,7 +140,7 @@ class LayerStream:
 
     @property
     def counts(self) -> StreamCounts:
-        """What has passed so far."""
+        """Counts of what has passed so far."""
         nbytes, reads, busy_s = self.store.counters
         found = StreamCounts(self._passes, nbytes, reads, busy_s, self._stalls, self._stall_s, self._pass_s)
         return dataclasses.replace(found, experts=self._experts.needed, experts_read=self._experts.read)

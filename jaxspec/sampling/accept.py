@@ -41,7 +41,7 @@ ACCEPT_ROLE, DRAFT_ROLE = 1, 2
 
 @struct.dataclass
 class Verified:
-    """What a round decided."""
+    """Decisions of a round."""
 
     tokens: Array  # int32 [P], accepted tokens and then the bonus token; arbitrary after `count`
     count: Array  # int32 [], at least 1

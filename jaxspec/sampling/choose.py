@@ -84,7 +84,7 @@ def rank_draws(
     logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard,
     count: int,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """What another model may choose with the same noise: the `count` (k) best ids, int32 [T, k], and their chances.
+    """Likely choices of another model with the same noise: the `count` (k) best ids, int32 [T, k], and their chances.
 
     The chances are logarithms, float32 [T, k], -inf where the processed distribution has no further token. They are the
     softmax of the logits plus temperature times noise, which order the tokens: exact if the other model's logits differ

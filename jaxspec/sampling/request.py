@@ -1,4 +1,4 @@
-"""What one generation asks of every round: processors and a random key, as traced values."""
+"""A generation's request to every round: processors and a random key, as traced values."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class Request:
 
     @property
     def variant(self) -> Variant | None:
-        """What of it a program is compiled for; see `Processors.variant`."""
+        """The variant that a program is compiled for; see `Processors.variant`."""
         return self.processors.variant
 
     def of_variant(self, variant: Variant | None) -> "Request":

@@ -1,4 +1,4 @@
-"""What of a request's sampling the host may decide, and where.
+"""The parts of a request's sampling that the host may decide, and where.
 
 On a CPU one program serves every request: a branch on the device's data costs nothing there. The host of an accelerator
 waits for each such branch. So it picks a program that was compiled for the kind of request, its variant, in which every
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What a request needs of sampling; static, so that it keys compiled programs.
+    """The sampling steps that a request needs; static, so that it keys compiled programs.
 
     Attributes:
       draws: whether tokens are drawn: a temperature above 0.

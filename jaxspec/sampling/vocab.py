@@ -100,7 +100,7 @@ class VocabShard:
         return self.min(_reduce_row(ids, jnp.minimum, largest_id))
 
     def best_two(self, values: Array) -> tuple[Array, Array]:
-        """What `argmax` gives, and what it would give if the first were ruled out: ids int32 [T, 2].
+        """The result of `argmax`, and what it would be if the first were ruled out: ids int32 [T, 2].
 
         The second result is bool [T], whether there is a second value above -inf.
         """

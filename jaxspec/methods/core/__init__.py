@@ -1,1 +1,1 @@
-"""What the methods share: sequences, verification, drafting, acceptance, costs."""
+"""Parts that the methods share: sequences, verification, drafting, acceptance, costs."""

@@ -1,4 +1,4 @@
-"""What a draft proposes after a row, and the history that a row's penalties see."""
+"""The children that a draft proposes after a row, and the history that a row's penalties see."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a round is, on the devices and on the host.
+"""The data of a round, on the devices and on the host.
 
 Letters: P `max_path`, the most tokens that a round can add.
 """
@@ -27,7 +27,7 @@ ROUND_HEADER = 4
 
 
 class Models(NamedTuple):
-    """Where the models of a method live."""
+    """Placements of the models of a method."""
 
     target: Placement
     draft: Placement | None = None
@@ -41,7 +41,7 @@ class ModelParams(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """What a draft whose tree outlives the rounds did for one batch, since the batch before; all int32."""
+    """Counts of a draft whose tree outlives the rounds, since the batch before; all int32."""
 
     passes: Array | int  # of the draft model
     exposed: Array | int  # passes of these that the target had to wait for: catching up, and growth on demand
@@ -58,7 +58,7 @@ class DraftCounts(NamedTuple):
 
 @struct.dataclass
 class Round:
-    """What the host reads of a round, one round late."""
+    """Results of a round that the host reads, one round late."""
 
     # int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of their
     # tree, draft passes; then the new tokens. Several tokens without a drafted one took one pass each.
@@ -94,7 +94,7 @@ def verified_shapes(target: Placement, max_path: int, layers: Sequence[int] = ()
 
 
 def first_verified(shapes: Verified, root: int) -> Verified:
-    """What a sequence begins with: its root, verified by definition; on the devices."""
+    """The `Verified` that a sequence begins with: its root, on the devices."""
     tokens = np.zeros(shapes.tokens.shape, np.int32)
     tokens[0] = root
     values = [tokens, np.int32(1), np.zeros(shapes.path.shape, np.int32), np.zeros(shapes.logprob.shape, np.float32)]

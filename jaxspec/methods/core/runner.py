@@ -92,14 +92,14 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Any:
-        """What `round` needs to know of a generation, on the devices; `min_tokens` counts from the prompt's end."""
+        """A generation's request as `round` takes it, on the devices; `min_tokens` counts from the prompt's end."""
 
     @abc.abstractmethod
     def round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
         """Dispatch one round or a few; returns before they have run.
 
         `room` is the most tokens that are wanted of rounds without a draft, at least 1. Returns the state, the round or
-        rounds (see `read_rounds`), and the least number of tokens that they bring.
+        rounds (see `read_rounds`), and the minimum number of tokens that they bring.
         """
 
     def num_cached(self, state: Any, common: int, count: int) -> int:
@@ -111,7 +111,7 @@ class Runner(abc.ABC):
         return None
 
     def report(self) -> dict[str, Any] | None:
-        """What the method chose and why, for `DecodeStats.choice`."""
+        """The method's choice and the reasons, for `DecodeStats.choice`."""
         return None
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Runner(abc.ABC):
 
 @dataclasses.dataclass
 class HostState:
-    """What the host knows of one generation."""
+    """The host's part of one generation's state."""
 
     # Of each dispatch that was not read yet, whether it could draft; None while programs were loaded.
     allowed: collections.deque[bool | None] = dataclasses.field(default_factory=collections.deque)

@@ -32,7 +32,7 @@ IDLE_ROUNDS = 4
 
 @struct.dataclass
 class Draft:
-    """What the draft's half hands to the target's."""
+    """The batch that the draft's half hands to the target's."""
 
     batch: Batch  # rows to verify; the root alone asks for plain decoding
     passes: Array  # int32 [], draft passes that it took
@@ -146,7 +146,7 @@ def take_token(
     params: Params, target: Placement, state: SequenceState, request: Request, history: History, hidden: Array,
     cache: KVCache,
 ) -> tuple[SequenceState, Array, tuple[Array, Array]]:  # fmt: skip
-    """What `next_token` does after the pass: `hidden` float32 [1, D] is its result, `cache` has its row written."""
+    """The steps of `next_token` after the pass: `hidden` float32 [1, D] is its result, `cache` has its row written."""
     position = state.cache.length[None]
     logits = vocab_logits(params, target.cfg, hidden)
     seen, counts = history.seen[None], history.counts[None]

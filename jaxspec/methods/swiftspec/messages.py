@@ -1,4 +1,4 @@
-"""What crosses between the devices of draft and target: two packed int32 arrays, nothing else (SwiftSpec 3.2)."""
+"""Messages between the devices of draft and target: two packed int32 arrays, nothing else (SwiftSpec 3.2)."""
 
 from typing import Any
 

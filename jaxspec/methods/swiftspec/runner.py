@@ -241,7 +241,7 @@ class SwiftSpecRunner(Runner):
         return None if states is None else states._replace(chunks=[transfer(one, plan) for one in states.chunks])
 
     def _first_verified(self, root: int) -> Any:
-        """What a sequence begins with: its root, verified by definition; packed, on the target's devices."""
+        """The message that a sequence begins with: its root, packed, on the target's devices."""
         shapes = self.executor.verified
         verified = np.zeros((shapes[0] if self._is_fed else shapes).shape, np.int32)
         verified[:2] = 1, root

@@ -1,4 +1,4 @@
-"""What the families of models differ in."""
+"""The ways in which families of models differ."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,7 +91,7 @@ class Family:
         return {"rope": read_rope(values, max_context, self.default_theta)}
 
     def tensor_name(self, part: str) -> str:
-        """What a layer's tensor is called in a Hugging Face folder; see `tensor_names`."""
+        """The name of a layer's tensor in a Hugging Face folder; see `tensor_names`."""
         return self.tensor_names.get(part, part)
 
     def fused_tensors(self, cfg: "ModelConfig") -> Mapping[str, Sequence[tuple[str, int]]]:

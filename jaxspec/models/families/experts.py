@@ -1,4 +1,4 @@
-"""What the families with a mixture of experts spell alike."""
+"""Settings that the families with a mixture of experts spell alike."""
 
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.families.values import ConfigValues
