@@ -22,11 +22,11 @@ from typing import Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
-from distil.batches import Packer, choose_head, split_held_out
-from distil.eagle import scale_states, whole_leaves
-from distil.export import begin_with_native, is_native, save_draft, save_head
-from distil.kinds import FED, Kind, Student, native_student, open_student
-from distil.runs import (
+from train.batches import Packer, choose_head, split_held_out
+from train.eagle import scale_states, whole_leaves
+from train.export import begin_with_native, is_native, save_draft, save_head
+from train.kinds import FED, Kind, Student, native_student, open_student
+from train.runs import (
     CHECKPOINTS,
     CURVE,
     Curve,
@@ -40,10 +40,10 @@ from distil.runs import (
     read_settings,
     show_progress,
 )
-from distil.sample import Sampler, SampleSettings, answers_of, check_states, sample_shards
-from distil.shards import read_meta, write_meta
-from distil.states import STATES, target_digest
-from distil.train import TrainSettings, batches, latest_step, restore_params
+from train.sample import Sampler, SampleSettings, answers_of, check_states, sample_shards
+from train.shards import read_meta, write_meta
+from train.states import STATES, target_digest
+from train.train import TrainSettings, batches, latest_step, restore_params
 
 from jaxspec import LLM
 from jaxspec.config import DType

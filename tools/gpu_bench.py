@@ -230,7 +230,7 @@ def describe_device(smoke: bool) -> Iterator[dict[str, Any]]:
     import jax
     from kernel_bench.device import measure_bandwidth, name_device, published_bandwidth
 
-    from jaxspec.bench.environment import describe_environment
+    from jaxspec.bench.report import describe_environment
 
     kind = name_device()
     row = {"name": "device", "device": kind, "platform": jax.default_backend(), "environment": describe_environment()}

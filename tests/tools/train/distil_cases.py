@@ -4,10 +4,10 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
-from distil.corpus import Opening
-from distil.shards import Conversation
 from native_models import list_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from train.corpus import Opening
+from train.shards import Conversation
 
 SPECIAL = ["<s>", "<user>", "<end>", "<assistant>", "<eos>", "<stop>"]
 TEMPLATE = "<s> w10 w11 <user> {{ messages[0].content }} <end> <assistant>"

@@ -11,16 +11,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import distil.shards
 import numpy as np
 import pytest
-from distil.batches import CONTEXT_WEIGHT, HELD_OUT, Packer, choose_head, epoch, split_held_out
-from distil.corpus import CODE_TASKS, MORE_OPENERS, OPENERS, PROSE_TASKS, TEXT_TASKS, Documents, draw_opening
-from distil.shards import read_meta, read_shard, shard_path, write_meta, write_shard
 from distil_cases import PREFIX, K, identities, make_conversation, make_conversations
+from train.batches import CONTEXT_WEIGHT, HELD_OUT, Packer, choose_head, epoch, split_held_out
+from train.corpus import CODE_TASKS, MORE_OPENERS, OPENERS, PROSE_TASKS, TEXT_TASKS, Documents, draw_opening
+from train.shards import read_meta, read_shard, shard_path, write_meta, write_shard
 
 HEAD = np.array([1, 2, 3, 5, 8, 13, 21, 34], np.int32)
-PROMPTS = Path(__file__).parents[2] / "configs" / "prompts" / "mini.jsonl"
+PROMPTS = Path(__file__).parents[3] / "configs" / "prompts" / "mini.jsonl"
 
 
 def packer(length=32):
@@ -153,7 +152,7 @@ import os, signal, sys
 sys.path[:0] = {sys.path!r}
 import numpy as np
 from distil_cases import make_conversations
-from distil.shards import write_shard
+from train.shards import write_shard
 from pathlib import Path
 from types import SimpleNamespace
 def save(file, **arrays):
@@ -178,7 +177,7 @@ def test_a_failed_write_leaves_the_old_shard(tmp_path, monkeypatch):
         file.write(b"half of it")
         raise OSError("disk full")
 
-    monkeypatch.setattr(distil.shards.np, "savez", fail)
+    monkeypatch.setattr("train.shards.np.savez", fail)
     with pytest.raises(OSError, match="disk full"):
         write_shard(path, make_conversations([4, 5]))
     assert len(read_shard(path)) == 1

@@ -11,13 +11,15 @@ import typer
 
 pytest.importorskip("optax")
 
-import distil.kinds
-import distil.sample
 import distil_draft
 import jax
 import jax.numpy as jnp
-from distil.batches import Packer
-from distil.eagle import (
+from distil_cases import PREFIX, draw_words, make_conversations, no_documents
+from native_models import LLAMA
+from tiny_models import FAMILIES, empty_cache, init_params, on_one_device, relative_error
+from train import kinds
+from train.batches import Packer
+from train.eagle import (
     STATE_SCALE,
     STEP_WEIGHT,
     fed_config,
@@ -29,13 +31,10 @@ from distil.eagle import (
     step_logprobs,
     unroll,
 )
-from distil.export import begin_with_native, save_draft
-from distil.shards import read_shard
-from distil.states import KeptStates, StateFolder, TargetStates
-from distil.train import restore_params
-from distil_cases import PREFIX, draw_words, make_conversations, no_documents
-from native_models import LLAMA
-from tiny_models import FAMILIES, empty_cache, init_params, on_one_device, relative_error
+from train.export import begin_with_native, save_draft
+from train.shards import read_shard
+from train.states import KeptStates, StateFolder, TargetStates
+from train.train import restore_params
 from typer.testing import CliRunner
 
 from jaxspec import LLM, SamplingParams
@@ -235,8 +234,8 @@ def command(chat_model):
     """Runs a command of the tool on the tiny model, which is loaded once."""
     runner = CliRunner()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distil.sample, "draw_opening", draw_words)
-        patch.setattr(distil.sample, "Documents", no_documents)
+        patch.setattr("train.sample.draw_opening", draw_words)
+        patch.setattr("train.sample.Documents", no_documents)
         patch.setattr(distil_draft, "LLM", functools.cache(LLM))
 
         def run(name, *words):
@@ -283,11 +282,11 @@ def assert_same(some, others):
 
 def test_a_stopped_run_goes_on(command, finished, tmp_path, monkeypatch):
     """And with states that are kept it ends with the same weights."""
-    run, measure = tmp_path / "run", distil.kinds.measure_head
+    run, measure = tmp_path / "run", kinds.measure_head
     words = [finished / "data", run, *TRAIN, "--keep-states", tmp_path / "states"]
     with monkeypatch.context() as patch:
         looks = iter([measure, measure])  # at the third, after step 6, it is killed
-        patch.setattr(distil.kinds, "measure_head", lambda *words: next(looks)(*words))
+        patch.setattr("train.kinds.measure_head", lambda *words: next(looks)(*words))
         assert command("train", *words).exit_code == 1
     succeed(command("train", *words))
     assert_same(newest(run)[1], newest(finished / "run")[1])

@@ -4,18 +4,17 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 
-import distil.sample
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distil.corpus import Opening, draw_opening
-from distil.sample import Branch, Sampler, SampleSettings, Turns, _draw, answers_of, find_turns, sample_shards
-from distil.shards import read_meta, read_shard, shard_path, write_shard
 from distil_cases import PREFIX, SUFFIX, draw_words, make_conversation, no_documents, write_chat_tokenizer
 from native_models import LLAMA, MISTRAL, write_native
 from text_models import smollm2
 from tiny_models import empty_cache, on_one_device
+from train.corpus import Opening, draw_opening
+from train.sample import Branch, Sampler, SampleSettings, Turns, _draw, answers_of, find_turns, sample_shards
+from train.shards import read_meta, read_shard, shard_path, write_shard
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.models.transformer import forward, vocab_logits
@@ -27,8 +26,8 @@ ROOM = len(PREFIX) + SETTINGS.longest
 @pytest.fixture(scope="module", autouse=True)
 def tiny_corpus():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distil.sample, "draw_opening", draw_words)
-        patch.setattr(distil.sample, "Documents", no_documents)
+        patch.setattr("train.sample.draw_opening", draw_words)
+        patch.setattr("train.sample.Documents", no_documents)
         yield
 
 
@@ -254,7 +253,7 @@ def test_conversations_are_cut(monkeypatch):
     assert converse(GIVEN, [30] * 50, longest=6) == ([1, 20, 21, 2, 3, 30], 5)
     assert converse(GIVEN, [30] * 50, longest=5) == ([1, 20, 21, 2, 3], 5)  # no answer
     assert converse(GIVEN, [30] * 50, longest=2) == ([1, 20], 2)
-    monkeypatch.setattr(distil.sample, "LONGEST_QUESTION", 4)
+    monkeypatch.setattr("train.sample.LONGEST_QUESTION", 4)
     asked, answer = converse(ASKING, [22] * 20 + [2])
     assert asked[:answer] == [1, 20, *[22] * 4, 2, 3]
 

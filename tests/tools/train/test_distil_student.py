@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distil.student import init_student, student_config, student_hidden
 from marks import fast_part
 from tiny_models import FAMILIES, empty_cache, on_one_device, relative_error, tiny_params
+from train.student import init_student, student_config, student_hidden
 
 from jaxspec.models.transformer import forward, prefill
 

@@ -11,16 +11,17 @@ import pytest
 
 pytest.importorskip("optax")
 
-import distil.kinds
-import distil.sample
-import distil.train
 import distil_draft
 import jax
 import jax.numpy as jnp
-from distil.batches import CONTEXT_WEIGHT, Packer
-from distil.shards import Conversation, shard_path, write_meta, write_shard
-from distil.student import init_student, student_config, student_hidden
-from distil.train import (
+import train.kinds as kinds
+from distil_cases import PREFIX, K, draw_words, make_conversation, no_documents, write_chat_tokenizer
+from native_models import LLAMA, write_native
+from tiny_models import empty_cache, init_params, on_one_device, relative_error
+from train.batches import CONTEXT_WEIGHT, Packer
+from train.shards import Conversation, shard_path, write_meta, write_shard
+from train.student import init_student, student_config, student_hidden
+from train.train import (
     Quality,
     Trainer,
     TrainSettings,
@@ -32,9 +33,6 @@ from distil.train import (
     restore_params,
     student_logprob,
 )
-from distil_cases import PREFIX, K, draw_words, make_conversation, no_documents, write_chat_tokenizer
-from native_models import LLAMA, write_native
-from tiny_models import empty_cache, init_params, on_one_device, relative_error
 from typer.testing import CliRunner
 
 from jaxspec import LLM, SamplingParams
@@ -104,7 +102,7 @@ class Killed(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [(1,), (SAVE_EVERY,), (18, 32, 59)])
+@pytest.mark.parametrize("at", [(SAVE_EVERY,), (18, 32, 59)])
 def test_a_killed_run_ends_with_the_same_weights(tmp_path, at):
     losses = {}
     for last in at:
@@ -156,8 +154,7 @@ def test_loss_goes_down_and_agreement_up():
     assert after.positions == before.positions == sum(len(c.token) - c.answer for c in held_out)
 
 
-@pytest.mark.parametrize("part", ["params", "optimizer"])
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize(("part", "value"), [("params", math.nan), ("optimizer", -math.inf)])
 def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch, part, value):
     def step(params, optimizer, *words, **settings):
         state = {"params": params, "optimizer": optimizer}
@@ -169,21 +166,20 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch, part, 
         return state["params"], state["optimizer"], jnp.float32(1)
 
     told = []
-    monkeypatch.setattr(distil.train, "train_step", step)
+    monkeypatch.setattr("train.train.train_step", step)
     trainer = Trainer(start(), CFG, *tables(), PACKER, lessons(), SETTINGS, tmp_path, save_every=1)
     with pytest.raises(FloatingPointError, match="step 3: the weights are no longer finite"):
         trainer.run(lambda step, loss: told.append(step))
     assert told == [1, 2] and latest_step(tmp_path) == 2
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_ends_training(tmp_path, monkeypatch, value):
+def test_a_loss_that_is_not_finite_ends_training(tmp_path, monkeypatch):
     def step(params, optimizer, *words, **settings):
-        return params, optimizer, jnp.float32(value)
+        return params, optimizer, jnp.float32(math.nan)
 
-    monkeypatch.setattr(distil.train, "train_step", step)
+    monkeypatch.setattr("train.train.train_step", step)
     trainer = Trainer(start(), CFG, *tables(), PACKER, lessons(), SETTINGS, tmp_path, save_every=1)
-    with pytest.raises(FloatingPointError, match=f"step 1: the loss is {value}"):
+    with pytest.raises(FloatingPointError, match="step 1: the loss is nan"):
         trainer.run(lambda step, loss: pytest.fail("told of it"))
     assert latest_step(tmp_path) is None
 
@@ -201,7 +197,7 @@ def test_batches_go_on_epoch_after_epoch():
 
 def test_an_epoch_that_fills_no_batch_is_passed_over(monkeypatch):
     """How many rows an epoch has depends on its order."""
-    monkeypatch.setattr(distil.train, "epoch", lambda *words: [[[lessons()[words[-1]]]]] if words[-1] % 2 == 0 else [])
+    monkeypatch.setattr("train.train.epoch", lambda *words: [[[lessons()[words[-1]]]]] if words[-1] % 2 == 0 else [])
     stream = batches(PACKER, lessons(), dataclasses.replace(SETTINGS, rows=1))
     assert [next(stream).token.tobytes() for _ in range(3)] == [
         PACKER.pack([[lessons()[number]]]).token.tobytes() for number in (0, 2, 4)
@@ -296,7 +292,7 @@ def slow_runs(hits, longest):
     return runs
 
 
-@pytest.mark.parametrize("longest", [1, 3, 8])
+@pytest.mark.parametrize("longest", [1, 8])
 def test_run_lengths(longest):
     rng = np.random.default_rng(0)
     for length in (0, 1, 2, 3, 7, 8, 9, 40):
@@ -333,24 +329,10 @@ def test_quality_against_lists(rows):
     assert quality.accepted == pytest.approx(np.cumsum(shares))
 
 
-def test_held_out_loss_against_one_token_at_a_time():
-    conversations = [c for c in mixed() if c.answer < len(c.token)]
-    rows = len(PACKER.fill(conversations))
-    quality = measure_quality(start(), CFG, *tables(), PACKER, conversations, rows)
-    assert quality.loss == pytest.approx(slow_loss(conversations), abs=1e-5)
-
-
 def test_held_out_loss_does_not_depend_on_the_batches():
     conversations = [c for c in mixed() if c.answer < len(c.token)]
     quality = measure_quality(start(), CFG, *tables(), PACKER, conversations, 4)
     assert quality.loss == pytest.approx(slow_loss(conversations), abs=1e-5)
-
-
-def test_held_out_text_without_greedy_answers():
-    warm = lessons(20, seed=1)[2::3]
-    assert {c.temperature for c in warm} == {1.0}
-    quality = measure_quality(start(), CFG, *tables(), PACKER, warm, ROWS)
-    assert isinstance(quality, Quality) and quality.positions > 0
 
 
 # The command line, from end to end. With this seed some held-out answers are long enough for a chain.
@@ -364,8 +346,8 @@ def command(chat_model):
     """Runs a command of the tool on the tiny model, which is loaded once."""
     runner = CliRunner()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distil.sample, "draw_opening", draw_words)
-        patch.setattr(distil.sample, "Documents", no_documents)
+        patch.setattr("train.sample.draw_opening", draw_words)
+        patch.setattr("train.sample.Documents", no_documents)
         patch.setattr(distil_draft, "LLM", functools.cache(LLM))
 
         def run(name, *words, model=chat_model):
@@ -429,10 +411,10 @@ def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on(command, data, finished, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    measure = distil.kinds.measure_quality
+    measure = kinds.measure_quality
     with monkeypatch.context() as patch:
         looks = iter([measure, measure])  # at the third, behind step 6, it is killed
-        patch.setattr(distil.kinds, "measure_quality", lambda *words: next(looks)(*words))
+        patch.setattr("train.kinds.measure_quality", lambda *words: next(looks)(*words))
         assert command("train", data, run, *TRAIN).exit_code == 1
     succeed(command("train", data, run, *TRAIN))
     settings = TrainSettings(steps=6, rows=2)
@@ -449,20 +431,10 @@ def qualities(run):
     return [{k: v for k, v in entry.items() if k not in ("seconds", "training_loss")} for entry in entries]
 
 
-def test_a_run_stopped_at_once_goes_on(command, data, finished, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", lambda *words: 1 / 0)
-        assert command("train", data, run, *TRAIN).exit_code == 1
-    succeed(command("train", data, run, *TRAIN))
-    assert qualities(run) == qualities(finished)
-
-
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        (("--steps", 7), "steps"), (("--head", 23), "head_ids"), (("--layers", "1"), "layers"), (("--seed", 1), "seed"),
-        (("--length", 48), "length"), (("--rows", 3), "rows"), (("--tokens", 1000), "conversations"),
+        (("--head", 23), "head_ids"), (("--layers", "1"), "layers"), (("--tokens", 1000), "conversations"),
         (("--learning-rate", 0.5), "learning_rate"),
     ],
 )  # fmt: skip
@@ -525,9 +497,8 @@ def refuse(result, *said):
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--tokens", 0, "--tokens"), ("--branches", 0, "--branches"), ("--steps", 1, "--steps"), ("--top", 0, "--top"),
-        ("--longest", 0, "--longest"), ("--seed", -1, "--seed"), ("--longest", 3, "must be from 4 to"),
-        ("--longest", 10**6, "must be from 4 to"), ("--top", LLAMA.vocab_size + 1, f"from 1 to {LLAMA.vocab_size}"),
+        ("--steps", 1, "--steps"), ("--longest", 3, "must be from 4 to"), ("--longest", 10**6, "must be from 4 to"),
+        ("--top", LLAMA.vocab_size + 1, f"from 1 to {LLAMA.vocab_size}"),
     ],
 )  # fmt: skip
 def test_samples_that_cannot_be_taken(command, tmp_path, option, value, said):
@@ -538,11 +509,8 @@ def test_samples_that_cannot_be_taken(command, tmp_path, option, value, said):
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--steps", 0, "--steps"), ("--rows", 0, "--rows"), ("--head", -5, "--head"), ("--length", -1, "--length"),
-        ("--seed", -1, "--seed"), ("--tokens", -1, "--tokens"), ("--save-every", 0, "--save-every"),
-        ("--measure-every", 0, "--measure-every"),
-        ("--learning-rate", "nan", "positive"), ("--learning-rate", "inf", "positive"),
-        ("--learning-rate", 0, "positive"), ("--learning-rate", -1, "positive"), ("--dtype", "int8", "bfloat16"),
+        ("--rows", 0, "--rows"), ("--learning-rate", "nan", "positive"), ("--learning-rate", 0, "positive"),
+        ("--dtype", "int8", "bfloat16"),
         ("--rows", 1000, "do not fill one batch of 1000 rows"), ("--length", 7, "longest conversation takes"),
         ("--layers", 2, "must be numbers from 0 to 1"),
     ],
@@ -561,7 +529,7 @@ def stop_before_training(monkeypatch):
         begun.append(params)
         raise Killed
 
-    monkeypatch.setattr(distil.kinds, "Trainer", stop)
+    monkeypatch.setattr("train.kinds.Trainer", stop)
     return begun
 
 
@@ -585,7 +553,7 @@ def test_a_diverging_run_says_so(command, data, tmp_path, monkeypatch):
         raise FloatingPointError("step 5: the loss is nan")
 
     monkeypatch.setattr(Trainer, "run", fail)
-    monkeypatch.setattr(distil.kinds, "measure_quality", lambda *words: Quality(1.0, 0.0, (), (), 1))
+    monkeypatch.setattr("train.kinds.measure_quality", lambda *words: Quality(1.0, 0.0, (), (), 1))
     refuse(command("train", data, tmp_path / "run", *TRAIN), "step 5: the loss is nan", "lower --learning-rate")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from distil.shards import Conversation
+from train.shards import Conversation
 
 # One conversation in so many is held out, by its number.
 HELD_OUT = 20

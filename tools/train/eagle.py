@@ -17,11 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from distil.batches import Packer, Rows
-from distil.shards import Conversation
-from distil.states import StateSource
-from distil.student import KERNELS, init_student, student_config
-from distil.train import Quality, Trainer, TrainSettings, make_optimizer, round_matrices, summarise
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.feature_draft import forward_draft, fuse
 from jaxspec.models.features import FeatureConfig
@@ -31,6 +26,11 @@ from jaxspec.models.rope import RopeConfig
 from pallas_kernels.linear.api import BATCHES, linear
 from pallas_kernels.registry import Kernels, using
 from pallas_kernels.rms_norm import rms_norm
+from train.batches import Packer, Rows
+from train.shards import Conversation
+from train.states import StateSource
+from train.student import KERNELS, init_student, student_config
+from train.train import Quality, Trainer, TrainSettings, make_optimizer, round_matrices, summarise
 
 # What a step counts beside the one before it, as in the published training code.
 STEP_WEIGHT = 0.8

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from distil.batches import Rows
-from distil.shards import read_meta, write_meta
 from jaxspec import LLM
 from jaxspec.files import vocabulary_digest
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.program import Program
+from train.batches import Rows
+from train.shards import read_meta, write_meta
 
 INDEX, NUMBERS = "index.jsonl", "states.bin"
 # Where `sample` keeps them, within the folder of the shards.

@@ -13,14 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from distil.batches import split_held_out
-from distil.corpus import Documents, Opening, draw_opening
-from distil.shards import Conversation, read_shard, shard_path, write_meta, write_shard
-from distil.states import STATE_DTYPE, STATES, StateFolder, states_meta, target_digest
 from jaxspec import LLM
 from jaxspec.models.kv_cache import KVCache, init_cache
 from jaxspec.models.transformer import forward_with_states, prefill, prefill_with_states, vocab_logits
 from jaxspec.runtime.program import Program
+from train.batches import split_held_out
+from train.corpus import Documents, Opening, draw_opening
+from train.shards import Conversation, read_shard, shard_path, write_meta, write_shard
+from train.states import STATE_DTYPE, STATES, StateFolder, states_meta, target_digest
 
 # Longest question that the target asks itself, in tokens.
 LONGEST_QUESTION = 60

@@ -14,9 +14,9 @@ import numpy as np
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from distil.batches import Packer
-from distil.shards import Conversation, read_meta, read_shard, replace_text
-from distil.train import Quality, TrainSettings, batches
+from train.batches import Packer
+from train.shards import Conversation, read_meta, read_shard, replace_text
+from train.train import Quality, TrainSettings, batches
 
 SETTINGS = "settings.json"
 CHECKPOINTS = "checkpoints"

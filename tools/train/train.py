@@ -16,13 +16,13 @@ import optax.contrib
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distil.batches import Packer, Rows, epoch
-from distil.shards import Conversation
-from distil.student import KERNELS, student_hidden
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params, leaf_name
 from pallas_kernels.linear.api import linear
 from pallas_kernels.registry import using
+from train.batches import Packer, Rows, epoch
+from train.shards import Conversation
+from train.student import KERNELS, student_hidden
 
 
 @dataclasses.dataclass(frozen=True)

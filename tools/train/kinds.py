@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from distil.eagle import HeadTrainer, fed_config, head_config, init_fed, init_head, measure_head
-from distil.export import read_native
-from distil.shards import read_meta
-from distil.states import STATES, KeptStates, StateFolder, StateSource, TargetStates
-from distil.student import init_student, student_config
-from distil.train import Quality, Trainer, measure_quality
 from jaxspec import LLM
 from jaxspec.files import vocabulary_digest
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
+from train.eagle import HeadTrainer, fed_config, head_config, init_fed, init_head, measure_head
+from train.export import read_native
+from train.shards import read_meta
+from train.states import STATES, KeptStates, StateFolder, StateSource, TargetStates
+from train.student import init_student, student_config
+from train.train import Quality, Trainer, measure_quality
 
 
 class Kind(enum.StrEnum):
