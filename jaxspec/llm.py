@@ -180,7 +180,7 @@ class LLM:
                 plans = plan_meshes(config, resolved, target_devices)
         self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
         try:
-            self._assemble(weights, draft_weights, resolved, *plans, config, draft is None)
+            self._assemble(weights, draft_weights, resolved, *plans, config)
             return
         except DamagedDraftError as error:
             resolved, plans, config = asked
@@ -188,7 +188,7 @@ class LLM:
                 raise
             warn_of_damage(draft_weights.path, str(error))
         # Not while the error is handled: it holds on to what was loaded.
-        self._assemble(weights, None, resolved, *plans, config, False)
+        self._assemble(weights, None, resolved, *plans, config)
 
     def _assemble(
         self,
@@ -198,12 +198,10 @@ class LLM:
         plan: MeshPlan,
         draft_plan: MeshPlan,
         config: EngineConfig,
-        shipped: bool,
     ) -> None:
-        """Place, compile and load; `shipped` says where the draft comes from."""
+        """Place, compile and load."""
         self.draft_path = None if draft_weights is None else draft_weights.path
-        shipped_name = self.draft_path.name if self.draft_path is not None and shipped else None
-        store = Store(weights.path, self._cache_folder, shipped_name)
+        store = Store(weights.path, self._cache_folder)
         tokens = self.tokenizer.token_strings()
         settings = config.dtype, config.activations, config.kv_dtype
         models = Models(*place_pair(weights, draft_weights, tokens, token_strings, plan, draft_plan, *settings))

@@ -14,7 +14,7 @@ from jaxspec.engine import FIRST_CAPACITY
 from jaxspec.errors import ConfigError
 from jaxspec.files import vocabulary_digest
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.cost_model import shipped_rates
+from jaxspec.methods.core.cost_model import USUAL_RATES
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.registry import check_draft_given, resolve_method
@@ -147,10 +147,8 @@ def explain_offload(
     kinds = config.dtype, config.activations, config.kv_dtype
     plans = plan_meshes(config, resolved, config.target_devices)
     models = Models(*place_pair(weights, draft_weights, tokens, token_strings, *plans, *kinds))
-    shipped = draft_weights.path.name if draft_weights is not None and draft is None else None
-    store = Store(weights.path, None, shipped)
-    plan, _ = plan_target_offload(weights, draft_weights, models, resolved, config, store)
-    rates = shipped_rates(shipped) if shipped is not None else {}
+    plan, _ = plan_target_offload(weights, draft_weights, models, resolved, config, Store(weights.path))
+    rates = USUAL_RATES if draft_weights is not None and draft is None else {}  # those of the shipped draft
     return plan.lines({0: 1.0, **rates})
 
 

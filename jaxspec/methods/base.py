@@ -24,7 +24,6 @@ class Store:
 
     model_path: Path | None = None  # the target's checkpoint; None where there is none
     cache_folder: Path | None = None  # folder of compiled programs; None where nothing is kept
-    shipped_draft: str | None = None  # name of the draft that ships with jaxspec, if that is the one in use
     # Of a target whose layers are streamed, the least time of a pass of one row over what that would take to compute.
     stream_ratio: float = 0.0
     expert_share: float = 0.0  # of the bytes of such a pass, the part of experts that are read as rows need them

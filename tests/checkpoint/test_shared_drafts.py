@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distil.export import save_draft
 from make import tiny_config
 from native_models import EOS_IDS, random_leaves, write_native, write_tokenizer
+from train.export import save_draft
 
 from jaxspec.checkpoint import shipped
 from jaxspec.checkpoint.convert import convert
@@ -396,17 +396,13 @@ def test_a_draft_decodes_with_its_target(tmp_path, load, model, drafts):
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(found.draft_params))
 
 
-def test_auto_takes_the_shipped_draft_and_its_figures_and_says_so(load, drafts):
+def test_auto_takes_the_shipped_draft_and_says_so(load, drafts):
     write_draft(drafts / "small")
-    kernels = plan_mesh(1).kernels
-    (drafts / "costs").mkdir()
-    table = ".".join(json.dumps(key) for key in (kernels.platform, kernels.name, "numbers"))
-    (drafts / "costs" / "small.toml").write_text(f"[{table}]\ndraft_cost = 0.125\npass_cost = [1, 1.25]\n")
     llm = load(draft=None)
     out = llm.generate("w3 w1 w4", SamplingParams(max_tokens=20, ignore_eos=True))
     choice, counters = out.stats.choice, out.stats.speculative_decoding
-    assert (choice["draft"], choice["figures"], choice["draft_cost"]) == ("small", "shipped", 0.125)
-    assert choice["pass_cost"][:2] == [1, 1.25] and len(choice["pass_cost"]) == 16
+    assert (choice["draft"], choice["figures"]) == ("small", "built in")
+    assert choice["draft_cost"] > 0 and len(choice["pass_cost"]) == 16
     assert choice["rounds"] == counters["rounds_by_kind"] and sum(choice["rounds"].values()) == len(
         counters["per_step_accepted"]
     )

@@ -42,7 +42,6 @@ from jaxspec.methods.auto.draft_chain import SYNC_ROWS
 from jaxspec.methods.auto.drafter import FIRST_PATIENCE, LONGEST_PATIENCE
 from jaxspec.methods.auto.settings import LONGEST_CHAIN, Auto
 from jaxspec.methods.base import Store
-from jaxspec.methods.core import cost_model
 from jaxspec.methods.core.cost_model import (
     CLASSES,
     EDGES,
@@ -56,7 +55,6 @@ from jaxspec.methods.core.cost_model import (
     init_acceptance,
     pass_costs,
     relative_draft_cost,
-    shipped_costs,
 )
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.specexec import SpecExec
@@ -396,76 +394,25 @@ def test_the_report_says_what_the_choices_rest_on():
     assert costs.draft == pytest.approx(relative_draft_cost(*models)) and costs.source == "built in"
 
 
-SHIPPED = {"draft_cost": 0.02, "pass_cost": [1.0, 1.1, 1.3], "round_cost": 0.15}
 ALL_GIVEN = {"draft_cost": 0.1, "pass_cost": (1.0, 1.2), "round_cost": 0.2}
 
 
-@pytest.fixture
-def shipped(monkeypatch):
-    """A store whose draft has shipped figures; the names that were asked for are kept."""
-    asked = []
-
-    def figures(draft, target):
-        asked.append(draft)
-        return SHIPPED if draft == "known" else {}
-
-    monkeypatch.setattr("jaxspec.methods.auto.settings.shipped_costs", figures)
-    return asked
-
-
-def figures_of(method, models, draft):
+def figures_of(method, models):
     """Draft cost, cost of two rows, cost of a round, and where they come from."""
-    costs = method.costs(models, Store(shipped_draft=draft))
+    costs = method.costs(models)
     return float(costs.draft), float(costs.passes[1]), float(costs.round), costs.source
 
 
-def test_shipped_figures_fill_in_what_was_not_given(shipped):
-    models = models_of(LLAMA_AUTO)
-    assert figures_of(Auto(ngram=5), models, "known") == (0.02, 1.1, 0.15, "shipped")
-    assert shipped == ["known"]
-    assert figures_of(Auto(), models, "unknown")[3] == "built in"
-    assert figures_of(Auto(), models_of(LLAMA_LOOKUP), None)[3] == "built in"
-
-
 @pytest.mark.parametrize("name", ALL_GIVEN)
-def test_a_given_figure_drops_no_other_shipped_one(shipped, name):
-    models, used = models_of(LLAMA_AUTO), SHIPPED | {name: ALL_GIVEN[name]}
-    expected = used["draft_cost"], used["pass_cost"][1], used["round_cost"], "given, rest shipped"
-    assert figures_of(Auto(**{name: ALL_GIVEN[name]}), models, "known") == expected
-    assert figures_of(Auto(**{name: ALL_GIVEN[name]}), models, "unknown")[3] == "given, rest built in"
+def test_a_given_figure_replaces_no_other_one(name):
+    models = models_of(LLAMA_AUTO)
+    usual = dict(zip(ALL_GIVEN, figures_of(Auto(), models), strict=False))
+    expected = usual | {name: 1.2 if name == "pass_cost" else ALL_GIVEN[name]}
+    assert figures_of(Auto(**{name: ALL_GIVEN[name]}), models) == (*expected.values(), "given, rest built in")
 
 
-def test_given_figures_are_the_callers(shipped):
-    assert figures_of(Auto(**ALL_GIVEN), models_of(LLAMA_AUTO), "known") == (0.1, 1.2, 0.2, "given")
-    # What a draft costs says nothing where there is none.
+def test_what_a_draft_costs_says_nothing_where_there_is_none():
+    assert figures_of(Auto(**ALL_GIVEN), models_of(LLAMA_AUTO)) == (0.1, 1.2, 0.2, "given")
     two = Auto(pass_cost=(1.0, 1.2), round_cost=0.2)
-    assert figures_of(two, models_of(LLAMA_LOOKUP), "known") == (0.0, 1.2, 0.2, "given")
-    assert figures_of(Auto(draft_cost=0.1), models_of(LLAMA_LOOKUP), None)[3] == "built in"
-    assert shipped == []
-
-
-def test_figures_are_read_by_draft_kernels_and_storage(tmp_path, monkeypatch):
-    numbers = models_of(LLAMA_AUTO).target
-    blocks = dataclasses.replace(numbers, storage=Storage("q8_0"))
-    (tmp_path / "costs").mkdir()
-    table = ".".join(json.dumps(key) for key in (numbers.plan.kernels.platform, numbers.plan.kernels.name))
-    (tmp_path / "costs" / "known.toml").write_text(
-        f"[{table}.blocks]\ndraft_cost = 0.5\n[{table}.numbers]\npass_cost = [1, 1.5]\n"
-    )
-    monkeypatch.setattr(cost_model.importlib.resources, "files", lambda package: tmp_path)
-    assert shipped_costs("known", blocks) == {"draft_cost": 0.5}
-    assert shipped_costs("known", numbers) == {"pass_cost": [1, 1.5]}
-    assert shipped_costs("unknown", numbers) == {}
-    other = dataclasses.replace(numbers, plan=plan_mesh(1, kernels="xla"))
-    assert shipped_costs("known", other) == ({} if numbers.plan.kernels.name != "xla" else {"pass_cost": [1, 1.5]})
-
-
-@pytest.mark.parametrize("storage", ["float32", "q8_0"])
-def test_the_figures_of_the_shipped_draft_are_found_and_make_sense(storage):
-    target = dataclasses.replace(models_of(LLAMA_AUTO).target, storage=Storage(storage))
-    if not target.plan.kernels.native:
-        pytest.skip("the native kernels were not built")
-    figures = shipped_costs("smollm2-135m", target)
-    assert sorted(figures) == sorted(ALL_GIVEN)
-    assert len(Auto(**figures).pass_cost) == Auto().num_rows
-    assert 0 < figures["draft_cost"] < 0.5 and figures["round_cost"] < 1
+    assert figures_of(two, models_of(LLAMA_LOOKUP)) == (0.0, 1.2, 0.2, "given")
+    assert figures_of(Auto(draft_cost=0.1), models_of(LLAMA_LOOKUP))[3] == "built in"

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from distil.export import save_draft
 from gguf import GGMLQuantizationType as Kind
 from make import random_tensors, tiny_config, write_gguf, write_hf
+from train.export import save_draft
 
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.eagle import write_eagle3

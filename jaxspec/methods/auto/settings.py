@@ -1,8 +1,8 @@
 """The default: a draft model's chains and copies of earlier text, as far as they pay, else plain decoding.
 
-What a round may gain is estimated from what became of earlier drafts, what it costs from measured, shipped or built-in
-figures (`drafter.py` does that round by round). Where the host measures that drafts do not pay after all, rounds
-are those of plain decoding for a while (`RoundTimer`).
+What a round may gain is estimated from what became of earlier drafts, what it costs from measured or built-in figures
+(`drafter.py` does that round by round). Where the host measures that drafts do not pay after all, rounds are those of
+plain decoding for a while (`RoundTimer`).
 """
 
 import dataclasses
@@ -16,18 +16,13 @@ from jaxspec.methods.auto.devices import weigh_devices
 from jaxspec.methods.auto.draft_chain import SYNC_ROWS
 from jaxspec.methods.auto.drafter import AutoDrafter
 from jaxspec.methods.base import NO_STORE, DeviceChoice, Method, Store
-from jaxspec.methods.core.copies import (
-    LookupSettings,
-    NGramDrafter,
-)
+from jaxspec.methods.core.copies import LookupSettings, NGramDrafter
 from jaxspec.methods.core.cost_model import (
     ROUND_COST,
     USUAL_RATES,
     CostModel,
     pass_costs,
     relative_draft_cost,
-    shipped_costs,
-    shipped_rates,
     stream_growth,
     tree_passes,
 )
@@ -70,12 +65,12 @@ class Auto(Method):
       length: most tokens drafted by the model in a row, at most `num_draft_tokens`; None is 8, or that.
       ngram: see `PromptLookup`.
       candidates: see `PromptLookup`.
-      draft_cost: time of a draft pass over that of a target pass of one row; 0 takes what was measured on this machine
-        or shipped, or estimates it from the weights.
-      pass_cost: times of target passes of 1, 2, ... rows over that of one row; empty takes measured, shipped or
-        built-in figures.
-      round_cost: what a round costs apart from its passes, in target passes of one row; None takes a measured or
-        shipped figure, or 0.05.
+      draft_cost: time of a draft pass over that of a target pass of one row; 0 takes what was measured on this machine,
+        or estimates it from the weights.
+      pass_cost: times of target passes of 1, 2, ... rows over that of one row; empty takes measured or built-in
+        figures.
+      round_cost: what a round costs apart from its passes, in target passes of one row; None takes a measured
+        figure, or 0.05.
     """
 
     num_draft_tokens: int = 15
@@ -121,34 +116,25 @@ class Auto(Method):
         ratio, (target, draft) = store.stream_ratio, models
         if draft is None or ratio < WORTH_A_TREE or self != Auto():
             return self
-        draft_cost = self.costs(models, store).draft
-        rates = (shipped_rates(store.shipped_draft) if store.shipped_draft else {}) or USUAL_RATES
+        draft_cost = self.costs(models).draft
 
         def speed(budget: int) -> float:
             passes, width = pass_costs(target, budget + 1)[-1], SpecExec(budget).draft_rows
             drafting = tree_passes(budget, width) * draft_cost * pass_costs(draft, width)[-1]
             reading = ratio * stream_growth(target, budget + 1, store.expert_share)
-            return rates[budget] / (max(reading, passes) + drafting)
+            return USUAL_RATES[budget] / (max(reading, passes) + drafting)
 
-        speeds = {budget: speed(budget) for budget in sorted(rates)}
+        speeds = {budget: speed(budget) for budget in USUAL_RATES}
         best = max(speeds.values())
         return SpecExec(next(budget for budget, found in speeds.items() if KNEE * found >= best))
 
-    def costs(self, models: Models, store: Store = NO_STORE, measured: RoundTimes | None = None) -> CostModel:
-        """What rounds are taken to cost; each figure as given, else as measured, else as shipped, else built in.
-
-        All are ratios to one target pass of one row. One that was given does not replace the others: a shipped figure
-        is a better guess than a built-in one beside it.
-        """
+    def costs(self, models: Models, measured: RoundTimes | None = None) -> CostModel:
+        """Costs that rounds are weighed with: each figure as given, else as measured, else built in."""
         target, draft = models
         given = {"pass_cost": self.pass_cost, "round_cost": self.round_cost}
         given |= {"draft_cost": self.draft_cost} if draft is not None else {}
         used = {name: value for name, value in given.items() if value not in (0, (), None)}
-        known, rest = {}, "built in"
-        if measured is not None:
-            known, rest = measured.figures(), "measured"
-        elif store.shipped_draft and len(used) < len(given) and (known := shipped_costs(store.shipped_draft, target)):
-            rest = "shipped"
+        known, rest = ({}, "built in") if measured is None else (measured.figures(), "measured")
         figures: dict[str, Any] = {name: value for name, value in known.items() if name in given} | used
         source = "given" if len(used) == len(given) else f"given, rest {rest}" if used else rest
         cost = figures.get("draft_cost", 0.0 if draft is None else relative_draft_cost(target, draft))
@@ -162,7 +148,7 @@ class Auto(Method):
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
         profile = None if given else CostProfile.find(store.cache_folder, models, self.num_rows)
         times = previous.times if isinstance(previous, MeasuringRunner) else profile and profile.load()
-        slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows)), self.costs(models, store, times)
+        slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows)), self.costs(models, times)
 
         def make_drafter(verified: Verified) -> Drafter:
             if draft is None:
@@ -173,5 +159,5 @@ class Auto(Method):
         return MeasuringRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True,
             timer=timer or RoundTimer(), profile=profile, times=times, length=length if draft is not None else 0,
-            weigh=lambda times: self.costs(models, store, times), draft=draft,
+            weigh=lambda times: self.costs(models, times), draft=draft,
         )  # fmt: skip

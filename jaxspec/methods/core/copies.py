@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.cost_model import CostModel, keep_worthwhile
+from jaxspec.methods.core.cost_model import PRIOR_WEIGHT, CostModel, keep_worthwhile
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.sequence import CHUNKS, PromptStates, SequenceState, split_chunks, usable_chunks
@@ -20,10 +20,9 @@ from jaxspec.sampling.request import Request
 from jaxspec.tree.select import Candidates, pack_best
 from jaxspec.tree.tree import Batch
 
-# How often the token that followed a match of n tokens follows again, before anything is known about this text, and
-# how many observations that guess is worth. Longer matches count as the longest one here.
+# How often the token that followed a match of n tokens follows again, before anything is known about this text.
+# Longer matches count as the longest one here.
 PRIOR_ACCEPTANCE = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
-PRIOR_WEIGHT = 4.0
 # What was observed loses weight each round, so that a copied passage after a free one is found worth trying again.
 FORGETTING = 0.99
 

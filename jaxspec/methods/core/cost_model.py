@@ -4,10 +4,8 @@ Costs are relative to a target pass of one row. Rates are learned while decoding
 """
 
 import dataclasses
-import importlib.resources
 import itertools
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,8 +42,8 @@ _NATIVE_PASS_COSTS = {
 ROW_COST = 0.003
 # What a draft pass costs apart from reading its weights, and a round apart from its passes.
 FIXED_DRAFT_COST, ROUND_COST = 0.01, 0.05
-# Tokens per pass of SpecExec by its draft tokens, where nothing was measured of a draft: only their ratios count. About
-# so many draft passes grow a tree, or more where they are narrow.
+# Tokens per pass of SpecExec by its draft tokens, greedy, with the shipped draft (docs/results/specexec-budgets.md); of
+# other drafts only their ratios count. About so many draft passes grow a tree, or more where they are narrow.
 USUAL_RATES = {1: 1.42, 4: 1.9, 16: 2.53, 64: 2.78, 256: 3.0, 1024: 3.2}
 USUAL_DEPTH = 12
 
@@ -78,7 +76,7 @@ class CostModel:
     passes: np.ndarray  # float64 [bs], of target passes of 1, 2, ... rows
     draft: float = 0.0  # of a draft pass of one row; 0 without a draft
     round: float = ROUND_COST  # what a round costs apart from its passes
-    # Where the figures come from: "built in", "shipped", "measured", "given", or two of them.
+    # Where the figures come from: "built in", "measured", "given", or two of them.
     source: str = "built in"
 
     @property
@@ -147,27 +145,6 @@ def fill_rows(costs: Mapping[int, float]) -> tuple[float, ...]:
     for (low, cheap), (high, dear) in itertools.pairwise(known):
         filled += [cheap + (dear - cheap) * n / (high - low) for n in range(high - low)]
     return tuple(round(cost, 3) for cost in [*filled, max(costs.values())])
-
-
-def shipped_costs(draft: str, target: Placement) -> dict[str, Any]:
-    """Figures that `jaxspec-tune` measured for a shipped draft: `draft_cost`, `pass_cost`, `round_cost`; or none.
-
-    The target's kernels, and the form of most of its weights, say which figures hold.
-    """
-    file = importlib.resources.files("jaxspec_configs").joinpath("costs", f"{draft}.toml")
-    if not file.is_file():
-        return {}
-    tables, kernels = tomllib.loads(file.read_text(encoding="utf-8")), target.plan.kernels
-    return tables.get(kernels.platform, {}).get(kernels.name, {}).get(weight_form(target), {})
-
-
-def shipped_rates(draft: str) -> dict[int, float]:
-    """Tokens per target pass of SpecExec with a shipped draft, greedy, by the number of draft tokens; or none."""
-    file = importlib.resources.files("jaxspec_configs").joinpath("costs", f"{draft}.toml")
-    if not file.is_file():
-        return {}
-    rates = tomllib.loads(file.read_text(encoding="utf-8")).get("rates", {})
-    return {int(tokens): rate for tokens, rate in rates.items()}
 
 
 def tree_passes(budget: int, width: int) -> int:
