@@ -80,9 +80,8 @@ class Program:
         """
         stored = self._lowered_digest(lowered)
         if stored is None or not self.load(stored, variant):
-            hits = program_store.num_hits()
-            self._compiled[variant] = compile_lowered(lowered, self._plan)
-            if stored is None or program_store.num_hits() > hits:
+            self._compiled[variant], is_new = program_store.compile_with(lambda: compile_lowered(lowered, self._plan))
+            if stored is None or not is_new:
                 return
             program_store.save(stored, self._compiled[variant], *self._trees(variant))
         if digest is not None:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,16 @@ LOG = logging.getLogger(__name__)
 
 MAGIC = b"jaxspec program 1\n"
 MOST_BYTES = 2**30  # of all files; the ones that were not used for longest go first
-_HIT = "/jax/compilation_cache/cache_hits"
 
 disabled = False  # tests that change functions under way store nothing
 _folder: Path | None = None
-_hits = threading.local()  # how many programs JAX's own cache has given to this thread
-_listens = False
+_thread = threading.local()
 
 
 def use(folder: Path | None) -> None:
     """Keep programs in a folder, which is made when the first one comes; None keeps none."""
-    global _folder, _listens
+    global _folder
     _folder = folder
-    if folder is not None and not _listens:
-        _listens = True
-        jax.monitoring.register_event_listener(_note)
 
 
 def is_used() -> bool:
@@ -43,14 +39,28 @@ def is_used() -> bool:
     return _folder is not None and not disabled
 
 
-def _note(event: str, **_: Any) -> None:
-    if event == _HIT:
-        _hits.count = num_hits() + 1
+def compile_with(compile_it: Callable[[], Any]) -> tuple[Any, bool]:
+    """Compile a program; returns it, and whether it can be stored, which only one that was compiled anew can be.
+
+    One that JAX's own cache or memory gave would be stored without its kernels: it would load, and fail when it runs.
+    """
+    _thread.is_new = _thread.is_hit = False
+    return compile_it(), _thread.is_new
 
 
-def num_hits() -> int:
-    """Programs that JAX's own cache has given to this thread; they cannot be serialized again."""
-    return getattr(_hits, "count", 0)
+def _note_hit(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _thread.is_hit = True
+
+
+def _note_end(event: str, *_: Any, **__: Any) -> None:
+    # Where a compilation failed, for an option that XLA does not know, the next one counts.
+    if event == "/jax/core/compile/backend_compile_duration":
+        _thread.is_new, _thread.is_hit = not getattr(_thread, "is_hit", False), False
+
+
+jax.monitoring.register_event_listener(_note_hit)
+jax.monitoring.register_event_duration_secs_listener(_note_end)
 
 
 def size(digest: str) -> int | None:
@@ -91,7 +101,7 @@ def load(digest: str, in_tree: Any, out_tree: Any, devices: tuple[Any, ...]) -> 
 
 
 def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any) -> None:
-    """Store a program that was compiled just now, and did not come out of JAX's own cache (`num_hits`)."""
+    """Store a program that was compiled anew (`compile_with`)."""
     if _folder is None or compiled.in_tree != in_tree or compiled.out_tree != out_tree:
         return
     from jax.experimental import serialize_executable

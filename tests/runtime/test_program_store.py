@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from tiny_models import FAMILIES, place
 
 from jaxspec.methods.core.sequence import ModelSequence
@@ -99,6 +100,28 @@ def test_programs_are_loaded_in_the_background(store):
     for one, other in zip(wanted, jax.tree.leaves(damaged(np.int32(7))), strict=True):
         np.testing.assert_array_equal(one, other)
     assert programs_of()[0].load(str(damaged.digest()))
+
+
+def test_what_jax_had_compiled_is_not_stored(store, tmp_path, monkeypatch):
+    """It comes out of JAX's own cache, or out of memory: serialized again, it would lack its kernels."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    compilation_cache.reset_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(program_store, "disabled", True)
+        compile_programs(programs_of())
+    first = programs_of()
+    compile_programs(first)
+    assert not store.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(program_store, "disabled", True)
+        lowered = first[0].lower()
+        first[0].finish(lowered)
+    first[0].finish(lowered, digest=first[0].digest())
+    assert not store.exists()
+    compile_programs(again := programs_of())
+    for one, other in zip(jax.tree.leaves(first[0](np.int32(7))), jax.tree.leaves(again[0](np.int32(7))), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_damaged_file_is_replaced(store):
