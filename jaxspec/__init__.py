@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # as in `typing`, whose import would be half of what `imp
 
 if TYPE_CHECKING:
     from jaxspec.config import SamplingParams
-    from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
+    from jaxspec.errors import CheckpointError, ConfigError, DistributedError, JaxspecError
     from jaxspec.llm import LLM, generate
     from jaxspec.methods.auto.settings import Auto
     from jaxspec.methods.autoregressive import Autoregressive
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from jaxspec.methods.specinfer import SpecInfer
     from jaxspec.methods.swift.settings import Swift
     from jaxspec.methods.swiftspec.settings import SwiftSpec
-    from jaxspec.results import Completion, DecodeStats, StreamEvent
+    from jaxspec.results import Completion, DecodeStats, Stream, StreamEvent
+    from jaxspec.runtime.distributed import Distributed
 
 __all__ = [
     "LLM",
@@ -29,6 +30,8 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DecodeStats",
+    "Distributed",
+    "DistributedError",
     "JaxspecError",
     "PromptLookup",
     "SamplingParams",
@@ -36,6 +39,7 @@ __all__ = [
     "SpecInfer",
     "Swift",
     "SwiftSpec",
+    "Stream",
     "StreamEvent",
     "__version__",
     "generate",
@@ -44,7 +48,7 @@ __all__ = [
 # Imported when first used, so that `jaxspec-decode --help` and usage errors do not wait a second for JAX.
 _HOMES = {
     "config": ["SamplingParams"],
-    "errors": ["CheckpointError", "ConfigError", "JaxspecError"],
+    "errors": ["CheckpointError", "ConfigError", "DistributedError", "JaxspecError"],
     "llm": ["LLM", "generate"],
     "methods.auto.settings": ["Auto"],
     "methods.autoregressive": ["Autoregressive"],
@@ -54,7 +58,8 @@ _HOMES = {
     "methods.specinfer": ["SpecInfer"],
     "methods.swift.settings": ["Swift"],
     "methods.swiftspec.settings": ["SwiftSpec"],
-    "results": ["Completion", "DecodeStats", "StreamEvent"],
+    "results": ["Completion", "DecodeStats", "Stream", "StreamEvent"],
+    "runtime.distributed": ["Distributed"],
 }
 
 

@@ -8,22 +8,30 @@ import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from jaxspec.errors import ConfigError, shown
+from jaxspec.foreign import check_keywords, refuse_unknown
 from pallas_kernels import KERNEL_NAMES
 
 LARGEST_INT = 2**31 - 1  # what a setting may be; programs count in 32 bits
 LARGEST_SEED = 2**63 - 1
 MOST_TOKENS = 2**30  # of a request: more than any context holds, and sums of two fit into 32 bits
 DEFAULT_MAX_TOKENS = 256  # where nothing was asked for
-LARGEST_FLOAT = float(np.finfo(np.float32).max)
+LARGEST_FLOAT = (2 - 2**-23) * 2.0**127  # of float32
 MOST_IDS = 2**24  # in one list
 MAX_LOGPROBS = 20  # most tokens at each place whose log-probabilities can be asked for, as in vLLM
 
 
+def setting(default: Any, text: str | None = None, *flags: str) -> Any:
+    """A field that the command line takes, with its help `text`; without one it has no option there.
+
+    `flags` are further names of the option; those of a list of ids, which is repeated, replace the field's own name.
+    """
+    return dataclasses.field(default=default, metadata={} if text is None else {"help": text, "flags": flags})
+
+
+@refuse_unknown(lambda: (*LLM_ARGUMENTS, *(field.name for field in dataclasses.fields(EngineConfig))))
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen, and when to stop; the names are vLLM's.
@@ -49,21 +57,21 @@ class SamplingParams:
         an integer k also those of the k most probable tokens at each place.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    max_tokens: int | None = setting(None, "Most tokens to generate [256].", "-n")
+    temperature: float = setting(0.0, "0 is greedy [0].", "--temp")
+    top_k: int = setting(0, "Keep the k most probable tokens; 0 keeps all.")
+    top_p: float = setting(1.0, "Keep the most probable tokens of this mass.")
+    min_p: float = setting(0.0, "Keep tokens this times as probable as the first.")
+    repetition_penalty: float = setting(1.0, "Against tokens of prompt and output.")
+    frequency_penalty: float = setting(0.0, "Against repetition, per occurrence.")
+    presence_penalty: float = setting(0.0, "Against tokens of the output.")
     logit_bias: Mapping[int, float] | None = None
-    stop: str | Sequence[str] | None = None
-    seed: int | None = None
-    ignore_eos: bool = False
-    logprobs: bool | int | None = False
-    stop_token_ids: Sequence[int] | None = None
-    min_tokens: int = 0
+    stop: str | Sequence[str] | None = setting(None, "Text that ends generation; repeatable.")
+    seed: int | None = setting(None, "Random stream at temperature > 0: equal seeds, equal text.")
+    ignore_eos: bool = setting(False, "Go on past end-of-sequence tokens.")
+    logprobs: bool | int | None = setting(False, "With --json, add log-probabilities.")
+    stop_token_ids: Sequence[int] | None = setting(None, "Token that ends generation; repeatable.", "--stop-token-id")
+    min_tokens: int = setting(0, "No end-of-sequence or stop token before so many.")
     n: int = 1
 
     def __post_init__(self):
@@ -125,87 +133,114 @@ Offload = Literal["none", "host", "disk"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-@dataclasses.dataclass(frozen=True)
+# What `LLM` takes beside its settings.
+LLM_ARGUMENTS = ("model", "draft", "method", "revision", "distributed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How a model is placed and run.
+    """How a model is placed and run: the settings of `LLM` and of every command that loads a model.
 
     Attributes:
-      dtype: of weights and activations; "auto" is bfloat16 on accelerators, on CPU float32 activations and, with native
-        kernels, weights as the checkpoint holds them.
-      target_devices: tensor-parallel degree of the target.
-      draft_devices: tensor-parallel degree of a draft on devices of its own; None is one such device if there is one,
-        for methods that can use it.
-      draft_platform: of these devices, where it is not the target's: "cpu" beside an accelerator.
-      max_context: most tokens of prompt plus output; None takes the model's own context length.
-      compile_cache: folder of compiled programs; None is the user's cache folder, "" switches the cache off.
-      kernels: one of `KERNEL_NAMES`; see `pallas_kernels.selection.choose`.
-      activations: what rows of the target are rounded to before they are multiplied by weights in blocks: "int8" or
-        "int16" (32 inputs share a scale), "float32" (not at all), or "auto": int16 where native CPU kernels run.
-      kv_dtype: of cached keys and values, those of a draft too; "auto" is float16 beside integer activations, else as
-        `dtype`.
-      session_memory: bytes of caches that finished conversations may keep, so that a prompt that goes on from one of
-        them is computed from there; the latest one is kept whatever it takes. None keeps only that; 0 keeps none.
-      expert_parallel: whether a mixture's experts lie whole on the devices; else each device has a part of every one.
-      offload: where the target's layers are kept: on the devices ("none"), in host memory or on disk.
-      device_memory: bytes that may be taken on each device where layers are streamed; a text such as "6GiB" becomes
-        bytes.
+      dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
+        checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
+      target_devices: devices that share the model (tensor parallelism); None is 1, and leaves method "auto" free to use
+        all devices as `jaxspec-tune --method swiftspec` found best.
+      draft_devices: devices of their own for the draft, after the target's, for method "swiftspec"; None is one if
+        there is one left, else the draft shares the target's.
+      draft_platform: platform of the draft's devices, if it is not the target's: "cpu" beside an accelerator.
+      max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
+      compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
+      kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", for NVIDIA GPUs
+        "pallas-triton", "mosaic" (Hopper) or "jax-triton" (an extra), or "auto": the fastest that run here.
+      activations: how rows are multiplied by weights that are kept in blocks (GGUF, on CPU): rounded to "int16" or
+        "int8", 32 inputs of a row at a time (llama.cpp rounds to int8), or as "float32"; "auto" is int16 where native
+        kernels run. Every method gives the tokens of plain decoding with the same setting.
+      kv_dtype: dtype of cached keys and values: "float32", "bfloat16", "float16" (native kernels), or "auto": float16
+        beside integer activations, else as `dtype`.
+      session_memory: bytes, or a text such as "512M", of caches that finished conversations may keep. A prompt that
+        begins as one of them did is computed only from where they part (`stats.cached_prompt_tokens`). None keeps the
+        latest conversation, 0 none.
+      expert_parallel: of a mixture of experts on several devices, each device has whole experts; else a part of each.
+      offload: where the target's layers are kept: "none" is on the devices; "host" in host memory and "disk" in the
+        checkpoint's files, from where each pass reads them layer by layer. Embedding, head, norms, caches and the draft
+        stay on the devices. The tokens are those of "none".
+      device_memory: bytes, or a text such as "6GiB", that the models, caches and buffers may take on each device with
+        `offload`: as many layers stay on the devices as fit. None with no `resident_layers` streams all layers.
       resident_layers: layers that stay on the devices, in place of `device_memory`.
     """
 
-    dtype: DType = "auto"
-    target_devices: int = 1
-    draft_devices: int | None = None
-    draft_platform: str | None = None
-    max_context: int | None = None
-    compile_cache: str | None = None
-    kernels: str = "auto"
-    activations: ActivationsSetting = "auto"
-    kv_dtype: KVDType = "auto"
-    session_memory: int | None = None
-    expert_parallel: bool = False
-    offload: Offload = "none"
-    device_memory: int | str | None = None
-    resident_layers: int | None = None
+    dtype: DType = setting("auto", "auto, float32 or bfloat16.")
+    target_devices: int | None = setting(None, "Devices that share the model [1].")
+    draft_devices: int | None = setting(None, "Devices of the draft model alone, for swiftspec [1 if there is one].")
+    draft_platform: str | None = setting(None, "Their platform if not the target's: cpu beside an accelerator.")
+    max_context: int | None = setting(None, "Most tokens of prompt plus output [the model's limit].")
+    compile_cache: str | None = setting(None, 'Folder of compiled programs; "" for none.')
+    kernels: str = setting("auto", f"Kind of kernels: {', '.join(KERNEL_NAMES[:-1])} or {KERNEL_NAMES[-1]}.")
+    activations: ActivationsSetting = setting(
+        "auto", "Rounding of rows before weights in blocks: auto, float32, int16 or int8."
+    )
+    kv_dtype: KVDType = setting("auto", "Dtype of cached keys and values: auto, float32, bfloat16 or float16.")
+    session_memory: int | str | None = setting(
+        None, "Caches kept of finished conversations, such as 512M; 0 computes each prompt anew [the latest one's]."
+    )
+    expert_parallel: bool = setting(False, "Whole experts on each device, for mixtures of experts.")
+    offload: Offload = setting("none", "Where the model's layers are kept: none (on the devices), host or disk.")
+    device_memory: int | str | None = setting(None, "With --offload, memory to take on each device, such as 6GiB.")
+    resident_layers: int | None = setting(None, "With --offload, layers that stay on the devices [what fits, or 0].")
 
     def __post_init__(self):
-        self._check_offload()
-        for name, value, known in (
-            ("dtype", self.dtype, ("auto", "float32", "bfloat16")),
-            ("activations", self.activations, ("auto", "float32", "int16", "int8")),
-            ("kv_dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "float16")),
-        ):
-            if not isinstance(value, str) or value not in known:
-                *others, last = known
+        for name, hint in get_type_hints(EngineConfig).items():
+            value = getattr(self, name)
+            if get_origin(hint) is Literal and (not isinstance(value, str) or value not in get_args(hint)):
+                *others, last = get_args(hint)
                 raise ConfigError(f"{name} {shown(value)} is not supported; use {', '.join(others)} or {last}")
-        check_int("target_devices", self.target_devices, 1)
+        for name, least in (("target_devices", 1), ("draft_devices", 1), ("max_context", 2), ("resident_layers", 0)):
+            if (value := getattr(self, name)) is not None:
+                check_int(name, value, least)
+        for name, least in (("session_memory", 0), ("device_memory", 1)):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, parse_bytes(name, value, least))
         if not isinstance(self.expert_parallel, bool):
             raise ConfigError(f"expert_parallel must be true or false, got {shown(self.expert_parallel)}")
-        if self.draft_devices is not None:
-            check_int("draft_devices", self.draft_devices, 1)
         if self.draft_platform is not None and (not isinstance(self.draft_platform, str) or not self.draft_platform):
             raise ConfigError(f"draft_platform must be a name such as 'cpu', got {shown(self.draft_platform)}")
-        if self.max_context is not None:
-            check_int("max_context", self.max_context, 2)
-        if self.session_memory is not None:
-            check_int("session_memory", self.session_memory, 0, 2**63 - 1)
         if not isinstance(self.kernels, str) or self.kernels not in KERNEL_NAMES:
             raise ConfigError(f"kernels {shown(self.kernels)} are not known; use {', '.join(KERNEL_NAMES)}")
         if self.compile_cache is not None and not isinstance(self.compile_cache, str):
             raise ConfigError(f"compile_cache must be a folder's name, got {shown(self.compile_cache)}")
         check_path("compile_cache", self.compile_cache or "none")
-
-    def _check_offload(self) -> None:
-        if not isinstance(self.offload, str) or self.offload not in ("none", "host", "disk"):
-            raise ConfigError(f"offload {shown(self.offload)} is not supported; use none, host or disk")
-        if self.device_memory is not None:
-            object.__setattr__(self, "device_memory", parse_bytes("device_memory", self.device_memory))
-        if self.resident_layers is not None:
-            check_int("resident_layers", self.resident_layers, 0)
         given = [name for name in ("device_memory", "resident_layers") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError("device_memory and resident_layers both say how many layers stay: give one of them")
         if given and self.offload == "none":
             raise ConfigError(f"{given[0]} is for streamed layers: give offload 'host' or 'disk' with it")
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of `EngineConfig` once more, for type checkers and editors: the keywords of `LLM`."""
+
+    dtype: DType
+    target_devices: int | None
+    draft_devices: int | None
+    draft_platform: str | None
+    max_context: int | None
+    compile_cache: str | None
+    kernels: str
+    activations: ActivationsSetting
+    kv_dtype: KVDType
+    session_memory: int | str | None
+    expert_parallel: bool
+    offload: Offload
+    device_memory: int | str | None
+    resident_layers: int | None
+
+
+def read_settings(settings: EngineSettings) -> EngineConfig:
+    """The settings that keywords of `LLM` give; TypeError for an unknown one, with the right name."""
+    known = (*LLM_ARGUMENTS, *(field.name for field in dataclasses.fields(EngineConfig)))
+    check_keywords("LLM", settings, known, [field.name for field in dataclasses.fields(SamplingParams)])
+    return EngineConfig(**settings)
 
 
 def check_int(name: str, value: object, low: int, high: int = LARGEST_INT) -> int:
@@ -279,7 +314,8 @@ def _as_float(value: Any) -> float:
 
 def _plain(value: object) -> str:
     """A number as it prints, not as numpy writes its own."""
-    return shown(value.item() if isinstance(value, np.generic) else value)
+    item = getattr(value, "item", None)
+    return shown(value if item is None else item())
 
 
 def _check_stop(stop: object) -> tuple[str, ...]:
@@ -292,10 +328,11 @@ def _check_stop(stop: object) -> tuple[str, ...]:
 def _check_token_ids(ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
-    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Sequence | np.ndarray):
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Sequence) and not hasattr(ids, "__array__"):
         raise ConfigError(f"stop_token_ids must be a list of token ids, got {shown(ids)}")
-    check_length("stop_token_ids", ids)
-    return tuple(check_int("stop_token_ids", token, 0) for token in ids)
+    listed: Any = ids
+    check_length("stop_token_ids", listed)
+    return tuple(check_int("stop_token_ids", token, 0) for token in listed)
 
 
 def _check_bias(bias: object) -> dict[int, float] | None:

@@ -7,10 +7,10 @@ import copy
 import dataclasses
 import functools
 import numbers
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
-from typing import Any, TypeGuard, overload
+from typing import Any, TypeGuard, Unpack, overload
 
 import jax
 import numpy as np
@@ -19,16 +19,7 @@ from jaxspec.checkpoint.load import Weights
 from jaxspec.checkpoint.pair import DamagedDraftError, load_pair, open_draft, place_pair
 from jaxspec.checkpoint.ready_weights import ReadyWeights
 from jaxspec.checkpoint.shipped import warn_of_damage
-from jaxspec.config import (
-    ActivationsSetting,
-    DType,
-    EngineConfig,
-    KVDType,
-    Offload,
-    SamplingParams,
-    check_length,
-    check_path,
-)
+from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
 from jaxspec.files import checkpoint_digest, vocabulary_digest
@@ -42,7 +33,7 @@ from jaxspec.offload.load import load_streamed_pair
 from jaxspec.offload.plan import OffloadPlan
 from jaxspec.offload.stream import LayerStream
 from jaxspec.opening import check_room, open_target, plan_meshes, plan_target_offload, token_strings
-from jaxspec.results import Completion, StreamEvent
+from jaxspec.results import Completion, Stream, StreamEvent
 from jaxspec.runtime import hosts
 from jaxspec.runtime.compile_cache import enable_compile_cache
 from jaxspec.runtime.distributed import Distributed
@@ -72,39 +63,18 @@ class LLM:
         fits the model (a damaged one is left out with a warning, unless the method needs one), "none" does without.
         "self:attention=1,3-5;mlp=2" is the model itself without these blocks.
       method: a name or a method object; "auto" drafts as far as that pays (see `Auto`).
-      dtype: "float32", "bfloat16", or "auto": bfloat16 on accelerators; on CPU float32 activations, and weights as the
-        checkpoint holds them (GGUF blocks too) where the native kernels run, else float32.
-      target_devices: devices that share the model (tensor parallelism); None is 1, and leaves method "auto" free to use
-        all devices as `jaxspec-tune --method swiftspec` found best.
-      draft_devices: devices of their own for the draft, after the target's, for method "swiftspec"; None is one if
-        there is one left, else the draft shares the target's.
-      draft_platform: platform of the draft's devices, if it is not the target's: "cpu" beside an accelerator.
-      max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
-      compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
-      kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", for NVIDIA GPUs
-        "pallas-triton", "mosaic" (Hopper) or "jax-triton" (an extra), or "auto": the fastest that run here.
-      activations: how rows are multiplied by weights that are kept in blocks (GGUF, on CPU): rounded to "int16" or
-        "int8", 32 inputs of a row at a time (llama.cpp rounds to int8), or as "float32"; "auto" is int16 where native
-        kernels run. Every method gives the tokens of plain decoding with the same setting.
-      kv_dtype: of cached keys and values: "float32", "bfloat16", "float16" (native kernels), or "auto": float16 beside
-        integer activations, else as `dtype`.
       revision: branch, tag or commit of a name on the hub; None is the main branch.
       distributed: how the processes of a model on several hosts meet: `Distributed`, its settings as a dict, or its
         `coordinator`. None takes the environment, and is one process if that says nothing. Every process makes the
         same calls, or `follow`s process 0. `target_devices` is all devices then (docs/several-hosts.md).
-      session_memory: bytes of caches that finished conversations may keep. A prompt that begins as one of them did is
-        computed only from where they part (`stats.cached_prompt_tokens`). None keeps the latest conversation, 0 none.
-      expert_parallel: of a mixture of experts on several devices, each device has whole experts; else a part of each.
-      offload: where the target's layers are kept: "none" is on the devices; "host" in host memory and "disk" in the
-        checkpoint's files, from where each pass reads them layer by layer. Embedding, head, norms, caches and the draft
-        stay on the devices. The tokens are those of "none".
-      device_memory: bytes, or a text such as "6GiB", that the models, caches and buffers may take on each device with
-        `offload`: as many layers stay on the devices as fit. None with no `resident_layers` streams all layers.
-      resident_layers: layers that stay on the devices, in place of `device_memory`.
+      **settings: the fields of `EngineConfig`, where they are described: dtype, target_devices, draft_devices,
+        draft_platform, max_context, compile_cache, kernels, activations, kv_dtype, session_memory, expert_parallel,
+        offload, device_memory, resident_layers.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or incomplete.
       ConfigError: a setting, or something the model's configuration asks for, is not supported.
+      TypeError: an unknown keyword; the message names the right one, also for those of vLLM and transformers.
     """
 
     def __init__(
@@ -113,39 +83,22 @@ class LLM:
         *,
         draft: str | PathLike[str] | None = None,
         method: str | Method = "auto",
-        dtype: DType = "auto",
-        target_devices: int | None = None,
-        draft_devices: int | None = None,
-        draft_platform: str | None = None,
-        max_context: int | None = None,
-        compile_cache: str | None = None,
-        kernels: str = "auto",
-        activations: ActivationsSetting = "auto",
-        kv_dtype: KVDType = "auto",
-        session_memory: int | None = None,
         revision: str | None = None,
-        expert_parallel: bool = False,
-        offload: Offload = "none",
-        device_memory: int | str | None = None,
-        resident_layers: int | None = None,
-        distributed: "Distributed | Mapping[str, Any] | str | None" = None,
+        distributed: Distributed | Mapping[str, Any] | str | None = None,
+        **settings: Unpack[EngineSettings],
     ):
         """Load, place and compile; see the class."""
-        config = EngineConfig(
-            dtype, 1 if target_devices is None else target_devices, draft_devices, draft_platform, max_context,
-            compile_cache, kernels, activations, kv_dtype, session_memory, expert_parallel, offload, device_memory,
-            resident_layers,
-        )  # fmt: skip
+        config = read_settings(settings)
         resolved = resolve_method(method)
         # What this process can see alone is refused before it waits for others.
         if resolve_processes(distributed) is not None:
-            if draft_platform is not None:
+            if config.draft_platform is not None:
                 raise ConfigError("draft_platform needs one process: the devices of several are of one platform")
             if config.offload == "disk":
                 raise ConfigError("offload 'disk' needs one process, which reads whole arrays; give offload 'host'")
         join_processes(distributed)
         weights = open_target(model, revision, draft, resolved, config)
-        plans = plan_meshes(config, resolved, target_devices)
+        plans = plan_meshes(config, resolved)
         self.model_path = weights.path
         self.tokenizer = load_tokenizer(weights.path)
         tokens = self.tokenizer.token_strings()
@@ -157,7 +110,7 @@ class LLM:
         self.offload_plan: OffloadPlan | None = None
         self._device_report: Mapping[str, Any] | None = None
         if (
-            target_devices is None
+            config.target_devices is None
             and draft_weights is not None
             and config.offload == "none"  # speeds of resident layers say nothing of streamed ones
             and not hosts.several()
@@ -166,8 +119,8 @@ class LLM:
             profile = None
             if self._cache_folder is not None:
                 profile = profile_path(
-                    self._cache_folder, weights.path, draft_weights.path,
-                    dtype=config.dtype, kernels=kernels, activations=config.activations, kv_dtype=config.kv_dtype,
+                    self._cache_folder, weights.path, draft_weights.path, dtype=config.dtype,
+                    kernels=config.kernels, activations=config.activations, kv_dtype=config.kv_dtype,
                 )  # fmt: skip
             choice = resolved.choose_devices(profile, devices)
             self._device_report = choice and choice.report
@@ -177,7 +130,7 @@ class LLM:
                 # What drafts on shared devices is weighed round by round.
                 if best.method not in ("ar", "chain"):
                     resolved = make_method(best.method, best.settings)
-                plans = plan_meshes(config, resolved, target_devices)
+                plans = plan_meshes(config, resolved)
         self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
         try:
             self._assemble(weights, draft_weights, resolved, *plans, config)
@@ -214,7 +167,8 @@ class LLM:
             load = functools.partial(load_streamed_pair, offload=config.offload)
             if config.device_memory is not None:
                 room = functools.partial(check_room, self.offload_plan, int(config.device_memory))
-        self.engine = Engine(models, method, config.max_context, store, config.session_memory, room)
+        session_memory = None if config.session_memory is None else int(config.session_memory)
+        self.engine = Engine(models, method, config.max_context, store, session_memory, room)
         self._check_processes(weights, draft_weights, models, config)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
@@ -348,19 +302,17 @@ class LLM:
         ids = self.encode(messages)
         return self._complete(ids, self._check(ids, sampling))
 
-    def stream(
-        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Generator[StreamEvent, bool | None, None]:
-        """Yield text as it is decoded, in whole characters; the last event carries the `Completion`.
+    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Stream:
+        """Decode a prompt piece by piece: a `Stream` of events in whole characters; the last has the `Completion`.
 
         The prompt is a string, token ids, or a conversation (dicts with "role" and "content"); `n` must be 1.
-        `send(True)` instead of `next` ends the text: it gives the last event, whose `finish_reason` is "abort".
         """
         sampling = _check_sampling(sampling_params)
         if sampling.n > 1:
             raise ConfigError(f"stream gives one completion, and n is {sampling.n}: use generate or chat")
         ids = self.encode(prompt)
-        return self._stream(ids, self._check(ids, sampling))
+        checked = self._check(ids, sampling)
+        return Stream(lambda aborted: self._stream(ids, checked, aborted))
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """Token ids of a prompt: text as it is, ids unchanged, a conversation through the chat template."""
@@ -387,11 +339,15 @@ class LLM:
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         completions = []
         for index in range(sampling.n):
-            *_, last = self._stream(ids, dataclasses.replace(sampling, seed=derive_seed(seed, index)))
+            own = dataclasses.replace(sampling, seed=derive_seed(seed, index))
+            *_, last = self._stream(ids, own, lambda: False)
             completions.append(last.completion)
         return dataclasses.replace(completions[0], alternatives=tuple(completions[1:]))
 
-    def _stream(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
+    def _stream(
+        self, ids: list[int], sampling: SamplingParams, aborted: Callable[[], bool]
+    ) -> Generator[StreamEvent, None, None]:
+        """Events of a text; where `aborted` is true after one of them, the next is the last."""
         max_tokens = self.engine.token_limit(ids, sampling)
         compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens, sampling)
         self._unreported_compile_s = 0.0
@@ -406,9 +362,11 @@ class LLM:
         # A caller that stops listening keeps what the method found on the way.
         with self.engine.open(self.model_params, ids, sampling, seed) as session:
             while event is None or event.finish_reason is None:
-                if event is not None and (yield event):
-                    event = events.abort()
-                    break
+                if event is not None:
+                    yield event
+                    if aborted():
+                        event = events.abort()
+                        break
                 output = session.step()
                 clock.tick(len(output.tokens))
                 received.extend(output.passes())
@@ -441,19 +399,39 @@ class LLM:
         yield dataclasses.replace(event, completion=completion)
 
 
+@overload
+def generate(
+    prompt: Prompt, sampling_params: SamplingParams | None = None, *, model: str | PathLike[str] | None = None,
+    draft: str | PathLike[str] | None = None, method: str | Method = "auto", revision: str | None = None,
+    **settings: Unpack[EngineSettings],
+) -> Completion: ...  # fmt: skip
+
+
+@overload
+def generate(
+    prompt: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+    model: str | PathLike[str] | None = None, draft: str | PathLike[str] | None = None, method: str | Method = "auto",
+    revision: str | None = None, **settings: Unpack[EngineSettings],
+) -> list[Completion]: ...  # fmt: skip
+
+
 def generate(
     prompt: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     model: str | PathLike[str] | None = None,
-    **options: Any,
+    draft: str | PathLike[str] | None = None,
+    method: str | Method = "auto",
+    revision: str | None = None,
+    **settings: Unpack[EngineSettings],
 ) -> Completion | list[Completion]:
-    """Complete a prompt with the default model, or `model`; a second call reuses the loaded model.
+    """Complete a prompt with the default model, or `model`; a second call with the same options reuses that model.
 
     Args:
-      prompt, sampling_params: see `LLM.generate`.
-      model, **options: see `LLM`.
+      prompt, sampling_params: see `LLM.generate`: one prompt gives a `Completion`, a list of prompts a list of them.
+      model, draft, method, revision, **settings: see `LLM`.
     """
+    options = {"draft": draft, "method": method, "revision": revision, **settings}
     key = (None if model is None else check_path("model", model), tuple(sorted(options.items())))
     try:
         hash(key)
@@ -461,7 +439,7 @@ def generate(
         raise ConfigError(f"an option of generate has a value that no option takes: {shown(options)}") from error
     if key not in _loaded:
         _loaded.clear()  # before the new one comes: two models may not fit into memory
-        _loaded[key] = LLM(model, **options)
+        _loaded[key] = LLM(model, draft=draft, method=method, revision=revision, **settings)
     return _loaded[key].generate(prompt, sampling_params)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from jaxspec.checkpoint.load import Weights
 from jaxspec.checkpoint.pair import NO_DRAFT, open_draft, open_model, place_pair
 from jaxspec.checkpoint.shipped import find_shipped_draft
-from jaxspec.config import EngineConfig, check_path
+from jaxspec.config import EngineConfig, EngineSettings, check_path, read_settings
 from jaxspec.engine import FIRST_CAPACITY
 from jaxspec.errors import ConfigError
 from jaxspec.files import vocabulary_digest
@@ -44,17 +44,17 @@ def open_target(
     return weights
 
 
-def plan_meshes(config: EngineConfig, method: Method, target_devices: int | None) -> tuple[MeshPlan, MeshPlan]:
-    """Meshes of target and draft; `target_devices` as they were asked for."""
+def plan_meshes(config: EngineConfig, method: Method) -> tuple[MeshPlan, MeshPlan]:
+    """Meshes of target and draft."""
     if hosts.several():
         target, draft = plan_hosts(
-            target_devices, config.draft_devices, draft_process=process_settings().draft_process,
+            config.target_devices, config.draft_devices, draft_process=process_settings().draft_process,
             kernels=config.kernels, method=method.name, own_devices=method.own_devices,
         )  # fmt: skip
     else:
         target, draft = plan_pair(
-            config.target_devices, config.draft_devices, draft_platform=config.draft_platform, kernels=config.kernels,
-            method=method.name, own_devices=method.own_devices,
+            config.target_devices or 1, config.draft_devices, draft_platform=config.draft_platform,
+            kernels=config.kernels, method=method.name, own_devices=method.own_devices,
         )  # fmt: skip
     if not config.expert_parallel:
         return target, draft
@@ -127,7 +127,7 @@ def explain_offload(
     draft: str | PathLike[str] | None = None,
     method: str | Method = "auto",
     revision: str | None = None,
-    **settings: Any,
+    **settings: Unpack[EngineSettings],
 ) -> list[str]:
     """Describe what `LLM` would keep on the devices and what it would stream, in lines; loads nothing.
 
@@ -136,7 +136,7 @@ def explain_offload(
     Raises:
       ConfigError: as `LLM`, or there is nothing to stream.
     """
-    config = EngineConfig(**settings)
+    config = read_settings(settings)
     if config.offload == "none":
         raise ConfigError("--plan tells what offload streams: give offload 'host' or 'disk'")
     resolved = resolve_method(method)
@@ -145,7 +145,7 @@ def explain_offload(
     draft_weights = open_draft(draft, weights, tokens, find_shipped=resolved.drafts)
     check_draft_given(resolved, draft_weights is not None)
     kinds = config.dtype, config.activations, config.kv_dtype
-    plans = plan_meshes(config, resolved, config.target_devices)
+    plans = plan_meshes(config, resolved)
     models = Models(*place_pair(weights, draft_weights, tokens, token_strings, *plans, *kinds))
     plan, _ = plan_target_offload(weights, draft_weights, models, resolved, config, Store(weights.path))
     rates = USUAL_RATES if draft_weights is not None and draft is None else {}  # those of the shipped draft
@@ -157,9 +157,11 @@ def token_strings(path: Path) -> Sequence[str]:
     return load_tokenizer(path).token_strings()
 
 
-def has_draft(model: str | PathLike[str] | None, draft: str | PathLike[str] | None) -> bool:
+def has_draft(
+    model: str | PathLike[str] | None, draft: str | PathLike[str] | None, revision: str | None = None
+) -> bool:
     """Whether a method that uses a draft model would get one from these arguments of `LLM`."""
     if draft is not None:
         return draft != NO_DRAFT
-    weights = open_model("model", model)
+    weights = open_model("model", model, revision)
     return find_shipped_draft(weights.config, vocabulary_digest(token_strings(weights.path))) is not None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal
 
 # "stop": a token or string that ends texts; "length": the last of `max_tokens`; "abort": the caller, as by Ctrl-C.
@@ -32,6 +33,42 @@ class StreamEvent:
     completion: "Completion | None" = None
     spans: tuple[tuple[str, bool], ...] = ()
     top_logprobs: tuple[TopTokens, ...] | None = None
+
+
+class Stream(Iterator[StreamEvent]):
+    """A text while it is decoded: an iterator of its events, and a context manager that ends it.
+
+    Nothing is computed before the first event is asked for. Leaving the `with` block, `close`, or dropping the stream
+    gives its buffers back. An abort keeps what was decoded.
+    """
+
+    def __init__(self, start: Callable[[Callable[[], bool]], Generator[StreamEvent, None, None]]):
+        """`start` makes the events; it is given what says whether the text was aborted."""
+        self._aborted = False
+        self._events = start(lambda: self._aborted)
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> StreamEvent:
+        return next(self._events)
+
+    def abort(self) -> None:
+        """End the text after the latest event, or the first one: the next is the last, with finish_reason "abort".
+
+        A text that has ended is not changed. `close` ends a text without another event.
+        """
+        self._aborted = True
+
+    def close(self) -> None:
+        """End the text without a last event; once it has ended, nothing is done."""
+        self._events.close()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclasses.dataclass(frozen=True)

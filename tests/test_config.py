@@ -1,5 +1,6 @@
 """Every setting is checked before anything is computed, and the message names the value."""
 
+import functools
 import math
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError, shown
-from jaxspec.llm import LLM
+from jaxspec.llm import LLM, generate
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.registry import check_draft_given, resolve_method
@@ -164,3 +165,25 @@ def test_methods_by_name():
 def test_lists_that_take_a_minute_to_read_are_refused():
     with pytest.raises(ConfigError, match="stop_token_ids holds 1000000000 values"):
         SamplingParams(stop_token_ids=range(10**9))
+
+
+@pytest.mark.parametrize(
+    ("call", "keyword", "message"),
+    [
+        (LLM, "tensor_parallel_size", "use 'target_devices'"),
+        (LLM, "max_model_len", "use 'max_context'"),
+        (LLM, "kv_cache_dtype", "use 'kv_dtype'"),
+        (LLM, "speculative_model", "use 'draft'"),
+        (LLM, "max_new_tokens", "'max_tokens' belongs to SamplingParams"),
+        (LLM, "num_speculative_tokens", r"method=SpecExec\(num_draft_tokens=...\)"),
+        (LLM, "speculative_config", "use method, draft_model and num_draft_tokens"),
+        (LLM, "max_contxt", "did you mean 'max_context'"),
+        (SamplingParams, "max_new_tokens", "use 'max_tokens'"),
+        (SamplingParams, "do_sample", "give a temperature above 0"),
+        (SamplingParams, "dtype", "'dtype' belongs to LLM"),
+        (functools.partial(generate, "hi"), "tensor_parallel_size", "LLM has no option"),
+    ],
+)
+def test_names_of_other_projects_are_answered(call, keyword, message):
+    with pytest.raises(TypeError, match=message):
+        call(**{keyword: 2})

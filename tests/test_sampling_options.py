@@ -144,7 +144,8 @@ def test_a_list_of_prompts_takes_a_list_of_parameters(plain):
 def test_a_stream_can_be_ended_where_it_is(drafting):
     events = drafting.stream(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
     seen = [next(events), next(events)]
-    last = events.send(True)
+    events.abort()
+    last = next(events)
     out = last.completion
     assert out.finish_reason == last.finish_reason == "abort"
     assert out.token_ids == sum((event.token_ids for event in (*seen, last)), ())
@@ -155,6 +156,13 @@ def test_a_stream_can_be_ended_where_it_is(drafting):
     # The next request is not touched by it.
     whole = drafting.generate(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
     assert whole.token_ids[: len(out.token_ids)] == out.token_ids
+
+
+def test_a_stream_that_is_left_gives_no_event_any_more(drafting):
+    with drafting.stream(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True)) as events:
+        first = next(events)
+    assert first.finish_reason is None and list(events) == []
+    assert sum(1 for _ in drafting.stream(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))) >= 1
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.offload import DeviceMemoryOption, OffloadOption, ResidentLayersOption, offload_from
 from jaxspec.cli.options import (
-    ACTIVATIONS_HELP,
-    KERNELS_HELP,
-    KV_DTYPE_HELP,
+    MEASURED_ENGINE,
+    MODEL,
     OptionTypes,
+    ReportOption,
     check_output,
+    finds_draft,
+    has_own_devices,
+    is_streamed,
     merge_options,
+    model_options,
     setting_types,
 )
 from jaxspec.cli.processes import refuse_several
 from jaxspec.cli.progress import Bar
-from jaxspec.cli.run import VersionOption, run_app, run_command
+from jaxspec.cli.run import command, run_app
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.methods.registry import METHODS, make_method, method_class
 
@@ -37,20 +40,14 @@ PLAIN, ALL, QUICK_METHOD = "ar", "all", "auto"
 
 PIPE_WIDTH = 150  # tables need this much room; a file or a pipe has it
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
-def check(
+@command(NAME, MODEL, MEASURED_ENGINE)
+def app(
+    given: dict[str, Any],
     prompt: Annotated[list[str] | None, typer.Argument(help="Prompts [a few of the suite that ships].")] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines of question_id, category and turns; first turns are used.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Hugging Face folder, GGUF file or native checkpoint [the default model]."),
-    ] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Checkpoint of a draft model.")] = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -74,25 +71,8 @@ def check(
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
     ] = None,
-    target_devices: Annotated[int, typer.Option(min=1, help="Devices that share the model.")] = 1,
-    draft_devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices of its own for the draft; for swiftspec [the target's].")
-    ] = None,
-    draft_platform: Annotated[
-        str | None, typer.Option(help="Where the draft's devices are, if not where the target's are: cpu.")
-    ] = None,
-    offload: OffloadOption = None,
-    device_memory: DeviceMemoryOption = None,
-    resident_layers: ResidentLayersOption = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
-    activations: Annotated[str, typer.Option(help=ACTIVATIONS_HELP)] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = "auto",
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
-    json_: Annotated[
-        Path | None, typer.Option("--json", help="Write one JSON object with everything here; - is standard output.")
-    ] = None,
-    version: VersionOption = False,
+    json_: ReportOption = None,
 ) -> None:
     """Check that methods give plain decoding's text; exit status 0 if they do, 1 if not.
 
@@ -100,95 +80,82 @@ def check(
     place once more: a margin within rounding is a tie, a larger one a fault. Methods that promise the distribution
     only are compared greedily, and by a chi-square test of the first tokens of many draws.
     """
+    refuse_several(NAME)
+    check_output(json_)
+    _check_prompts(prompt or [], prompts)
+    from jaxspec.bench.columns import loading_method  # only now: --help and usage errors answer at once
+    from jaxspec.bench.run import Column
+    from jaxspec.check.reference_decoder import ReferenceDecoder
+    from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
+    from jaxspec.llm import LLM
 
-    def run() -> None:
-        refuse_several(NAME)
-        check_output(json_)
-        _check_prompts(prompt or [], prompts)
-        from jaxspec.bench.columns import loading_method  # only now: --help and usage errors answer at once
-        from jaxspec.bench.run import Column
-        from jaxspec.check.reference_decoder import ReferenceDecoder
-        from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
-        from jaxspec.llm import LLM
-        from jaxspec.opening import has_draft
+    size = FULL if full else QUICK
+    sizes = {"max_tokens": max_tokens, "max_prompts": max_prompts, "samples": samples}
+    size = dataclasses.replace(size, **{name: value for name, value in sizes.items() if value is not None})
+    given = {"target_devices": 1} | given
+    texts = _read_prompts(prompt or [], prompts, size.max_prompts)
+    names = [name for name, _ in texts]
+    drafting, apart, streamed = finds_draft(given), has_own_devices(given), is_streamed(given)
+    wanted = methods or (ALL if full or apart else QUICK_METHOD)
+    chosen, skipped = _make_methods(wanted, set_ or [], drafting, apart, streamed)
+    columns = [Column(each.name, each) for each in chosen]
+    first = loading_method(columns, drafting, "draft_model" in given, apart)
+    llm = LLM(**model_options(given), method=first, session_memory=0)
+    plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
+    encoded = [_encode(plain, text, chat) for _, text in texts]
+    report: dict[str, Any] = {
+        "lossless": True, "model": str(llm.model_path), "draft": llm.draft_path and str(llm.draft_path),
+        "dtype": str(llm.engine.target.dtype), "activations": llm.engine.target.activations,
+        "kv_dtype": str(llm.engine.target.kv_dtype),
+        "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
+        **{name: given.get(name) for name in ("target_devices", "draft_devices", "draft_platform")},
+        **dataclasses.asdict(size), "seed": seed, "prompts": names, "methods": [], "skipped": skipped,
+    }  # fmt: skip
 
-        size = FULL if full else QUICK
-        given = {"max_tokens": max_tokens, "max_prompts": max_prompts, "samples": samples}
-        size = dataclasses.replace(size, **{name: value for name, value in given.items() if value is not None})
-        texts = _read_prompts(prompt or [], prompts, size.max_prompts)
-        names = [name for name, _ in texts]
-        drafting = has_draft(model, draft_model)
-        apart = draft_devices is not None or draft_platform is not None
-        given = {"offload": offload, "device_memory": device_memory, "resident_layers": resident_layers}
-        streaming, streamed = offload_from(given), offload not in (None, "none")
-        wanted = methods or (ALL if full or apart else QUICK_METHOD)
-        chosen, skipped = _make_methods(wanted, set_ or [], drafting, apart, streamed)
-        columns = [Column(each.name, each) for each in chosen]
-        first = loading_method(columns, drafting, draft_model is not None, apart)
-        llm = LLM(
-            model, draft=draft_model, method=first, dtype=dtype, kernels=kernels,  # pyright: ignore[reportArgumentType]
-            activations=activations, kv_dtype=kv_dtype,  # pyright: ignore[reportArgumentType]
-            target_devices=target_devices, draft_devices=draft_devices, draft_platform=draft_platform,
-            session_memory=0, **streaming,
-        )  # fmt: skip
-        plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
-        encoded = [_encode(plain, text, chat) for _, text in texts]
-        report: dict[str, Any] = {
-            "lossless": True, "model": str(llm.model_path), "draft": llm.draft_path and str(llm.draft_path),
-            "dtype": str(llm.engine.target.dtype), "activations": llm.engine.target.activations,
-            "kv_dtype": str(llm.engine.target.kv_dtype),
-            "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
-            "target_devices": target_devices, "draft_devices": draft_devices, "draft_platform": draft_platform,
-            **dataclasses.asdict(size), "seed": seed, "prompts": names, "methods": [], "skipped": skipped,
-        }  # fmt: skip
-
-        console = _console(json_)
-        report["rows"] = _check_rows(plain, encoded[0], size.max_tokens)
-        console.print(_words_on_rows(report["rows"], plain.kernels.name), markup=False, highlight=False)
-        reference, remembered = ReferenceDecoder(plain.engine.target, plain.params), RememberedDecoder(plain)
-        setup_s = 0.0
-        for candidate in chosen:
-            start = time.perf_counter()
-            try:
-                # Plain decoding is compared with its own first answers: it has to repeat itself.
-                speculative = plain if candidate.name == PLAIN else llm.with_method(candidate)
-            except ConfigError as error:
-                if wanted != ALL:
-                    raise
-                skipped[candidate.name] = str(error)
-                continue
-            setup_s = max(setup_s, time.perf_counter() - start)
-            with Bar() as bar:
-                advance = _counter(bar, candidate.name)
-                entry = check_method(remembered, speculative, encoded, size, seed, reference, advance)
-            report["methods"].append(entry)
-            _print_method(console, entry, names, plain)
-        faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
-        if plain.kernels.native and report["rows"]["bitwise"] is False:
-            faulty.append("passes of several rows")
-        calls = llm.kernels.own_calls().values()
-        refused = [call.refused for call in calls if call.refused is not None]
-        report["kernels_refused"] = refused
-        unused = bool(refused) and not any(call.taken for call in calls)  # other kernels carried out the calls then
-        report["lossless"] = not faulty and not unused
-        for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
-            console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
-        if not full and report["methods"]:
-            every = [type(each) for each in _make_methods(ALL, [], drafting, apart, streamed)[0]]
-            minutes = max(1, round(estimate_full(report["methods"], setup_s, every) / 60))
-            text = (
-                f"this was the quick check; --full checks {len(every)} methods with more texts, in about {minutes} min"
-            )
-            console.print(text, markup=False, highlight=False)
-        if json_ is not None:
-            text = json.dumps(_jsonable(report), ensure_ascii=False, allow_nan=False)
-            print(text) if str(json_) == "-" else json_.write_text(text + "\n", encoding="utf-8")
-        if faulty:
-            raise JaxspecError(f"not lossless here: {', '.join(faulty)}")
-        if unused:
-            raise JaxspecError(f"kernels {kernels!r} take no call of this model: others were checked; use auto or xla")
-
-    run_command(NAME, run)
+    console = _console(json_)
+    report["rows"] = _check_rows(plain, encoded[0], size.max_tokens)
+    console.print(_words_on_rows(report["rows"], plain.kernels.name), markup=False, highlight=False)
+    reference, remembered = ReferenceDecoder(plain.engine.target, plain.params), RememberedDecoder(plain)
+    setup_s = 0.0
+    for candidate in chosen:
+        start = time.perf_counter()
+        try:
+            # Plain decoding is compared with its own first answers: it has to repeat itself.
+            speculative = plain if candidate.name == PLAIN else llm.with_method(candidate)
+        except ConfigError as error:
+            if wanted != ALL:
+                raise
+            skipped[candidate.name] = str(error)
+            continue
+        setup_s = max(setup_s, time.perf_counter() - start)
+        with Bar() as bar:
+            advance = _counter(bar, candidate.name)
+            entry = check_method(remembered, speculative, encoded, size, seed, reference, advance)
+        report["methods"].append(entry)
+        _print_method(console, entry, names, plain)
+    faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
+    if plain.kernels.native and report["rows"]["bitwise"] is False:
+        faulty.append("passes of several rows")
+    kernels = given.get("kernels", "auto")
+    calls = llm.kernels.own_calls().values()
+    refused = [call.refused for call in calls if call.refused is not None]
+    report["kernels_refused"] = refused
+    unused = bool(refused) and not any(call.taken for call in calls)  # other kernels carried out the calls then
+    report["lossless"] = not faulty and not unused
+    for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
+        console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
+    if not full and report["methods"]:
+        every = [type(each) for each in _make_methods(ALL, [], drafting, apart, streamed)[0]]
+        minutes = max(1, round(estimate_full(report["methods"], setup_s, every) / 60))
+        text = f"this was the quick check; --full checks {len(every)} methods with more texts, in about {minutes} min"
+        console.print(text, markup=False, highlight=False)
+    if json_ is not None:
+        text = json.dumps(_jsonable(report), ensure_ascii=False, allow_nan=False)
+        print(text) if str(json_) == "-" else json_.write_text(text + "\n", encoding="utf-8")
+    if faulty:
+        raise JaxspecError(f"not lossless here: {', '.join(faulty)}")
+    if unused:
+        raise JaxspecError(f"kernels {kernels!r} take no call of this model: others were checked; use auto or xla")
 
 
 def main() -> None:

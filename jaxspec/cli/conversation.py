@@ -75,12 +75,14 @@ class Conversation:
         except ConfigError as error:
             _say(f"{error}; /reset begins anew")
             return
-        with contextlib.closing(events), passes_shown(self._llm), interrupts_noted() as interrupted:
+        with events, passes_shown(self._llm), interrupts_noted() as interrupted:
             event = None
             while event is None or event.completion is None:
                 if interrupted.is_set() and event is None:
                     return
-                event = events.send(True) if interrupted.is_set() else next(events)
+                if interrupted.is_set():
+                    events.abort()
+                event = next(events)
                 self._show(event)
         print(flush=True)
         self._latest = event.completion

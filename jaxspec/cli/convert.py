@@ -8,18 +8,16 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli.run import VersionOption, interrupts_noted, run_app, run_command
+from jaxspec.cli.run import command, interrupts_noted, run_app
 from jaxspec.errors import ConfigError
 
 NAME = "jaxspec-convert"
 
 DEFAULT_WORD = "default"  # as SRC: the default model, wherever it is installed
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
-def convert(
+@command(NAME)
+def app(
     src: Annotated[
         str | None, typer.Argument(help="Hugging Face folder, GGUF file, native checkpoint, or the word default.")
     ] = None,
@@ -38,24 +36,19 @@ def convert(
     verify: Annotated[
         Path | None, typer.Option(help="Convert nothing: read this native checkpoint, and compare all its checksums.")
     ] = None,
-    version: VersionOption = False,
 ) -> None:
     """Convert a checkpoint into jaxspec's native format, which restores straight onto its devices.
 
     It is written whole or not at all: an interrupted conversion leaves nothing that loads.
     """
-
-    def run() -> None:
-        if verify is not None:
-            if src is not None or dtype != "auto" or quantize is not None or layers is not None:
-                raise ConfigError("--verify converts nothing: give it one folder, and no other argument")
-            _verify(verify)
-        elif src is None or dst is None:
-            raise ConfigError(f"give SRC and DST, or --verify and a folder; {NAME} --help says more")
-        else:
-            _run(src, dst, dtype, quantize, layers)
-
-    run_command(NAME, run)
+    if verify is not None:
+        if src is not None or dtype != "auto" or quantize is not None or layers is not None:
+            raise ConfigError("--verify converts nothing: give it one folder, and no other argument")
+        _verify(verify)
+    elif src is None or dst is None:
+        raise ConfigError(f"give SRC and DST, or --verify and a folder; {NAME} --help says more")
+    else:
+        _run(src, dst, dtype, quantize, layers)
 
 
 def main() -> None:

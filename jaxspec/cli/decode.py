@@ -1,7 +1,4 @@
-"""`jaxspec-decode`: a prompt in, streamed text out.
-
-This file exceeds 400 lines because every option is declared here.
-"""
+"""`jaxspec-decode`: a prompt in, streamed text out."""
 
 import contextlib
 import dataclasses
@@ -15,45 +12,29 @@ from typing import TYPE_CHECKING, Annotated, Any, AnyStr
 import typer
 
 from jaxspec.cli.conversation import Conversation
-from jaxspec.cli.offload import (
-    OFFLOAD_OPTIONS,
-    DeviceMemoryOption,
-    OffloadOption,
-    PlanOption,
-    ResidentLayersOption,
-    print_plan,
-)
 from jaxspec.cli.options import (
-    ACTIVATIONS_HELP,
-    KERNELS_HELP,
-    KV_DTYPE_HELP,
-    METHODS_HELP,
-    OptionTypes,
+    ENGINE,
+    METHOD,
+    MODEL,
+    PROCESSES,
+    SAMPLING,
+    Option,
+    Options,
+    PlanOption,
+    PresetOption,
+    SetOption,
     check_new_file,
     list_presets,
     merge_options,
     method_from,
     method_options,
+    model_options,
+    print_plan,
+    sampling_options,
 )
-from jaxspec.cli.processes import (
-    CoordinatorOption,
-    DraftProcessOption,
-    NumProcessesOption,
-    ProcessIdOption,
-    asks_for_several,
-    is_worker,
-    processes_from,
-    ran_as_worker,
-)
+from jaxspec.cli.processes import asks_for_several, is_worker, processes_from, ran_as_worker
 from jaxspec.cli.progress import passes_shown, waiting
-from jaxspec.cli.run import (
-    VersionOption,
-    interrupts_noted,
-    leave_after_interrupt,
-    run_app,
-    run_command,
-    without_collection,
-)
+from jaxspec.cli.run import command, interrupts_noted, leave_after_interrupt, run_app, without_collection
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,102 +48,25 @@ LONGEST_PROMPT = 64 << 20  # bytes: no context holds as much, and a device such 
 
 SHOWN_HISTORY = 8  # latest entries of the history of a search that are printed; --json has them all
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-# What a preset may set, by where it goes, with the types that TOML must give.
-SAMPLING_OPTIONS: dict[str, OptionTypes] = {
-    "max_tokens": (int,), "temperature": (int, float), "top_k": (int,), "top_p": (int, float), "min_p": (int, float),
-    "repetition_penalty": (int, float), "frequency_penalty": (int, float), "presence_penalty": (int, float),
-    "seed": (int,), "stop": (str, list), "stop_token_ids": (list,), "min_tokens": (int,), "ignore_eos": (bool,),
-    "logprobs": (bool, int),
+FLAGS: Options = {
+    **MODEL, **METHOD, **SAMPLING, **ENGINE, **PROCESSES,
+    "chat": Option((bool,), "Apply the chat template (default if there is one) or none.", ("--chat/--raw",)),
+    "system": Option((str,), "System message of the chat."),
 }  # fmt: skip
-METHOD_CHOICE: dict[str, OptionTypes] = {
-    "draft_model": (str,), "method": (str,), "swift_layers": (str,),
-}  # fmt: skip
-LLM_OPTIONS: dict[str, OptionTypes] = {
-    "model": (str,), "dtype": (str,), "kernels": (str,), "activations": (str,), "kv_dtype": (str,),
-    "target_devices": (int,), "draft_devices": (int,), "draft_platform": (str,), "max_context": (int,),
-    "compile_cache": (str,), "revision": (str,), "expert_parallel": (bool,),
-    **OFFLOAD_OPTIONS,
-}  # fmt: skip
-PROCESS_OPTIONS: dict[str, OptionTypes] = {
-    "coordinator": (str,), "num_processes": (int,), "process_id": (int,), "draft_process": (int,),
-}  # fmt: skip
-OTHER_OPTIONS: dict[str, OptionTypes] = {
-    "chat": (bool,), "system": (str,),
-}  # fmt: skip
-FLAGS = {**SAMPLING_OPTIONS, **METHOD_CHOICE, **LLM_OPTIONS, **PROCESS_OPTIONS, **OTHER_OPTIONS}
-METHOD_FLAGS = ("num_draft_tokens",)  # settings of methods that have a flag of their own
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"], "allow_extra_args": True})
-def decode(
+@command(NAME, FLAGS, extra_words=True)
+def app(
     context: typer.Context,
+    given: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="The prompt [standard input, if it is piped; - too].")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Folder, GGUF file or name on the Hugging Face Hub [the default model]."),
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a name on the hub [main].")] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option(help="Checkpoint of a draft model; self:attention=1,3;mlp=2 is the model without these."),
-    ] = None,
-    method: Annotated[str | None, typer.Option(help=METHODS_HELP)] = None,
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Most drafted tokens of a target pass.")] = None,
-    swift_layers: Annotated[
-        str | None, typer.Option(help="File of layer sets that swift reads and writes [beside the compiled programs].")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to generate [256].")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", "--temp", help="0 is greedy [0].")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens of this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens this times as probable as the first.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Against tokens of prompt and output.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="Against repetition, per occurrence.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Against tokens of the output.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Random stream at temperature > 0: equal seeds, equal text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation; repeatable.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="Token that ends generation; repeatable.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="No end-of-sequence or stop token before so many.")] = None,
-    ignore_eos: Annotated[bool | None, typer.Option("--ignore-eos", help="Go on past end-of-sequence tokens.")] = None,
-    logprobs: Annotated[bool | None, typer.Option("--logprobs", help="With --json, add log-probabilities.")] = None,
     top_logprobs: Annotated[
         int | None, typer.Option(help="With --json, add those of the most probable tokens at each place.")
     ] = None,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    kernels: Annotated[str | None, typer.Option(help=KERNELS_HELP)] = None,
-    activations: Annotated[str | None, typer.Option(help=ACTIVATIONS_HELP)] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
-    target_devices: Annotated[int | None, typer.Option(help="Devices that share the model [1].")] = None,
-    draft_devices: Annotated[
-        int | None, typer.Option(help="Devices of the draft model alone, for swiftspec [1 if there is one].")
-    ] = None,
-    draft_platform: Annotated[
-        str | None, typer.Option(help="Their platform if not the target's: cpu beside an accelerator.")
-    ] = None,
-    coordinator: CoordinatorOption = None,
-    num_processes: NumProcessesOption = None,
-    process_id: ProcessIdOption = None,
-    draft_process: DraftProcessOption = None,
-    expert_parallel: Annotated[
-        bool | None, typer.Option("--expert-parallel", help="Whole experts on each device, for mixtures of experts.")
-    ] = None,
-    offload: OffloadOption = None,
-    device_memory: DeviceMemoryOption = None,
-    resident_layers: ResidentLayersOption = None,
     plan: PlanOption = False,
-    max_context: Annotated[int | None, typer.Option(help="Most tokens of prompt plus output.")] = None,
-    compile_cache: Annotated[str | None, typer.Option(help='Folder of compiled programs; "" for none.')] = None,
-    config: Annotated[
-        str | None, typer.Option(help="Preset of these options, by name or TOML file; list shows the names.")
-    ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value as in a preset; repeatable.")] = None,
+    config: PresetOption = None,
+    set_: SetOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print timings to standard error at the end.")] = False,
     trace: Annotated[
@@ -172,76 +76,64 @@ def decode(
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="A conversation: questions from the terminal, /help, Ctrl-D.")
     ] = False,
-    version: VersionOption = False,
 ) -> None:
     """Decode one prompt with the lowest latency, streaming the text; with --interactive, hold a conversation.
 
     Ctrl-C ends the text there: --json and --stats then say what was decoded, with finish_reason "abort".
     """
-    given = {name: context.params.get(name) for name in (*FLAGS, *METHOD_FLAGS)}
-    given |= {"stop": stop or None, "stop_token_ids": stop_token_id or None}  # typer gives [] where there was none
+    if context.args:
+        whole = shlex.quote(" ".join([str(prompt), *context.args]))
+        raise ConfigError(f"the prompt is {1 + len(context.args)} arguments: quote it, {NAME} {whole}")
+    if config == "list":
+        names = list_presets()
+        for name, line in names.items():
+            print(f"{name:<{max(map(len, names))}}  {line}")
+        return
     if top_logprobs is not None:
         given["logprobs"] = top_logprobs
+    options = merge_options(given, config, set_ or [], FLAGS, method_options)
+    if plan:
+        without = {"a prompt": prompt or prompt_file, "--json": json_, "--interactive": interactive}
+        without |= {"--trace": trace, "--coordinator": options.get("coordinator")}
+        print_plan(options, method_from(options), without)
+        return
+    if options.get("logprobs") not in (None, False) and not json_:
+        raise ConfigError("log-probabilities are part of the JSON object: add --json")
+    if show_drafted and json_:
+        raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
+    if trace is not None and asks_for_several(options):
+        raise ConfigError("--trace shows the programs of one process: it does not go with several")
+    out = check_new_file(trace, "--trace")
+    if interactive:
+        _check_interactive(options, prompt is not None or prompt_file is not None, json_, trace)
+    worker = is_worker(options)
+    text = "" if interactive or worker else _read_prompt(prompt, prompt_file)
+    with waiting("loading the model and compiling its programs") as show:
+        with without_collection():
+            from jaxspec.llm import LLM  # heavy imports only now: --help and usage errors answer at once
 
-    def run() -> None:
-        if context.args:
-            whole = shlex.quote(" ".join([str(prompt), *context.args]))
-            raise ConfigError(f"the prompt is {1 + len(context.args)} arguments: quote it, {NAME} {whole}")
-        if config == "list":
-            names = list_presets()
-            for name, line in names.items():
-                print(f"{name:<{max(map(len, names))}}  {line}")
+            sampling = sampling_options(options)
+            llm = LLM(**model_options(options), method=method_from(options), distributed=processes_from(options))
+        if ran_as_worker(llm, NAME):
             return
-        options = merge_options(given, config, set_ or [], FLAGS, method_options)
-        if plan:
-            without = {"a prompt": prompt or prompt_file, "--json": json_, "--interactive": interactive}
-            without |= {"--trace": trace, "--coordinator": options.get("coordinator")}
-            arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
-            print_plan(options.get("draft_model"), method_from(options), arguments, without)
-            return
-        if options.get("logprobs") not in (None, False) and not json_:
-            raise ConfigError("log-probabilities are part of the JSON object: add --json")
-        if show_drafted and json_:
-            raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
-        if trace is not None and asks_for_several(options):
-            raise ConfigError("--trace shows the programs of one process: it does not go with several")
-        out = check_new_file(trace, "--trace")
         if interactive:
-            _check_interactive(options, prompt is not None or prompt_file is not None, json_, trace)
-        follows = is_worker(options)
-        text = "" if interactive or follows else _read_prompt(prompt, prompt_file)
-        with waiting("loading the model and compiling its programs") as show:
-            with without_collection():
-                # Heavy imports only now: --help and usage errors answer at once.
-                from jaxspec.config import SamplingParams
-                from jaxspec.llm import LLM
-
-                sampling = SamplingParams(**{name: options[name] for name in SAMPLING_OPTIONS if name in options})
-                arguments = {name: options[name] for name in LLM_OPTIONS if name in options}
-                arguments["distributed"] = processes_from(options)
-                llm = LLM(**arguments, draft=options.get("draft_model"), method=method_from(options))
-            if ran_as_worker(llm, NAME):
-                return
-            if interactive:
-                show(None)
-                Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary, stats).run()
-                return
-            prepared = llm.encode(_messages(llm, text, options))
-            show(f"reading {len(prepared)} tokens of the prompt")
-            with _tracing(llm, out) as timeline, passes_shown(llm):
-                completion = _stream(llm, prepared, sampling, lambda: show(None), quiet=json_, underline=show_drafted)
-        if timeline is not None:
-            summary = dataclasses.asdict(timeline.summary())
-            completion = dataclasses.replace(completion, stats=dataclasses.replace(completion.stats, timeline=summary))
-        if json_:
-            print(json.dumps(completion.to_dict(), ensure_ascii=False))
-        if stats:
-            sys.stdout.flush()
-            print(_summary(completion), file=sys.stderr)
-        if completion.finish_reason == "abort":
-            leave_after_interrupt()
-
-    run_command(NAME, run)
+            show(None)
+            Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary, stats).run()
+            return
+        prepared = llm.encode(_messages(llm, text, options))
+        show(f"reading {len(prepared)} tokens of the prompt")
+        with _tracing(llm, out) as timeline, passes_shown(llm):
+            completion = _stream(llm, prepared, sampling, lambda: show(None), quiet=json_, underline=show_drafted)
+    if timeline is not None:
+        summary = dataclasses.asdict(timeline.summary())
+        completion = dataclasses.replace(completion, stats=dataclasses.replace(completion.stats, timeline=summary))
+    if json_:
+        print(json.dumps(completion.to_dict(), ensure_ascii=False))
+    if stats:
+        sys.stdout.flush()
+        print(_summary(completion), file=sys.stderr)
+    if completion.finish_reason == "abort":
+        leave_after_interrupt()
 
 
 def main() -> None:
@@ -252,7 +144,7 @@ def main() -> None:
 def _check_interactive(options: dict[str, Any], prompt: bool, json_: bool, trace: Path | None) -> None:
     for given, what in (
         (prompt, "a prompt"), (json_, "--json"), (trace is not None, "--trace"),
-        (options.get("chat") is False, "--raw"), (options.get("n", 1) != 1, "n"),
+        (options.get("chat") is False, "--raw"),
     ):  # fmt: skip
         if given:
             raise ConfigError(f"--interactive is a conversation: {what} does not go with it")
@@ -324,14 +216,16 @@ def _stream(
     """Print the text as it comes; `begin` is called before the first of it. An interrupt ends the text."""
 
     show = (lambda event: None) if quiet else _shower(underline)
-    with contextlib.closing(llm.stream(prompt, sampling)) as events:
+    with llm.stream(prompt, sampling) as events:
         # Until there is a token, there is nothing to keep, and an interrupt ends the process at once.
         event = next(events)
         begin()
         with interrupts_noted() as interrupted:
             show(event)
             while event.completion is None:
-                event = events.send(True) if interrupted.is_set() else next(events)
+                if interrupted.is_set():
+                    events.abort()
+                event = next(events)
                 show(event)
     if not quiet:
         typer.echo()

@@ -1,89 +1,165 @@
-"""Options of a run from three places: a TOML preset, `--set name=value`, the command line; the later wins."""
+"""Options of commands, made from the fields of `EngineConfig` and `SamplingParams`, and where their values come from.
+
+Values come from three places: a TOML preset, `--set name=value`, the command line; the later wins.
+"""
 
 import dataclasses
 import importlib.resources
+import inspect
+import re
 import tempfile
 import tomllib
+import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
+from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError, shown, suggest
+from jaxspec.foreign import own_name
 from jaxspec.methods.registry import METHODS, make_method, setting_fields
-from pallas_kernels import KERNEL_NAMES
 
 if TYPE_CHECKING:
     from jaxspec.methods.base import Method
 
 OptionTypes = tuple[type, ...]
 
-# What vLLM, SGLang, llama.cpp, transformers, mlx-lm and SpecExec call these options.
-FOREIGN_NAMES = {
-    "num_draft_tokens": (
-        "num-speculative-tokens", "speculative-num-draft-tokens", "speculative-num-steps", "draft", "draft-max",
-        "draft-n", "spec-draft-n-max", "draft-length", "max-budget", "budget", "batch",
-    ),
-    "draft_model": (
-        "model-draft", "-md", "hf-repo-draft", "speculative-model", "speculative-draft-model-path", "assistant-model",
-    ),
-    "draft_devices": ("speculative-draft-tensor-parallel-size",),
-    "method": ("speculative-algorithm", "spec-type", "gen-type"),
-    "max_tokens": ("n-predict", "predict", "max-new-tokens", "max-length", "num-predict"),
-    "target_devices": ("tensor-parallel-size", "-tp", "tp", "tp-size"),
-    "max_context": ("max-model-len", "ctx-size", "-c", "context-length", "num-ctx"),
-    "repetition_penalty": ("repeat-penalty",),
-    "prompt_file": ("file", "-f"),
-    "system": ("system-prompt", "-sys"),
-    "stop": ("reverse-prompt", "-r"),
-    "min_probability": ("draft-p-min", "spec-draft-p-min"),
-    "revision": ("hf-revision", "model-revision"),
-    "interactive": ("conversation", "-cnv", "interactive-first"),
-    "model": ("model-path", "hf-repo", "-hf"),
-    "compile_cache": ("compilation-cache-dir",),
-    "kv_dtype": ("kv-cache-dtype", "cache-type-k", "cache-type-v", "-ctk", "-ctv"),
-}  # fmt: skip
-# What has no single option here: what to write, and an option that the command must have for that.
-FOREIGN_HINTS = {
-    "--draft": ("use --draft-model for a checkpoint, --num-draft-tokens for a number of tokens", "--draft-model"),
-    "--speculative-config": ("use --method, --draft-model and --num-draft-tokens", "--draft-model"),
-    "--do-sample": ("give a --temperature above 0", "--temperature"),
-    "--device": ("JAX chooses the devices; the variable JAX_PLATFORMS=cpu names a platform", "--kernels"),
-    "--quantization": ("the checkpoint says how its weights are quantised; jaxspec-convert quantises", "--dtype"),
-    "--prompt": ("give the prompt without an option", "--prompt-file"),
-    "-p": ("give the prompt without an option", "--prompt-file"),
-    "-ngl": ("all layers run on the devices; --offload says where else they are kept", "--offload"),
-}
-# Of the commands that run in several processes.
-_OF_SEVERAL_PROCESSES = ("--coordinator", "--num-processes", "--process-id", "--draft-process")
-_SHORT_FOREIGN = {*(name for names in FOREIGN_NAMES.values() for name in names if name.startswith("-"))}
-_FOREIGN = {name.lstrip("-").replace("-", "_"): ours for ours, names in FOREIGN_NAMES.items() for name in names}
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of a command: the types that a preset may give it as, its help, its flags beside its own name."""
+
+    types: OptionTypes
+    help: str
+    flags: tuple[str, ...] = ()
+    default: Any = None  # None: not given
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        """The option as a parameter of a function that typer reads. A list's option is repeated, of one value each."""
+        flag = "--" + name.replace("_", "-")
+        order = (list, bool, str, float, int)  # a number of bytes is a text, a share may be whole
+        kind: Any = next(known for known in order if known in self.types)
+        if kind is list:
+            kind = list[int] if name.endswith("_ids") else list[str]
+        elif kind is bool:
+            flag = f"{flag}/--no-{flag[2:]}"
+        flags = self.flags if "/" in "".join(self.flags) or name.endswith("_ids") else (flag, *self.flags)
+        option = typer.Option(*flags, help=self.help)
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind | None, option]
+        )
+
+
+Options = Mapping[str, Option]
+
+
+def options_of(cls: Any, *names: str, **defaults: Any) -> dict[str, Option]:
+    """Options for the fields of a dataclass that have a help text, or for those of these `names`.
+
+    `defaults` are the command's own: its help shows them, and a value that is absent everywhere takes them.
+    """
+    hints, options = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        if "help" not in field.metadata or (names and field.name not in names):
+            continue
+        text = field.metadata["help"]
+        if field.name in defaults:
+            text = re.sub(r" \[[^]]*\]\.$", ".", text)
+        default = defaults.get(field.name)
+        options[field.name] = Option(_types_of(hints[field.name]), text, field.metadata["flags"], default)
+    return options
+
+
+def _types_of(hint: Any) -> OptionTypes:
+    """What TOML may give for a field of this type."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        parts = (_types_of(part) for part in typing.get_args(hint) if part is not types.NoneType)
+        return tuple(dict.fromkeys(kind for part in parts for kind in part))
+    if origin is Literal:
+        return (str,)
+    return {float: (int, float), int: (int,), bool: (bool,), str: (str,)}.get(hint, (list,))
+
 
 METHODS_HELP = f"{', '.join([*METHODS][:-1])} or {[*METHODS][-1]}; --set gives its settings."
-ACTIVATIONS_HELP = "What rows are rounded to before weights in blocks: auto, float32, int16 or int8."
-KV_DTYPE_HELP = "Of cached keys and values: auto, float32, bfloat16 or float16."
-KERNELS_HELP = f"What multiplies and attends: {', '.join(KERNEL_NAMES[:-1])} or {KERNEL_NAMES[-1]}."
+
+MODEL: Options = {
+    "model": Option((str,), "Folder, GGUF file or name on the Hugging Face Hub [the default model].", ("-m",)),
+    "revision": Option((str,), "Branch, tag or commit of a name on the hub [main]."),
+    "draft_model": Option(
+        (str,), "Checkpoint of a draft model, or none; self:attention=1,3;mlp=2 is the model without these."
+    ),
+}
+METHOD: Options = {
+    "method": Option((str,), METHODS_HELP),
+    "num_draft_tokens": Option((int,), "Most drafted tokens of a target pass."),
+    "swift_layers": Option((str,), "File of layer sets that swift reads and writes [beside the compiled programs]."),
+}
+ENGINE: Options = options_of(EngineConfig)
+# Commands that measure or compare keep no caches of one answer for the next.
+MEASURED_ENGINE: Options = {name: option for name, option in ENGINE.items() if name != "session_memory"}
+SAMPLING: Options = options_of(SamplingParams)
+PROCESSES: Options = {
+    "coordinator": Option((str,), "HOST:PORT where several processes meet, or auto (Slurm, MPI, Kubernetes, TPU)."),
+    "num_processes": Option((int,), "How many processes there are."),
+    "process_id": Option((int,), "Which one this is; 0 has the prompt and the output."),
+    "draft_process": Option((int,), "Process whose devices the draft of swiftspec has [the last]."),
+}
+
+PlanOption = Annotated[bool, typer.Option("--plan", help="With --offload, print what would stream, and end.")]
+PresetOption = Annotated[
+    str | None, typer.Option("--config", help="Preset of these options, by name or TOML file; list shows the names.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="name=value as in a preset, or of a method; repeatable.")
+]
+ReportOption = Annotated[
+    Path | None, typer.Option("--json", help="Write one JSON object with every number here; - is standard output.")
+]
 
 
-def foreign_option_hint(option: str, known: Collection[str]) -> str | None:
-    """What to write for another project's option, such as "-md", if this command, which has those `known`, has it.
+def model_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `LLM` among options that were given, but for its method and its processes."""
+    names = ("model", "revision", *ENGINE)
+    found = {name: options[name] for name in names if options.get(name) is not None}
+    if options.get("draft_model") is not None:
+        found["draft"] = options["draft_model"]
+    return found
 
-    Of options of other commands, those of several processes are explained.
-    """
-    if not option.startswith("-") or (not option.startswith("--") and option not in {*_SHORT_FOREIGN, *FOREIGN_HINTS}):
-        return None
-    if option in FOREIGN_HINTS:
-        hint, needed = FOREIGN_HINTS[option]
-        return hint if needed in known else None
-    if option in _OF_SEVERAL_PROCESSES:
-        return "this command runs in one process"
-    ours = _FOREIGN.get(option.lstrip("-").replace("-", "_"))
-    if ours is None:
-        return None
-    flag = "--" + ours.replace("_", "-")
-    if flag in known:
-        return f"use {flag}"
-    return f"use --set {ours}=..." if "--set" in known and "--config" in known else None
+
+def sampling_options(options: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters among options that were given."""
+    return SamplingParams(**{name: options[name] for name in SAMPLING if options.get(name) is not None})
+
+
+def is_streamed(options: Mapping[str, Any]) -> bool:
+    """Whether the options ask for a target whose layers are streamed."""
+    return options.get("offload") not in (None, "none")
+
+
+def has_own_devices(options: Mapping[str, Any]) -> bool:
+    """Whether the options ask for devices of the draft's own."""
+    return any(options.get(name) is not None for name in ("draft_devices", "draft_platform"))
+
+
+def finds_draft(options: Mapping[str, Any]) -> bool:
+    """Whether there is a draft model for these options."""
+    from jaxspec.opening import has_draft
+
+    return has_draft(options.get("model"), options.get("draft_model"), options.get("revision"))
+
+
+def print_plan(options: Mapping[str, Any], method: Any, without: Mapping[str, Any]) -> None:
+    """Print what `LLM` would stream with these options; ConfigError names a true one of `without`."""
+    for name, value in without.items():
+        if value:
+            raise ConfigError(f"--plan prints a plan and ends: it does not go with {name}")
+    from jaxspec.opening import explain_offload
+
+    print("\n".join(explain_offload(method=method, **model_options(options))))
 
 
 def list_presets() -> dict[str, str]:
@@ -96,7 +172,7 @@ def merge_options(
     given: Mapping[str, Any],
     preset: str | Path | None,
     assignments: Iterable[str],
-    known: Mapping[str, OptionTypes],
+    known: Options | Mapping[str, OptionTypes],
     more: Callable[[], Mapping[str, OptionTypes]] = dict,
 ) -> dict[str, Any]:
     """Merge the options `given` on the command line, where None means not given, a preset and "name=value" pairs.
@@ -113,6 +189,7 @@ def merge_options(
         if not equals:
             raise ConfigError(f"--set {pair!r} must have the form name=value")
         sources.append(("--set", {name.strip(): _parse(value.strip())}))
+    known = {name: each.types if isinstance(each, Option) else each for name, each in known.items()}
     merged: dict[str, Any] = {}
     for where, options in sources:
         options = {name.replace("-", "_"): value for name, value in options.items()}
@@ -208,7 +285,7 @@ def _read_preset(preset: str | Path) -> dict[str, Any]:
 def _check_options(options: Mapping[str, Any], known: Mapping[str, OptionTypes], where: str) -> None:
     for name, value in options.items():
         if name not in known:
-            ours = _FOREIGN.get(name)
+            ours = own_name(name)
             hint = f"use {ours!r}" if ours in known else suggest(name, known)
             raise ConfigError(f"{where}: unknown option {name!r}; {hint}")
         types = known[name]

@@ -5,10 +5,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from jaxspec.cli.options import PROCESSES
 from jaxspec.cli.run import leave_after_interrupt
 from jaxspec.cli.start import STDERR, STDOUT, leave_interrupted
 from jaxspec.errors import ConfigError
@@ -16,21 +15,10 @@ from jaxspec.errors import ConfigError
 if TYPE_CHECKING:
     from jaxspec.llm import LLM
 
-CoordinatorOption = Annotated[
-    str | None, typer.Option(help="HOST:PORT where several processes meet, or auto (Slurm, MPI, Kubernetes, TPU).")
-]
-NumProcessesOption = Annotated[int | None, typer.Option(help="How many processes there are.")]
-ProcessIdOption = Annotated[int | None, typer.Option(help="Which one this is; 0 has the prompt and the output.")]
-DraftProcessOption = Annotated[
-    int | None, typer.Option(help="Process whose devices the draft of swiftspec has [the last].")
-]
-
-NAMES = ("coordinator", "num_processes", "process_id", "draft_process")
-
 
 def processes_from(options: Mapping[str, Any]) -> dict[str, Any] | None:
     """The settings of `LLM(distributed=...)` among merged options; None where none is given."""
-    given = {name: options[name] for name in NAMES if options.get(name) is not None}
+    given = {name: options[name] for name in PROCESSES if options.get(name) is not None}
     if asks_for_several(options):
         _keep_output()
     return given or None
@@ -38,7 +26,7 @@ def processes_from(options: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def asks_for_several(options: Mapping[str, Any]) -> bool:
     """Whether merged options or the environment name other processes."""
-    return any(options.get(name) is not None for name in NAMES) or bool(os.environ.get("JAXSPEC_COORDINATOR"))
+    return any(options.get(name) is not None for name in PROCESSES) or bool(os.environ.get("JAXSPEC_COORDINATOR"))
 
 
 def _keep_output() -> None:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
 # A pass over streamed weights is shown once it has taken so long.
 _LONG_PASS_S = 0.5
-_BAR_WIDTH = 20
 
 
 class Bar:
@@ -68,12 +67,8 @@ def passes_shown(llm: "LLM") -> Iterator[None]:
                 _write("\x1b[K")
             drawn = False
         elif seconds > _LONG_PASS_S:
-            done = _BAR_WIDTH * layers // total
-            bar = "#" * done + "-" * (_BAR_WIDTH - done)
             # Saves the cursor and puts it back; what does not fit into the line is cut off.
-            _write(
-                f"\x1b7\x1b[?7l\x1b[K [{bar}] {layers}/{total} layers, {nbytes / seconds / 1e9:.2f} GB/s\x1b[?7h\x1b8"
-            )
+            _write(f"\x1b7\x1b[?7l\x1b[K  {layers}/{total} layers, {nbytes / seconds / 1e9:.2f} GB/s\x1b[?7h\x1b8")
             drawn = True
 
     stream.progress = draw

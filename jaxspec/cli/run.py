@@ -5,19 +5,21 @@ Exit status: 0 done, 1 the run failed, 2 usage error, 130 interrupted.
 
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from jaxspec.cli.options import foreign_option_hint
+from jaxspec.cli.options import Options
 from jaxspec.cli.start import INTERRUPTED, STDERR, STDOUT, begin, leave_interrupted
 from jaxspec.errors import ConfigError, JaxspecError, one_line
+from jaxspec.foreign import option_hint
 from jaxspec.version import __version__
 
 
@@ -27,21 +29,61 @@ def _print_version(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-VersionOption = Annotated[
-    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-]
+def command(name: str, *groups: Options, extra_words: bool = False) -> Callable[[Callable[..., None]], typer.Typer]:
+    """Make a function the command `name`, whose errors are one line and an exit status.
+
+    The function's parameter `given` takes the options of `groups` as a dict of those that have a value. With
+    `extra_words`, arguments that are too many are in `context.args`.
+    """
+    generated = {option: each for group in groups for option, each in group.items()}
+
+    def decorate(function: Callable[..., None]) -> typer.Typer:
+        own = inspect.signature(function, eval_str=True).parameters
+
+        def body(**values: Any) -> None:
+            del values["version"]
+            if generated:
+                taken = {option: values.pop(option) for option in generated}
+                values["given"] = {option: value for option, value in taken.items() if value not in (None, [])}
+            run_command(name, lambda: function(**values))
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in own.values():
+            if parameter.name == "given":
+                parameters += [each.parameter(option) for option, each in generated.items()]
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        option = typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        parameters.append(
+            inspect.Parameter(
+                "version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+            )
+        )
+        body.__doc__ = function.__doc__
+        body.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess] # typer reads it
+        body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        settings = {"help_option_names": ["-h", "--help"], "allow_extra_args": extra_words}
+        app.command(context_settings=settings)(body)
+        return app
+
+    return decorate
 
 
 def run_app(app: typer.Typer, name: str) -> None:
     """Run a command line; an option that other projects use is refused with the name of the right one."""
     begin()
     with _reporting_errors(name):
-        known = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
+        known = {
+            option
+            for parameter in typer.main.get_command(app).params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         for word in sys.argv[1:]:
             if word == "--":
                 break
             option = word.partition("=")[0]
-            if option not in known and (hint := foreign_option_hint(option, known)):
+            if option not in known and (hint := option_hint(option, known)):
                 _fail(name, f"no such option: {option}; {hint}", 2)
         try:
             app(prog_name=name)

@@ -10,11 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxspec.cli.offload import OffloadOption, ResidentLayersOption, offload_from, print_plan
-from jaxspec.cli.options import ACTIVATIONS_HELP, KERNELS_HELP, KV_DTYPE_HELP, check_new_file, check_output
+from jaxspec.cli.options import (
+    MEASURED_ENGINE,
+    MODEL,
+    ReportOption,
+    check_new_file,
+    check_output,
+    is_streamed,
+    model_options,
+    options_of,
+    print_plan,
+    sampling_options,
+)
 from jaxspec.cli.processes import refuse_several
 from jaxspec.cli.progress import Bar
-from jaxspec.cli.run import VersionOption, run_app, run_command
+from jaxspec.cli.run import command, run_app
+from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError, suggest
 from jaxspec.methods.registry import METHODS
 
@@ -27,28 +38,19 @@ NAME = "jaxspec-tune"
 RATIOS, STEPS, INTERVAL, TASK = "0.2,0.3,0.45", 300, 8, "default"
 PIPE_WIDTH = 132  # tables need this much room; a file or a pipe has it
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+LEAST_TOKENS = 8  # of an answer: shorter ones cannot be timed
+SAMPLED = options_of(
+    SamplingParams, "max_tokens", "temperature", "top_p", "seed", max_tokens=96, temperature=0.0, top_p=1.0, seed=0
+)
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
-def tune(
+@command(NAME, MODEL, SAMPLED, MEASURED_ENGINE)
+def app(
+    given: dict[str, Any],
     preset: Annotated[Path | None, typer.Argument(help="TOML preset to write; without it nothing is written.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Checkpoint [the default model].")] = None,
-    draft_model: Annotated[
-        str | None, typer.Option(help="Draft's checkpoint, or none [the shipped one if it fits].")
-    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines in Spec-Bench's form [the mini suite].")] = None,
     max_prompts: Annotated[int, typer.Option(min=1, help="Prompts taken, evenly over the categories.")] = 12,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=8, help="Tokens of an answer.")] = 96,
-    temperature: Annotated[float, typer.Option("--temperature", "--temp", help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the most probable tokens of this mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random stream at temperature > 0.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Of the confirming run.")] = 2,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    kernels: Annotated[str, typer.Option(help=KERNELS_HELP)] = "auto",
-    activations: Annotated[str, typer.Option(help=ACTIVATIONS_HELP)] = "auto",
-    kv_dtype: Annotated[str, typer.Option(help=KV_DTYPE_HELP)] = "auto",
-    target_devices: Annotated[int, typer.Option(help="Devices that share the model.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Answers of the confirming run to each prompt.")] = 2,
     method: Annotated[
         str | None,
         typer.Option(
@@ -57,15 +59,9 @@ def tune(
         ),
     ] = None,
     devices: Annotated[int | None, typer.Option(min=2, help="For swiftspec: devices to be split [all].")] = None,
-    offload: OffloadOption = None,
-    resident_layers: ResidentLayersOption = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="For swiftspec and with --offload: print what devices hold, and end.")
     ] = False,
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="With --offload, and for swiftspec, memory of a device, such as 6GiB [as reported]."),
-    ] = None,
     ratios: Annotated[str, typer.Option(help="For swift: shares of blocks to skip, by comma.")] = RATIOS,
     steps: Annotated[int, typer.Option(min=1, help="For swift: sets that are tried for each ratio.")] = STEPS,
     interval: Annotated[int, typer.Option(min=1, help="For swift: of so many sets one is Bayesian.")] = INTERVAL,
@@ -76,111 +72,107 @@ def tune(
     plot: Annotated[
         Path | None, typer.Option(help="For swift: draw matchness against steps (needs matplotlib).")
     ] = None,
-    json_: Annotated[Path | None, typer.Option("--json", help="Write every number here; - is standard output.")] = None,
-    version: VersionOption = False,
+    json_: ReportOption = None,
 ) -> None:
     """Measure step costs and acceptance, predict, confirm the best against plain decoding, write a preset.
 
     With --plan, only print what the devices would hold.
     """
+    refuse_several(NAME)
+    out = check_output(json_)
+    check_new_file(preset, "the preset")
+    for_swift = {"--ratios": ratios != RATIOS, "--steps": steps != STEPS, "--interval": interval != INTERVAL}
+    for_swift |= {"--task": task != TASK, "--swift-layers": swift_layers is not None, "--plot": plot is not None}
+    target_devices, draft_model = given.get("target_devices", 1), given.get("draft_model")
+    if given["max_tokens"] < LEAST_TOKENS:
+        raise ConfigError(f"--max-tokens must be at least {LEAST_TOKENS}, got {given['max_tokens']}")
+    _check_method(method, devices, target_devices, draft_model, [name for name, set_ in for_swift.items() if set_])
+    streamed, device_memory = is_streamed(given), given.get("device_memory")
+    if streamed and method in ("swiftspec", "swift"):
+        raise ConfigError(f"--method {method} is not tuned with --offload: leave one of them out")
+    if not streamed and method != "swiftspec" and (plan or device_memory is not None):
+        raise ConfigError("--plan and --device-memory are for --method swiftspec and for --offload")
+    from jaxspec.config import parse_bytes
 
-    def run() -> None:
-        refuse_several(NAME)
-        out = check_output(json_)
-        check_new_file(preset, "the preset")
-        for_swift = {"--ratios": ratios != RATIOS, "--steps": steps != STEPS, "--interval": interval != INTERVAL}
-        for_swift |= {"--task": task != TASK, "--swift-layers": swift_layers is not None, "--plot": plot is not None}
-        _check_method(method, devices, target_devices, draft_model, [name for name, set_ in for_swift.items() if set_])
-        streaming = offload_from({"offload": offload, "resident_layers": resident_layers})
-        streamed = offload not in (None, "none")
-        if streamed and method in ("swiftspec", "swift"):
-            raise ConfigError(f"--method {method} is not tuned with --offload: leave one of them out")
-        if not streamed and method != "swiftspec" and (plan or device_memory is not None):
-            raise ConfigError("--plan and --device-memory are for --method swiftspec and for --offload")
-        from jaxspec.config import parse_bytes
+    memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
+    engine = {name: given[name] for name in MEASURED_ENGINE if name in given}
+    if not streamed:
+        engine.pop("device_memory", None)  # it says which splits fit
+    models = engine | {name: given[name] for name in MODEL if name in given}
+    numerics = {name: engine.get(name, "auto") for name in ("dtype", "kernels", "activations", "kv_dtype")}
+    if plan and streamed:
+        print_plan(models | {"target_devices": target_devices}, method or "auto", {"a preset": preset, "--json": json_})
+        return
+    files = (given.get("model"), draft_model, *numerics.values())
+    if plan:
+        refused = {"a preset": preset, "--json": json_, "--resident-layers": given.get("resident_layers")}
+        if unused := [name for name, value in refused.items() if value is not None]:
+            raise ConfigError(f"--plan prints a plan and ends: it does not go with {unused[0]}")
+        _print_plan(files, devices, memory)
+        return
+    shares = _parse_ratios(ratios)
+    if not task:
+        raise ConfigError("--task must not be empty")
+    check_new_file(plot, "--plot")
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'jaxspec-decode[plot]'")
+    from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
 
-        memory = None if device_memory is None else parse_bytes("--device-memory", device_memory)
-        streaming |= {"device_memory": memory} if streamed and memory is not None else {}
-        numerics: Any = {"dtype": dtype, "kernels": kernels, "activations": activations, "kv_dtype": kv_dtype}
-        if plan and streamed:
-            arguments = {"model": model, "target_devices": target_devices, **numerics, **streaming}
-            print_plan(draft_model, method or "auto", arguments, {"a preset": preset, "--json": json_})
-            return
-        if plan:
-            refused = {"a preset": preset, "--json": json_, "--resident-layers": resident_layers}
-            if unused := [name for name, value in refused.items() if value is not None]:
-                raise ConfigError(f"--plan prints a plan and ends: it does not go with {unused[0]}")
-            _print_plan((model, draft_model, dtype, kernels, activations, kv_dtype), devices, memory)
-            return
-        shares = _parse_ratios(ratios)
-        if not task:
-            raise ConfigError("--task must not be empty")
-        check_new_file(plot, "--plot")
-        if plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("--plot needs matplotlib: pip install 'jaxspec-decode[plot]'")
-        from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
+    from jaxspec.bench.prompts import load_prompts, select_prompts
+    from jaxspec.llm import LLM
+    from jaxspec.tune.run import compare_methods
+    from jaxspec.tune.run import tune as find_fastest
+    from jaxspec.tune.streamed import tune_streamed
 
-        from jaxspec.bench.prompts import load_prompts, select_prompts
-        from jaxspec.config import SamplingParams
-        from jaxspec.llm import LLM
-        from jaxspec.tune.run import compare_methods
-        from jaxspec.tune.run import tune as find_fastest
-        from jaxspec.tune.streamed import tune_streamed
+    command_line = shlex.join([NAME, *sys.argv[1:]])
+    chosen = select_prompts(load_prompts(prompts), None, max_prompts)
+    sampling = sampling_options(given)
+    shared = model_options({name: value for name, value in models.items() if name != "target_devices"})
 
-        command = shlex.join([NAME, *sys.argv[1:]])
-        chosen = select_prompts(load_prompts(prompts), None, max_prompts)
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        given: dict[str, Any] = {"model": model, "draft_model": draft_model, **numerics, **streaming}
+    def load(**options: Any) -> LLM:
+        return LLM(session_memory=0, **shared, **options)
 
-        def load(**options: Any) -> LLM:
-            return LLM(model, draft=draft_model, session_memory=0, **numerics, **streaming, **options)
+    with Bar() as bar:
+        bar.show("loading", 0, 1)
+        if method == "swiftspec":
+            trials = _split_devices(load, files, devices, memory, bar.show)
+        elif method == "swift":
+            from jaxspec.methods.swift.settings import layer_store
+            from jaxspec.tune.swift import LayerOptions, tune_layers
 
-        with Bar() as bar:
-            bar.show("loading", 0, 1)
-            if method == "swiftspec":
-                files = (model, draft_model, dtype, kernels, activations, kv_dtype)
-                trials = _split_devices(load, files, devices, memory, bar.show)
-            elif method == "swift":
-                from jaxspec.methods.swift.settings import layer_store
-                from jaxspec.tune.swift import LayerOptions, tune_layers
+            llm = load(draft="none", method="ar", target_devices=target_devices)
+            store = layer_store(llm.engine.store, llm.engine.target.cfg, swift_layers or "")
+            if store is None:
+                raise ConfigError("without a compile cache layer sets need a file: name one with --swift-layers")
+            store.check()
+            named = None if swift_layers is None else str(swift_layers.resolve())
+            options = LayerOptions(shares, steps, interval, task, named)
+            trials = tune_layers(llm, options, store, chosen, sampling, bar.show)
+        else:
+            llm = load(method=method if method not in (None, "ar") else "auto", target_devices=target_devices)
+            compare = tune_streamed if streamed else compare_methods
+            trials = compare(llm, method, chosen, sampling, bar.show)
+        if method != "swiftspec":
+            models["target_devices"] = target_devices
+        tuning = find_fastest(trials, chosen, sampling, repeats, command_line, bar.show)
 
-                llm = LLM(model, draft="none", method="ar", target_devices=target_devices, session_memory=0, **numerics)
-                store = layer_store(llm.engine.store, llm.engine.target.cfg, swift_layers or "")
-                if store is None:
-                    raise ConfigError("without a compile cache layer sets need a file: name one with --swift-layers")
-                store.check()
-                named = None if swift_layers is None else str(swift_layers.resolve())
-                options = LayerOptions(shares, steps, interval, task, named)
-                trials = tune_layers(llm, options, store, chosen, sampling, bar.show)
-            else:
-                llm = load(method=method if method not in (None, "ar") else "auto", target_devices=target_devices)
-                compare = tune_streamed if streamed else compare_methods
-                trials = compare(llm, method, chosen, sampling, bar.show)
-            if method != "swiftspec":
-                given["target_devices"] = target_devices
-            tuning = find_fastest(trials, chosen, sampling, repeats, command, bar.show)
+    console = Console(stderr=str(out) == "-")
+    _print(tuning, console if console.is_terminal else Console(stderr=str(out) == "-", width=PIPE_WIDTH))
+    notes = Console(stderr=True)
+    if method == "swiftspec" and (path := _save_profile(tuning, files, command_line)) is not None:
+        notes.print(f"method auto will use this profile: {path}", highlight=False, soft_wrap=True)
+    if method == "swift":
+        notes.print(f"the layer sets are in {store.path}", highlight=False, soft_wrap=True)
+        if plot is not None:
+            from jaxspec.tune.swift import plot_layers
 
-        console = Console(stderr=str(out) == "-")
-        _print(tuning, console if console.is_terminal else Console(stderr=str(out) == "-", width=PIPE_WIDTH))
-        notes = Console(stderr=True)
-        if method == "swiftspec" and (path := _save_profile(tuning, given, command)) is not None:
-            notes.print(f"method auto will use this profile: {path}", highlight=False, soft_wrap=True)
-        if method == "swift":
-            notes.print(f"the layer sets are in {store.path}", highlight=False, soft_wrap=True)
-            if plot is not None:
-                from jaxspec.tune.swift import plot_layers
-
-                plot_layers(tuning.trials[0], plot)
-        if preset is not None:
-            preset.write_text(tuning.preset(given, command), encoding="utf-8")
-            notes.print(
-                f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False, soft_wrap=True
-            )
-        if out is not None:
-            numbers = json.dumps(tuning.report(), allow_nan=False, default=str)
-            print(numbers) if str(out) == "-" else out.write_text(numbers + "\n", encoding="utf-8")
-
-    run_command(NAME, run)
+            plot_layers(tuning.trials[0], plot)
+    if preset is not None:
+        preset.write_text(tuning.preset(models, command_line), encoding="utf-8")
+        notes.print(f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False, soft_wrap=True)
+    if out is not None:
+        numbers = json.dumps(tuning.report(), allow_nan=False, default=str)
+        print(numbers) if str(out) == "-" else out.write_text(numbers + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -269,7 +261,7 @@ def _split_devices(
     return split_devices(place, count, progress, refuse)
 
 
-def _save_profile(tuning: "Tuning", given: dict[str, Any], command: str) -> Path | None:
+def _save_profile(tuning: "Tuning", files: tuple[Any, ...], command_line: str) -> Path | None:
     """Keep the speeds for method `auto`; returns the file, or None without a compile cache."""
     from jaxspec.methods.auto.devices import profile_path, save_profile
     from jaxspec.runtime.compile_cache import enable_compile_cache
@@ -277,12 +269,12 @@ def _save_profile(tuning: "Tuning", given: dict[str, Any], command: str) -> Path
     from jaxspec.tune.run import profile_rows
 
     folder = enable_compile_cache(None)
-    model, draft = PairFiles(given["model"], given["draft_model"], given["dtype"], given["kernels"]).paths
+    model, draft = PairFiles(*files).paths
     if folder is None or draft is None:
         return None
-    settings = {name: given[name] for name in ("dtype", "kernels", "activations", "kv_dtype")}
+    settings = dict(zip(("dtype", "kernels", "activations", "kv_dtype"), files[2:], strict=True))
     path = profile_path(folder, model, draft, **settings)
-    save_profile(path, profile_rows(tuning), command)
+    save_profile(path, profile_rows(tuning), command_line)
     return path
 
 

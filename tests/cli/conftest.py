@@ -49,18 +49,19 @@ INTERRUPTED = """
 import os, signal, sys
 import jaxspec.llm
 from jaxspec.cli.decode import main
+from jaxspec.results import Stream
 
-stream = jaxspec.llm.LLM.stream
+class Interrupted(Stream):
+    count = 0
 
-def interrupted(self, *arguments):
-    events = stream(self, *arguments)
-    for _ in range(5):
-        yield next(events)
-    os.kill(os.getpid(), signal.SIGINT)
-    wanted = yield next(events)
-    yield events.send(wanted)
+    def __next__(self):
+        event = super().__next__()
+        self.count += 1
+        if self.count == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return event
 
-jaxspec.llm.LLM.stream = interrupted
+jaxspec.llm.Stream = Interrupted
 sys.argv = ["jaxspec-decode", *sys.argv[1:]]
 main()
 """

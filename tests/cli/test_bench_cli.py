@@ -17,7 +17,7 @@ def call(monkeypatch, capsys):
     """Run the command in this process on invented methods; returns its status and output."""
     bench_fakes.install(monkeypatch)
     monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
-    monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft: draft is not None)
+    monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft, revision: draft is not None)
     before = signal.getsignal(signal.SIGINT)
 
     def call(*arguments):
@@ -89,7 +89,7 @@ def test_the_draft_may_be_on_another_platform(call, monkeypatch):
     monkeypatch.setattr("jaxspec.llm.LLM", Loaded)
     words = ("--draft-model", "d", "--draft-platform", "cpu", "--max-prompts", "1", "--repeats", "1", "-n", "20")
     status, out, _ = call(*words, "--json", "-")
-    assert status == 0 and (given["draft_platform"], given["draft_devices"]) == ("cpu", None)
+    assert status == 0 and (given["draft_platform"], given.get("draft_devices")) == ("cpu", None)
     # As with `--draft-devices`: what drafts on the target's own devices is left out.
     assert [column["label"] for column in json.loads(out)["columns"]] == ["ar", "lookup", "swiftspec"]
 

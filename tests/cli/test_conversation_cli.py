@@ -11,6 +11,7 @@ import pytest
 
 import jaxspec.llm
 from jaxspec.cli import progress
+from jaxspec.results import Stream
 
 
 @pytest.fixture
@@ -58,16 +59,17 @@ def test_statistics_after_every_answer(converse):
 
 
 def test_an_interrupt_ends_the_answer_and_not_the_program(converse, asked, monkeypatch):
-    stream = jaxspec.llm.LLM.stream
+    class Interrupted(Stream):
+        count = 0
 
-    def interrupted(self, *arguments):
-        events = stream(self, *arguments)
-        yield next(events)
-        os.kill(os.getpid(), signal.SIGINT)
-        wanted = yield next(events)
-        yield events.send(wanted)
+        def __next__(self):
+            event = super().__next__()
+            self.count += 1
+            if self.count == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return event
 
-    monkeypatch.setattr(jaxspec.llm.LLM, "stream", interrupted)
+    monkeypatch.setattr(jaxspec.llm, "Stream", Interrupted)
     done = converse("--ignore-eos", "-n", "60", lines=["w1", "/stats", "w2"])
     assert done.status == 0 and "ended by abort" in done.err, done.err
     first, second = done.out.splitlines()

@@ -5,9 +5,10 @@ import importlib.resources
 import pytest
 
 from jaxspec.cli.decode import FLAGS
-from jaxspec.cli.options import foreign_option_hint, list_presets, merge_options, method_from, method_options
+from jaxspec.cli.options import list_presets, merge_options, method_from, method_options
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.foreign import option_hint
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swift.settings import Swift
 from jaxspec.methods.swiftspec.settings import SwiftSpec
@@ -72,16 +73,16 @@ def test_presets_that_are_refused(tmp_path, text, message):
 
 def test_options_of_other_projects():
     known = {"--num-draft-tokens", "--draft-model", "--config", "--set", "--prompt-file"}
-    assert foreign_option_hint("--spec-draft-n-max", known) == "use --num-draft-tokens"
-    assert foreign_option_hint("-md", known) == "use --draft-model"
-    assert foreign_option_hint("--draft-p-min", known) == "use --set min_probability=..."
-    assert foreign_option_hint("-p", known) == "give the prompt without an option"
+    assert option_hint("--spec-draft-n-max", known) == "use --num-draft-tokens"
+    assert option_hint("-md", known) == "use --draft-model"
+    assert option_hint("--draft-p-min", known) == "use --set min_probability=..."
+    assert option_hint("-p", known) == "give the prompt without an option"
     for word in ("--draft", "--speculative-config"):
-        assert "--draft-model" in (foreign_option_hint(word, known) or "")
-        assert foreign_option_hint(word, {"--model"}) is None
-    assert "--offload" in (foreign_option_hint("-ngl", {"--offload"}) or "")
+        assert "--draft-model" in (option_hint(word, known) or "")
+        assert option_hint(word, {"--model"}) is None
+    assert "--offload" in (option_hint("-ngl", {"--offload"}) or "")
     for word in ("draft", "-n", "--nonsense", "hello --draft"):
-        assert foreign_option_hint(word, known) is None
+        assert option_hint(word, known) is None
     # A command without presets and the option does not have it by another name either.
-    assert foreign_option_hint("--coordinator", known) == "this command runs in one process"
-    assert foreign_option_hint("--draft-p-min", {"--draft-model"}) is None
+    assert option_hint("--coordinator", known) == "this command runs in one process"
+    assert option_hint("--draft-p-min", {"--draft-model"}) is None

@@ -1,7 +1,11 @@
 """The worked examples of CONTRIBUTING.md do what the page says, exactly as they stand there."""
 
+import os
 import re
+import shutil
+import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,7 @@ from tiny_models import FAMILIES, place, tiny_params
 
 import jaxspec
 from jaxspec import methods
+from jaxspec.config import EngineConfig, EngineSettings
 from jaxspec.engine import Engine
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.registry import METHODS, make_method
@@ -64,3 +69,68 @@ def test_the_example_family_is_found_by_its_line(tmp_path, monkeypatch):
     registry = Path(families.__file__).read_text()
     assert '`"acorn",` in `_MODULES`' in PAGE and "_MODULES = (" in registry
     del sys.modules["jaxspec.models.families.acorn"]
+
+
+# Reports what a command or `LLM` would open a model with, and goes no further.
+REPORTING = """
+import sys
+sys.meta_path.sort(key=lambda finder: "Editable" in str(finder))  # the copy comes before the installed package
+import jaxspec.llm
+from jaxspec.errors import ConfigError
+
+def report(model, revision, draft, method, config):
+    raise ConfigError(f"warm_up is {config.warm_up}")
+
+jaxspec.llm.open_target = report
+name, *words = sys.argv[1:]
+if name == "LLM":
+    jaxspec.LLM(warm_up=int(words[0]))
+else:
+    sys.argv = [f"jaxspec-{name}", *words]
+    __import__(f"jaxspec.cli.{name}", fromlist=["main"]).main()
+"""
+WORDS = {
+    "LLM": ["3"],
+    "decode": ["--warm-up", "3", "w1"],
+    "serve": ["--set", "warm_up=3", "--max-context", "64", "--port", "0"],
+    "bench": ["--warm-up", "3", "--draft-model", "none", "--methods", "ar"],
+    "check": ["--warm-up", "3", "--draft-model", "none", "--method", "ar"],
+    "tune": ["--warm-up", "3", "--draft-model", "none", "--method", "lookup"],
+}
+
+
+@pytest.fixture(scope="module")
+def with_warm_up(tmp_path_factory):
+    """A folder with a copy of the package in which the example setting was declared as the page says."""
+    folder = tmp_path_factory.mktemp("setting")
+    source = Path(jaxspec.__file__).parent
+    shutil.copytree(source, folder / "jaxspec", ignore=shutil.ignore_patterns("__pycache__"))
+    attribute, field, check, typed = re.findall(
+        r"^\| .*(?:EngineConfig|EngineSettings).* \| `(.*)` \|$", PAGE, re.MULTILINE
+    )
+    path = folder / "jaxspec" / "config.py"
+    text = path.read_text()
+    config = text.index("class EngineConfig")
+    for before, line in (
+        ('    """\n\n    dtype: DType = ', attribute),
+        ("    dtype: DType = ", field),
+        ("        for name, hint in get_type_hints(EngineConfig)", check),
+        ("    dtype: DType\n", typed),
+    ):
+        place = text.index(before, config)
+        text = f"{text[:place]}{line}\n{text[place:]}"
+    path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_example_setting_reaches(with_warm_up, name):
+    words = [sys.executable, "-c", REPORTING, name, *WORDS[name]]
+    environment = {**os.environ, "PYTHONPATH": str(with_warm_up)}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=with_warm_up, timeout=120)
+    assert "warm_up is 3" in done.stderr, done.stderr
+
+
+def test_editors_know_every_setting():
+    hints = typing.get_type_hints
+    assert hints(EngineSettings) == hints(EngineConfig)
