@@ -27,7 +27,6 @@ from jaxspec.methods.auto.devices import profile_path
 from jaxspec.methods.base import Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import check_draft_given, make_method, resolve_method
-from jaxspec.metrics import count_speculation
 from jaxspec.models.params import Params
 from jaxspec.offload.load import load_streamed_pair
 from jaxspec.offload.plan import OffloadPlan
@@ -42,7 +41,7 @@ from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.mesh import MeshPlan, describe_hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import release_free_memory
-from jaxspec.stream_events import EventMaker, RoundClock
+from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
 from jaxspec.text.stream import TextStream
 from jaxspec.text.tokenizer import load_tokenizer
 from jaxspec.worker import describe_programs, method_settings, run_worker

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxspec.methods.core.round import DraftCounts, StepOutput
-from jaxspec.metrics import count_draft_tree, count_speculation
+from jaxspec.stream_events import count_draft_tree, count_speculation
 
 
 def emitted(accepted, drafted, depth, passes=2):

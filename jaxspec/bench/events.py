@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.methods.core.round import DraftCounts
-from jaxspec.metrics import count_draft_tree
+from jaxspec.stream_events import count_draft_tree
 
 TARGET, DRAFT, SHARED = "target", "draft", "devices"
 TRANSFERS, HOST = "transfers", "host"

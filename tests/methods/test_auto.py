@@ -58,9 +58,9 @@ from jaxspec.methods.core.cost_model import (
 )
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.specexec import SpecExec
-from jaxspec.metrics import count_speculation
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
+from jaxspec.stream_events import count_speculation
 
 LENGTH = LLAMA_AUTO_LONG.method.length
 AUTO_TP4 = next(case for case in CASES if isinstance(case.method, Auto) and case.degree == 4)
