@@ -1,7 +1,6 @@
 """Times of single target and draft passes, and of one read of all weights: the parts that a round is made of."""
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxspec.errors import ConfigError
+from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import Params
@@ -54,18 +54,9 @@ def measure_passes(llm: "LLM", context: int, rows: Iterable[int], repeats: int =
     return PassTimes(targets, medians.get("draft", 0.0), medians.get("root", 0.0))
 
 
-def median_times(timers: Mapping[Any, PassTimer], repeats: int, passes: Mapping[Any, int] | None = None) -> dict:
-    """Median seconds of one pass of each timer; all are warmed up first, then sampled in turn.
-    A sample holds `passes`, by name (else 1), one after the other in one program.
-    """
-    counts = {name: (passes or {}).get(name, 1) for name in timers}
-    for name, timer in timers.items():
-        timer(counts[name])
-    samples: dict[Any, list[float]] = {name: [] for name in timers}
-    for _ in range(repeats):
-        for name, timer in timers.items():
-            samples[name].append(timer(counts[name]) / counts[name])
-    return {name: statistics.median(values) for name, values in samples.items()}
+def median_times(timers: Mapping[Any, PassTimer], repeats: int, passes: int = 1) -> dict[Any, float]:
+    """Median seconds of one pass of each timer; a sample holds `passes`, one after the other in one program."""
+    return medians(time_turns(lambda: {name: timer(passes) / passes for name, timer in timers.items()}, repeats))
 
 
 def time_target_pass(placement: Placement, params: Params, rows: int, context: int) -> PassTimer:

@@ -5,28 +5,33 @@ A method's own part gives `Trial`s: loaded models and candidates, with predictio
 
 import dataclasses
 import gc
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.bench.report import MIN_RATED_TOKENS, make_report
-from jaxspec.bench.run import BASELINE, Column, measure
+from jaxspec.bench.run import BASELINE, Column, encode_prompt, measure
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Measured, Method
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.registry import METHODS, method_class
-from jaxspec.tune.costs import Costs, measure_acceptance, measure_costs, predict_chain
 
 # Candidates with a prediction that are run, the most promising ones. Those without a prediction are all run.
 CONFIRMED = 3
 # The least speed-up over plain decoding, and over `auto` without a preset, that is worth a preset: less is noise.
 LEAST_GAIN = 1.02
-# `auto` with the costs that it has without a preset, and with those of this machine.
-DEFAULT, TUNED = "auto", "auto, measured costs"
+# The label of `auto` with its default settings.
+DEFAULT = "auto"
 # Methods that are compared where none is named.
 COMPARED = ("auto", "lookup", "chain", "specexec")
+# Tokens before passes that are timed, and the chain that acceptance is counted with.
+CONTEXT, LONGEST_CHAIN = 256, 8
 
 Progress = Callable[[str, int, int], None]
 
@@ -182,16 +187,47 @@ def compare_methods(
     llm: Any, name: str | None, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
 ) -> Iterator[Trial]:
     """The trial of methods on models as they are loaded: `name`, or all in `COMPARED` that fit."""
-    costs = measure_costs(llm, prompts, sampling, progress)
+    progress("costs of rounds", 0, 1)
+    engine = llm.with_method(Auto()).engine
+    engine.settle()
+    engine.calibrate(llm.model_params)  # where programs still loaded before, and where `auto` measures at all
+    costs = engine.runner.costs
     drafting = llm.draft_params is not None
     acceptance = measure_acceptance(llm, prompts, sampling, progress) if drafting else ()
+    passes = ", ".join(f"{cost:.2f}" for cost in costs.passes)
+    lines = [f"costs ({costs.source}), in one-row passes: target pass by rows {passes}; round {costs.round:.3f}"]
+    if drafting:
+        lines.append(f"draft pass: {costs.draft:.3f}")
+        lines.append("accepted by depth of a chain: " + ", ".join(f"{share:.2f}" for share in acceptance))
     yield Trial(
         llm, list_candidates(llm.engine.models, name, costs, acceptance),
-        known={"costs": costs.report(), "acceptance": acceptance}, lines=costs.lines(acceptance),
+        known={"costs": costs.report(), "acceptance": acceptance}, lines=lines,
     )  # fmt: skip
 
 
-def list_candidates(models: Any, name: str | None, costs: Costs, acceptance: Sequence[float]) -> list[Candidate]:
+def measure_acceptance(
+    llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
+) -> tuple[float, ...]:
+    """Of the rounds of a long chain that accepted d - 1 tokens or more, the share that accepted d; by d from 1."""
+    tried, accepted = [0] * LONGEST_CHAIN, [0] * LONGEST_CHAIN
+    chain = llm.with_method(Chain(LONGEST_CHAIN))
+    for index, prompt in enumerate(prompts):
+        progress("acceptance of a chain", index, len(prompts))
+        counters = chain.generate(encode_prompt(chain, prompt), sampling).stats.speculative_decoding
+        for drafted, count in zip(counters["per_step_drafted"], counters["per_step_accepted"], strict=True):
+            for depth in range(min(drafted, count + 1)):
+                tried[depth] += 1
+                accepted[depth] += depth < count
+    return tuple(a / t if t else 0.0 for a, t in zip(accepted, tried, strict=True))
+
+
+def predict_chain(costs: CostModel, acceptance: Sequence[float], tokens: int) -> float:
+    """Speed-up of a chain of so many tokens over plain decoding: its expected tokens over the time of its round."""
+    expected = 1 + sum(itertools.accumulate(acceptance[:tokens], lambda reached, share: reached * share))
+    return round(float(expected * costs.rounds[0] / (costs.rounds[tokens] + tokens * costs.draft)), 3)
+
+
+def list_candidates(models: Any, name: str | None, costs: CostModel, acceptance: Sequence[float]) -> list[Candidate]:
     """Candidates for some models: variants of the methods, with predictions where the costs allow them."""
     assert name is None or name in METHODS
     candidates = []
@@ -201,8 +237,8 @@ def list_candidates(models: Any, name: str | None, costs: Costs, acceptance: Seq
             continue
         for method in cls().variants(models):
             predicted = predict_chain(costs, acceptance, method.max_path - 1) if known == "chain" else None
-            candidates.append(Candidate(_label(method), method, predicted))
-    return [*candidates, Candidate(TUNED, costs.auto())] if name in (None, "auto") else candidates
+            candidates.append(Candidate(label_of(method), method, predicted))
+    return candidates
 
 
 def profile_rows(tuning: Tuning) -> list[Measured]:
@@ -214,7 +250,8 @@ def profile_rows(tuning: Tuning) -> list[Measured]:
     ]  # fmt: skip
 
 
-def _label(method: Any) -> str:
+def label_of(method: Any) -> str:
+    """A method's name in tables, with its draft tokens; default `auto` and `lookup` have the name alone."""
     return method.name if method == type(method)() and method.name in (DEFAULT, "lookup") else (
         f"{method.name} {method.num_rows - 1}"
     )  # fmt: skip

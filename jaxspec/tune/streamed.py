@@ -1,11 +1,10 @@
 """Candidates for a target whose layers are streamed: trees of how many draft tokens pay for its passes."""
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.microbench import time_pass, time_target_pass
+from jaxspec.bench.microbench import median_times, time_pass, time_target_pass
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.bench.run import encode_prompt
 from jaxspec.config import SamplingParams
@@ -15,16 +14,13 @@ from jaxspec.methods.base import Method
 from jaxspec.methods.core.cost_model import USUAL_RATES, tree_passes
 from jaxspec.methods.registry import make_method
 from jaxspec.methods.specexec import SpecExec
-from jaxspec.tune.run import DEFAULT, Candidate, Trial
+from jaxspec.tune.run import CONTEXT, DEFAULT, Candidate, Progress, Trial, label_of
 
 BUDGETS = tuple(budget for budget in USUAL_RATES if budget > 1)
 # Tokens per pass are measured with this tree, on so many prompts; those of others are taken to keep their usual ratios.
 PROBED, PROBE_PROMPTS, PROBE_TOKENS = 64, 4, 24
-CONTEXT = 256
 # A streamed pass takes long, and varies little: so many are timed for each number of rows.
 PASS_REPEATS, DRAFT_REPEATS = 3, 9
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +66,7 @@ def tune_streamed(
     models = llm.engine.models
     if name not in (None, "specexec", "auto"):
         methods = make_method(name).variants(models)
-        yield Trial(llm, [Candidate(_label(method), method) for method in methods])
+        yield Trial(llm, [Candidate(label_of(method), method) for method in methods])
         return
     auto = [] if name == "specexec" else [Candidate(DEFAULT, Auto())]
     if models.draft is None:
@@ -82,7 +78,7 @@ def tune_streamed(
     for budget in BUDGETS:
         (budgets if _fits(llm, SpecExec(budget)) else left_out).append(budget)
     costs = measure_stream(llm, budgets, prompts, sampling, progress)
-    candidates = [Candidate(_label(SpecExec(n)), SpecExec(n), costs.predict(n)) for n in budgets]
+    candidates = [Candidate(label_of(SpecExec(n)), SpecExec(n), costs.predict(n)) for n in budgets]
     lines = [*costs.lines(), *(f"specexec {n} does not fit into device_memory: left out" for n in left_out)]
     known = {"streamed": dataclasses.asdict(costs), "left_out": left_out}
     yield Trial(llm, [*auto, *candidates], known=known, lines=lines, smallest=True)
@@ -94,12 +90,17 @@ def measure_stream(
     """Time streamed passes and draft passes, and count the tokens per pass of one tree."""
     (target, draft), shown = llm.engine.models, len(budgets) + 1
     progress("streamed passes", 0, shown)
-    plain_s, pass_s, draft_s = _median(time_target_pass(target, llm.params, 1, CONTEXT), PASS_REPEATS), {}, {}
-    for index, budget in enumerate(budgets, 1):
+    seconds, draft_s = {}, {}
+    for index, budget in enumerate((0, *budgets)):
         progress("streamed passes", index, shown)
-        pass_s[budget] = _median(time_target_pass(target, llm.params, budget + 1, CONTEXT), PASS_REPEATS)
-        width = SpecExec(budget).draft_rows
-        draft_s[budget] = _median(time_pass(draft, llm.draft_params, width, CONTEXT, levels=4), DRAFT_REPEATS)
+        # One after the other: the buffers of all of them might not fit.
+        seconds |= median_times({budget: time_target_pass(target, llm.params, budget + 1, CONTEXT)}, PASS_REPEATS)
+        if budget:
+            width = SpecExec(budget).draft_rows
+            draft_s |= median_times(
+                {budget: time_pass(draft, llm.draft_params, width, CONTEXT, levels=4)}, DRAFT_REPEATS
+            )  # fmt: skip
+    plain_s, pass_s = seconds.pop(0), seconds
     probed = max((budget for budget in budgets if budget <= PROBED), default=None)
     if probed is None:
         return StreamCosts(plain_s, pass_s, draft_s, {})
@@ -116,11 +117,6 @@ def measure_stream(
     return StreamCosts(plain_s, pass_s, draft_s, {budget: 1 + scale * (r - 1) for budget, r in usual.items()})
 
 
-def _median(timer: Callable[..., float], repeats: int) -> float:
-    timer()
-    return statistics.median(timer() for _ in range(repeats))
-
-
 def _fits(llm: Any, method: Method) -> bool:
     engine = llm.engine
     if engine.check_room is None:
@@ -131,7 +127,3 @@ def _fits(llm: Any, method: Method) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _label(method: Method) -> str:
-    return f"{method.name} {method.num_rows - 1}"

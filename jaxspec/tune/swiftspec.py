@@ -15,9 +15,8 @@ from jaxspec.methods.chain import Chain
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swiftspec.schedule import waited_passes
 from jaxspec.methods.swiftspec.settings import SwiftSpec
-from jaxspec.tune.costs import CONTEXT, PASSES
 from jaxspec.tune.plan import list_splits
-from jaxspec.tune.run import Candidate, Progress, Trial, is_out_of_memory
+from jaxspec.tune.run import CONTEXT, Candidate, Progress, Trial, is_out_of_memory
 
 # Sizes that are timed: rows of a batch, and leaves of a draft pass.
 ROWS, WIDTHS = (8, 16, 32), (4, 8, 16)
@@ -29,6 +28,8 @@ CHAINS = (2, 4, 8)
 # Budgets of large trees: those whose pass takes at most `KNEE` times that of one row.
 BUDGETS, KNEE = (16, 64, 256, 1024, 4096), 2.0
 PASS_REPEATS = 9
+# Passes per sample, in one program: its dispatch belongs to a round, not to each pass.
+PASSES = 4
 
 # (target devices, draft devices or None for shared ones) -> a loaded pair
 Load = Callable[[int, int | None], Any]
@@ -101,7 +102,7 @@ def time_split(llm: Any) -> SplitTimes:
     timers |= {
         ("expand", width): time_pass(models.draft, llm.draft_params, width, CONTEXT, levels=PASSES) for width in WIDTHS
     }
-    medians = median_times(timers, PASS_REPEATS, dict.fromkeys(timers, PASSES))
+    medians = median_times(timers, PASS_REPEATS, PASSES)
     return SplitTimes({n: medians["verify", n] for n in ROWS}, {w: medians["expand", w] for w in WIDTHS})
 
 

@@ -1,5 +1,7 @@
 """When drafting pauses, on a clock that the test moves."""
 
+import statistics
+
 import pytest
 
 from jaxspec.methods.core import timing
@@ -103,3 +105,26 @@ def test_rounds_of_one_dispatch_share_its_time(timer, clock):
         timer.observe(*outputs, allowed=allowed)
     assert timer.plain_s == 1.0 and timer.drafted_s == 2.5
     assert timer.gain == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "settings", "expected"),
+    [
+        ([9.0, 1.0, 1.0, 1.0, 1.0], {}, [2, 3, 4, 5]),
+        ([1.0, 1.0, 1.0], {"least": 2, "enough_s": 1.5}, [2, 3]),  # the time that the first turn took counts, too
+        ([1.0, 0.0, 0.0, 1.0], {"least": 2, "enough_s": 1.5}, [2, 3, 4]),
+        ([5.0], {"too_long_s": 4.0}, []),
+    ],
+)
+def test_turns_are_timed_until_there_are_enough(clock, seconds, settings, expected):
+    """The first turn warms up and is dropped; one that takes too long is the only one."""
+    turns = iter(seconds)
+
+    def turn():
+        clock.seconds += next(turns)
+        return {"pass": float(len(seconds) - turns.__length_hint__())}
+
+    samples = timing.time_turns(turn, 4, now=clock, **settings)
+    assert [sample["pass"] for sample in samples] == expected
+    if samples:
+        assert timing.medians(samples) == {"pass": statistics.median(expected)}

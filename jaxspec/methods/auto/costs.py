@@ -1,4 +1,4 @@
-"""What the rounds of a pair of models cost on this machine: measured once, and kept beside the compiled programs.
+"""Costs of a pair's rounds on this machine: measured once, and kept beside the compiled programs.
 
 The first start with compiled programs runs each kind of round a few times on a text of its own (`measure_rounds`), for
 a few seconds at most. A profile is one JSON file. Its name is a digest of all that the times depend on: the machine,
@@ -25,6 +25,7 @@ from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.core.cost_model import CostModel, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
+from jaxspec.methods.core.timing import time_turns
 from jaxspec.methods.core.verify import Draft
 from jaxspec.runtime import hosts, program_store
 from jaxspec.runtime.fingerprint import UnknownError, surroundings
@@ -53,7 +54,7 @@ class RoundTimes:
 
     plain_s: float  # of a token of plain decoding, several per dispatch
     verify_s: Mapping[int, float]  # of a verification, by rows
-    # Of what precedes a verification, apart from draft passes, less what rounds that share a dispatch save.
+    # The search before a verification, apart from draft passes, less what rounds that share a dispatch save.
     search_s: float
     draft_s: float  # of a draft pass of one row; 0 without a draft
     steady: bool = True  # False where equal rounds differed much: another program ran on the machine
@@ -92,7 +93,7 @@ class CostProfile:
         return CostProfile(cache / FOLDER / f"costs-{digest_text(repr(words))[:32]}.json")
 
     def load(self) -> RoundTimes | None:
-        """What was measured; None where nothing was, or the file is of no use."""
+        """The measured times; None where there are none, or the file is of no use."""
         if not self._path.is_file():
             return None
         try:
@@ -155,19 +156,20 @@ def measure_rounds(
     `length` is that of the longest chain of the draft, 0 without one. Drafts are made as long as is wanted by the
     figures that they are weighed with, which the caller sets anew afterwards. None if a sample takes too long.
     """
-    samples: list[dict[Any, float]] = []
-    start = now()
-    while True:
+
+    def turn() -> dict[Any, float]:
+        nonlocal state
         sample, state = _sample(runner, params, state, num_rows, length, now)
-        if not samples and now() - start > TOO_LONG_S:
-            return None
-        samples.append(sample)
-        measured = len(samples) - 1
-        if measured >= MOST_SAMPLES or (measured >= LEAST_SAMPLES and now() - start > ENOUGH_S):
-            break
+        return sample
+
+    samples = time_turns(
+        turn, MOST_SAMPLES, least=LEAST_SAMPLES, enough_s=ENOUGH_S, too_long_s=TOO_LONG_S, now=now
+    )  # fmt: skip
+    if not samples:
+        return None
     # What else runs on the machine only adds to a time.
     least: dict[Any, float] = {}
-    for sample in samples[1:]:
+    for sample in samples:
         least |= {name: min(seconds, least.get(name, seconds)) for name, seconds in sample.items()}
     verify_s = {name: seconds for name, seconds in least.items() if isinstance(name, int)}
     short, long = least.get(("draft", min(length, 1))), least.get(("draft", length))
@@ -179,7 +181,7 @@ def measure_rounds(
     if "shared" in least:
         alone = search_s + verify_s[1] - least["plain"]
         search_s -= max(0.0, alone - least["shared"] + passes * draft_s)
-    usual = statistics.median(sum(sample[name] for name in least if name in sample) for sample in samples[1:])
+    usual = statistics.median(sum(sample[name] for name in least if name in sample) for sample in samples)
     return RoundTimes(least["plain"], verify_s, search_s, draft_s, usual < UNSTEADY * sum(least.values()))
 
 
@@ -193,13 +195,13 @@ class MeasuringRunner(SpeculativeRunner):
         """See `SpeculativeRunner`; without a `profile` nothing is measured.
 
         `times` were measured before. `length` is that of the longest chain, 0 without a draft. `weigh` makes the
-        figures of what was measured.
+        `costs` that rounds are weighed with of what was measured.
         """
         super().__init__(*arguments, num_rows=num_rows, **settings)
         self._num_rows, self._length, self._weigh = num_rows, length, weigh
         self._profile = profile if can_measure(self.slots, num_rows) else None
         self.times = times
-        self._costs = weigh(times)
+        self.costs = weigh(times)
         if self._profile is not None and times is None:
             self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))
 
@@ -216,13 +218,13 @@ class MeasuringRunner(SpeculativeRunner):
             self._profile = None  # and not again in this process
         else:
             self._profile.save(self.times)
-        self._costs = self._weigh(self.times)
-        self.drafter.use_costs(self._costs)
+        self.costs = self._weigh(self.times)
+        self.drafter.use_costs(self.costs)
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
     def report(self) -> dict[str, Any]:
-        return self._costs.report() | ({} if self.timer is None else self.timer.report())
+        return self.costs.report() | ({} if self.timer is None else self.timer.report())
 
 
 def _sample(

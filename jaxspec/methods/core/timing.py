@@ -1,10 +1,13 @@
-"""Where the time of rounds goes, measured on the host: what drafting gains, and when it should pause.
+"""Times measured on the host: of passes in turn, and of rounds, for what drafting gains and when it should pause.
 
-The decision follows a clock, which is that of process 0 where there are several: `hosts.clock`.
+The decision about pauses follows a clock, which is that of process 0 where there are several: `hosts.clock`.
 """
 
 import collections
+import math
 import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.methods.core.round import StepOutput
@@ -18,6 +21,29 @@ PLAIN_ROUNDS, PLAIN_EVERY, REMEMBERED = 3, 256, 64
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 # Rounds slower than this many times the expected time are outliers, such as a paused consumer.
 OUTLIER = 10
+
+
+def time_turns(
+    turn: Callable[[], dict[Any, float]], most: int, *, least: int = 1, enough_s: float = math.inf,
+    too_long_s: float = math.inf, now: Callable[[], float] = time.perf_counter,
+) -> list[dict[Any, float]]:  # fmt: skip
+    """Samples of `turn`, which times each kind of pass once, in seconds by name; those of its first call are dropped.
+
+    Passes are timed in turn because a machine's speed drifts, and the first ones warm up. There are `most` samples, or
+    fewer once `enough_s` seconds have passed, but at least `least`; none where the first call took over `too_long_s`.
+    """
+    start, samples = now(), []
+    turn()
+    if now() - start > too_long_s:
+        return []
+    while len(samples) < most and (len(samples) < least or now() - start <= enough_s):
+        samples.append(turn())
+    return samples
+
+
+def medians(samples: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    """The median of each name, which all samples have."""
+    return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
 
 
 class RoundTimer:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxspec.methods.core.cost_model import PRIOR_MEAN
+from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.runtime import hosts
 
 # Samples of each timed program; their median counts.
@@ -69,18 +69,20 @@ def longest_mean(num_rows: int, depth: int, refill: int, *, branch_free: bool) -
 
 
 def time_in_turn(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each step; a step dispatches, and its result is waited for. The first run of each is dropped.
+    """Median seconds of each step; a step dispatches, and its result is waited for.
 
     Each step may set itself up before it returns the call that is timed.
     """
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(SAMPLES + 1):
+
+    def turn() -> dict[str, float]:
+        seconds = {}
         for name, prepare in steps.items():
             dispatch = prepare()
             start = time.perf_counter()
             jax.block_until_ready(dispatch())
-            samples[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(seconds[1:]) for name, seconds in samples.items()}
+            seconds[name] = time.perf_counter() - start
+        return seconds
+
     # A process without a part in a step has nothing to wait for.
-    measured = hosts.gather("times of steps", medians)
-    return {name: max(times[name] for times in measured) for name in medians}
+    measured = hosts.gather("times of steps", medians(time_turns(turn, SAMPLES)))
+    return {name: max(times[name] for times in measured) for name in steps}
