@@ -1,1 +1,1 @@
-"""What jaxspec-tune runs."""
+"""The measurements and choices of jaxspec-tune."""

@@ -1,4 +1,4 @@
-"""What each device would hold and compute on every split of the devices, from the headers of checkpoints alone."""
+"""Each device's part of both models on every split of the devices, from the headers of checkpoints alone."""
 
 import dataclasses
 import math
@@ -47,7 +47,7 @@ class DeviceShare:
 
     @property
     def total_bytes(self) -> int:
-        """Of weights and cache."""
+        """Bytes of weights and cache."""
         return self.weight_bytes + self.cache_bytes
 
 
@@ -61,7 +61,7 @@ class SplitPlan:
 
     @property
     def most_bytes(self) -> int:
-        """Of weights and caches on the fullest device."""
+        """Bytes of weights and caches on the fullest device."""
         draft = 0 if self.draft is None else self.draft.total_bytes
         return self.target.total_bytes + draft if self.shared else max(self.target.total_bytes, draft)
 
@@ -95,7 +95,7 @@ class PairFiles:
         return Models(*place_pair(self._weights, self._draft, self._tokens, token_strings, *plans, *self._numerics))
 
     def plan(self, target: int, draft: int | None) -> SplitPlan:
-        """What the devices of a split would hold."""
+        """The parts of both models on the devices of a split."""
         models = self.place(target, draft)
         return SplitPlan(
             share_of(models.target), None if models.draft is None else share_of(models.draft), draft is None

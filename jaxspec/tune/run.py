@@ -208,7 +208,7 @@ def compare_methods(
 def measure_acceptance(
     llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
 ) -> tuple[float, ...]:
-    """Of the rounds of a long chain that accepted d - 1 tokens or more, the share that accepted d; by d from 1."""
+    """The share that accepted d of the rounds of a long chain that accepted d - 1 tokens or more; by d from 1."""
     tried, accepted = [0] * LONGEST_CHAIN, [0] * LONGEST_CHAIN
     chain = llm.with_method(Chain(LONGEST_CHAIN))
     for index, prompt in enumerate(prompts):
@@ -242,7 +242,7 @@ def list_candidates(models: Any, name: str | None, costs: CostModel, acceptance:
 
 
 def profile_rows(tuning: Tuning) -> list[Measured]:
-    """What was run, on which devices: rows of a device profile, in speeds that compare across placements."""
+    """Rows of a device profile: methods that were run, their devices, and speeds that compare across placements."""
     plain = max(c.row["tokens_per_s"]["mean"] for c in tuning.candidates if c.row and c.method.name == BASELINE)
     return [
         Measured(c.method.name, c.settings, c.placed["target_devices"], c.placed.get("draft_devices"), c.score * plain)

@@ -37,11 +37,9 @@ from jaxspec.methods.specexec import SpecExec
 from jaxspec.sampling.accept import Verified
 
 LONGEST_CHAIN = 8
-
-
 # Streamed passes that take so many times what one row computes are worth a tree of draft tokens.
 WORTH_A_TREE = 4.0
-# Of budgets that are so nearly as fast as the fastest one, the smallest is taken.
+# The smallest budget is taken of those that are so nearly as fast as the fastest one.
 KNEE = 1.02
 
 

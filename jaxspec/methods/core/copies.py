@@ -23,13 +23,13 @@ from jaxspec.tree.tree import Batch
 # How often the token that followed a match of n tokens follows again, before anything is known about this text.
 # Longer matches count as the longest one here.
 PRIOR_ACCEPTANCE = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
-# What was observed loses weight each round, so that a copied passage after a free one is found worth trying again.
+# Observations lose weight each round, so that a copied passage after a free one is found worth trying again.
 FORGETTING = 0.99
 
 
 @dataclasses.dataclass(frozen=True)
 class LookupSettings:
-    """What is compared and copied."""
+    """Limits of what is compared and copied."""
 
     num_rows: int  # bs
     ngram: int  # longest suffix that is compared

@@ -30,9 +30,9 @@ from pallas_kernels.registry import Kernels
 # by its weights far beyond that.
 XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 8.0))
 NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
-# Of weights in blocks, whose single rows cost a third as much.
+# The same of weights in blocks, whose single rows cost a third as much.
 BLOCKS_PASS_COST = ((1, 1.0), (2, 1.11), (4, 1.45), (8, 2.1), (16, 4.0), (32, 7.9))
-# Of packed blocks, multiplied by integers of 8 or 16 bits (docs/results/integer-cpu.md).
+# The same of packed blocks, multiplied by integers of 8 or 16 bits (docs/results/integer-cpu.md).
 INT8_PASS_COST = ((1, 1.0), (2, 1.03), (4, 1.12), (8, 1.5), (16, 2.6), (32, 4.9))
 INT16_PASS_COST = ((1, 1.0), (2, 1.05), (4, 1.25), (8, 2.0), (16, 3.8), (32, 7.4))
 _NATIVE_PASS_COSTS = {
@@ -40,7 +40,7 @@ _NATIVE_PASS_COSTS = {
 }  # fmt: skip
 # On an accelerator, each further row.
 ROW_COST = 0.003
-# What a draft pass costs apart from reading its weights, and a round apart from its passes.
+# Costs of a draft pass apart from reading its weights, and of a round apart from its passes.
 FIXED_DRAFT_COST, ROUND_COST = 0.01, 0.05
 # Tokens per pass of SpecExec by its draft tokens, greedy, with the shipped draft (docs/results/specexec-budgets.md); of
 # other drafts only their ratios count. About so many draft passes grow a tree, or more where they are narrow.
@@ -54,10 +54,10 @@ PRIOR_RATE = (0.05, 0.14, 0.23, 0.32, 0.41, 0.5, 0.59, 0.69, 0.79, 0.88, 0.95)
 # Likewise of a second choice, where the first was refused.
 PRIOR_SECOND = (0.08, 0.2, 0.3, 0.38, 0.44, 0.48, 0.5, 0.5, 0.5, 0.5, 0.5)
 PRIOR_WEIGHT = 4.0
-# Of any first choice, before its probability is known.
+# The chance of any first choice, before its probability is known.
 PRIOR_MEAN = 0.5
 CLASSES = len(PRIOR_RATE)
-# What was observed loses weight with each first choice tried, so that a change of subject is noticed.
+# Observations lose weight with each first choice tried, so that a change of subject is noticed.
 FORGETTING = 0.98
 
 
@@ -76,12 +76,12 @@ class CostModel:
     passes: np.ndarray  # float64 [bs], of target passes of 1, 2, ... rows
     draft: float = 0.0  # of a draft pass of one row; 0 without a draft
     round: float = ROUND_COST  # what a round costs apart from its passes
-    # Where the figures come from: "built in", "measured", "given", or two of them.
+    # The origin of the figures: "built in", "measured", "given", or two of them.
     source: str = "built in"
 
     @property
     def rounds(self) -> np.ndarray:
-        """Of rounds with 1, 2, ... rows, without their draft passes; float64 [bs].
+        """Costs of rounds with 1, 2, ... rows, without their draft passes; float64 [bs].
 
         Rounds without a draft decode several tokens per dispatch, which share the round's other costs.
         """
@@ -222,13 +222,13 @@ def _bytes_read(placement: Placement) -> float:
     """Bytes of weights that a pass of one row reads."""
     params = placement.params()
     layers = sum(_layer_bytes(placement, index, layer) for index, layer in enumerate(params["layers"]))
-    # Of the embedding a pass reads a row, unless it is the head, too.
+    # A pass reads one row of the embedding, unless that is the head, too.
     skipped = ("layers", "embed") if "head" in params else ("layers",)
     return layers + _bytes_of({name: leaf for name, leaf in params.items() if name not in skipped})
 
 
 def _routed_bytes(placement: Placement) -> float:
-    """Those of them that are of the experts that the row is sent to."""
+    """Bytes of the experts among them that the row is sent to."""
     layers = enumerate(placement.params()["layers"])
     return sum(
         _layer_bytes(placement, index, {name: layer[name] for name in ROUTED_PARAMS if name in layer})
