@@ -120,9 +120,8 @@ def app(
 
     from jaxspec.bench.prompts import load_prompts, select_prompts
     from jaxspec.llm import LLM
-    from jaxspec.tune.run import compare_methods
+    from jaxspec.tune.run import compare_methods, compare_streamed
     from jaxspec.tune.run import tune as find_fastest
-    from jaxspec.tune.streamed import tune_streamed
 
     command_line = shlex.join([NAME, *sys.argv[1:]])
     chosen = select_prompts(load_prompts(prompts), None, max_prompts)
@@ -150,7 +149,7 @@ def app(
             trials = tune_layers(llm, options, store, chosen, sampling, bar.show)
         else:
             llm = load(method=method if method not in (None, "ar") else "auto", target_devices=target_devices)
-            compare = tune_streamed if streamed else compare_methods
+            compare = compare_streamed if streamed else compare_methods
             trials = compare(llm, method, chosen, sampling, bar.show)
         if method != "swiftspec":
             models["target_devices"] = target_devices

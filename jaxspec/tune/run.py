@@ -15,12 +15,13 @@ from jaxspec.bench.report import MIN_RATED_TOKENS, make_report
 from jaxspec.bench.run import BASELINE, Column, encode_prompt, measure
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto.settings import Auto
+from jaxspec.methods.auto.settings import Auto, stream_speeds
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Measured, Method
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core.cost_model import CostModel
-from jaxspec.methods.registry import METHODS, method_class
+from jaxspec.methods.core.cost_model import USUAL_RATES, CostModel
+from jaxspec.methods.registry import METHODS, make_method, method_class
+from jaxspec.methods.specexec import SpecExec
 
 # Candidates with a prediction that are run, the most promising ones. Those without a prediction are all run.
 CONFIRMED = 3
@@ -30,6 +31,8 @@ LEAST_GAIN = 1.02
 DEFAULT = "auto"
 # Methods that are compared where none is named.
 COMPARED = ("auto", "lookup", "chain", "specexec")
+# Draft tokens of SpecExec that are compared where the target is streamed.
+BUDGETS = tuple(budget for budget in USUAL_RATES if budget > 1)
 # Tokens before passes that are timed, and the chain that acceptance is counted with.
 CONTEXT, LONGEST_CHAIN = 256, 8
 
@@ -205,6 +208,38 @@ def compare_methods(
     )  # fmt: skip
 
 
+def compare_streamed(
+    llm: Any, name: str | None, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
+) -> Iterator[Trial]:
+    """The trial of a streamed target: `auto`, and SpecExec with predictions; or the variants of a method `name`.
+
+    Predictions are those that `auto` chooses by. Trees for which the memory of `device_memory` does not suffice are
+    left out, with a line that says so.
+    """
+    models, plan = llm.engine.models, llm.offload_plan
+    if name not in (None, "specexec", "auto"):
+        methods = make_method(name).variants(models)
+        yield Trial(llm, [Candidate(label_of(method), method) for method in methods])
+        return
+    candidates = [] if name == "specexec" else [Candidate(DEFAULT, Auto())]
+    if models.draft is None:
+        if name == "specexec":
+            raise ConfigError("specexec needs a draft model: give one")
+        yield Trial(llm, candidates)
+        return
+    speeds, left_out = stream_speeds(models, plan.stream_ratio, plan.expert_share), []
+    for budget in BUDGETS:
+        method = SpecExec(budget)
+        if _fits(llm.engine, method):
+            candidates.append(Candidate(label_of(method), method, round(speeds[budget], 3)))
+        else:
+            left_out.append(budget)
+    lines = [f"a streamed pass of one row takes {plan.stream_ratio:.1f} times what it computes"]
+    lines += [f"specexec {budget} does not fit into device_memory: left out" for budget in left_out]
+    known = {"stream_ratio": plan.stream_ratio, "left_out": left_out}
+    yield Trial(llm, candidates, known=known, lines=lines, smallest=True)
+
+
 def measure_acceptance(
     llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
 ) -> tuple[float, ...]:
@@ -255,6 +290,16 @@ def label_of(method: Any) -> str:
     return method.name if method == type(method)() and method.name in (DEFAULT, "lookup") else (
         f"{method.name} {method.num_rows - 1}"
     )  # fmt: skip
+
+
+def _fits(engine: Any, method: Method) -> bool:
+    if engine.check_room is None:
+        return True
+    try:
+        engine.check_room(method, method.bind(engine.models, engine.capacity), engine.models, engine.capacity)
+    except ConfigError:
+        return False
+    return True
 
 
 def _shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -40,7 +40,7 @@ from method_cases import (
 from jaxspec.errors import ConfigError
 from jaxspec.methods.auto.draft_chain import SYNC_ROWS
 from jaxspec.methods.auto.drafter import FIRST_PATIENCE, LONGEST_PATIENCE
-from jaxspec.methods.auto.settings import LONGEST_CHAIN, Auto
+from jaxspec.methods.auto.settings import LONGEST_CHAIN, Auto, stream_speeds
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import (
     CLASSES,
@@ -50,6 +50,7 @@ from jaxspec.methods.core.cost_model import (
     PRIOR_RATE,
     PRIOR_SECOND,
     PRIOR_WEIGHT,
+    USUAL_RATES,
     AcceptanceStats,
     class_of,
     init_acceptance,
@@ -83,6 +84,9 @@ def test_a_streamed_target_gets_a_tree_with_the_budget_at_the_knee():
     assert all(isinstance(chosen(ratio), SpecExec) for ratio in (5, 5000))
     assert budgets == sorted(budgets) and budgets[0] < budgets[-1]
     assert chosen(100.0, Auto(length=3)) == Auto(length=3)
+    # At long passes the largest tree gains what it accepts; at short ones its drafting and its rows cost more.
+    slow, fast = stream_speeds(models, 1e6, 0.0), stream_speeds(models, 1.0, 0.0)
+    assert slow == pytest.approx(USUAL_RATES, rel=1e-2) and fast[16] > fast[1024] < 1
 
 
 def test_classes_part_at_their_edges():

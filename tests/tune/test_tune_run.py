@@ -44,7 +44,6 @@ from jaxspec.tune.run import (
     predict_chain,
     tune,
 )
-from jaxspec.tune.streamed import StreamCosts
 from jaxspec.tune.swiftspec import SplitTimes, split_devices
 
 COSTS = CostModel(np.array([1, 1.1, 1.2, 1.3, 1.3, 1.3, 1.3, 1.3, *(1.3 + 0.25 * n for n in range(1, 9))]), 0.2, 0.25)
@@ -379,15 +378,6 @@ def test_of_trees_that_are_equally_fast_the_smallest_is_picked():
     close = [at(256, 2.52), Candidate(DEFAULT, Auto(), score=2.5), at(16, 2.2), plain]
     assert pick(close, smallest=True).label == DEFAULT
     assert pick([at(16, 1.01), plain], smallest=True) is plain
-
-
-def test_a_streamed_tree_pays_by_the_time_of_its_pass():
-    """At long passes the largest tree gains what it accepts; at short ones its drafting and its rows cost more."""
-    rates = {16: 2.5, 256: 3.0}
-    slow = StreamCosts(4.0, {16: 4.0, 256: 4.1}, {16: 0.004, 256: 0.01}, rates)
-    fast = StreamCosts(0.02, {16: 0.025, 256: 0.12}, {16: 0.004, 256: 0.01}, rates)
-    assert slow.predict(16) < slow.predict(256) < 3.0
-    assert fast.predict(16) > fast.predict(256)
 
 
 def test_a_preset_of_a_streamed_target_names_what_streams():

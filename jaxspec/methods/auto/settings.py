@@ -111,18 +111,9 @@ class Auto(Method):
 
     def configure(self, models: Models, store: Store) -> Method:
         """SpecExec with the budget at the knee where the target's layers are streamed and rows are nearly free."""
-        ratio, (target, draft) = store.stream_ratio, models
-        if draft is None or ratio < WORTH_A_TREE or self != Auto():
+        if models.draft is None or store.stream_ratio < WORTH_A_TREE or self != Auto():
             return self
-        draft_cost = self.costs(models).draft
-
-        def speed(budget: int) -> float:
-            passes, width = pass_costs(target, budget + 1)[-1], SpecExec(budget).draft_rows
-            drafting = tree_passes(budget, width) * draft_cost * pass_costs(draft, width)[-1]
-            reading = ratio * stream_growth(target, budget + 1, store.expert_share)
-            return USUAL_RATES[budget] / (max(reading, passes) + drafting)
-
-        speeds = {budget: speed(budget) for budget in USUAL_RATES}
+        speeds = stream_speeds(models, store.stream_ratio, store.expert_share)
         best = max(speeds.values())
         return SpecExec(next(budget for budget, found in speeds.items() if KNEE * found >= best))
 
@@ -159,3 +150,21 @@ class Auto(Method):
             timer=timer or RoundTimer(), profile=profile, times=times, length=length if draft is not None else 0,
             weigh=lambda times: self.costs(models, times), draft=draft,
         )  # fmt: skip
+
+
+def stream_speeds(models: Models, ratio: float, expert_share: float) -> dict[int, float]:
+    """Speed-up of SpecExec over plain decoding by draft tokens, where a usual draft goes with a streamed target.
+
+    A streamed pass of one row takes `ratio` times what it computes; `expert_share` of its bytes are experts'.
+    """
+    target, draft = models
+    assert draft is not None
+    draft_cost, plain = relative_draft_cost(target, draft), max(ratio, 1.0)
+
+    def speed(budget: int) -> float:
+        passes, width = pass_costs(target, budget + 1)[-1], SpecExec(budget).draft_rows
+        drafting = tree_passes(budget, width) * draft_cost * pass_costs(draft, width)[-1]
+        reading = ratio * stream_growth(target, budget + 1, expert_share)
+        return float(USUAL_RATES[budget] * plain / (max(reading, passes) + drafting))
+
+    return {budget: speed(budget) for budget in USUAL_RATES}
