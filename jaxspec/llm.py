@@ -23,7 +23,7 @@ from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_l
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
 from jaxspec.files import checkpoint_digest, vocabulary_digest
-from jaxspec.methods.auto.devices import profile_path
+from jaxspec.methods.auto.profiles import profile_path
 from jaxspec.methods.base import Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import check_draft_given, make_method, resolve_method

@@ -114,7 +114,7 @@ class Method(abc.ABC):
     def choose_devices(self, profile: Path | None, devices: int) -> DeviceChoice | None:
         """Another method or placement where that was measured to be faster; None where the method weighs none.
 
-        `profile` is the file of the pair's measured speeds (`auto/devices.py`), on the `devices` at hand.
+        `profile` is the file of the pair's measured speeds (`auto/profiles.py`), on the `devices` at hand.
         """
         return None
 

@@ -9,7 +9,9 @@ from method_cases import LLAMA_AUTO_LONG, PROMPT, Case, models_of, params_of, pl
 
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
-from jaxspec.methods.auto.costs import CostProfile, RoundTimes, can_measure, measured_rows
+from jaxspec.methods.auto import profiles
+from jaxspec.methods.auto.costs import can_measure, measured_rows
+from jaxspec.methods.auto.profiles import RoundTimes, find_costs, load_costs, save_costs
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import fill_rows
@@ -26,7 +28,7 @@ PLAIN_S, ROW_S, SEARCH_S, DRAFT_S = 0.004, 0.001, 0.0005, 0.00025
 def store(tmp_path, monkeypatch):
     monkeypatch.setattr(program_store, "disabled", False)
     monkeypatch.setattr(program_store, "_folder", tmp_path / "ready")
-    monkeypatch.setattr(cost_profile, "surroundings", lambda: "this machine")
+    monkeypatch.setattr(profiles, "surroundings", lambda: "this machine")
     return Store(cache_folder=tmp_path)
 
 
@@ -146,7 +148,7 @@ def test_a_machine_that_is_too_slow_is_not_measured_on(clocked, tmp_path):
     engine.calibrate(params_of(CASE, "copy"))
     assert engine.runner.calibrated and clock.samples == 1
     assert engine.runner.report()["figures"] == "built in"
-    assert not (tmp_path / cost_profile.FOLDER).exists()
+    assert not (tmp_path / profiles.FOLDER).exists()
 
 
 def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
@@ -176,19 +178,19 @@ def test_times_that_vary_are_used_but_not_kept(clocked, tmp_path):
     engine.runner.prefill = prefill
     engine.calibrate(params_of(CASE, "copy"))
     assert engine.runner.report()["figures"] == "measured"
-    assert not (tmp_path / cost_profile.FOLDER).exists()
+    assert not (tmp_path / profiles.FOLDER).exists()
 
 
 def find(store, case=CASE, rows=16):
-    return CostProfile.find(store.cache_folder, models_of(case), rows)
+    return find_costs(store.cache_folder, models_of(case), rows)
 
 
 def test_a_damaged_file_is_written_again(store):
     profile = find(store)
-    assert profile is not None and profile.load() is None
-    profile.save(TIMES)
-    assert profile.load() == TIMES
-    good = json.loads(profile._path.read_text())
+    assert profile is not None and load_costs(profile) is None
+    save_costs(profile, TIMES)
+    assert load_costs(profile) == TIMES
+    good = json.loads(profile.read_text())
     damages = [
         "{", "[]", "", '{"format": "other"}', json.dumps({**good, "plain_s": 0}), json.dumps({**good, "draft_s": None}),
         json.dumps({**good, "verify_s": {"1": 1.0}}), json.dumps({**good, "verify_s": {"2": 1.0, "4": 2.0}}),
@@ -196,36 +198,36 @@ def test_a_damaged_file_is_written_again(store):
         json.dumps(good).replace("0.012", "NaN"), json.dumps({**good, "plain_s": -1.0}),
     ]  # fmt: skip
     for damaged in damages:
-        profile._path.write_text(damaged)
-        assert profile.load() is None, damaged
-    profile.save(TIMES)
-    assert profile.load() == TIMES
-    assert [path.name for path in profile._path.parent.iterdir()] == [profile._path.name], "nothing else is left"
+        profile.write_text(damaged)
+        assert load_costs(profile) is None, damaged
+    save_costs(profile, TIMES)
+    assert load_costs(profile) == TIMES
+    assert [path.name for path in profile.parent.iterdir()] == [profile.name], "nothing else is left"
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, store):
-    (tmp_path / cost_profile.FOLDER).write_text("no folder")
+    (tmp_path / profiles.FOLDER).write_text("no folder")
     profile = find(store)
     assert profile is not None
-    profile.save(TIMES)
-    assert profile.load() is None
+    save_costs(profile, TIMES)
+    assert load_costs(profile) is None
 
 
 def test_a_profile_holds_for_one_machine_and_one_pair(store, monkeypatch):
-    paths = {find(store)._path, find(store, rows=32)._path, find(store, Case("llama", 1, "none", Auto()))._path}
-    monkeypatch.setattr(cost_profile, "surroundings", lambda: "another machine")
-    paths.add(find(store)._path)
+    paths = {find(store), find(store, rows=32), find(store, Case("llama", 1, "none", Auto()))}
+    monkeypatch.setattr(profiles, "surroundings", lambda: "another machine")
+    paths.add(find(store))
     models = models_of(CASE)
     other = models._replace(target=dataclasses.replace(models.target, cache_dtype=np.dtype("float16")))
-    paths.add(CostProfile.find(store.cache_folder, other, 16)._path)
+    paths.add(find_costs(store.cache_folder, other, 16))
     assert len(paths) == 5
 
 
 def test_where_nothing_is_measured(store, monkeypatch):
-    assert CostProfile.find(None, models_of(CASE), 16) is None
+    assert find_costs(None, models_of(CASE), 16) is None
     models = models_of(CASE)
     streamed = models._replace(target=dataclasses.replace(models.target, resident_layers=1))
-    assert CostProfile.find(store.cache_folder, streamed, 16) is None
+    assert find_costs(store.cache_folder, streamed, 16) is None
     assert find(store, CASE._replace(degree=4)) is None
     assert not can_measure(128, 16) and can_measure(1024, 16) and measured_rows(3) == [1, 2, 3]
     assert measured_rows(1024)[-1] == 64 and STEPS_PER_DISPATCH > 0

@@ -8,7 +8,7 @@ from native_models import LLAMA, write_native, write_tokenizer
 
 from jaxspec.config import SamplingParams
 from jaxspec.llm import LLM
-from jaxspec.methods.auto.devices import load_profile, profile_path, save_profile, weigh_devices
+from jaxspec.methods.auto.profiles import load_profile, profile_path, save_profile, weigh_devices
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Measured
 from jaxspec.methods.swiftspec.settings import SwiftSpec

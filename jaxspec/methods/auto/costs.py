@@ -1,18 +1,14 @@
 """Costs of a pair's rounds on this machine: measured once, and kept beside the compiled programs.
 
 The first start with compiled programs runs each kind of round a few times on a text of its own (`measure_rounds`), for
-a few seconds at most. A profile is one JSON file. Its name is a digest of all that the times depend on: the machine,
-the versions and files of the code, and how both models lie in memory. A file that is damaged is measured again.
+a few seconds at most.
 """
 
 import dataclasses
 import itertools
-import json
-import logging
-import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +16,16 @@ import jax
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.errors import CheckpointError
-from jaxspec.files import digest_text, read_json, write_whole
-from jaxspec.methods.core.cost_model import CostModel, fill_rows
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, first_verified, read_rounds
+from jaxspec.methods.auto.profiles import RoundTimes, save_costs
+from jaxspec.methods.core.cost_model import CostModel
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import time_turns
 from jaxspec.methods.core.verify import Draft
-from jaxspec.runtime import hosts, program_store
-from jaxspec.runtime.fingerprint import UnknownError, surroundings
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place
 from jaxspec.tree.tree import Batch
 
-LOG = logging.getLogger(__name__)
-
-FORMAT = "jaxspec cost profile 1"
-FOLDER = "profiles"
 # Verified rows that are timed, as far as a batch has so many, and tokens before them.
 ROWS, CONTEXT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64), 128
 # Equal rounds that are dispatched together and make one sample: their dispatch is hidden, as while decoding.
@@ -46,93 +35,6 @@ TOGETHER = 2
 LEAST_SAMPLES, MOST_SAMPLES, ENOUGH_S, TOO_LONG_S = 2, 6, 2.0, 8.0
 # Median over least time from which on other programs are taken to disturb the measurement.
 UNSTEADY = 1.3
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundTimes:
-    """Seconds of the parts of rounds, dispatch included; the least of a few samples."""
-
-    plain_s: float  # of a token of plain decoding, several per dispatch
-    verify_s: Mapping[int, float]  # of a verification, by rows
-    # The search before a verification, apart from draft passes, less what rounds that share a dispatch save.
-    search_s: float
-    draft_s: float  # of a draft pass of one row; 0 without a draft
-    steady: bool = True  # False where equal rounds differed much: another program ran on the machine
-
-    def figures(self) -> dict[str, Any]:
-        """The settings of `Auto` that say the same, in tokens of plain decoding."""
-        one_row = self.verify_s[1]
-        passes = {rows: 1 + (seconds - one_row) / self.plain_s for rows, seconds in self.verify_s.items()}
-        round_cost = max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s
-        found = {"pass_cost": fill_rows(passes), "round_cost": round(round_cost, 4)}
-        return found | ({"draft_cost": round(self.draft_s / self.plain_s, 4)} if self.draft_s else {})
-
-
-class CostProfile:
-    """The file of one pair of models on this machine."""
-
-    def __init__(self, path: Path):
-        """Use `find`."""
-        self._path = path
-
-    @staticmethod
-    def find(cache: Path | None, models: Models, num_rows: int) -> "CostProfile | None":
-        """The file for batches of `num_rows` rows; None where nothing is measured.
-
-        That is without a cache folder, on other devices than one CPU, and where the target's layers are streamed.
-        """
-        placements = [placement for placement in models if placement is not None]
-        fits = all(_is_simple(placement) for placement in placements)
-        if cache is None or not program_store.is_used() or hosts.several() or not fits:
-            return None
-        try:
-            words = [surroundings(), FORMAT, num_rows, *map(_describe, placements)]
-        except UnknownError as error:
-            LOG.info("costs are not measured: %s", error)
-            return None
-        return CostProfile(cache / FOLDER / f"costs-{digest_text(repr(words))[:32]}.json")
-
-    def load(self) -> RoundTimes | None:
-        """The measured times; None where there are none, or the file is of no use."""
-        if not self._path.is_file():
-            return None
-        try:
-            saved = read_json(self._path)
-            if saved.get("format") != FORMAT:
-                raise ValueError(f"it is not of format {FORMAT!r}")
-            verify_s = {int(rows): float(seconds) for rows, seconds in saved["verify_s"].items()}
-            times = RoundTimes(saved["plain_s"], verify_s, saved["search_s"], saved["draft_s"])
-            check_times(times)
-            return times
-        except (CheckpointError, ValueError, TypeError, KeyError, AttributeError) as error:
-            LOG.info("the cost profile %s is measured again: %s", self._path.name, error)
-            return None
-
-    def save(self, times: RoundTimes) -> None:
-        """Write the file, over one that may be there; an interrupted write leaves that one.
-
-        Times that were not steady are not kept: the next start measures again.
-        """
-        if not times.steady:
-            LOG.info("measured costs are not kept: equal rounds differed by more than a factor of %s", UNSTEADY)
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, json.dumps({"format": FORMAT, **dataclasses.asdict(times)}))
-        except OSError as error:
-            LOG.info("measured costs are not kept: %s", error)
-
-
-def check_times(times: RoundTimes) -> None:
-    """ValueError or TypeError where these are no times of rounds."""
-    several = times.plain_s, *times.verify_s.values()
-    if not all(0 < seconds < math.inf for seconds in several):
-        raise ValueError("a round has no time")
-    if not (math.isfinite(times.search_s) and 0 <= times.draft_s < math.inf):
-        raise ValueError("a part of a round has no time")
-    rows = list(times.verify_s)
-    if len(rows) < 2 or rows[0] != 1 or rows != sorted(rows):
-        raise ValueError("its numbers of rows are not those of rounds")
 
 
 def measured_rows(num_rows: int) -> list[int]:
@@ -189,10 +91,10 @@ class MeasuringRunner(SpeculativeRunner):
     """A `SpeculativeRunner` that measures what its rounds cost where nothing was measured yet."""
 
     def __init__(
-        self, *arguments: Any, profile: CostProfile | None, times: RoundTimes | None, length: int,
+        self, *arguments: Any, profile: Path | None, times: RoundTimes | None, length: int,
         weigh: Callable[[RoundTimes | None], CostModel], num_rows: int, **settings: Any,
     ):  # fmt: skip
-        """See `SpeculativeRunner`; without a `profile` nothing is measured.
+        """See `SpeculativeRunner`; `profile` is the file for what is measured, None to measure nothing.
 
         `times` were measured before. `length` is that of the longest chain, 0 without a draft. `weigh` makes the
         `costs` that rounds are weighed with of what was measured.
@@ -217,7 +119,7 @@ class MeasuringRunner(SpeculativeRunner):
         if self.times is None:
             self._profile = None  # and not again in this process
         else:
-            self._profile.save(self.times)
+            save_costs(self._profile, self.times)
         self.costs = self._weigh(self.times)
         self.drafter.use_costs(self.costs)
         # The measured rounds say nothing of the texts to come.
@@ -303,15 +205,3 @@ def _costs_of_chains(num_rows: int, length: int) -> CostModel:
     """Figures by which a chain of `length` tokens always pays, and no other draft does."""
     rows = np.arange(num_rows)
     return CostModel(np.where(rows <= length, 1 / (rows + 1), 1e3), round=0.0)
-
-
-def _is_simple(placement: Placement) -> bool:
-    devices = placement.plan.devices
-    return len(devices) == 1 and devices[0].platform == "cpu" and placement.resident_layers is None
-
-
-def _describe(placement: Placement) -> str:
-    shapes, tree = jax.tree.flatten(placement.params())
-    leaves = [(leaf.shape, str(leaf.dtype)) for leaf in shapes]
-    cache = str(placement.kv_dtype)
-    return repr((placement.plan.kernels, placement.cfg, placement.activations, cache, leaves, str(tree)))

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto.costs import CostProfile, MeasuringRunner, RoundTimes
-from jaxspec.methods.auto.devices import weigh_devices
+from jaxspec.methods.auto.costs import MeasuringRunner
 from jaxspec.methods.auto.draft_chain import SYNC_ROWS
 from jaxspec.methods.auto.drafter import AutoDrafter
+from jaxspec.methods.auto.profiles import RoundTimes, find_costs, load_costs, weigh_devices
 from jaxspec.methods.base import NO_STORE, DeviceChoice, Method, Store
 from jaxspec.methods.core.copies import LookupSettings, NGramDrafter
 from jaxspec.methods.core.cost_model import (
@@ -135,8 +135,8 @@ class Auto(Method):
         assert length is not None
         lookup = LookupSettings(self.num_rows, self.ngram, self.candidates, self.num_draft_tokens)
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
-        profile = None if given else CostProfile.find(store.cache_folder, models, self.num_rows)
-        times = previous.times if isinstance(previous, MeasuringRunner) else profile and profile.load()
+        profile = None if given else find_costs(store.cache_folder, models, self.num_rows)
+        times = previous.times if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
         slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows)), self.costs(models, times)
 
         def make_drafter(verified: Verified) -> Drafter:

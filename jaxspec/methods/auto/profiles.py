@@ -1,0 +1,176 @@
+"""Measurements of a machine, kept in files beside the compiled programs: times of rounds, and speeds of placements.
+
+A file is JSON. Its name is a digest of all that the figures depend on. A damaged file counts as none.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from jaxspec.errors import CheckpointError
+from jaxspec.files import digest_text, read_json, write_whole
+from jaxspec.methods.base import DeviceChoice, Measured
+from jaxspec.methods.core.cost_model import fill_rows
+from jaxspec.methods.core.round import Models
+from jaxspec.runtime import hosts, program_store
+from jaxspec.runtime.fingerprint import UnknownError, surroundings
+from jaxspec.runtime.placement import Placement
+
+LOG = logging.getLogger(__name__)
+
+FOLDER = "profiles"
+COSTS, DEVICES = "jaxspec cost profile 1", "jaxspec device profile 1"
+# Settings of several devices have to gain so much over those of fewer: less is noise.
+LEAST_GAIN = 1.02
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTimes:
+    """Seconds of the parts of rounds, dispatch included; the least of a few samples."""
+
+    plain_s: float  # of a token of plain decoding, several per dispatch
+    verify_s: Mapping[int, float]  # of a verification, by rows
+    # The search before a verification, apart from draft passes, less what rounds that share a dispatch save.
+    search_s: float
+    draft_s: float  # of a draft pass of one row; 0 without a draft
+    steady: bool = True  # False where equal rounds differed much: another program ran on the machine
+
+    def figures(self) -> dict[str, Any]:
+        """The settings of `Auto` that say the same, in tokens of plain decoding."""
+        one_row = self.verify_s[1]
+        passes = {rows: 1 + (seconds - one_row) / self.plain_s for rows, seconds in self.verify_s.items()}
+        round_cost = max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s
+        found = {"pass_cost": fill_rows(passes), "round_cost": round(round_cost, 4)}
+        return found | ({"draft_cost": round(self.draft_s / self.plain_s, 4)} if self.draft_s else {})
+
+
+def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None:
+    """The file of a pair's times for batches of `num_rows` rows; None where nothing is measured.
+
+    That is without a cache folder, on other devices than one CPU, and where the target's layers are streamed.
+    """
+    placements = [placement for placement in models if placement is not None]
+    fits = all(_is_simple(placement) for placement in placements)
+    if cache is None or not program_store.is_used() or hosts.several() or not fits:
+        return None
+    try:
+        words = [surroundings(), COSTS, num_rows, *map(_describe, placements)]
+    except UnknownError as error:
+        LOG.info("costs are not measured: %s", error)
+        return None
+    return cache / FOLDER / f"costs-{digest_text(repr(words))[:32]}.json"
+
+
+def load_costs(path: Path) -> RoundTimes | None:
+    """The measured times; None where there are none, or the file is of no use."""
+    return _load(path, COSTS, _read_times, LOG.info, "the cost profile %s is measured again: %s")
+
+
+def save_costs(path: Path, times: RoundTimes) -> None:
+    """Write the file over one that may be there; times that were not steady are measured again by the next start."""
+    if not times.steady:
+        LOG.info("measured costs are not kept: equal rounds differed too much")
+        return
+    try:
+        _save(path, COSTS, dataclasses.asdict(times))
+    except OSError as error:
+        LOG.info("measured costs are not kept: %s", error)
+
+
+def profile_path(
+    folder: Path, model: Path, draft: Path, *, dtype: str, kernels: str, activations: str, kv_dtype: str
+) -> Path:
+    """The file of a pair's profile on this machine's devices, with what changes the speed of a pass; it may be new."""
+    devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
+    settings = [dtype, kernels, activations, kv_dtype]
+    key = json.dumps([str(model.resolve()), str(draft.resolve()), *settings, devices])
+    return folder / FOLDER / f"{digest_text(key)[:32]}.json"
+
+
+def save_profile(path: Path, rows: Sequence[Measured], command: str) -> None:
+    """Write the speeds of placements over a file that may be there."""
+    _save(path, DEVICES, {"command": command, "rows": [dataclasses.asdict(row) for row in rows]})
+
+
+def load_profile(path: Path) -> list[Measured]:
+    """The speeds of placements; none if there is no file, or one that cannot be used (a warning says so)."""
+    return _load(path, DEVICES, _read_rows, LOG.warning, "the device profile %s is not used: %s") or []
+
+
+def weigh_devices(path: Path | None, devices: int) -> DeviceChoice:
+    """The fastest measured placement on `devices` devices, and what it was compared with."""
+    rows = [] if path is None else load_profile(path)
+    rows = [row for row in rows if row.target_devices + (row.draft_devices or 0) <= devices]
+    if not rows:
+        why = f"no profile of this pair on these {devices} devices: jaxspec-tune --method swiftspec measures one"
+        return DeviceChoice(None, {"why": why})
+    beside = max((r for r in rows if r.draft_devices is not None), key=_speed, default=None)
+    together = max((r for r in rows if r.draft_devices is None), key=_speed, default=None)
+    best = max(filter(None, (beside, together)), key=_speed)
+    if together is not None and best is beside and best.tokens_per_s < LEAST_GAIN * together.tokens_per_s:
+        best = together
+    other = together if best is beside else beside
+    return DeviceChoice(best, {"why": f"measured: {best}", "next": None if other is None else str(other)})
+
+
+def _speed(row: Measured) -> float:
+    return row.tokens_per_s
+
+
+def _save(path: Path, form: str, saved: Mapping[str, Any]) -> None:
+    """Write a file; an interrupted write leaves the one that may be there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"format": form, **saved}, default=str) + "\n")
+
+
+def _load(path: Path, form: str, parse: Callable[[Any], T], complain: Callable[..., object], message: str) -> T | None:
+    """A file of a format as `parse` reads it; None where there is no file, or one that is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        saved = read_json(path)
+        if saved.get("format") != form:
+            raise ValueError(f"it is not of format {form!r}")
+        return parse(saved)
+    except (CheckpointError, ValueError, TypeError, KeyError, AttributeError) as error:
+        complain(message, path, error)
+        return None
+
+
+def _read_times(saved: Any) -> RoundTimes:
+    verify_s = {int(rows): float(seconds) for rows, seconds in saved["verify_s"].items()}
+    times, rows = RoundTimes(saved["plain_s"], verify_s, saved["search_s"], saved["draft_s"]), list(verify_s)
+    if len(rows) < 2 or rows[0] != 1 or rows != sorted(rows):
+        raise ValueError("its numbers of rows are not those of rounds")
+    if not all(0 < seconds < math.inf for seconds in (times.plain_s, *verify_s.values())):
+        raise ValueError("a round has no time")
+    if not (math.isfinite(times.search_s) and 0 <= times.draft_s < math.inf):
+        raise ValueError("a part of a round has no time")
+    return times
+
+
+def _read_rows(saved: Any) -> list[Measured]:
+    rows = [Measured(**row) for row in saved["rows"]]
+    if not all(0 < row.tokens_per_s < math.inf and row.target_devices >= 1 for row in rows):
+        raise ValueError("a row has no speed")
+    return rows
+
+
+def _is_simple(placement: Placement) -> bool:
+    devices = placement.plan.devices
+    return len(devices) == 1 and devices[0].platform == "cpu" and placement.resident_layers is None
+
+
+def _describe(placement: Placement) -> str:
+    shapes, tree = jax.tree.flatten(placement.params())
+    leaves = [(leaf.shape, str(leaf.dtype)) for leaf in shapes]
+    cache = str(placement.kv_dtype)
+    return repr((placement.plan.kernels, placement.cfg, placement.activations, cache, leaves, str(tree)))
