@@ -15,23 +15,19 @@ from typing import Any, TypeGuard, Unpack, overload
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.load import Weights
-from jaxspec.checkpoint.pair import DamagedDraftError, load_pair, open_draft, place_pair
-from jaxspec.checkpoint.ready_weights import ReadyWeights
 from jaxspec.checkpoint.shipped import warn_of_damage
 from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
 from jaxspec.files import checkpoint_digest, vocabulary_digest
+from jaxspec.loading import DamagedDraftError, OpenModels, open_models, plan_meshes
 from jaxspec.methods.auto.profiles import profile_path
 from jaxspec.methods.base import Method, Store
-from jaxspec.methods.core.round import ModelParams, Models, StepOutput
-from jaxspec.methods.registry import check_draft_given, make_method, resolve_method
+from jaxspec.methods.core.round import Models, StepOutput
+from jaxspec.methods.registry import make_method, resolve_method
 from jaxspec.models.params import Params
-from jaxspec.offload.load import load_streamed_pair
-from jaxspec.offload.plan import OffloadPlan
+from jaxspec.offload.plan import OffloadPlan, check_room
 from jaxspec.offload.stream import LayerStream
-from jaxspec.opening import check_room, open_target, plan_meshes, plan_target_offload, token_strings
 from jaxspec.results import Completion, Stream, StreamEvent
 from jaxspec.runtime import hosts
 from jaxspec.runtime.compile_cache import enable_compile_cache
@@ -39,11 +35,8 @@ from jaxspec.runtime.distributed import Distributed
 from jaxspec.runtime.distributed import initialize as join_processes
 from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.mesh import MeshPlan, describe_hosts
-from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.program import release_free_memory
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
 from jaxspec.text.stream import TextStream
-from jaxspec.text.tokenizer import load_tokenizer
 from jaxspec.worker import describe_programs, method_settings, run_worker
 from pallas_kernels.registry import Kernels
 
@@ -96,21 +89,16 @@ class LLM:
             if config.offload == "disk":
                 raise ConfigError("offload 'disk' needs one process, which reads whole arrays; give offload 'host'")
         join_processes(distributed)
-        weights = open_target(model, revision, draft, resolved, config)
-        plans = plan_meshes(config, resolved)
-        self.model_path = weights.path
-        self.tokenizer = load_tokenizer(weights.path)
-        tokens = self.tokenizer.token_strings()
-        draft_weights = open_draft(draft, weights, tokens, find_shipped=resolved.drafts)
-        if draft is None:
-            check_draft_given(resolved, draft_weights is not None)
+        opened = open_models(model, draft, resolved, revision)
+        plans = plan_meshes(config, resolved, opened)
+        self.model_path, self.tokenizer = opened.target.path, opened.tokenizer
         self._cache_folder = enable_compile_cache(config.compile_cache)
         asked = resolved, plans, config
         self.offload_plan: OffloadPlan | None = None
         self._device_report: Mapping[str, Any] | None = None
         if (
             config.target_devices is None
-            and draft_weights is not None
+            and opened.draft is not None
             and config.offload == "none"  # speeds of resident layers say nothing of streamed ones
             and not hosts.several()
             and (devices := len(jax.devices())) > 1
@@ -118,7 +106,7 @@ class LLM:
             profile = None
             if self._cache_folder is not None:
                 profile = profile_path(
-                    self._cache_folder, weights.path, draft_weights.path, dtype=config.dtype,
+                    self._cache_folder, opened.target.path, opened.draft.path, dtype=config.dtype,
                     kernels=config.kernels, activations=config.activations, kv_dtype=config.kv_dtype,
                 )  # fmt: skip
             choice = resolved.choose_devices(profile, devices)
@@ -129,57 +117,44 @@ class LLM:
                 # What drafts on shared devices is weighed round by round.
                 if best.method not in ("ar", "chain"):
                     resolved = make_method(best.method, best.settings)
-                plans = plan_meshes(config, resolved)
-        self.eos_ids = tuple(sorted({*weights.eos_ids, *self.tokenizer.eos_ids}))
+                plans = plan_meshes(config, resolved, opened)
+        self.eos_ids = tuple(sorted({*opened.target.eos_ids, *self.tokenizer.eos_ids}))
         try:
-            self._assemble(weights, draft_weights, resolved, *plans, config)
+            self._assemble(opened, resolved, plans, config)
             return
         except DamagedDraftError as error:
             resolved, plans, config = asked
-            if draft is not None or draft_weights is None or resolved.needs_draft:
+            if not opened.is_shipped or opened.draft is None or resolved.needs_draft:
                 raise
-            warn_of_damage(draft_weights.path, str(error))
+            warn_of_damage(opened.draft.path, str(error))
         # Not while the error is handled: it holds on to what was loaded.
-        self._assemble(weights, None, resolved, *plans, config)
+        self._assemble(dataclasses.replace(opened, draft=None), resolved, plans, config)
 
     def _assemble(
-        self,
-        weights: Weights,
-        draft_weights: Weights | None,
-        method: Method,
-        plan: MeshPlan,
-        draft_plan: MeshPlan,
-        config: EngineConfig,
+        self, opened: OpenModels, method: Method, plans: tuple[MeshPlan, MeshPlan], config: EngineConfig
     ) -> None:
         """Place, compile and load."""
-        self.draft_path = None if draft_weights is None else draft_weights.path
-        store = Store(weights.path, self._cache_folder)
-        tokens = self.tokenizer.token_strings()
-        settings = config.dtype, config.activations, config.kv_dtype
-        models = Models(*place_pair(weights, draft_weights, tokens, token_strings, plan, draft_plan, *settings))
-        load, room = self._load, None
+        self.draft_path = None if opened.draft is None else opened.draft.path
+        store = Store(opened.target.path, self._cache_folder)
+        models = opened.place(*plans, config.dtype, config.activations, config.kv_dtype)
+        room = None
         if config.offload != "none":
-            self.offload_plan, store = plan_target_offload(
-                weights, draft_weights, models, method, config, store
-            )  # fmt: skip
+            self.offload_plan, store = opened.plan_offload(models, method, config, store)
             models = models._replace(target=self.offload_plan.target)
-            load = functools.partial(load_streamed_pair, offload=config.offload)
             if config.device_memory is not None:
                 room = functools.partial(check_room, self.offload_plan, int(config.device_memory))
         session_memory = None if config.session_memory is None else int(config.session_memory)
         self.engine = Engine(models, method, config.max_context, store, session_memory, room)
-        self._check_processes(weights, draft_weights, models, config)
+        self._check_processes(opened, models, config)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(load, weights, draft_weights, *models)
+            loading = pool.submit(opened.load, models, config.offload, self._cache_folder)
             self._unreported_compile_s = self.engine.prepare()
-            self.model_params = ModelParams(*loading.result())
+            self.model_params = loading.result()
         self._unreported_compile_s += self.engine.calibrate(self.model_params)
         hosts.gather("loaded", True)
 
-    def _check_processes(
-        self, weights: Weights, draft_weights: Weights | None, models: Models, config: EngineConfig
-    ) -> None:
+    def _check_processes(self, opened: OpenModels, models: Models, config: EngineConfig) -> None:
         """DistributedError where other processes have other settings, checkpoints or programs than this one."""
         self.device_plan = None
         if not hosts.several():
@@ -187,29 +162,15 @@ class LLM:
         self.device_plan = describe_hosts(models.target.plan, models.draft and models.draft.plan)
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         given |= {"method": self.engine.method, "devices": self.device_plan, **describe_programs(models.target.plan)}
-        for role, opened in (("the model", weights), ("the draft", draft_weights)):
-            given[role] = None if opened is None else checkpoint_digest(opened.path, opened.config)
-        given["the tokenizer"] = vocabulary_digest(self.tokenizer.token_strings())
+        for role, weights in (("the model", opened.target), ("the draft", opened.draft)):
+            given[role] = None if weights is None else checkpoint_digest(weights.path, weights.config)
+        given["the tokenizer"] = vocabulary_digest(opened.tokens)
         del given["compile_cache"]  # a folder of each host
         hosts.check_equal("settings", given)
 
     def follow(self) -> None:
         """Do what process 0 does, until it ends; for the other processes of several."""
         run_worker(self)
-
-    def _load(
-        self, weights: Weights, draft_weights: Weights | None, target: Placement, draft: Placement | None
-    ) -> tuple[Params, Params | None]:
-        """Parameters of both models: as they were kept, or read from their checkpoints and kept."""
-        paths = [weights.path] if draft_weights is None else [weights.path, draft_weights.path]
-        ready = ReadyWeights.find(self._cache_folder, paths, target, draft)
-        params = None if ready is None else ready.load()
-        if params is None:
-            params = load_pair(weights, draft_weights, target, draft)
-            release_free_memory()
-            if ready is not None:
-                ready.save(*params)
-        return params
 
     @property
     def params(self) -> Params:

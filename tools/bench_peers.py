@@ -201,7 +201,7 @@ def main(words: Sequence[str] | None = None) -> None:
     columns = make_columns(arguments.methods.split(","))
     drafting = [column for column in columns if column.method.drafts]
     from jaxspec.llm import LLM
-    from jaxspec.opening import has_draft
+    from jaxspec.loading import has_draft
 
     prompts = [dataclasses.replace(prompt, turns=prompt.turns[:1]) for prompt in read_prompts(arguments)]
     drafted = has_draft(arguments.model, arguments.draft)

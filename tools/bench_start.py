@@ -44,7 +44,7 @@ def wrap(owner, name, before=None, after=None):
     setattr(owner, name, wrapped)
 
 wrap(llm.LLM, "__init__", before="opening", after="loaded")
-wrap(llm, "place_pair", after="programs")
+wrap(llm.OpenModels, "place", after="programs")
 wrap(Engine, "prepare", after="waiting")
 write = sys.stdout.write
 def first(text):

@@ -1,10 +1,11 @@
-"""Opening a checkpoint of any format, and loading its weights straight onto a mesh.
+"""Opening a checkpoint of any format, loading its weights straight onto a mesh, and packing them for its kernels.
 
 A checkpoint is opened and checked first; its weights stay on disk until they are loaded.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,19 +24,22 @@ from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.params import ArrayInfo, Params, declare_params, leaf_name
+from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
 from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.sharding import Part, ReadLeaf, is_elsewhere, local_part, place_declared, place_part, placed_shapes
 from jaxspec.runtime.transfer import empty
+from pallas_kernels.linear.blocks import PLANES, Blocks
+from pallas_kernels.linear.packing import pack_blocks
+from pallas_kernels.linear.planes import to_planes
 
 Format = Literal["hf", "gguf", "native"]
 
 # Formats that run code when they are opened.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
-# Dequantising and casting release the interpreter lock; each thread holds one leaf in memory.
+# Dequantising, casting and packing release the interpreter lock; each thread holds one leaf in memory.
 _NUM_THREADS = 2
 
 
@@ -193,19 +197,23 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
     Raises:
       ConfigError: a weight is asked for in blocks that the checkpoint does not hold.
     """
-    shapes = placed_shapes(declare_params(source.config, storage), plan, {"vocab": vocab_rows})
-    placed, treedef = jax.tree.flatten_with_path(shapes)
-    made = recipes(source.config, storage)
+    declared, made = declare_params(source.config, storage), recipes(source.config, storage)
 
     def read(name: str, _: ArrayInfo, part: Part | None = None) -> np.ndarray:
         return _read_recipe(source, name, made[name], part)
 
-    def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
-        name = leaf_name(path)
-        return place_leaf(read, name, made[name].info, target)
+    return place_tree(read, declared, placed_shapes(declared, plan, {"vocab": vocab_rows}))
 
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        futures = [pool.submit(load_leaf, path, target) for path, target in placed]
+
+def place_tree(read: ReadLeaf, declared: Params, shapes: Params, threads: int = _NUM_THREADS) -> Params:
+    """Read parameters as they are declared, and place them as `shapes` says; a leaf per thread is in host memory."""
+    infos = jax.tree.leaves(declared, is_leaf=is_info)
+    paths_shapes, treedef = jax.tree.flatten_with_path(shapes)
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [
+            pool.submit(_place_leaf, read, leaf_name(path), info, shape)
+            for info, (path, shape) in zip(infos, paths_shapes, strict=True)
+        ]
         try:
             leaves = [future.result() for future in futures]
         except BaseException:
@@ -214,7 +222,7 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
     return jax.tree.unflatten(treedef, leaves)
 
 
-def place_leaf(read: ReadLeaf, name: str, info: ArrayInfo, target: jax.ShapeDtypeStruct) -> jax.Array:
+def _place_leaf(read: ReadLeaf, name: str, info: ArrayInfo, target: jax.ShapeDtypeStruct) -> jax.Array:
     """Read a leaf, or what this one of several processes needs of it, and place it on the devices."""
     if jax.process_count() > 1:
         if is_elsewhere(target):
@@ -281,3 +289,60 @@ def _detect_file(path: Path) -> Format:
         raise CheckpointError(f"{path}: give the folder around it, which holds config.json and the tokenizer")
     found = f"it begins with {start!r}, a GGUF file with {MAGIC!r}"
     raise CheckpointError(f"{path}: is no checkpoint that jaxspec reads: {found}")
+
+
+def pack_trees(trees: list[Params], shapes: list[Params]) -> list[Params]:
+    """Pack the blocks of loaded models as integer products and GPU kernels take them, where `shapes` says so.
+
+    An array that several trees have is packed once. The trees are emptied, and each array that was packed is given up
+    before the next one of its thread, so that the models are never in memory twice.
+    """
+    given = [*trees]
+    paths_leaves, treedef = jax.tree.flatten_with_path(trees, is_leaf=_is_blocks)
+    # Of an output projection all dimensions after the first are inputs, of any other weight the last one alone.
+    is_out = [leaf_name(path).endswith(".out") for path, _ in paths_leaves]
+    leaves = [leaf for _, leaf in paths_leaves]
+    del paths_leaves
+    wanted = jax.tree.leaves(shapes, is_leaf=_is_blocks)
+    places: dict[int, list[int]] = {}
+    for index, (leaf, shape) in enumerate(zip(leaves, wanted, strict=True)):
+        if _is_blocks(leaf) and leaf.format != shape.format:
+            places.setdefault(id(leaf.data), []).append(index)
+    # The caller's trees hold the arrays too.
+    for tree in given:
+        tree.clear()
+    trees.clear()
+    del given
+
+    def pack(indices: list[int]) -> None:
+        leaf, shape = leaves[indices[0]], wanted[indices[0]]
+        for index in indices:
+            leaves[index] = None
+        packed = Blocks(_pack_array(leaf, shape, is_out[indices[0]]), shape.format)
+        for index in indices:
+            leaves[index] = packed
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        list(pool.map(pack, places.values()))
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _pack_array(leaf: Blocks, packed: Blocks, is_out: bool) -> jax.Array:
+    """Each device's shard of the bytes, packed by itself: planes by the device, for the others by the host."""
+    shards, shape = [], packed.data
+    for shard in leaf.data.addressable_shards:
+        outputs = shard.data.shape[0] if is_out else math.prod(shard.data.shape[:-2])
+        if packed.format in PLANES:
+            shards.append(_lay_planes(shard.data, leaf.format, outputs))
+        else:
+            shards.append(jax.device_put(pack_blocks(np.asarray(shard.data), leaf.format, outputs), shard.device))
+    return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, shards, dtype=shape.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _lay_planes(blocks: jax.Array, name: str, outputs: int) -> jax.Array:
+    return to_planes(blocks, name, outputs)
+
+
+def _is_blocks(leaf: Any) -> bool:
+    return isinstance(leaf, Blocks)

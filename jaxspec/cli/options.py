@@ -147,7 +147,7 @@ def has_own_devices(options: Mapping[str, Any]) -> bool:
 
 def finds_draft(options: Mapping[str, Any]) -> bool:
     """Whether there is a draft model for these options."""
-    from jaxspec.opening import has_draft
+    from jaxspec.loading import has_draft
 
     return has_draft(options.get("model"), options.get("draft_model"), options.get("revision"))
 
@@ -157,7 +157,7 @@ def print_plan(options: Mapping[str, Any], method: Any, without: Mapping[str, An
     for name, value in without.items():
         if value:
             raise ConfigError(f"--plan prints a plan and ends: it does not go with {name}")
-    from jaxspec.opening import explain_offload
+    from jaxspec.loading import explain_offload
 
     print("\n".join(explain_offload(method=method, **model_options(options))))
 

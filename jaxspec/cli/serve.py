@@ -102,7 +102,7 @@ def main() -> None:
 
 def _context_of(arguments: Mapping[str, Any]) -> int:
     """Most tokens of prompt plus answer: as given, else a chat's length, or the model's own limit if that is lower."""
-    from jaxspec.checkpoint.pair import open_model
+    from jaxspec.loading import open_model
 
     if (given := arguments.get("max_context")) is not None:
         return given

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.checkpoint.load import Weights
 from jaxspec.config import EngineConfig, Offload
 from jaxspec.errors import ConfigError
+from jaxspec.methods.base import Method, Store
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, Models
+from jaxspec.methods.core.runner import Runner
 from jaxspec.models.experts import distinct_experts
 from jaxspec.offload.executor import stream_layers
 from jaxspec.offload.layout import LayerLayout, TreeLayout, layer_layouts, slot_layouts
+from jaxspec.offload.memory import Needs, answer_needs, bytes_by_device
 from jaxspec.offload.reader import PIECE, DirectReader
 from jaxspec.offload.stream import NUM_BUFFERS, NUM_FILLERS
+from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
 
 # Of the checkpoint's files, how much is read to learn what the disk gives.
@@ -229,6 +233,55 @@ def plan_offload(
     return plan(max(n for n in range(cfg.num_layers + 1) if plan(n, stay).device_bytes <= limit), stay)
 
 
+def plan_for_method(
+    weights: Weights, models: Models, method: Method, config: EngineConfig, store: Store, tokens: int
+) -> tuple[OffloadPlan, Store]:  # fmt: skip
+    """Plan for answers of up to `tokens` tokens; also returns `store` with the cost of a pass.
+
+    A method that chooses its draft tokens by the time of a pass takes more memory, and so has fewer layers stay.
+    """
+    models = models._replace(target=stream_layers(models.target, 0))
+    method.check(models)
+    speeds: tuple[float | None, float] | None = None
+    found: tuple[OffloadPlan, Store] | None = None
+    while True:
+        chosen = method.configure(models, store)
+        chosen.check(models)
+        try:
+            needs = _method_needs(chosen, chosen.bind(models, tokens), models, tokens)
+            plan = plan_offload(weights, *models, config, *needs)
+        except ConfigError:
+            if found is None:
+                raise
+            return found  # what the time of a pass would make worthwhile does not fit
+        speeds = speeds or measure_bandwidth(plan, weights)
+        plan = dataclasses.replace(plan, bytes_per_s=speeds[0], memory_bytes_per_s=speeds[1])
+        # Of several processes each streams its own part: the slowest decides.
+        ratio = max(hosts.gather("stream ratio", plan.stream_ratio))
+        measured = dataclasses.replace(store, stream_ratio=ratio, expert_share=plan.expert_share)
+        # The time of a pass only grows from turn to turn, and with it the tree.
+        if method.configure(models, measured) == chosen or measured.stream_ratio <= store.stream_ratio:
+            return plan, store
+        found, store = (plan, store), measured
+
+
+def check_room(plan: OffloadPlan, limit: int, method: Method, runner: Runner, models: Models, tokens: int) -> None:
+    """ConfigError where answers take more than `limit` bytes leave room for, beside the layers that stay."""
+    needs, device = _method_needs(method, runner, models, tokens), models.target.plan.devices[0]
+    wanted = dataclasses.replace(plan, held=needs.held[device], work=needs.work[device])
+    if wanted.device_bytes > limit:
+        raise ConfigError(
+            f"method {method.name} and texts of {tokens} tokens take {format_bytes(wanted.device_bytes)} of a device, "
+            f"device_memory is {format_bytes(limit)}: load the model with this method and max_context {tokens}, so "
+            "that fewer layers stay, or use fewer draft tokens"
+        )
+
+
+def _method_needs(method: Method, runner: Runner, models: Models, tokens: int) -> Needs:
+    path = max(method.max_path, STEPS_PER_DISPATCH)
+    return answer_needs(runner, models, tokens, rows=method.num_rows, path=path, draft_rows=method.draft_rows)
+
+
 def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None, float]:
     """Bytes per second of the checkpoint's files, or of host memory, and of copies in memory; in about half a second.
 
@@ -273,12 +326,8 @@ def format_bytes(count: float) -> str:
 
 
 def _device_bytes(tree: Any) -> int:
-    """Bytes of placed shapes on one device."""
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        shape = leaf.sharding.shard_shape(leaf.shape)
-        total += int(np.prod(shape)) * np.dtype(leaf.dtype).itemsize
-    return total
+    """Bytes of placed shapes on one device, the one with the most of them."""
+    return max(bytes_by_device(tree).values(), default=0)
 
 
 def _process_bytes() -> int:

@@ -6,16 +6,20 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxspec.config import Offload
 from jaxspec.models.params import Params
 from jaxspec.offload.experts import ExpertCache, is_same_memory
-from jaxspec.offload.layout import TreeLayout
-from jaxspec.offload.reader import map_memory, start_threads
-from jaxspec.offload.stores import WeightStore
+from jaxspec.offload.layout import TreeLayout, layer_layouts, slot_layouts
+from jaxspec.offload.reader import DirectReader, map_memory, start_threads
+from jaxspec.offload.stores import DiskStore, HostStore, WeightStore, read_tree
+from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.sharding import ReadLeaf
 
 # Buffers of a layer each: one in use, one that is full, one that is being filled.
 NUM_BUFFERS = 3
@@ -298,3 +302,20 @@ class Pass:
         result.block_until_ready()
         self._running.popleft()
         self._stream._give_back(buffer)
+
+
+def open_stream(read: ReadLeaf, reader: DirectReader, target: Placement, offload: Offload, path: Path) -> LayerStream:
+    """Read the layers of the checkpoint `path` that stay, and begin a stream of the others from memory or disk.
+
+    `read` reads through `reader`, which is closed once nothing more is read from disk.
+    """
+    layouts, streamed = layer_layouts(target), target.streamed
+    small = [read_tree(read, layout.small, path) for layout in layouts]
+    resident = {i: read_tree(read, layout.weights, path) for i, layout in enumerate(layouts) if i not in streamed}
+    passing = {i: layouts[i].passing for i in streamed}
+    experts = {i: one for i in streamed if (one := layouts[i].experts) is not None}
+    store: WeightStore = DiskStore(passing, reader, read, path, experts)
+    if offload == "host":
+        store = HostStore(store)
+        reader.close()
+    return LayerStream(store, small, resident, slots=slot_layouts(target), kept=target.kept_experts)

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.config import SamplingParams
+from jaxspec.config import ActivationsSetting, KVDType, SamplingParams
+from jaxspec.errors import ConfigError
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.heads import HeadLayout, head_layout
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params, declare_params, declare_shared
-from jaxspec.models.quantization import Storage, as_storage
+from jaxspec.models.quantization import Storage, as_storage, parts_of
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.sharding import placed_shapes, round_up
 from jaxspec.sampling.processors import History, history_specs, init_history, processor_specs
@@ -199,3 +200,38 @@ def resolve_dtype(name: str, plan: MeshPlan) -> Any:
     if name == "auto":
         name = "float32" if plan.devices[0].platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def formats_of(storage: Storage) -> set[str]:
+    """Names of the types and formats of a model's weights."""
+    types = (storage.default, *(leaf_type for _, leaf_type in storage.leaves))
+    return {part for leaf_type in types for part in parts_of(leaf_type)}
+
+
+def resolve_numbers(
+    placement: Placement, activations: ActivationsSetting, kv_dtype: KVDType, best: Activations
+) -> Placement:
+    """A placement with the types of activations and of the cache; `best` is what "auto" is for weights in integers.
+
+    Raises:
+      ConfigError: integers or float16 are asked for without the kernels that take them.
+    """
+    kernels = placement.plan.kernels
+    possible = kernels.native and any(
+        name in FORMATS and FORMATS[name].has_integers for name in formats_of(placement.weights)
+    )
+    if activations in ("int8", "int16") and not possible:
+        reason = f"kernels {kernels.name!r} have no such products"
+        reason = "these weights are numbers or FP8" if kernels.native else reason
+        raise ConfigError(
+            f"activations {activations!r} need native CPU kernels and weights in blocks of integer codes: {reason}"
+        )
+    if activations == "auto":
+        activations = best if possible else "float32"
+    if kv_dtype == "float16" and not kernels.native:
+        raise ConfigError(f"kv_dtype 'float16' needs native CPU kernels, not {kernels.name!r}")
+    if kv_dtype == "auto":
+        cache_dtype = jnp.dtype("float16") if activations != "float32" else placement.dtype
+    else:
+        cache_dtype = jnp.dtype(kv_dtype)
+    return dataclasses.replace(placement, activations=activations, cache_dtype=cache_dtype)

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxspec.checkpoint.pair import open_draft, open_model, place_pair
 from jaxspec.config import ActivationsSetting, DType, KVDType
 from jaxspec.errors import ConfigError
+from jaxspec.loading import open_models
 from jaxspec.methods.core.round import Models
-from jaxspec.opening import token_strings
+from jaxspec.methods.registry import resolve_method
 from jaxspec.runtime.mesh import plan_pair
 from jaxspec.runtime.placement import Placement
 from pallas_kernels.linear.blocks import Blocks, find_format
@@ -78,21 +78,20 @@ class PairFiles:
         kv_dtype: KVDType = "auto",
     ):  # fmt: skip
         """Read the headers; `draft` None is the shipped one, if one fits. The rest is as `LLM` takes it."""
-        self._weights = open_model("model", model)
-        self._tokens = token_strings(self._weights.path)
-        self._draft = open_draft(draft, self._weights, self._tokens, find_shipped=True)
+        self._opened = open_models(model, draft, resolve_method("auto"))
         self._numerics = dtype, activations, kv_dtype
         self._kernels = kernels
 
     @property
     def paths(self) -> tuple[Path, Path | None]:
         """Checkpoints of target and draft."""
-        return self._weights.path, None if self._draft is None else self._draft.path
+        draft = self._opened.draft
+        return self._opened.target.path, None if draft is None else draft.path
 
     def place(self, target: int, draft: int | None) -> Models:
         """Both models; `draft` None has the target's devices."""
         plans = plan_pair(target, draft, kernels=self._kernels, method="swiftspec", own_devices=draft is not None)
-        return Models(*place_pair(self._weights, self._draft, self._tokens, token_strings, *plans, *self._numerics))
+        return self._opened.place(*plans, *self._numerics)
 
     def plan(self, target: int, draft: int | None) -> SplitPlan:
         """The parts of both models on the devices of a split."""

@@ -21,8 +21,9 @@ from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
 from jaxspec.checkpoint.native import arrays as native_arrays
 from jaxspec.checkpoint.native.checkpoint import read_leaf
 from jaxspec.checkpoint.native.manifest import open_native
-from jaxspec.checkpoint.pair import load_pair, place_pair
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.loading import OpenModels
+from jaxspec.methods.core.round import Models
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import declare_leaves
@@ -404,7 +405,7 @@ def run_pass(weights, placement):
 
     out = placement.array((5, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
     program = Program("run", run, placement.plan, [placement.params(), placement.array((25,), jnp.int32)], out)
-    params, _ = load_pair(weights, None, placement, None)
+    params, _ = OpenModels(weights).load(Models(placement))
     return np.asarray(program(params, np.arange(25, dtype=np.int32) % cfg.vocab_size))
 
 
@@ -425,12 +426,12 @@ def test_accelerators_keep_blocks(case, gpu, degree, tmp_path, monkeypatch):
     weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
     monkeypatch.setattr(reference, "TILE_VALUES", 8192)
     plan = MeshPlan(tuple(jax.devices()[:degree]), gpu)
-    placement, _ = place_pair(weights, None, (), list, plan, plan, "auto")
+    placement, _ = OpenModels(weights).place(plan, plan, "auto")
     own = weights.storage(plan)
     for leaf in weight_leaves(cfg):
         in_blocks = all(part in FORMATS for part in parts_of(own.type_of(leaf)))
         assert placement.weights.type_of(leaf) == (own.type_of(leaf) if in_blocks else "float32"), leaf
-    params, _ = load_pair(weights, None, placement, None)
+    params, _ = OpenModels(weights).load(Models(placement))
     check_placed(params, placement)
     in_planes = {leaf.format.endswith("_planes") for leaf in list_blocks(params)}
     assert in_planes == {gpu.reads_planes}
@@ -441,7 +442,7 @@ def test_accelerators_keep_blocks(case, gpu, degree, tmp_path, monkeypatch):
     # Rows and weights are rounded to bfloat16.
     assert np.abs(plain).max() > 1e-3
     np.testing.assert_allclose(kept, plain, atol=0.03 * np.abs(plain).max())
-    as_numbers, _ = place_pair(weights, None, (), list, plan, plan, "float32")
+    as_numbers, _ = OpenModels(weights).place(plan, plan, "float32")
     assert as_numbers.weights == Storage("float32")
 
 
@@ -450,8 +451,8 @@ def test_streamed_layers_are_laid_out_alike(tmp_path):
     cfg, kind = CASES["q6_k"]
     weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
     plan = MeshPlan((jax.devices()[0],), PLANES)
-    placement, _ = place_pair(weights, None, (), list, plan, plan, "auto")
-    loaded, (packed, _) = weights.load(placement), load_pair(weights, None, placement, None)
+    placement, _ = OpenModels(weights).place(plan, plan, "auto")
+    loaded, (packed, _) = weights.load(placement), OpenModels(weights).load(Models(placement))
     for name in ("qkv", "out", "gate_up", "down"):
         (leaf,) = [leaf for leaf in layer_layouts(placement)[0].weights.leaves if leaf.name == f"layers.0.{name}"]
         buffer = np.zeros(leaf.shard_shape, np.uint8)

@@ -19,8 +19,8 @@ from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.eagle import canonical_name, read_draft_config, split_leaves, write_eagle3
 from jaxspec.checkpoint.keymaps import check_accounted
 from jaxspec.checkpoint.load import Weights, open_weights
-from jaxspec.checkpoint.pair import place_pair
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.loading import OpenModels
 from jaxspec.models.features import NORMED
 from jaxspec.models.params import declare_leaves
 from jaxspec.runtime.mesh import plan_mesh
@@ -154,12 +154,9 @@ TOKENS = [f"t{i}" for i in range(VOCAB)]
 def pair(target, path):
     """Placements of a target of a geometry and the draft in a folder."""
 
-    def no_tokens(path):
-        raise AssertionError(f"{path} has no tokenizer")
-
     weights = Weights(Path("target"), target, (), None, None, None)  # pyright: ignore[reportArgumentType]
     plan = plan_mesh(1)
-    return place_pair(weights, open_weights(path), TOKENS, no_tokens, plan, plan, "float32")
+    return OpenModels(weights, open_weights(path), TOKENS).place(plan, plan, "float32")
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_both_values(tmp_path):

@@ -20,8 +20,9 @@ from test_quantised_damage import load_file, mutate, read_all
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.hf import read_config
 from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
-from jaxspec.checkpoint.packing import pack_pair
 from jaxspec.errors import CheckpointError, JaxspecError
+from jaxspec.loading import OpenModels
+from jaxspec.methods.core.round import Models
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
@@ -86,7 +87,7 @@ def test_sizes_in_memory(written):
     stored = sum(t.nbytes for name, t in held.items() if name.endswith(("_blocks", "_scales")))
     for activations in ("float32", "int16"):
         placement = dataclasses.replace(place(weights, 1), activations=activations)
-        params = pack_pair(weights.load(placement), None, placement, None)[0]
+        params = OpenModels(weights).load(Models(placement)).target
         kept = [layer[leaf] for layer in params["layers"] for leaf in ("gate_up", "down")]
         assert {weight.format for weight in kept} == {"mxfp4" if activations == "float32" else "mxfp4_int16"}
         assert sum(weight.nbytes for weight in kept) <= 1.1 * stored

@@ -9,8 +9,8 @@ from hub_standin import StandIn
 from native_models import LLAMA, write_native, write_tokenizer
 
 from jaxspec.checkpoint.hub import fetch, parse_name
-from jaxspec.checkpoint.pair import open_model
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.loading import open_model
 
 WEIGHTS = bytes(range(256)) * 20
 

@@ -15,10 +15,9 @@ from test_block_storage import check_equal_numbers, check_placed, check_same, ho
 
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.load import open_checkpoint, open_weights
-from jaxspec.checkpoint.packing import pack_pair
-from jaxspec.checkpoint.pair import place_pair
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
+from jaxspec.loading import OpenModels
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.models.quantization import Storage, undo_order
@@ -217,7 +216,7 @@ def test_orders_that_differ_meet_in_float32(tmp_path):
 def greedy(weights, placement, prompt, count):
     engine = Engine(Models(placement), Autoregressive())
     engine.prepare(len(prompt) + count)
-    params = pack_pair(weights.load(placement), None, placement, None)[0]
+    params = OpenModels(weights).load(Models(placement)).target
     with engine.open(ModelParams(params), prompt, SamplingParams(max_tokens=count, ignore_eos=True), 0) as session:
         tokens = []
         while not session.done:
@@ -243,7 +242,7 @@ def test_xla_keeps_them_packed(name, root, monkeypatch):
     weights, plain = open_weights(folder), open_weights(root / f"{name}-plain")
     monkeypatch.setattr(reference, "TILE_VALUES", 5000)
     plan = plan_mesh(1, kernels="xla")
-    placement, _ = place_pair(weights, None, (), list, plan, plan, "auto")
+    placement, _ = OpenModels(weights).place(plan, plan, "auto")
     params = weights.load(placement)
     assert params["layers"][0]["down"].format == CASES[name].kept
     assert params["embed"].dtype == np.float32

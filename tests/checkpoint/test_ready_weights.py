@@ -10,8 +10,9 @@ from make import tiny_config, write_gguf
 
 from jaxspec.checkpoint import ready_weights
 from jaxspec.checkpoint.load import open_weights
-from jaxspec.checkpoint.pair import load_pair, place_pair
 from jaxspec.checkpoint.ready_weights import ReadyWeights
+from jaxspec.loading import OpenModels
+from jaxspec.methods.core.round import Models
 from jaxspec.runtime import program_store
 from jaxspec.runtime.mesh import plan_pair
 
@@ -26,7 +27,7 @@ def model(tmp_path, monkeypatch):
     plan, _ = plan_pair(1, None, draft_platform=None, kernels="auto", method="ar", own_devices=False)
     if not plan.kernels.native:
         pytest.skip("no native kernels")
-    target, _ = place_pair(weights, None, [], lambda path: [], plan, plan, "auto")
+    target, _ = OpenModels(weights).place(plan, plan, "auto")
     assert target.activations == "int16"
     return path, weights, target
 
@@ -39,7 +40,7 @@ def keep(tmp_path, path, weights, target):
     """Load from the checkpoint and keep; the parameters, and the file."""
     ready = find(tmp_path, path, target)
     assert ready is not None and ready.load() is None
-    params, _ = load_pair(weights, None, target, None)
+    params, _ = OpenModels(weights).load(Models(target))
     ready.save(params, None)
     ready.settle()
     (file,) = (tmp_path / "cache" / "weights").iterdir()
@@ -90,7 +91,7 @@ def test_what_is_not_kept(tmp_path, model, monkeypatch):
     path, weights, target = model
     assert ReadyWeights.find(None, [path], target, None) is None
     monkeypatch.setattr(ready_weights, "LARGEST_BYTES", 1000)
-    params, _ = load_pair(weights, None, target, None)
+    params, _ = OpenModels(weights).load(Models(target))
     ready = find(tmp_path, path, target)
     ready.save(params, None)
     ready.settle()

@@ -18,7 +18,6 @@ from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
 from jaxspec.checkpoint.native.manifest import open_native
-from jaxspec.checkpoint.pair import check_vocabulary
 from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.config import SamplingParams
@@ -26,6 +25,7 @@ from jaxspec.engine import Engine
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.files import vocabulary_digest
 from jaxspec.llm import LLM
+from jaxspec.loading import check_vocabulary
 from jaxspec.methods.chain import Chain
 from jaxspec.models.params import declare_params, leaf_name
 from jaxspec.models.quantization import Storage, decode_blocks, encode_blocks

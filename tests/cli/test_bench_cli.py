@@ -17,7 +17,7 @@ def call(monkeypatch, capsys):
     """Run the command in this process on invented methods; returns its status and output."""
     bench_fakes.install(monkeypatch)
     monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
-    monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft, revision: draft is not None)
+    monkeypatch.setattr("jaxspec.loading.has_draft", lambda model, draft, revision: draft is not None)
     before = signal.getsignal(signal.SIGINT)
 
     def call(*arguments):

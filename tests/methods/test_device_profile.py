@@ -8,11 +8,11 @@ from native_models import LLAMA, write_native, write_tokenizer
 
 from jaxspec.config import SamplingParams
 from jaxspec.llm import LLM
+from jaxspec.loading import explain_offload
 from jaxspec.methods.auto.profiles import load_profile, profile_path, save_profile, weigh_devices
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Measured
 from jaxspec.methods.swiftspec.settings import SwiftSpec
-from jaxspec.opening import explain_offload
 
 PLAIN = Measured("ar", {}, 8, None, 20.0)
 CHAIN = Measured("chain", {"num_draft_tokens": 4}, 8, None, 25.0)

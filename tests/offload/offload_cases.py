@@ -13,16 +13,15 @@ from train.export import save_draft
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.eagle import write_eagle3
 from jaxspec.checkpoint.load import open_weights
-from jaxspec.checkpoint.pair import load_pair, place_pair
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.files import vocabulary_digest
+from jaxspec.loading import OpenModels
 from jaxspec.methods.auto.settings import Auto
-from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.core.round import ModelParams
 from jaxspec.models.features import NORMED, FeatureConfig
 from jaxspec.models.params import declare_leaves, declare_params, is_info
 from jaxspec.offload.executor import stream_layers
-from jaxspec.offload.load import load_streamed_pair
 from jaxspec.runtime.mesh import plan_pair
 
 LAYERS = 5
@@ -138,23 +137,21 @@ def make_pair(
 
     Of each streamed mixture `kept` experts stay.
     """
-    weights, draft_weights = open_weights(path), None if draft is None else open_weights(draft)
     apart = method.own_devices and draft is not None and not shared
     plans = plan_pair(
         degree, 1 if apart else None, draft_platform=None, kernels=kernels, method=method.name, own_devices=apart
     )
-    target, draft_place = place_pair(weights, draft_weights, TOKENS, lambda _: TOKENS, *plans, dtype)
-    if offload == "none":
-        params = load_pair(weights, draft_weights, target, draft_place)
-    else:
-        target = stream_layers(target, resident, kept)
-        params = load_streamed_pair(weights, draft_weights, target, draft_place, offload)
-    engine = Engine(Models(target, draft_place), method, context)
+    opened = OpenModels(open_weights(path), None if draft is None else open_weights(draft), TOKENS, TOKENS)
+    models = opened.place(*plans, dtype)
+    if offload != "none":
+        models = models._replace(target=stream_layers(models.target, resident, kept))
+    params = opened.load(models, offload)
+    engine = Engine(models, method, context)
     engine.prepare()
-    engine.calibrate(ModelParams(*params))
+    engine.calibrate(params)
     if isinstance(method, Auto):
         engine.runner.timer = None  # rounds that follow a clock are not the same twice
-    return Pair(engine, ModelParams(*params))
+    return Pair(engine, params)
 
 
 def decode(pair, prompt=PROMPT, count=24, seed=1, **sampling):

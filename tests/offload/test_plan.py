@@ -8,22 +8,21 @@ from marks import fast_part
 from offload_cases import CONTEXT, PROMPT, TOKENS, checkpoint, decode, make_pair
 
 from jaxspec.checkpoint.load import open_weights
-from jaxspec.checkpoint.pair import place_pair
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.loading import OpenModels
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Store
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.cost_model import stream_growth
-from jaxspec.methods.core.round import Models
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.methods.swift.settings import Swift
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.offload.executor import stream_layers
-from jaxspec.opening import check_room, plan_target_offload
+from jaxspec.offload.plan import check_room
 from jaxspec.runtime.mesh import plan_pair
 
 METHODS = {
@@ -46,20 +45,21 @@ def folder(tmp_path_factory):
 
 
 def opened(folder, method, kind="q4_0"):
-    """The arguments of `plan_target_offload` but for the settings."""
+    """Open models, their placements and the method."""
     weights = open_weights(checkpoint(folder, kind))
     draft = open_weights(checkpoint(folder, "draft")) if method.drafts else None
     plans = plan_pair(
         1, 1 if method.own_devices else None, draft_platform=None, kernels="auto", method=method.name,
         own_devices=method.own_devices,
     )  # fmt: skip
-    models = Models(*place_pair(weights, draft, TOKENS, lambda _: TOKENS, *plans, "auto"))
-    return weights, draft, models, method
+    opened = OpenModels(weights, draft, TOKENS, TOKENS)
+    return opened, opened.place(*plans, "auto"), method
 
 
-def planned(folder, method, store=None, kind="q4_0", **settings):
+def planned(folder, method, kind="q4_0", **settings):
     config = EngineConfig(**{"offload": "host", "max_context": CONTEXT, "session_memory": 0, **settings})
-    return plan_target_offload(*opened(folder, method, kind), config, *([] if store is None else [store]))
+    models, placed, _ = opened(folder, method, kind)
+    return models.plan_offload(placed, method, config)
 
 
 def places(device):
@@ -120,14 +120,14 @@ def test_a_draft_that_does_not_fit_its_own_devices_is_refused(folder):
 def test_the_draft_tokens_that_auto_chooses_are_planned(folder):
     """Where a pass takes long, `auto` becomes SpecExec: its tree takes memory, and less is left for layers."""
     method = Auto()
-    args = opened(folder, method)
+    models, placed, _ = opened(folder, method)
     config = EngineConfig(offload="host", max_context=CONTEXT, session_memory=0)
-    plain, store = plan_target_offload(*args, config)
-    slow, known = plan_target_offload(*args, config, Store(stream_ratio=50.0))
-    chosen = method.configure(args[2], known)
-    assert method.configure(args[2], store).name == "auto" and chosen.name == "specexec"
+    plain, store = models.plan_offload(placed, method, config)
+    slow, known = models.plan_offload(placed, method, config, Store(stream_ratio=50.0))
+    chosen = method.configure(placed, known)
+    assert method.configure(placed, store).name == "auto" and chosen.name == "specexec"
     assert slow.held > plain.held
-    explicit, _ = plan_target_offload(*args[:3], chosen, config)
+    explicit, _ = models.plan_offload(placed, chosen, config)
     assert (slow.held, slow.work) == (explicit.held, explicit.work)
 
 
@@ -149,8 +149,7 @@ def test_as_many_layers_stay_as_fit(folder):
 
 def test_a_larger_tree_or_text_than_was_planned_is_refused(folder):
     plan, _ = planned(folder, METHODS["ar"])
-    args = opened(folder, METHODS["specexec 256"])
-    models, method = args[2], args[3]
+    _, models, method = opened(folder, METHODS["specexec 256"])
     models = models._replace(target=stream_layers(models.target, 0))
     runner = method.bind(models, CONTEXT)
     with pytest.raises(ConfigError, match="fewer layers stay, or use fewer draft tokens"):

@@ -167,7 +167,7 @@ def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path, caps
             opened.append(self)
 
     monkeypatch.setattr("jaxspec.llm.LLM", Opened)
-    monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft: True)
+    monkeypatch.setattr("jaxspec.loading.has_draft", lambda model, draft: True)
     out = tmp_path / "peers.md"
     words = ["--peers", "", "--max-prompts", "2", "-n", "12", "--out", str(out), "--beside", "other"]
     main([*words, "--methods", "ar,specexec"])
@@ -183,7 +183,7 @@ def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path, caps
 
 def test_the_command_writes_one_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
-    monkeypatch.setattr("jaxspec.opening.has_draft", lambda model, draft: True)
+    monkeypatch.setattr("jaxspec.loading.has_draft", lambda model, draft: True)
     monkeypatch.setattr(bench_peers, "missing_packages", lambda peers: [])
     monkeypatch.setattr(bench_peers, "load_llama", lambda *_: lambda ids, count: iter(range(100, 100 + count)))
     out = tmp_path / "peers.md"

@@ -9,7 +9,7 @@ from jaxspec.bench.report import make_report
 from jaxspec.bench.run import BASELINE, measure
 from jaxspec.config import SamplingParams
 from jaxspec.llm import LLM
-from jaxspec.opening import has_draft
+from jaxspec.loading import has_draft
 from kernel_bench.device import name_device
 from kernel_bench.parts import describe_error
 
