@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -46,12 +46,6 @@ _NUM_THREADS = 2
 ReadBytes = Callable[[Path, int, int], np.ndarray]
 
 
-class FileBytes(Protocol):
-    """Bytes of files that a function of `Weights.direct` asks for with the same arguments."""
-
-    def __call__(self, name: str, info: ArrayInfo, expert: int | None = None) -> int: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """A checkpoint whose headers are read and checked, and whose weights are still on disk.
@@ -63,7 +57,7 @@ class Weights:
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
       direct: the same, of all of a parameter or one `expert`, by a function of path, offset and size that reads bytes.
-      file_bytes: bytes that `direct` asks for to read a parameter.
+      file_bytes: bytes that `direct` asks for to read a parameter, or one expert of it.
     """
 
     path: Path
@@ -75,7 +69,7 @@ class Weights:
     vocabulary: str | None = None
     layers: LayerSet | None = None
     direct: Callable[[ReadBytes], ReadLeaf] | None = None
-    file_bytes: FileBytes | None = None
+    file_bytes: Callable[[str, ArrayInfo, int | None], int] | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
         """The types on `plan` where weights stay as the checkpoint holds them."""
@@ -94,30 +88,18 @@ def open_weights(path: Path | None) -> Weights:
     if detect_format(path) == "native":
         native = open_native(path)
 
-        def restore(placement: Placement) -> Params:
+        def module() -> Any:
             # Orbax takes a second to import; here that runs beside the compiler.
-            from jaxspec.checkpoint.native.checkpoint import restore_native
+            from jaxspec.checkpoint.native import checkpoint
 
-            return restore_native(native, placement.plan, placement.weights, placement.vocab_rows)
-
-        def read_native(name: str, info: ArrayInfo, part: Part | None = None) -> np.ndarray:
-            from jaxspec.checkpoint.native.checkpoint import read_leaf
-
-            return read_leaf(native, name, info, part=part)
-
-        def direct_native(read_bytes: ReadBytes) -> ReadLeaf:
-            from jaxspec.checkpoint.native.checkpoint import read_leaf
-
-            return functools.partial(read_leaf, native, read_bytes=read_bytes)
-
-        def native_bytes(name: str, info: ArrayInfo, expert: int | None = None) -> int:
-            from jaxspec.checkpoint.native.checkpoint import leaf_bytes
-
-            return leaf_bytes(native, name, info, expert)
+            return checkpoint
 
         return Weights(
-            path, native.config, native.eos_ids, native.storage, restore, read_native, native.vocabulary,
-            direct=direct_native, file_bytes=native_bytes,
+            path, native.config, native.eos_ids, native.storage, vocabulary=native.vocabulary,
+            load=lambda at: module().restore_native(native, at.plan, at.weights, at.vocab_rows),
+            read=lambda *leaf, **part: module().read_leaf(native, *leaf, **part),
+            direct=lambda read_bytes: functools.partial(module().read_leaf, native, read_bytes=read_bytes),
+            file_bytes=lambda *leaf: module().leaf_bytes(native, *leaf),
         )  # fmt: skip
     try:
         source = open_checkpoint(path)

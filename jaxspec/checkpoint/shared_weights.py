@@ -22,7 +22,7 @@ from jaxspec.models.quantization import collect_storage, encode_blocks, fit_stor
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 from jaxspec.runtime.sharding import collect_declared, is_elsewhere, place_array, place_declared
-from jaxspec.runtime.transfer import empty, read_whole
+from jaxspec.runtime.transfer import empty
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
 # Begins the name of such a draft; the set of skipped blocks follows, as `parse_layers` reads it.
@@ -153,36 +153,23 @@ def share_embedding(draft: Placement, target: Params, read: ReadTarget | None = 
     """The parameters of `Placement.shared_params` of a draft, from the target's placed ones, or by `read`."""
     shared, lender = {}, draft.shared_embedding
     for leaf, shape in draft.shared_params().items():
-        name = leaf if leaf in target else "embed"
-        if read is None:
-            table = target[name]
-        elif all(map(is_elsewhere, jax.tree.leaves(shape))):
+        assert lender is not None
+        if read is not None and all(map(is_elsewhere, jax.tree.leaves(shape))):
             shared[leaf] = jax.tree.map(empty, shape)
             continue
-        else:
-            assert lender is not None
-            table = read("", {name: declare_params(lender.cfg, lender.storage)[name]})[name]
+        name = leaf if leaf in target else "embed"
+        declared = declare_params(lender.cfg, lender.storage)[name]
+        table = target[name] if read is None else read("", {name: declared})[name]
         restricted = leaf == "head" and draft.cfg.head_ids
-        shared[leaf] = _take_rows(table, draft, shape) if restricted else jax.tree.map(_move, table, shape)
+        own = _take_rows(table, declared, draft, shape) if restricted else _take(table, declared, declared, shape)
+        shared[leaf] = own
     return shared
 
 
-def _move(leaf: jax.Array | np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """The same array where it is placed as `shape` says, else a copy, padded for its devices."""
-    if isinstance(leaf, jax.Array) and leaf.sharding == shape.sharding and leaf.shape == shape.shape:
-        return leaf
-    rows = min(leaf.shape[0], shape.shape[0])  # what differs is padding
-    return place_array(_whole(leaf)[:rows], shape)
-
-
-def _whole(leaf: jax.Array | np.ndarray) -> np.ndarray:
-    return leaf if isinstance(leaf, np.ndarray) else read_whole(leaf)
-
-
-def _take_rows(table: Any, draft: Placement, shape: Any) -> Any:
+def _take_rows(table: Any, have: Any, draft: Placement, shape: Any) -> Any:
     """The rows of `head_ids` in the draft's own type."""
     ids = np.array(draft.cfg.head_ids, np.int32)
-    rows = jax.tree.map(lambda leaf: _whole(leaf)[ids], table)
+    rows = jax.tree.map(lambda leaf, info: _collect(leaf, info)[ids], table, have)
     if isinstance(rows, Blocks) and isinstance(shape, Blocks) and rows.format == shape.format:
         return jax.tree.map(place_array, rows, shape)
     numbers = np.asarray(dequantise(rows)) if isinstance(rows, Blocks) else rows
