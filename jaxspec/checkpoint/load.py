@@ -69,7 +69,7 @@ class Weights:
     vocabulary: str | None = None
     layers: LayerSet | None = None
     direct: Callable[[ReadBytes], ReadLeaf] | None = None
-    file_bytes: Callable[[str, ArrayInfo, int | None], int] | None = None
+    file_bytes: Callable[..., int] | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
         """The types on `plan` where weights stay as the checkpoint holds them."""
