@@ -210,7 +210,6 @@ class OpenModels:
         assert draft is not None
         if draft.vocabulary is not None:
             check_vocabulary(self.tokens, draft.vocabulary, (self.target.config.embed_dim, draft.config.embed_dim))
-            return size, size
         if not _has_tokenizer(draft):
             return size, size
         shared = count_shared_tokens(self.tokens, self.draft_tokens)
@@ -271,9 +270,7 @@ def open_model(role: str, path: object, revision: str | None = None) -> Weights:
     return open_weights(None if path is None else check_path(role, path))
 
 
-def has_draft(
-    model: str | PathLike[str] | None, draft: str | PathLike[str] | None, revision: str | None = None
-) -> bool:
+def has_draft(model: str | PathLike[str] | None, draft: object, revision: str | None = None) -> bool:
     """Whether a method that uses a draft model would get one from these arguments of `LLM`."""
     if draft is not None:
         return draft != NO_DRAFT
@@ -370,11 +367,7 @@ def check_vocabulary(target: Sequence[str], draft_digest: str, widths: tuple[int
 
 
 def _fit_features(weights: Weights, draft_weights: Weights) -> Weights:
-    """A feature draft with the states that it takes of this target filled in.
-
-    Raises:
-      ConfigError: the two do not fit; the message has the two values that disagree.
-    """
+    """A feature draft with the states that it takes of this target; ConfigError has the two values that disagree."""
     target, draft = weights.config, draft_weights.config
     features = draft.features
     assert features is not None
