@@ -174,7 +174,7 @@ def plan_offload(
     layers, cfg, device = layer_layouts(target), target.cfg, target.plan.devices[0]
     beside = sum(layout.small.nbytes for layout in layers)
     beside += _device_bytes({name: leaf for name, leaf in target.params().items() if name != "layers"})
-    kept = config.session_memory or 0
+    kept = int(config.session_memory or 0)
     own = apart = draft_devices = 0
     if draft is not None:
         own = _device_bytes(draft.params())
