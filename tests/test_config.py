@@ -77,7 +77,7 @@ def test_numbers_too_long_to_be_printed():
     for field, value in (("max_tokens", long), ("seed", long), ("logit_bias", {long: 1}), ("stop", long), ("n", -long)):
         with pytest.raises(ConfigError, match=field):
             SamplingParams(**{field: value})
-    for settings in ({"ratio": long}, {"search": long}, {"steps": long}):
+    for settings in ({"ratio": long}, {"share": long}, {"steps": long}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             Swift(**settings)
 

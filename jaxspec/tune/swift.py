@@ -1,9 +1,8 @@
 """Layer sets for `Swift`, searched and judged offline on texts that the model wrote.
-The search is that of decoding (`methods.swift.search`), one window of text after another; nothing is timed.
+The search is that of decoding (`methods.swift.search`), on a few windows that stay the same; nothing is timed.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,16 +13,17 @@ from jaxspec.bench.run import encode_prompt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.cost_model import ROUND_COST, pass_costs, relative_set_cost
-from jaxspec.methods.core.sequence import ModelSequence, cache_slots
-from jaxspec.methods.swift.score import matchness_program
-from jaxspec.methods.swift.search import LayerSearch, SearchSettings
-from jaxspec.methods.swift.settings import Swift, branches, sets_per_pass
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots
+from jaxspec.methods.swift.search import LayerSearch, SearchSettings, matchness_program
+from jaxspec.methods.swift.settings import Swift, branches
 from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.layer_set import LayerSet, uniform_layers
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
 from jaxspec.tune.run import Candidate, Progress, Trial
+
+CONTEXTS = 4  # windows on which each candidate is scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,17 @@ class Passage:
     def windows(self, width: int) -> list[int]:
         """First positions of the answer's windows of `width` predicted tokens."""
         return [*range(self.prompt, len(self.tokens) - width, width)]
+
+
+Window = tuple[Passage, int]  # with its first position
+
+
+def all_windows(passages: Sequence[Passage], width: int) -> list[Window]:
+    """All windows of the answers. Raises `ConfigError` if there is none."""
+    windows = [(passage, start) for passage in passages for start in passage.windows(width)]
+    if not windows:
+        raise ConfigError(f"no answer has the {width + 1} tokens that a window takes: ask for longer ones")
+    return windows
 
 
 def write_passages(llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams) -> Iterator[Passage]:
@@ -51,57 +62,42 @@ class LayerScorer:
     def __init__(self, placement: Placement, params: Params, longest: int, window: int):
         """Compile for passages of up to `longest` tokens and windows of `window` (gamma) tokens."""
         self.window, self.num_layers, self._params = window, placement.cfg.num_layers, params
-        branching = branches(placement)
-        self.sets = sets_per_pass(branching)  # scored in one pass
-        self._sequence = ModelSequence(placement, cache_slots(longest, self.sets * window), "layers")
-        self._score = matchness_program(placement, self._sequence.state, self.sets, window, branching)
-        self._state: Any = None
-        self._passage: Passage | None = None
+        self._sequence = ModelSequence(placement, cache_slots(longest, window), "layers")
+        self._score = matchness_program(placement, self._sequence.state, window, branches(placement))
+        self._states: dict[Passage, SequenceState] = {}
         compile_programs((*self._sequence.programs, self._score))
 
-    def count(self, passage: Passage, start: int, layers: Sequence[LayerSet]) -> list[int]:
-        """Tokens of the window from `start` on that each set predicts, of `window`."""
-        if passage is not self._passage:
-            state = self._sequence.start(passage.tokens[0], self._state)
+    def count(self, passage: Passage, start: int, layers: LayerSet) -> int:
+        """Tokens of the window from `start` on that a set predicts, of `window`."""
+        if passage not in self._states:
+            state = self._sequence.start(passage.tokens[0], None)
             # One prefill serves all windows of a passage: a window does not see the tokens after it.
-            self._state, _ = self._sequence.prefill(self._params, state, np.array(passage.tokens, np.int32))
-            self._passage = passage
+            prefilled = self._sequence.prefill(self._params, state, np.array(passage.tokens, np.int32))
+            self._states[passage], _ = prefilled
         tokens = np.array(passage.tokens[start : start + self.window + 1], np.int32)
-        counts: list[int] = []
-        for first in range(0, len(layers), self.sets):
-            some = [*layers[first : first + self.sets]]
-            filled = some + some[-1:] * (self.sets - len(some))
-            units = np.stack([each.runs for each in filled])
-            self._state, matches = self._score(self._params, self._state, tokens, np.int32(start), units)
-            counts += np.asarray(matches).tolist()[: len(some)]
-        return counts
+        state, matches = self._score(self._params, self._states[passage], tokens, np.int32(start), layers.runs)
+        self._states[passage] = state
+        return int(matches)
 
-    def matchness(self, passages: Sequence[Passage], layers: Sequence[LayerSet]) -> list[float]:
-        """Share of all windows' tokens that each set predicts."""
-        windows = [(passage, start) for passage in passages for start in passage.windows(self.window)]
-        counts = np.array([self.count(passage, start, layers) for passage, start in windows])
-        return (counts.sum(axis=0) / (len(windows) * self.window)).tolist()
+    def matchness(self, windows: Sequence[Window], layers: LayerSet) -> float:
+        """Share of all windows' tokens that a set predicts."""
+        return sum(self.count(*window, layers) for window in windows) / (len(windows) * self.window)
 
 
 def search_layers(
     scorer: LayerScorer, passages: Sequence[Passage], settings: SearchSettings, seed: int = 0,
     progress: Callable[[int, float], None] = lambda steps, matchness: None,
 ) -> LayerSearch:  # fmt: skip
-    """Search to the end; windows come in random order of passages, again and again.
-    `seed` is of the order and of the proposals. `progress` is told the steps and the matchness of the best set after
-    every pass. Raises `ConfigError` if no passage is long enough for a window.
+    """Search to the end, on windows spread over the passages.
+    `seed` is that of the proposals. `progress` is told the steps and the matchness of the best set after every step.
+    Raises `ConfigError` if no passage is long enough for a window.
     """
-    search = LayerSearch(scorer.num_layers, settings, seed=seed)
-    windows = _shuffled(passages, settings.window, seed)
-    passage, start = next(windows)
-    search.open_window()
+    search, windows = LayerSearch(scorer.num_layers, settings, seed=seed), all_windows(passages, settings.window)
+    windows = windows[:: max(1, len(windows) // CONTEXTS)][:CONTEXTS]
     while search.stopped is None:
-        if search.window_is_used_up:
-            passage, start = next(windows)
-            search.open_window()
-        asked = search.next_sets(scorer.sets)
-        search.tell(asked, scorer.count(passage, start, asked.layers))
-        progress(search.steps, search.incumbent.matchness or 0.0)
+        layers = search.propose()
+        search.tell(layers, scorer.matchness(windows, layers))
+        progress(search.steps, search.matchness or 0.0)
     return search
 
 
@@ -136,11 +132,12 @@ def tune_layers(
     for passage in write_passages(llm, prompts, sampling):
         passages.append(passage)
         progress("answers", len(passages), len(prompts))
-    passages = _usable(passages, width)
+    passages = [*dict.fromkeys(passage for passage, _ in all_windows(passages, width))]
     few = len(passages) < 3
-    seen, judged = ([p for i, p in enumerate(passages) if few or i % 3], passages if few else passages[::3])
+    seen = passages if few else [passage for index, passage in enumerate(passages) if index % 3]
+    judged = all_windows(passages if few else passages[::3], width)
     scorer = LayerScorer(target, llm.params, max(len(passage.tokens) for passage in passages), width)
-    [uniform] = scorer.matchness(judged, [uniform_layers(target.cfg.num_layers)])
+    uniform = scorer.matchness(judged, uniform_layers(target.cfg.num_layers))
     candidates, known, lines = [], [], [f"matchness of the uniform set: {uniform:.3f}"]
     for settings in searches:
 
@@ -149,8 +146,7 @@ def tune_layers(
 
         search = search_layers(scorer, seen, settings, progress=tell)
         store.save(options.task, search, replace=True)
-        layers = search.incumbent.layers
-        [score] = scorer.matchness(judged, [layers])
+        layers, score = search.layers, scorer.matchness(judged, search.layers)
         preset: dict[str, Any] = {"ratio": settings.ratio}
         preset |= {"task": options.task} if options.task != Swift().task else {}
         preset |= {"swift_layers": options.named} if options.named else {}
@@ -161,8 +157,8 @@ def tune_layers(
             "ratio": settings.ratio, "layers": str(layers), "num_skipped": layers.num_skipped, "matchness": score,
             "steps": search.steps, "stopped": search.stopped, "history": search.history,
         })  # fmt: skip
-    tokens = sum(len(passage.windows(width)) for passage in judged) * width
-    yield Trial(llm, candidates, known={"uniform": uniform, "judged_tokens": tokens, "results": known}, lines=lines)
+    known = {"uniform": uniform, "judged_tokens": len(judged) * width, "results": known}
+    yield Trial(llm, candidates, known=known, lines=lines)
 
 
 def plot_layers(known: dict[str, Any], path: Any) -> None:
@@ -196,19 +192,3 @@ def predict_gain(placement: Placement, layers: LayerSet, matchness: float, lengt
         return sum(matchness**place for place in range(n + 1)) / (float(costs[n]) + n * draft + ROUND_COST)
 
     return max(gain(n) for n in range(1, min(length, rows - 1) + 1))
-
-
-def _usable(passages: Sequence[Passage], window: int) -> list[Passage]:
-    usable = [passage for passage in passages if passage.windows(window)]
-    if not usable:
-        raise ConfigError(f"no answer has the {window + 1} tokens that a window takes: ask for longer ones")
-    return usable
-
-
-def _shuffled(passages: Sequence[Passage], window: int, seed: int) -> Iterator[tuple[Passage, int]]:
-    usable = _usable(passages, window)
-    rng = np.random.default_rng(seed)
-    for _ in itertools.count():
-        for index in rng.permutation(len(usable)):
-            for start in usable[index].windows(window):
-                yield usable[index], start

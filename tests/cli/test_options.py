@@ -46,10 +46,9 @@ def test_the_presets_of_the_papers():
     assert load("specexec-repo") == SpecExec(
         num_draft_tokens=1024, width=128, branch=32, depth=32, decay=0.95, ranking="probability"
     )
-    assert load("swift-paper") == Swift(search="paper", threshold=0.8, adaptive=False)
+    assert load("swift-paper") == Swift(share=1.0, threshold=0.8, adaptive=False)
     repo = load("swift-repo")
-    assert (repo.window, repo.max_score, repo.siblings, repo.context) == (50, 0.93, (3, 5, 8, 10), "first")
-    assert not repo.adaptive
+    assert repo == Swift(share=1.0, threshold=0.8, adaptive=False, siblings=(3, 5, 8, 10))
 
 
 def test_later_sources_win(tmp_path):

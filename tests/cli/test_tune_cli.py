@@ -172,10 +172,8 @@ def test_layer_sets_and_a_preset_that_decodes(call, deep_model, prompts, tmp_pat
 
 def search_of(ratio):
     search = LayerSearch(6, SearchSettings(ratio=ratio, steps=20))
-    search.open_window()
     while search.stopped is None:
-        asked = search.next_sets(1)
-        search.tell(asked, [asked.layers[0].num_skipped + search.steps])
+        search.tell(search.propose(), (search.steps + 1) / 40)
     return {"ratio": ratio, "history": search.history, "matchness": 0.5}
 
 

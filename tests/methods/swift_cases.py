@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import numpy as np
 from tiny_models import ALL_FAMILIES as FAMILIES
@@ -34,9 +35,22 @@ PENALTIES = {
     "logit_bias": {0: 6.0, 7: -np.inf},
 }
 
+
 # A search step in nearly every round, on windows of a few tokens; drafts in every round.
-EAGER = Swift(window=6, interval=4, share=1.0, adaptive=False, length=5, threshold=0.1, max_score=1.0)
-EACH = dataclasses.replace(EAGER, programs="each", candidates=3)
+@dataclasses.dataclass(frozen=True)
+class SmallSwift(Swift):
+    """`Swift` with small windows; `each`: a program for each set, as on accelerators."""
+
+    each: bool = False
+
+    search_settings: ClassVar[SearchSettings] = SearchSettings(window=6, interval=4, max_score=1.0)
+
+    def _branches(self, target):
+        return not self.each
+
+
+EAGER = SmallSwift(share=1.0, adaptive=False, length=5, threshold=0.1)
+EACH = dataclasses.replace(EAGER, each=True)
 
 
 class StepClock:

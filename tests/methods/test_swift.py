@@ -17,6 +17,7 @@ from swift_cases import (
     PENALTIES,
     PROMPT,
     VOCAB,
+    SmallSwift,
     StepClock,
     config_of,
     engine_of,
@@ -35,7 +36,6 @@ from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.round import ModelParams, Models
-from jaxspec.methods.swift import runner as swift_runner
 from jaxspec.methods.swift.settings import Swift
 from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.layer_set import all_layers, parse_layers, uniform_layers
@@ -55,13 +55,13 @@ def test_tokens_are_those_of_plain_decoding_while_the_set_changes(family):
             assert 0 <= output.accepted <= output.depth <= output.draft_passes <= EAGER.length
             assert output.drafted < EAGER.num_rows
         steps += search.steps
-        adopted += len(search.adopted) - 1
+        adopted += len(search.history)
     assert adopted >= 1 and steps > 20
 
 
 def test_tokens_with_default_settings():
     """Rounds with and without drafts, several tokens in some of the latter, and every length of text."""
-    engine, kinds = engine_of(Swift(length=5, ratio=0.2, window=6), "mistral"), set()
+    engine, kinds = engine_of(SmallSwift(length=5, ratio=0.2), "mistral"), set()
     for seed, (count, sampling) in enumerate(((100, {}), (61, CUTS), (6, {}), (1, {}))):
         rounds = run(engine, params_of("mistral"), PROMPT, count, seed, **sampling)
         assert tokens_of(rounds) == plain_tokens("mistral", PROMPT, count, seed, **sampling)
@@ -69,28 +69,22 @@ def test_tokens_with_default_settings():
     assert kinds == {False, True}
 
 
-def test_the_papers_search_steps_in_every_round(monkeypatch):
-    engine, paper = engine_of(EAGER), dataclasses.replace(EAGER, search="paper", share=0.025)
-    bound = paper.bind(models_of("llama"), CONTEXT)
-    assert bound.share is None and bound.search.settings.rule == "paper"
-    monkeypatch.setattr(runner_of(engine), "share", bound.share)
-    restart_search(engine, rule="paper")
+def test_a_share_of_one_steps_in_every_round():
+    engine = engine_of(EAGER)
+    search = restart_search(engine)
     rounds = run(engine, params_of("llama"), PROMPT, 100)
     assert tokens_of(rounds) == plain_tokens("llama", PROMPT, 100)
-    search = runner_of(engine).search
     # A window has seven tokens of the answer, which are read a round late, and the last round is not scored after.
     first = next(index for index in range(len(rounds)) if sum(len(each.tokens) for each in rounds[:index]) > 6)
     assert len(rounds) - first - 2 <= search.steps <= len(rounds)
-    # Whatever does better is adopted at once, and all that is known of it is one window.
-    assert search.incumbent.tokens == paper.window and len(search.adopted) > 1
     scores = [score for _, score in search.history]
-    assert scores == sorted(set(scores))
-    assert str(runner_of(engine).drafter.layers) in {layers for _, layers in search.adopted[-2:]}
+    assert scores == sorted(set(scores)) and scores[-1] == search.matchness
+    assert runner_of(engine).timer.passes >= search.steps
 
 
 @pytest.mark.slow
 def test_tokens_on_a_mesh_with_a_program_for_each_set():
-    """Sets are used once their programs are there; several are scored at once."""
+    """Sets are used once their programs are there."""
     engine = engine_of(EACH, "qwen2", 4)
     runner, used = runner_of(engine), set()
     samplings: list[dict] = [{}, {"temperature": 0.7, "top_p": 0.9}]
@@ -100,7 +94,7 @@ def test_tokens_on_a_mesh_with_a_program_for_each_set():
         used.add(runner.drafter.layers)
         # As if the search had found it.
         wanted = parse_layers(f"mlp={seed + 1}", LAYERS)
-        runner.search.incumbent.layers = wanted
+        runner.search.layers = wanted
         while runner.drafter.layers != wanted:
             runner.drafter.adopt(wanted)
         used.add(wanted)
@@ -162,23 +156,20 @@ def test_a_fixed_set_is_used_and_nothing_is_searched():
 def test_matchness_is_what_the_skipped_model_says(family, method):
     """Scores equal those of decoding token by token with the set; the state is returned as it was."""
     engine, params = engine_of(method, family), params_of(family)
-    runner, window, sets = runner_of(engine), method.window, max(1, method.candidates)
+    runner, window = runner_of(engine), method.search_settings.window
     text = PROMPT + tokens_of(run(engine, params, PROMPT, 20))
     state = runner.prefill(params, runner.start(text[-1], None), np.array(text[:-1], np.int32))
-    layer_sets = [uniform_layers(LAYERS), all_layers(LAYERS), parse_layers("mlp=1-4", LAYERS)]
     for start in (len(PROMPT), len(text) - 1 - window):
-        for first in range(0, 3, sets):
-            chosen = layer_sets[first : first + sets]
-            expected = [matches_by_hand(family, layers, text, start, window) for layers in chosen]
+        for layers in (uniform_layers(LAYERS), all_layers(LAYERS), parse_layers("mlp=1-4", LAYERS)):
+            expected = matches_by_hand(family, layers, text, start, window)
             before = [np.array(layer) for layer in (*state.target.cache.key, *state.target.cache.value)]
-            tokens, units = np.array(text[start : start + window + 1], np.int32), np.stack([s.runs for s in chosen])
-            target, matches = runner.score(params.target, state.target, tokens, np.int32(start), units)
+            tokens = np.array(text[start : start + window + 1], np.int32)
+            target, matches = runner.score(params.target, state.target, tokens, np.int32(start), layers.runs)
             state = dataclasses.replace(state, target=target)
-            assert np.asarray(matches).tolist() == expected
+            assert int(matches) == expected
             for old, new in zip(before, (*target.cache.key, *target.cache.value), strict=True):
                 np.testing.assert_array_equal(old, new)
-            if all_layers(LAYERS) in chosen:
-                assert expected[chosen.index(all_layers(LAYERS))] == window
+            assert layers != all_layers(LAYERS) or expected == window
 
 
 def matches_by_hand(family, layers, text, start, window):
@@ -217,35 +208,14 @@ def test_the_search_finds_the_layers_that_matter_least():
     rng = np.random.default_rng(0)
     while search.stopped is None:
         rounds = run(engine, params, rng.integers(0, VOCAB, 40).tolist(), 100)
-    assert search.incumbent.layers.skipped.reshape(2, LAYERS - 2).sum(axis=0).tolist() == [0, 2, 0, 2]
-    assert (search.incumbent.matchness or 0) > 0.9
+    assert search.layers.skipped.reshape(2, LAYERS - 2).sum(axis=0).tolist() == [0, 2, 0, 2]
+    assert (search.matchness or 0) > 0.9
     assert np.mean([output.accepted for output in rounds]) > 3
 
 
-def test_a_search_that_stopped_is_resumed_when_the_text_changes(monkeypatch):
-    """After its end the set is scored now and then; on a model (a text) where it does badly the search goes on."""
-    monkeypatch.setattr(swift_runner, "WATCH_EVERY", 40)
-    engine = engine_of(EAGER)
-    runner, search = runner_of(engine), restart_search(engine, ratio=0.5, steps=40)
-    easy, hard = params_of("llama", gain=0.01), params_of("llama", gain=3.0)
-    while search.stopped is None:
-        run(engine, easy, PROMPT, 100)
-    passes, steps = runner.timer.passes, search.steps
-    for _ in range(8):
-        run(engine, easy, PROMPT, 30)  # texts shorter than what lies between two scores
-    assert 3 <= runner.timer.passes - passes <= 6
-    assert search.steps == steps and search.stopped
-    for seed in range(3):
-        run(engine, hard, PROMPT, 120, seed)
-    assert search.since == steps < search.steps
-
-
-@pytest.mark.parametrize("context", ["recent", "first"])
-def test_interleaved_generations_and_contexts(context, monkeypatch):
-    """Candidates are compared on the text that the search began with; another one takes over when that has ended."""
+def test_interleaved_generations():
+    """Candidates are scored on the text at hand, whichever that is."""
     engine, params = engine_of(EAGER), params_of("llama")
-    runner = runner_of(engine)
-    monkeypatch.setattr(runner, "context", context)
     search = restart_search(engine)
     pair = [rounds_of(engine, params, prompt, count) for prompt, count in ((PROMPT, 40), (LONG_PROMPT, 110))]
     texts, steps = [[], []], []
@@ -262,7 +232,7 @@ def test_interleaved_generations_and_contexts(context, monkeypatch):
 
 def test_the_search_takes_its_share_of_the_time(monkeypatch):
     """By a clock on which a round takes a second, and another one if it waited for a scoring pass."""
-    engine, scored, taken = engine_of(EAGER), [], []
+    engine, scored = engine_of(EAGER), []
     runner = runner_of(engine)
     for share in (0.0, 0.05, 0.3):
         monkeypatch.setattr(runner, "share", share)
@@ -275,9 +245,9 @@ def test_the_search_takes_its_share_of_the_time(monkeypatch):
                 runner.timer.now.seconds += runner.timer.passes > passes
                 passes = runner.timer.passes
         scored.append(search.steps)
-        taken.append(search.spent_s / search.decoded_s)
-        assert taken[-1] <= share
-    assert scored[0] == 0 < scored[1] < scored[2] and taken[0] == 0
+        # What a pass takes is known after it: the first may be longer than was thought.
+        assert search.spent_s <= share * search.decoded_s + 1
+    assert scored[0] == 0 < scored[1] < scored[2]
 
 
 @pytest.mark.parametrize("method", [EAGER, EACH])
@@ -347,8 +317,8 @@ def test_a_search_outlives_runners_and_processes(tmp_path):
     assert tokens_of(run(engine, params_of("llama"), PROMPT, 60)) == plain_tokens("llama", PROMPT, 60)
     assert old.search.steps > before
     again = EAGER.configure(models_of("llama"), store).bind(models_of("llama"), 100, store)
-    assert (again.search.steps, again.search.incumbent.layers) == (old.search.steps, old.search.incumbent.layers)
-    assert again.drafter.layers == old.search.incumbent.layers
+    assert (again.search.steps, again.search.layers) == (old.search.steps, old.search.layers)
+    assert again.drafter.layers == old.search.layers
     fixed = Swift(layers="none").bind(models_of("llama"), 100, store)
     assert fixed.drafter.layers == all_layers(LAYERS)
     fixed.close()
@@ -386,17 +356,12 @@ def test_batches_hold_what_the_table_allows():
         ({"siblings": (1, 3, 5)}, "siblings has 3 numbers"),
         ({"siblings": (1, 3, 5, 0)}, "siblings"),
         ({"siblings": (1, 3, 5, 2.5)}, "siblings must be an integer"),
-        ({"search": "random"}, "search must be one of budget, paper"),
-        ({"search": "paper", "share": 0.1}, "leave out share"),
-        ({"context": "last"}, "context must be one of recent, first"),
-        ({"programs": "two"}, "programs must be one of"),
-        ({"programs": "one", "candidates": 4}, "scores one at a time, not 4"),
         ({"share": 1.5}, "share"),
         ({"task": ""}, "task"),
         ({"layers": 5}, "layers must be text"),
         ({"layers": "none", "ratio": 0.2, "task": "x"}, "nothing is searched: leave out ratio, task"),
         ({"adaptive": 1}, "adaptive must be true or false"),
-        ({"window": 0}, "window"),
+        ({"steps": 0}, "steps"),
     ],
 )
 def test_settings_that_make_no_sense(settings, word):

@@ -26,163 +26,63 @@ def chance(layers):
 
 def draw(seed):
     rng = np.random.default_rng(seed)
-    return lambda layers, window: rng.binomial(32, chance(layers))
-
-
-def step(search, score, window=0, count=1):
-    asked = search.next_sets(count)
-    search.tell(asked, [score(each, window) for each in asked.layers])
-    return asked
+    return lambda layers: rng.binomial(32, chance(layers))
 
 
 def search_on(score, seed=0, **settings):
-    """Run a search to its end; `score` gives the matches of a set on a window."""
-    search, window = LayerSearch(LAYERS, SearchSettings(**settings), seed=seed), 0
+    """Run a search to its end; `score` gives the matches of a set, of 32."""
+    search = LayerSearch(LAYERS, SearchSettings(**settings), seed=seed)
     while search.stopped is None:
-        if search.window_is_used_up or not window:
-            window += 1
-            search.open_window()
-        step(search, score, window, 3)
+        step(search, score)
     return search
+
+
+def step(search, score):
+    layers = search.propose()
+    search.tell(layers, score(layers) / 32)
+    return layers
 
 
 def test_candidates_have_the_asked_for_size():
     search = LayerSearch(LAYERS, SearchSettings(ratio=0.45))
-    search.open_window()
-    asked = search.next_sets(20)
-    assert asked.layers[0] == UNIFORM
-    assert {layers.num_skipped for layers in asked.layers[1:]} == {int(28 * 0.45)}
-    assert len(set(asked.layers)) == 20
+    asked = [search.propose() for _ in range(20)]
+    assert search.layers == UNIFORM and len(set(asked)) == 20
+    assert {layers.num_skipped for layers in asked} == {int(28 * 0.45)}
 
 
 @pytest.mark.parametrize(
-    ("score", "settings", "reason"),
+    ("score", "settings", "reason", "steps"),
     [
-        (draw(0), {"steps": 40}, "40 steps"),
-        (lambda layers, window: 10, {"tolerance": 30}, "30 steps without a better set"),
-        (lambda layers, window: 32 if layers.attention[3] else 10, {}, "matchness above 0.95"),
+        (draw(0), {"steps": 40}, "40 steps", 40),
+        (lambda layers: 10, {"tolerance": 30}, "30 steps without a better set", 31),
+        (lambda layers: 0, {"tolerance": 30}, "30 steps without a better set", 30),
+        (lambda layers: 32 if layers.attention[3] else 10, {}, "matchness above 0.95", None),
     ],
 )
-def test_why_it_stops(score, settings, reason):
+def test_why_it_stops(score, settings, reason, steps):
     search = search_on(score, **settings)
-    assert search.stopped == reason
-    assert reason != "40 steps" or 40 <= search.steps < 43
-    assert reason[:2] != "30" or search.adopted == [(0, str(UNIFORM))]
-    # One good window does not end it.
-    assert reason[0] != "m" or (search.incumbent.tokens >= 64 and search.incumbent.layers.attention[3])
+    assert search.stopped == reason and steps in (None, search.steps)
+    assert reason[0] != "m" or search.layers.attention[3]
+    before = search.save()
+    search.tell(UNIFORM, 1.0)
+    assert search.save() == before, "a score that arrives after the end"
 
 
 @pytest.mark.parametrize(("layers", "ratio"), [(2, 0.5), (1, 0.5), (8, 0.0), (8, 0.05)])
 def test_nothing_to_choose(layers, ratio):
     search = LayerSearch(layers, SearchSettings(ratio=ratio))
-    assert search.stopped == "there is nothing to choose" and search.incumbent.layers == all_layers(layers)
+    assert search.stopped == "there is nothing to choose" and search.layers == all_layers(layers)
 
 
-def test_a_lucky_score_does_not_stay():
-    """The second candidate has 32 of 32 once, and 5 from then on; the set that it displaced comes back."""
-    seen = []
-
-    def score(layers, window):
-        if layers == UNIFORM:
-            return 15
-        if layers not in seen:
-            seen.append(layers)
-        return 32 if layers == seen[1 % len(seen)] and window == 1 and len(seen) == 2 else 5
-
-    search = search_on(score, steps=60)
-    assert [layers for _, layers in search.adopted] == [str(UNIFORM), str(seen[1]), str(UNIFORM)]
-
-
-def test_many_windows_outweigh_one():
-    """A score that is a little better displaces an incumbent of many windows only when it is repeated."""
-    search = LayerSearch(LAYERS, SearchSettings(tolerance=10**6))
-    for _ in range(10):
-        search.open_window()
-        search.tell(search.next_sets(4), [16, 4, 4, 4])
-    [rival] = step(search, lambda *_: 20).layers
-    assert search.incumbent.layers == UNIFORM
-    for _ in range(10):
-        search.open_window()
-        asked = search.next_sets(2)
-        assert asked.layers == [rival, UNIFORM]
-        search.tell(asked, [20, 16])
-        if search.incumbent.layers == rival:
-            break
-    assert search.incumbent.layers == rival and search.incumbent.tokens >= 64
-
-
-@pytest.mark.parametrize("passes", [1, 3])
-def test_short_texts_have_candidates_scored_too(passes):
-    """So few scores a window that the incumbent and its rivals alone would take all of them."""
-    search = LayerSearch(LAYERS, SearchSettings(steps=150, tolerance=10**6, max_score=1.0))
-    score, windows, again = draw(0), 0, {}
-    while search.stopped is None:
-        windows += 1
-        search.open_window()
-        for _ in range(passes):
-            [(layers, standing)] = step(search, score, windows).sets
-            again[layers] = again.get(layers, 0) + (standing is not None)
-    assert search.steps >= windows * passes / 2 - 2
-    assert again[search.incumbent.layers] >= 8 and chance(search.incumbent.layers) > chance(UNIFORM)
-
-
-def test_answers_of_an_older_window_are_ignored():
-    search = LayerSearch(LAYERS, SearchSettings())
-    search.open_window()
-    asked = search.next_sets(3)
-    search.open_window()
-    search.tell(asked, [1, 32, 32])
-    assert search.steps == 0 and search.incumbent.tokens == 0
-
-
-def test_the_papers_rule():
-    """The first better score decides, at once and for good; nothing is scored twice; every step has its window."""
-    search = LayerSearch(LAYERS, SearchSettings(rule="paper", tolerance=5))
+def test_a_better_score_decides_at_once_and_for_good():
+    search = LayerSearch(LAYERS, SearchSettings(tolerance=5))
     scores = [7, 7, 6, 20, 20, 3, 31]
     for number, matches in enumerate(scores, 1):
-        assert search.window_is_used_up
-        search.open_window()
-        [(layers, standing)] = search.next_sets(1).sets
-        assert standing is None and layers != UNIFORM
-        search.tell(swift_search.Asked(0, ((layers, None),)), [matches])
+        layers = step(search, lambda _, matches=matches: matches)
         assert search.steps == number
-        assert (search.incumbent.layers == layers) == (matches in (7, 20, 31) and scores.index(matches) == number - 1)
-    assert [number for number, _ in search.adopted] == [0, 1, 4, 7]
+        assert (search.layers == layers) == (number in (1, 4, 7))
+    assert search.history == [(1, 7 / 32), (4, 20 / 32), (7, 31 / 32)]
     assert search.stopped == "matchness above 0.95"
-    stale = search_on(lambda layers, window: 9, rule="paper", tolerance=30)
-    assert (stale.stopped, stale.steps) == ("30 steps without a better set", 31)
-
-
-@pytest.mark.parametrize("rule", ["budget", "paper"])
-def test_a_search_that_stopped_is_resumed_when_its_set_becomes_worse(rule):
-    search = search_on(lambda layers, window: 31 if layers.attention[3] else 15, rule=rule, tolerance=40)
-    assert search.stopped
-    found, steps = search.incumbent.layers, search.steps
-
-    def watch(search, *scores):
-        for matches in scores:
-            assert search.window_is_used_up
-            search.open_window()
-            asked = search.next_sets(2)
-            assert asked.layers == [found, found]
-            search.tell(asked, [matches, 0])
-
-    watch(search, 31, 0, 31, 31, 27, 27, 27, 27)
-    assert search.stopped, "the mean of four windows fell by less than the margin, or one window fell"
-    watch(search, 12, 12)
-    again = LayerSearch(LAYERS, search.settings)
-    again.load(json.loads(json.dumps(search.save())))
-    watch(again, 12, 12)
-    # Persisted too: the windows so far, the new standing, and the steps that begin anew.
-    resumed = LayerSearch(LAYERS, search.settings)
-    resumed.load(json.loads(json.dumps(again.save())))
-    for one in (again, resumed):
-        assert one.stopped is None and one.incumbent.layers == found and one.incumbent.matchness == 12 / 32
-        one.open_window()
-        while one.stopped is None:
-            step(one, lambda layers, window: 14 if layers.mlp[5] else 4)
-        assert one.stopped.endswith("without a better set") and one.steps >= steps + 40
-        assert one.incumbent.layers.mlp[5]
 
 
 def test_the_upper_bound_is_that_of_a_gaussian_process():
@@ -212,10 +112,8 @@ def evaluations_until_optimum(interval, seed, layers=6, size=4, most=70):
     )
     assert count_skipped(layers, settings.ratio) == size
     search, seen = LayerSearch(layers, settings, seed=seed), set()
-    search.open_window()
     while from_skipped(layers, optimum) not in seen and len(seen) < most:
-        asked = step(search, lambda each, _: 30 - 6 * int((each.skipped & ~optimum).sum()))
-        seen.update(layers for layers, standing in asked.sets if standing is None)
+        seen.add(step(search, lambda each: 30 - 6 * int((each.skipped & ~optimum).sum())))
     return len(seen)
 
 
@@ -230,49 +128,42 @@ def test_bayesian_proposals_follow_the_scores():
     rng = np.random.default_rng(0)
     sets = [rng.permutation(np.arange(20) < 8) for _ in range(60)]
     observed = [(skipped, 1 - 0.1 * float(skipped[10:].sum())) for skipped in sets]
-    # A set that was observed a hundred times counts once, and one of another size is no candidate.
-    for more in ([], [observed[0]] * 100, [(np.ones(20, bool), 0.2)]):
-        proposed = propose_bayesian([*observed, *more], 8, np.random.default_rng(3), 0.3)
+    # One of another size is no candidate.
+    for more in ([], [observed[0]] * 60, [(np.ones(20, bool), 0.2)]):
+        proposed = propose_bayesian([*observed, *more], 8, np.random.default_rng(3))
         assert proposed.sum() == 8 and proposed[10:].sum() <= 1
 
 
 def test_every_so_many_proposals_one_is_bayesian_over_all_processes(monkeypatch):
-    asked_for = []
+    asked_for, saved = [], None
 
-    def propose(observed, size, rng, noise):
-        asked_for.append((len(observed), noise))
+    def propose(observed, size, rng):
+        asked_for.append(len(observed))
         return UNIFORM.skipped
 
     monkeypatch.setattr(swift_search, "propose_bayesian", propose)
-    rules: list[tuple[swift_search.SearchRule, float]] = [("budget", 0.3), ("paper", 0.01)]
-    for rule, noise in rules:
-        saved = None
-        asked_for.clear()
-        for _ in range(5):
-            search = LayerSearch(LAYERS, SearchSettings(interval=10, rule=rule))
-            if saved is not None:
-                search.load(saved)
-            search.open_window()
-            steps = search.steps
-            while search.steps < steps + 6:
-                step(search, lambda *_: 5)
-            saved = json.loads(json.dumps(search.save()))
-        assert search.steps == 30 and [used for _, used in asked_for] == [noise] * 3
+    for _ in range(5):
+        search = LayerSearch(LAYERS, SearchSettings(interval=10))
+        if saved is not None:
+            search.load(saved)
+        for _ in range(6):
+            step(search, lambda _: 5)
+        saved = json.loads(json.dumps(search.save()))
+    assert search.steps == 30 and asked_for == [9, 19, 29]
 
 
 def test_short_processes_share_a_budget_and_what_is_known(tmp_path):
     """One score each: together they come as far as one that goes on."""
-    file, score = LayerStore(tmp_path / "sets.json", "m"), draw(0)
-    for number in range(60):
+    file, score, asked = LayerStore(tmp_path / "sets.json", "m"), draw(0), set()
+    for number in range(40):
         search = LayerSearch(LAYERS, SearchSettings(interval=10**6, tolerance=10**6, max_score=1.0))
         file.load("default", search)
         assert search.decoded_s == pytest.approx(2.5 * number) and search.spent_s == pytest.approx(0.05 * number)
         search.decoded_s += 2.5
         search.spent_s += 0.05
-        search.open_window()
-        step(search, score, number)
+        asked.add(step(search, score))
         file.save("default", search)
-    assert search.steps >= 28 and search.save()["sets"][3:] and search.incumbent.tokens >= 5 * 32
+    assert search.steps == len(asked) == 40 and chance(search.layers) > chance(UNIFORM)
 
 
 def test_another_process_goes_on(tmp_path):
@@ -284,14 +175,13 @@ def test_another_process_goes_on(tmp_path):
     same, more = (LayerSearch(LAYERS, dataclasses.replace(search.settings, steps=n)) for n in (30, 60))
     for again in (same, more):
         file.load("poems", again)
-        found, known = again.incumbent, search.incumbent
-        assert (found.layers, found.matches, found.tokens) == (known.layers, known.matches, known.tokens)
+        assert (again.layers, again.matchness) == (search.layers, search.matchness)
     assert (same.steps, same.stopped, same.history) == (search.steps, search.stopped, search.history)
     assert same.save() == search.save()
     assert more.stopped is None and more.steps == 0
     other = LayerSearch(LAYERS, SearchSettings(ratio=0.2))
     file.load("poems", other)
-    assert other.incumbent.layers == UNIFORM
+    assert other.layers == UNIFORM
     # An entry of fewer steps does not displace one of more, whatever its settings, unless it is told to.
     for settings in (search.settings, SearchSettings(tolerance=7)):
         shorter = LayerSearch(LAYERS, settings)
@@ -315,7 +205,8 @@ def saved_as(**entry):
     [
         "", "[]", "{}", '{"format": "other", "sets": []}', json.dumps({"format": FORMAT}), "\x00\xff", "[" * 100_000,
         json.dumps({"format": FORMAT, "sets": [3]}), saved_as(), saved_as(search=7), saved_as(search={"steps": "3"}),
-        saved_as(task=None, search={"steps": 3}), saved_as(search={"steps": 99, "sets": [["mlp=99", 3, 32]] * 3}),
+        saved_as(task=None, search={"steps": 3}),
+        saved_as(search=LayerSearch(LAYERS, SearchSettings()).save() | {"layers": "mlp=99"}),
     ],
 )  # fmt: skip
 def test_files_of_another_kind(tmp_path, content, caplog):
@@ -329,11 +220,11 @@ def test_files_of_another_kind(tmp_path, content, caplog):
     file = LayerStore(path, "m", "x")
     file.check()
     file.load("default", search)
-    assert search.incumbent.layers == UNIFORM and "is not used" in caplog.text
+    assert search.layers == UNIFORM and "is not used" in caplog.text
     found = search_on(draw(0), steps=5)
     file.save("default", found)
     file.load("default", search)
-    assert search.incumbent.layers == found.incumbent.layers and [*tmp_path.iterdir()] == [path]
+    assert search.layers == found.layers and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_file_of_another_model(tmp_path):

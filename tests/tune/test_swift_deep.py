@@ -12,7 +12,7 @@ from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.swift.search import SearchSettings
 from jaxspec.models.layer_set import uniform_layers
-from jaxspec.tune.swift import LayerScorer, search_layers, write_passages
+from jaxspec.tune.swift import LayerScorer, all_windows, search_layers, write_passages
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
@@ -56,8 +56,9 @@ def found(deep, passages):
     longest = max(len(passage.tokens) for passage in passages)
     scorer = LayerScorer(deep.engine.target, deep.params, longest, WINDOW)
     settings = SearchSettings(ratio=0.5, window=WINDOW, steps=80, tolerance=80, interval=8)
-    layers = search_layers(scorer, passages[1:], settings).incumbent.layers
-    return layers, scorer.matchness(passages[:1], [layers, uniform_layers(scorer.num_layers)])
+    layers = search_layers(scorer, passages[1:], settings).layers
+    windows = all_windows(passages[:1], WINDOW)
+    return layers, [scorer.matchness(windows, each) for each in (layers, uniform_layers(scorer.num_layers))]
 
 
 def test_the_search_finds_the_inserted_layers(found):

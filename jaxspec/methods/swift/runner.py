@@ -13,15 +13,12 @@ from jaxspec.methods.core.round import ModelParams, Round, StepOutput
 from jaxspec.methods.core.runner import HostState, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
-from jaxspec.methods.swift.score import matchness_program
-from jaxspec.methods.swift.search import Asked, LayerSearch
+from jaxspec.methods.swift.search import LayerSearch, matchness_program
 from jaxspec.methods.swift.self_draft import SelfDrafter, SpineSettings
 from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.request import Request
-
-WATCH_EVERY = 512  # tokens after which a search that has ended scores its set again: about 1 % of the time
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,29 +49,26 @@ class SwiftRunner(SpeculativeRunner):
     def __init__(
         self, target: Placement, tokens: int, search: LayerSearch, timer: DraftTimer, spine: SpineSettings, *,
         fixed: LayerSet | None, file: LayerStore | None, task: str,
-        context: str, share: float | None, sets: int, branching: bool,
+        share: float, branching: bool,
     ):  # fmt: skip
         """Declare the programs for sequences of up to `tokens` tokens; `search` and `timer` may be in use for long.
 
-        `fixed` layers are not searched for. A search is stored in `file` under the name `task`. A scoring pass has so
-        many `sets` and the "recent" or the "first" text as `context`. Scoring takes at most `share` of the time; None
-        scores after every round. `branching` skips blocks by branches on the device.
+        `fixed` layers are not searched for. A search is stored in `file` under the name `task`. Scoring takes at most
+        `share` of the time; 1 scores after every round. `branching` skips blocks by branches on the device.
         """
         self.search, self._fixed, self._file, self._task = search, fixed, file, task
-        self.context, self.share, self._sets = context, share, sets
-        self._searches = fixed is None and share != 0 and search.has_choice
+        self.share, self._searches = share, fixed is None and share != 0 and search.has_choice
         timer.adaptive = spine.adaptive
-        rows, costs = sets * search.settings.window, CostModel(pass_costs(target, spine.num_rows))
-        layers = fixed or search.incumbent.layers
+        window, costs = search.settings.window, CostModel(pass_costs(target, spine.num_rows))
+        layers = fixed or search.layers
         super().__init__(
             target, tokens,
             lambda verified: SelfDrafter(target, self.slots, verified, spine, costs, layers, branching),
-            max_path=spine.length + 1, num_rows=max(spine.num_rows, rows), rule=match, dynamic_rows=True, timer=timer,
+            max_path=spine.length + 1, num_rows=max(spine.num_rows, window), rule=match, dynamic_rows=True, timer=timer,
         )  # fmt: skip
-        timer.draft_cost, self._pass_cost = self.drafter.cost, float(pass_costs(target, rows)[-1])
-        self._pending: collections.deque[tuple[HostText, Asked, jax.Array]] = collections.deque()
-        self._window: tuple[HostText, int] | None = None  # that sets are scored on: its text and first position
-        self.score = matchness_program(target, self.executor.state, sets, search.settings.window, branching)
+        timer.draft_cost, self._pass_cost = self.drafter.cost, float(pass_costs(target, window)[-1])
+        self._pending: collections.deque[tuple[HostText, LayerSet, jax.Array]] = collections.deque()
+        self.score = matchness_program(target, self.executor.state, window, branching)
         self.programs = (*self.programs, *((self.score,) if self._searches else ()))
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
@@ -95,7 +89,7 @@ class SwiftRunner(SpeculativeRunner):
     ) -> tuple[SpeculativeState, Round, int]:
         """One round; a scoring pass runs after it on the devices."""
         text = _text(state)
-        if self._searches and self.drafter.adopt(self.search.incumbent.layers):
+        if self._searches and self.drafter.adopt(self.search.layers):
             # What was learned of the other set says nothing of this one.
             state = dataclasses.replace(state, draft=self.drafter.start(0, None))
             self.timer.draft_cost = self.drafter.cost
@@ -104,13 +98,11 @@ class SwiftRunner(SpeculativeRunner):
         start = self._find_window(text) if self._searches and self._is_due() else None
         text.scored.append(start is not None)
         if start is not None:
-            asked = self.search.next_sets(self._sets)
-            units = np.stack([layers.runs for layers in asked.layers])
+            layers = self.search.propose()
             tokens = np.array(text.tokens[start : start + self.search.settings.window + 1], np.int32)
-            target, matches = self.score(params.target, state.target, tokens, np.int32(start), units)
+            target, matches = self.score(params.target, state.target, tokens, np.int32(start), layers.runs)
             matches.copy_to_host_async()
-            self._pending.append((text, asked, matches))
-            self.search.unwatched = 0
+            self._pending.append((text, layers, matches))
             state = dataclasses.replace(state, target=target)
         return state, round_, least
 
@@ -127,29 +119,25 @@ class SwiftRunner(SpeculativeRunner):
         if search.stopped is None:
             search.decoded_s += timer.total_s - total_s
             search.spent_s += timer.spent_s - spent_s
-        else:
-            search.unwatched += len(output.tokens)
         if scored:
             self._read_scores(text)
 
     def report(self) -> dict[str, Any]:
         """What drafts and how it was found: `layers` that are skipped, and `num_skipped`.
 
-        Of a search: the `matchness` of its set, `steps`, `history`, sets `adopted`, why it has `stopped`,
-        `search_passes`, the `search_share` of the time while it went on. `gain` is that of rounds with a draft over
-        plain decoding; None before both were measured.
+        Of a search: the `matchness` of its set, `steps`, `history`, why it has `stopped`, `search_passes`, the
+        `search_share` of the time while it went on. `gain` is that of rounds with a draft over plain decoding; None
+        before both were measured.
         """
-        search, layers = self.search, self._fixed or self.search.incumbent.layers
+        search, layers = self.search, self._fixed or self.search.layers
         known: dict[str, Any] = {"layers": str(layers), "num_skipped": layers.num_skipped}
         if self._fixed is None:
-            known |= {"matchness": search.incumbent.matchness}
-            known |= {name: getattr(search, name) for name in ("steps", "stopped", "history", "adopted")}
+            known |= {name: getattr(search, name) for name in ("matchness", "steps", "stopped", "history")}
         share = search.spent_s / search.decoded_s if search.decoded_s else 0.0
         return known | self.timer.report() | {"search_passes": self.timer.passes, "search_share": share}
 
     def close(self) -> None:
         """End a generation; stores the search."""
-        self._window = None
         try:
             self._read_scores()
         finally:
@@ -160,15 +148,15 @@ class SwiftRunner(SpeculativeRunner):
         """Take the scores of the oldest pass for a text, and of those before it, which have finished; None: of all."""
         owner = None
         while self._pending and (owner is None or owner is not text):
-            owner, asked, matches = self._pending.popleft()
-            self.search.tell(asked, np.asarray(matches).tolist())
+            owner, layers, matches = self._pending.popleft()
+            self.search.tell(layers, int(np.asarray(matches)) / self.search.settings.window)
             self.timer.passes += 1
 
     def _is_due(self) -> bool:
         search, share, timer = self.search, self.share, self.timer
         if search.stopped is not None:
-            return search.unwatched >= WATCH_EVERY
-        if share is None or share == 1:
+            return False
+        if share == 1:
             return True
         # Before one was measured, by its rows. Where every round drafts, a draft round is the nearest to a plain one.
         usual_s = timer.plain_s or timer.drafted_s
@@ -176,20 +164,10 @@ class SwiftRunner(SpeculativeRunner):
         return cost is not None and (1 + len(self._pending)) * cost <= share * search.decoded_s - search.spent_s
 
     def _find_window(self, text: HostText) -> int | None:
-        """First position of the tokens to score on; None if there are none, or if those of another text are in use."""
-        search, first, known = self.search, self.context == "first", self._window
-        if known is not None and known[0] is not text:
-            return None
-        if known is not None and (first or not search.window_is_used_up):
-            return known[1]
+        """First position of the latest tokens to score on; None while the answer has too few."""
         # The last token is the root, or a former one: the keys of all before it are in the cache.
-        width = search.settings.window
-        start = text.prompt if first else len(text.tokens) - 1 - width
-        if start < text.prompt or start + width >= len(text.tokens) or known == (text, start):
-            return None
-        self._window = (text, start)
-        search.open_window()
-        return start
+        start = len(text.tokens) - 1 - self.search.settings.window
+        return start if start >= text.prompt else None
 
 
 def _text(state: SpeculativeState) -> HostText:

@@ -12,7 +12,7 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_flag, check_range, log_threshold
 from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
-from jaxspec.methods.swift.search import LayerSearch, SearchRule, SearchSettings
+from jaxspec.methods.swift.search import LayerSearch, SearchSettings
 from jaxspec.methods.swift.self_draft import LEVELS, SpineSettings
 from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.config import ModelConfig
@@ -25,10 +25,7 @@ ADAPTIVE_ROWS = 32  # most of a target pass where only tokens that pay are draft
 # can be skipped, and a text that is hard to predict, the gain was 1.50 with the latter and 1.35 with the former.
 THRESHOLD, ADAPTIVE_THRESHOLD = 0.8, 0.1
 # Settings of the search, which a fixed set does not need.
-SEARCHING = (
-    "ratio", "search", "context", "window", "interval", "steps", "tolerance", "max_score", "share", "candidates",
-    "task", "layers_file",
-)  # fmt: skip
+SEARCHING = ("ratio", "steps", "share", "task", "layers_file")
 LAYER_STORE = "swift-layers.json"  # in the cache folder
 
 
@@ -52,20 +49,9 @@ class Swift(Method):
         measured gain is below 1. False drafts in every round, as the paper does.
       layers: a fixed set, such as "attention=1,3-5;mlp=2", or "none"; empty to search for one. Settings of the search
         are refused beside it.
-      search: rule of the search. "budget" takes steps within a `share` of the time and compares sets on several
-        windows. "paper" takes a step in every round, adopts any set with a better score at once, and ends at the first
-        score above `max_score`; `share` is refused beside it.
-      context: tokens that candidates are scored on: the "recent" ones, or the "first" ones of a response.
-      window: gamma, tokens on which a candidate is scored.
-      interval: beta; each proposal whose number it divides is Bayesian, the others are random.
       steps: S, most steps of the search.
-      tolerance: steps without a better set after which the search ends.
-      max_score: share of predicted tokens above which the search ends. A search that has ended is resumed when the
-        share falls below the stored one.
-      share: most of the time that the search may take; 0 searches nothing.
-      candidates: sets scored in one pass; 0 is 8 on accelerators, else 1. "paper" takes 1.
-      programs: "one" program for all sets, which branches on the device; one for "each" adopted set, compiled in the
-        background; "auto" takes "one" on CPU and "each" on accelerators, whose host waits for branches.
+      share: most of the time that the search may take. 1 takes a step in every round, as the paper does; 0 searches
+        nothing.
       task: name under which the set is stored: sets found on one task are poor on another.
       layers_file: JSON file in which sets are stored; empty is one file beside the compiled programs.
     """
@@ -77,31 +63,21 @@ class Swift(Method):
     num_draft_tokens: int | None = None
     adaptive: bool = True
     layers: str = ""
-    search: SearchRule = "budget"
-    context: str = "recent"
-    window: int = 32
-    interval: int = 25
     steps: int = 1000
-    tolerance: int = 300
-    max_score: float = 0.95
     share: float = 0.025
-    candidates: int = 0
-    programs: str = "auto"
     task: str = "default"
     layers_file: str = ""
 
     name: ClassVar[str] = "swift"
     own_layers: ClassVar[bool] = True
+    search_settings: ClassVar[SearchSettings] = SearchSettings()  # the paper's figures
 
     def __post_init__(self):
-        for name, low, high in (
-            ("length", 1, LONGEST), ("window", 1, 256), ("interval", 1, 10**6), ("steps", 1, 10**6),
-            ("tolerance", 1, 10**6), ("candidates", 0, 64),
-        ):  # fmt: skip
-            check_range(name, getattr(self, name), low, high)
+        check_range("length", self.length, 1, LONGEST)
+        check_range("steps", self.steps, 1, 10**6)
         if self.num_draft_tokens is not None:
             check_range("num_draft_tokens", self.num_draft_tokens, self.length, 1023)
-        for name in ("ratio", "max_score", "share", *(() if self.threshold is None else ("threshold",))):
+        for name in ("ratio", "share", *(() if self.threshold is None else ("threshold",))):
             log_threshold(name, getattr(self, name))
         if self.ratio >= 1:
             raise ConfigError(f"ratio must be below 1: something has to run, got {self.ratio}")
@@ -110,25 +86,16 @@ class Swift(Method):
             raise ConfigError(f"siblings has {len(self.siblings)} numbers, one for each of {len(LEVELS) + 1} levels")
         for count in self.siblings:
             check_range("siblings", count, 1, 32)
-        for name, choices in (
-            ("search", ("budget", "paper")), ("context", ("recent", "first")), ("programs", ("auto", "one", "each")),
-        ):  # fmt: skip
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name in ("layers", "task", "layers_file"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be text, got {getattr(self, name)!r}")
-        changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-        idle = [name for name in changed if name in SEARCHING]
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        idle = [name for name in SEARCHING if getattr(self, name) != defaults[name]]
         if self.layers and idle:
             raise ConfigError(f"layers names the set, so nothing is searched: leave out {', '.join(idle)}")
-        if self.search == "paper" and "share" in changed:
-            raise ConfigError("search 'paper' takes a step in every round: leave out share")
         if not self.task:
             raise ConfigError("task must not be empty")
         check_flag("adaptive", self.adaptive)
-        if self.programs == "one" and self.candidates > 1:
-            raise ConfigError(f"one program for all sets scores one at a time, not {self.candidates} candidates")
 
     @property
     def num_rows(self) -> int:
@@ -173,21 +140,20 @@ class Swift(Method):
             search, timer = self._begin_search(target), DraftTimer()
             if file is not None:
                 file.load(self.task, search)
-        branching = self.programs == "one" or (self.programs == "auto" and branches(target))
-        paper = self.search == "paper"
         return SwiftRunner(
             target, tokens, search, timer, self._spine, fixed=self._fixed(target), file=file, task=self.task,
-            context=self.context, share=None if paper else self.share,
-            sets=self.candidates or (1 if paper else sets_per_pass(branching)), branching=branching,
+            share=self.share, branching=self._branches(target),
         )  # fmt: skip
 
     def _fixed(self, target: Placement) -> LayerSet | None:
         return parse_layers(self.layers, target.cfg.num_layers) if self.layers else None
 
     def _begin_search(self, target: Placement) -> LayerSearch:
-        names = ("ratio", "window", "interval", "steps", "tolerance", "max_score")
-        settings = SearchSettings(**{name: getattr(self, name) for name in names}, rule=self.search)
+        settings = dataclasses.replace(self.search_settings, ratio=self.ratio, steps=self.steps)
         return LayerSearch(target.cfg.num_layers, settings)
+
+    def _branches(self, target: Placement) -> bool:
+        return branches(target)
 
     def _file(self, target: Placement, store: Store) -> LayerStore | None:
         return None if self.layers else layer_store(store, target.cfg, self.layers_file)
@@ -204,8 +170,3 @@ def layer_store(store: Store, cfg: ModelConfig, named: str | Path = "") -> Layer
 def branches(target: Placement) -> bool:
     """Whether a program should skip blocks by branches on the device: not where the host waits for each of them."""
     return target.plan.devices[0].platform == "cpu"
-
-
-def sets_per_pass(branching: bool) -> int:
-    """Sets to score in one pass: branches are about one set; a pass that computes everything has rows to spare."""
-    return 1 if branching else 8

@@ -11,7 +11,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.files import write_whole
 from jaxspec.methods.swift.search import LayerSearch
 
-FORMAT = "jaxspec layer sets 4"
+FORMAT = "jaxspec layer sets 5"
 KEY = ("digest", "task", "ratio")
 
 
