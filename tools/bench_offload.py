@@ -12,10 +12,13 @@ stopped goes on from the file, and the table is made of all of it. --limit ends 
 """
 
 import itertools
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from bench_lengths import SPECEXEC, SPECINFER
 from harness import (
     AnswerLog,
@@ -31,7 +34,7 @@ from harness import (
 import jaxspec
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.methods.core.cost_model import USUAL_DEPTH
-from jaxspec.offload.stores import ThrottledStore
+from jaxspec.offload.stores import WeightStore
 from jaxspec.offload.stream import LayerStream
 
 PLAIN = "plain"
@@ -53,6 +56,28 @@ class Counts(NamedTuple):
     decode_s: float
     passes: int
     pass_s: float
+
+
+class ThrottledStore(WeightStore):
+    """Another store that gives no more than a fixed number of bytes per second: a slower disk or bus, for measuring."""
+
+    def __init__(self, store: WeightStore, bytes_per_s: float):
+        """Bytes are counted as programs take them."""
+        self.layouts, self.experts, self._store, self._rate = store.layouts, store.experts, store, bytes_per_s
+        self._free_at, self._lock = 0.0, threading.Lock()
+
+    @property
+    def counters(self) -> tuple[int, int, float]:
+        return self._store.counters
+
+    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
+        self._store.fill(layer, leaf, buffers, expert)
+        with self._lock:
+            # Time in which nothing was asked for does not add up.
+            self._free_at = max(time.perf_counter(), self._free_at)
+            self._free_at += sum(buffer.nbytes for buffer in buffers) / self._rate
+            until = self._free_at
+        time.sleep(max(0.0, until - time.perf_counter()))
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -108,28 +108,6 @@ class HostStore(WeightStore):
             self._busy_s += time.perf_counter() - start
 
 
-class ThrottledStore(WeightStore):
-    """Another store that gives no more than a fixed number of bytes per second: a slower disk or bus, for measuring."""
-
-    def __init__(self, store: WeightStore, bytes_per_s: float):
-        """Bytes are counted as programs take them."""
-        self.layouts, self.experts, self._store, self._rate = store.layouts, store.experts, store, bytes_per_s
-        self._free_at, self._lock = 0.0, threading.Lock()
-
-    @property
-    def counters(self) -> tuple[int, int, float]:
-        return self._store.counters
-
-    def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
-        self._store.fill(layer, leaf, buffers, expert)
-        with self._lock:
-            # Time in which nothing was asked for does not add up.
-            self._free_at = max(time.perf_counter(), self._free_at)
-            self._free_at += sum(buffer.nbytes for buffer in buffers) / self._rate
-            until = self._free_at
-        time.sleep(max(0.0, until - time.perf_counter()))
-
-
 def read_into(
     read: ReadLeaf, leaf: LeafLayout, buffers: list[np.ndarray], path: Path, expert: int | None = None
 ) -> None:
