@@ -99,7 +99,7 @@ def open_weights(path: Path | None) -> Weights:
             load=lambda at: module().restore_native(native, at.plan, at.weights, at.vocab_rows),
             read=lambda *leaf, **part: module().read_leaf(native, *leaf, **part),
             direct=lambda read_bytes: functools.partial(module().read_leaf, native, read_bytes=read_bytes),
-            file_bytes=lambda *leaf: module().leaf_bytes(native, *leaf),
+            file_bytes=lambda *leaf, **expert: module().leaf_bytes(native, *leaf, **expert),
         )  # fmt: skip
     try:
         source = open_checkpoint(path)
