@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PROMPT ?= Explain in three sentences why the sky is blue.
+PROMPT ?= Write a Python class for a stack with push, pop and peek.
 
 .PHONY: demo test test-tools test-all parity lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/jaxspec-decode --stats "$(PROMPT)"
+	@echo "load the model, compile its programs, decode"
+	$(BIN)/jaxspec-decode --method chain --show-drafted --compare --max-tokens 160 "$(PROMPT)"
 
 # Three processes keep two cores busy: a process that compiles often waits for one thread. docs/testing.md describes the
 # suite. Compiled programs are kept between runs; `make test JAXSPEC_TEST_CACHE=` is a cold run.

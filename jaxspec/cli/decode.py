@@ -40,7 +40,7 @@ from jaxspec.errors import ConfigError
 if TYPE_CHECKING:
     from jaxspec.bench.timeline import Timeline
     from jaxspec.llm import LLM
-    from jaxspec.results import Completion, StreamEvent
+    from jaxspec.results import Completion, DecodeStats, StreamEvent
 
 NAME = "jaxspec-decode"
 
@@ -72,7 +72,12 @@ def app(
     trace: Annotated[
         Path | None, typer.Option(help="Write when each program ran, as a Chrome/Perfetto trace, to this file.")
     ] = None,
-    show_drafted: Annotated[bool, typer.Option("--show-drafted", help="Underline what a draft proposed.")] = False,
+    show_drafted: Annotated[
+        bool, typer.Option("--show-drafted", help="Underline and colour what a draft proposed.")
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode the prompt plainly, too, and print both speeds.")
+    ] = False,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="A conversation: questions from the terminal, /help, Ctrl-D.")
     ] = False,
@@ -103,6 +108,8 @@ def app(
         raise ConfigError("--show-drafted underlines streamed text, which --json replaces: give one of them")
     if trace is not None and asks_for_several(options):
         raise ConfigError("--trace shows the programs of one process: it does not go with several")
+    if compare and (interactive or asks_for_several(options)):
+        raise ConfigError("--compare decodes one prompt in one process: it goes neither with --interactive nor several")
     out = check_new_file(trace, "--trace")
     if interactive:
         _check_interactive(options, prompt is not None or prompt_file is not None, json_, trace)
@@ -121,6 +128,7 @@ def app(
             Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary, stats).run()
             return
         prepared = llm.encode(_messages(llm, text, options))
+        plain = _ready_for_comparison(llm, show) if compare else None
         show(f"reading {len(prepared)} tokens of the prompt")
         with _tracing(llm, out) as timeline, passes_shown(llm):
             completion = _stream(llm, prepared, sampling, lambda: show(None), quiet=json_, underline=show_drafted)
@@ -134,6 +142,9 @@ def app(
         print(_summary(completion), file=sys.stderr)
     if completion.finish_reason == "abort":
         leave_after_interrupt()
+    if plain is not None:
+        sys.stdout.flush()
+        print(_comparison(completion, _decode_plainly(plain, prepared, sampling, completion)), file=sys.stderr)
 
 
 def main() -> None:
@@ -193,6 +204,44 @@ def _messages(llm: "LLM", text: str, options: dict[str, Any]) -> Any:
     return [*system, {"role": "user", "content": text}]
 
 
+def _ready_for_comparison(llm: "LLM", show: Callable[[str], None]) -> "LLM":
+    """Plain decoding with the same weights; all programs of both are compiled and loaded afterwards."""
+    show("loading the programs that draft")
+    llm.engine.settle()
+    show("compiling plain decoding")
+    plain = llm.with_method("ar")
+    plain.engine.settle()
+    return plain
+
+
+def _decode_plainly(plain: "LLM", prompt: list[int], sampling: Any, completion: "Completion") -> "Completion":
+    """The same request without drafts, with the seed that it had."""
+    request = dataclasses.replace(sampling, seed=completion.stats.seed) if sampling.temperature else sampling
+    return plain.generate([prompt], request)[0]
+
+
+def _comparison(completion: "Completion", plain: "Completion") -> str:
+    """One line: both speeds, and whether the tokens are the same."""
+    fast, slow = completion.stats.tokens_per_s, plain.stats.tokens_per_s
+    same = "the same" if completion.token_ids == plain.token_ids else "other"
+    per_pass = _tokens_per_pass(completion.stats)
+    shown = "" if per_pass is None else f", {per_pass:.2f} tokens/pass"
+    parts = [f"{completion.method}: {_rate(fast)}{shown}", f"plain decoding: {_rate(slow)}, {same} tokens"]
+    if fast and slow:
+        parts.append(f"{fast / slow:.2f} times as fast")
+    return " · ".join(parts)
+
+
+def _tokens_per_pass(stats: "DecodeStats") -> float | None:
+    """New tokens per target pass; None for plain decoding."""
+    counters = stats.speculative_decoding
+    return None if counters is None else stats.completion_tokens / counters["num_spec_steps"]
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "too short to time" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
+
+
 @contextlib.contextmanager
 def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
     """Trace what runs within, if there is a file to write; a text that is cut short leaves what was decoded of it."""
@@ -237,7 +286,8 @@ def _shower(underline: bool) -> Callable[["StreamEvent"], None]:
 
     def show(event: "StreamEvent") -> None:
         for text, drafted in event.spans:
-            typer.echo(typer.style(text, underline=True) if underline and drafted else text, nl=False)
+            shown = typer.style(text, fg=typer.colors.GREEN, underline=True) if underline and drafted else text
+            typer.echo(shown, nl=False)
         sys.stdout.flush()
 
     return show
@@ -255,7 +305,7 @@ def _summary(completion: "Completion") -> str:
     ]
     if stats.speculative_decoding is not None:
         counters = stats.speculative_decoding
-        parts.append(f"{stats.completion_tokens / counters['num_spec_steps']:.2f} tokens/pass")
+        parts.append(f"{_tokens_per_pass(stats):.2f} tokens/pass")
         if "draft_tree" in counters and counters["draft_tree"]["token_hit_rate"] is not None:
             tree = counters["draft_tree"]
             parts.append(f"hits {tree['token_hit_rate']:.0%}, evaluated {tree['evaluated_hit_rate']:.0%}")
