@@ -30,11 +30,11 @@ from jaxspec.offload.plan import OffloadPlan, check_room
 from jaxspec.offload.stream import LayerStream
 from jaxspec.results import Completion, Stream, StreamEvent
 from jaxspec.runtime import hosts
-from jaxspec.runtime.compile_cache import enable_compile_cache
 from jaxspec.runtime.distributed import Distributed
 from jaxspec.runtime.distributed import initialize as join_processes
 from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.mesh import MeshPlan, describe_hosts
+from jaxspec.runtime.store.folder import enable_compile_cache
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
 from jaxspec.text.stream import TextStream
 from jaxspec.worker import describe_programs, method_settings, run_worker

@@ -17,7 +17,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxspec.runtime import program_store, xla_options
+from jaxspec.runtime import xla_options
+from jaxspec.runtime.store import program_files
 
 # Before any backend starts. Eight devices let every tensor-parallel degree up to 8 run on any machine.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -48,7 +49,7 @@ def use_session_cache():
 use_session_cache()
 
 # A stored program is known by the files of its code. Tests change functions in memory.
-program_store.disabled = True
+program_files.disabled = True
 
 # The tools are no part of the package.
 TOOLS = str(Path(__file__).parents[1] / "tools")

@@ -26,7 +26,7 @@ from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 
 FOLDER = Path(__file__).parents[1] / "jaxspec"
-LEFT_OUT = ("checkpoint/", "runtime/store/", "runtime/program_store.py", "runtime/fingerprint.py")
+LEFT_OUT = ("checkpoint/", "runtime/store/")
 LONG = 8  # lines
 ROUNDS = 12  # `auto` and `lookup` decode plainly at first
 # SwiftSpec would measure its depth, and compile while nothing is watched.

@@ -263,7 +263,7 @@ def _split_devices(
 def _save_profile(tuning: "Tuning", files: tuple[Any, ...], command_line: str) -> Path | None:
     """Keep the speeds for method `auto`; returns the file, or None without a compile cache."""
     from jaxspec.methods.auto.profiles import profile_path, save_profile
-    from jaxspec.runtime.compile_cache import enable_compile_cache
+    from jaxspec.runtime.store.folder import enable_compile_cache
     from jaxspec.tune.plan import PairFiles
     from jaxspec.tune.run import profile_rows
 

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxspec.runtime import hosts, program_store
+from jaxspec.runtime import hosts
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.store import program_files
 from jaxspec.runtime.transfer import empty
 from jaxspec.runtime.xla_options import choose_options, compile_lowered
 from jaxspec.sampling.request import Request
@@ -80,17 +81,17 @@ class Program:
         """
         stored = self._lowered_digest(lowered)
         if stored is None or not self.load(stored, variant):
-            self._compiled[variant], is_new = program_store.compile_with(lambda: compile_lowered(lowered, self._plan))
+            self._compiled[variant], is_new = program_files.compile_with(lambda: compile_lowered(lowered, self._plan))
             if stored is None or not is_new:
                 return
-            program_store.save(stored, self._compiled[variant], *self._trees(variant))
+            program_files.save(stored, self._compiled[variant], *self._trees(variant))
         if digest is not None:
-            program_store.link(stored, digest)
+            program_files.link(stored, digest)
 
     def _lowered_digest(self, lowered: Any) -> str | None:
-        if not program_store.is_used():
+        if not program_files.is_used():
             return None
-        from jaxspec.runtime.fingerprint import UnknownError, lowered_digest
+        from jaxspec.runtime.store.fingerprint import UnknownError, lowered_digest
 
         try:
             return lowered_digest(lowered, self._plan.devices, choose_options(self._plan))
@@ -99,9 +100,9 @@ class Program:
 
     def digest(self, variant: Variant | None = None) -> str | None:
         """What the program is stored under; None where it is not stored."""
-        if not program_store.is_used():
+        if not program_files.is_used():
             return None
-        from jaxspec.runtime.fingerprint import UnknownError, program_digest
+        from jaxspec.runtime.store.fingerprint import UnknownError, program_digest
 
         # Structures of pytrees hold what is no array, such as the names of their classes.
         rest = (self._plan.kernels, tuple(self._donate), _leaves(self._shapes(variant)), _leaves(self._out))
@@ -114,7 +115,7 @@ class Program:
 
     def load(self, digest: str, variant: Variant | None = None) -> bool:
         """Take the program from the store; False where it is not there."""
-        found = program_store.load(digest, *self._trees(variant), self._plan.devices)
+        found = program_files.load(digest, *self._trees(variant), self._plan.devices)
         if found is not None:
             self._compiled[variant] = found
         return found is not None
@@ -247,7 +248,7 @@ def compile_programs(
         return 0.0
     start = time.perf_counter()
     keys = {key: key[0].digest(key[1]) for key in waiting}
-    sizes = {key: program_store.size(digest) for key, digest in keys.items() if digest is not None}
+    sizes = {key: program_files.size(digest) for key, digest in keys.items() if digest is not None}
     at_once = threading.Event()
     at_once.set()
     stored = [(key, size) for key in waiting if (size := sizes.get(key)) is not None]

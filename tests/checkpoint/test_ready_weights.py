@@ -8,20 +8,19 @@ import pytest
 from gguf import GGMLQuantizationType
 from make import tiny_config, write_gguf
 
-from jaxspec.checkpoint import ready_weights
 from jaxspec.checkpoint.load import open_weights
-from jaxspec.checkpoint.ready_weights import ReadyWeights
 from jaxspec.loading import OpenModels
 from jaxspec.methods.core.round import Models
-from jaxspec.runtime import program_store
 from jaxspec.runtime.mesh import plan_pair
+from jaxspec.runtime.store import program_files, ready_weights
+from jaxspec.runtime.store.ready_weights import ReadyWeights
 
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     """A model in blocks, placed for integer products: its path, weights and placement."""
-    monkeypatch.setattr(program_store, "disabled", False)
-    monkeypatch.setattr(program_store, "_folder", tmp_path / "cache" / "ready")
+    monkeypatch.setattr(program_files, "disabled", False)
+    monkeypatch.setattr(program_files, "_folder", tmp_path / "cache" / "ready")
     path = write_gguf(tmp_path / "model.gguf", tiny_config(), qtype=GGMLQuantizationType.Q8_0)
     weights = open_weights(path)
     plan, _ = plan_pair(1, None, draft_platform=None, kernels="auto", method="ar", own_devices=False)

@@ -16,7 +16,8 @@ from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
-from jaxspec.runtime import hosts, program_store
+from jaxspec.runtime import hosts
+from jaxspec.runtime.store import program_files
 
 CASE = LLAMA_AUTO_LONG._replace(method=Auto())
 TIMES = RoundTimes(0.01, {1: 0.011, 2: 0.012, 4: 0.018, 16: 0.041}, search_s=0.002, draft_s=0.001)
@@ -26,8 +27,8 @@ PLAIN_S, ROW_S, SEARCH_S, DRAFT_S = 0.004, 0.001, 0.0005, 0.00025
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_store, "disabled", False)
-    monkeypatch.setattr(program_store, "_folder", tmp_path / "ready")
+    monkeypatch.setattr(program_files, "disabled", False)
+    monkeypatch.setattr(program_files, "_folder", tmp_path / "ready")
     monkeypatch.setattr(profiles, "surroundings", lambda: "this machine")
     return Store(cache_folder=tmp_path)
 
@@ -236,7 +237,7 @@ def test_where_nothing_is_measured(store, monkeypatch):
     monkeypatch.setattr(hosts, "several", lambda: True)
     assert find(store) is None
     monkeypatch.setattr(hosts, "several", lambda: False)
-    monkeypatch.setattr(program_store, "disabled", True)
+    monkeypatch.setattr(program_files, "disabled", True)
     assert find(store) is None
 
 

@@ -4,16 +4,16 @@ import pytest
 from method_cases import BASIC, case_id, models_of
 
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.runtime import compile_cache, program_store
+from jaxspec.runtime.store import folder, program_files
 from jaxspec.sampling.variant import GREEDY
 
 
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_store, "disabled", False)
-    compile_cache.enable_compile_cache(str(tmp_path / "cache"))
+    monkeypatch.setattr(program_files, "disabled", False)
+    folder.enable_compile_cache(str(tmp_path / "cache"))
     yield
-    program_store.use(None)
+    program_files.use(None)
 
 
 @pytest.mark.parametrize("case", BASIC, ids=case_id)

@@ -3,13 +3,13 @@
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.runtime import compile_cache, program_store
-from jaxspec.runtime.compile_cache import enable_compile_cache
+from jaxspec.runtime.store import folder, program_files
+from jaxspec.runtime.store.folder import enable_compile_cache
 
 
 @pytest.fixture(autouse=True)
 def restore(monkeypatch):
-    monkeypatch.delenv(compile_cache.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(folder.ENVIRONMENT, raising=False)
     yield
     enable_compile_cache(None)
 
@@ -17,17 +17,17 @@ def restore(monkeypatch):
 def test_a_folder_and_off_and_on_again(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     assert enable_compile_cache(str(one)) == one
-    assert enable_compile_cache("") is None and not program_store.is_used()
+    assert enable_compile_cache("") is None and not program_files.is_used()
     assert enable_compile_cache(str(other)) == other and other.is_dir()
 
 
 def test_none_means_environment_then_caller_then_user(tmp_path, monkeypatch):
     enable_compile_cache(str(tmp_path / "explicit"))
-    monkeypatch.setattr(compile_cache, "_callers_folder", str(tmp_path / "caller"))
+    monkeypatch.setattr(folder, "_callers_folder", str(tmp_path / "caller"))
     assert enable_compile_cache(None) == tmp_path / "caller"
-    monkeypatch.setenv(compile_cache.ENVIRONMENT, str(tmp_path / "environment"))
+    monkeypatch.setenv(folder.ENVIRONMENT, str(tmp_path / "environment"))
     assert enable_compile_cache(None) == tmp_path / "environment"
-    monkeypatch.setenv(compile_cache.ENVIRONMENT, "")
+    monkeypatch.setenv(folder.ENVIRONMENT, "")
     assert enable_compile_cache(None) is None
 
 

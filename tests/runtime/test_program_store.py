@@ -13,9 +13,10 @@ from tiny_models import FAMILIES, place
 
 from jaxspec.methods.core.sequence import ModelSequence
 from jaxspec.models.quantization import Storage
-from jaxspec.runtime import compile_cache, fingerprint, program, program_store
+from jaxspec.runtime import program
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Later, Program, compile_programs
+from jaxspec.runtime.store import fingerprint, folder, program_files
 from jaxspec.sampling.variant import GREEDY
 
 PLACEMENT = place(FAMILIES["llama"])
@@ -23,11 +24,11 @@ PLACEMENT = place(FAMILIES["llama"])
 
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_store, "disabled", False)
-    compile_cache.enable_compile_cache(str(tmp_path / "cache"))
+    monkeypatch.setattr(program_files, "disabled", False)
+    folder.enable_compile_cache(str(tmp_path / "cache"))
     jax.config.update("jax_enable_compilation_cache", False)  # what comes out of it cannot be stored
     yield tmp_path / "cache" / "ready"
-    program_store.use(None)
+    program_files.use(None)
 
 
 def programs_of(slots=64, role="target"):
@@ -108,13 +109,13 @@ def test_what_jax_had_compiled_is_not_stored(store, tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
     compilation_cache.reset_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(program_store, "disabled", True)
+        patch.setattr(program_files, "disabled", True)
         compile_programs(programs_of())
     first = programs_of()
     compile_programs(first)
     assert not store.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(program_store, "disabled", True)
+        patch.setattr(program_files, "disabled", True)
         lowered = first[0].lower()
         first[0].finish(lowered)
     first[0].finish(lowered, digest=first[0].digest())
@@ -168,10 +169,13 @@ def test_what_cannot_be_told_apart_is_not_stored():
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path):
-    folder = tmp_path / "files"
-    folder.mkdir()
+    files = tmp_path / "files"
+    files.mkdir()
     for age, name in enumerate("abc"):
-        (folder / name).write_bytes(b"1" * 10)
-        os.utime(folder / name, (1000 - age, 1000 - age))
-    program_store.trim(folder, 20)
-    assert sorted(path.name for path in folder.iterdir()) == ["a", "b"]
+        (files / name).write_bytes(b"1" * 10)
+        os.utime(files / name, (1000 - age, 1000 - age))
+        os.link(files / name, files / f"{name}, too")  # takes no place
+    program_files.trim(files, 30)
+    assert len(list(files.iterdir())) == 6
+    program_files.trim(files, 20)
+    assert sorted(path.name for path in files.iterdir()) == ["a", "a, too", "b", "b, too"]

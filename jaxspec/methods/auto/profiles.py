@@ -18,9 +18,10 @@ from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.base import DeviceChoice, Measured
 from jaxspec.methods.core.cost_model import fill_rows
 from jaxspec.methods.core.round import Models
-from jaxspec.runtime import hosts, program_store
-from jaxspec.runtime.fingerprint import UnknownError, surroundings
+from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.store import program_files
+from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 
 LOG = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None
     """
     placements = [placement for placement in models if placement is not None]
     fits = all(_is_simple(placement) for placement in placements)
-    if cache is None or not program_store.is_used() or hosts.several() or not fits:
+    if cache is None or not program_files.is_used() or hosts.several() or not fits:
         return None
     try:
         words = [surroundings(), COSTS, num_rows, *map(_describe, placements)]

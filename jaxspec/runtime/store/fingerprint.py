@@ -1,8 +1,8 @@
 """A digest of everything that shapes a compiled program, without tracing it.
 
 A program is what a function computes, and a function is its code and what it closes over. The code is known by the
-files of both packages; closures are walked, value by value. What cannot be told apart for sure has no digest, and is
-traced as if there were no store.
+files of both packages; closures are walked, value by value. Values that cannot be told apart for sure have no digest:
+their program is traced as if there were no store.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import pallas_kernels
+from jaxspec.files import digest_text
 from jaxspec.version import __version__
 
-PACKAGES = ("jaxspec", "pallas_kernels")
-KNOWN = (*PACKAGES, "jax", "jaxlib", "numpy", "functools", "builtins", "ml_dtypes", "flax")
+PACKAGES = Path(__file__).parents[2], Path(str(pallas_kernels.__file__)).parent
+KNOWN = ("jaxspec", "pallas_kernels", "jax", "jaxlib", "numpy", "functools", "builtins", "ml_dtypes", "flax")
 SOURCES = (".py", ".cc", ".h", ".so", ".json", ".toml")
-# What JAX was told that changes no program.
+# Words in the names of JAX's settings that change no program.
 IRRELEVANT = ("cache", "log", "dump", "traceback", "pprint", "profil")
 _LOADED = time.time()  # files that are younger may differ from the code that runs
 
@@ -39,12 +40,8 @@ class UnknownError(Exception):
 
 def program_digest(name: str, function: Any, devices: tuple[Any, ...], rest: Any) -> str:
     """The digest of a program: its function, and whatever else shapes it; raises `UnknownError`."""
-    digest = hashlib.sha256(surroundings().encode())
-    for device in devices:
-        digest.update(f"{device.device_kind} {device.client.platform_version}".encode())
-    digest.update(repr(_settings()).encode())
-    _feed(digest, (name, function, rest))
-    return digest.hexdigest()
+    kinds = [(device.device_kind, device.client.platform_version) for device in devices]
+    return digest_text(repr((surroundings(), kinds, _settings(), describe((name, function, rest)))))
 
 
 def lowered_digest(lowered: Any, devices: tuple[Any, ...], rest: Any) -> str:
@@ -55,18 +52,15 @@ def lowered_digest(lowered: Any, devices: tuple[Any, ...], rest: Any) -> str:
     except (AttributeError, KeyError, TypeError) as error:
         raise UnknownError(f"this JAX does not say which arguments a program uses: {error}") from error
     shapes = [(leaf.shape, str(leaf.dtype), leaf.donated) for leaf in jax.tree.leaves(lowered.args_info)]
-    digest = hashlib.sha256(repr((_machine(), _values(), rest, used, shapes)).encode())
-    for device in devices:
-        digest.update(repr((device.device_kind, device.client.platform_version, *_describe_device(device))).encode())
-    digest.update(lowered.as_text().encode())
-    return digest.hexdigest()
+    kinds = [(device.device_kind, device.client.platform_version, *_describe_device(device)) for device in devices]
+    return digest_text(repr((_machine(), _values(), rest, used, shapes, kinds)) + lowered.as_text())
 
 
 @functools.cache
 def surroundings() -> str:
     """Versions, files, processor, environment: what does not change while a process runs."""
     files = []
-    for package in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
+    for package in PACKAGES:
         for folder, _, names in os.walk(package):
             for name in sorted(names):
                 if name.endswith(SOURCES):
@@ -86,7 +80,7 @@ def _machine() -> str:
 
 
 def _processor() -> list[str]:
-    """What the processor can do, as far as the system says."""
+    """The processor's features, as far as the system says."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -94,13 +88,12 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
 
 
-def _values() -> Any:
+def _values() -> list[tuple[str, Any]]:
     """JAX's settings by name; raises `UnknownError` where this JAX does not say."""
     try:
         from jax._src import config
 
-        values = {name: value for name, value in config.config.values.items() if not _is_irrelevant(name)}
-        return sorted(values.items(), key=lambda item: item[0])
+        return sorted((k, v) for k, v in config.config.values.items() if not any(word in k for word in IRRELEVANT))
     except (ImportError, AttributeError) as error:
         raise UnknownError(str(error)) from error
 
@@ -111,116 +104,95 @@ def _settings() -> Any:
     try:
         from jax._src import config
 
-        return values, _describe(config.trace_context())
+        return values, _show(config.trace_context())
     except (ImportError, AttributeError) as error:
         raise UnknownError(str(error)) from error
 
 
-def _describe(value: Any) -> Any:
+def _show(value: Any) -> Any:
     """A value in words; one that shows nothing but its address is described by its attributes."""
     if isinstance(value, tuple):
-        return tuple(map(_describe, value))
+        return tuple(map(_show, value))
     if type(value).__repr__ is not object.__repr__:
         return repr(value)
     names = {*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())} - {"__weakref__", "__dict__"}
     if not names:
         raise UnknownError(type(value).__qualname__)
-    return type(value).__qualname__, [(name, _describe(getattr(value, name))) for name in sorted(names)]
+    return type(value).__qualname__, [(name, _show(getattr(value, name))) for name in sorted(names)]
 
 
-def _is_irrelevant(name: str) -> bool:
-    return any(word in name for word in IRRELEVANT)
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Add a value and all that it consists of."""
-
-    def add(*words: Any) -> None:
-        digest.update(repr(words).encode())
-
-    def add_all(values: Any) -> None:
-        for one in values:
-            _feed(digest, one)
-
+def describe(value: Any) -> Any:
+    """A value and all that it consists of, in words and tuples; raises `UnknownError` where words do not tell all."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes):
-        add(kind.__name__, value)
-    elif isinstance(value, enum.Enum):
-        add("enum", _name(kind), value.name)
-    elif isinstance(value, np.ndarray | np.generic):
+        return kind.__name__, value
+    if isinstance(value, enum.Enum):
+        return "enum", _name(kind), value.name
+    if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.hasobject:
             raise UnknownError("an array of objects")
-        add("array", str(array.dtype), array.shape, array.tobytes())
-    elif isinstance(value, np.dtype):
-        add("dtype", str(value))
-    elif isinstance(value, jax.Device):
-        add(*_describe_device(value))
-    elif isinstance(value, jax.ShapeDtypeStruct):
-        digest.update(_describe_shape(value.shape, value.dtype, value.sharding))
-    elif isinstance(value, NamedSharding):
-        digest.update(_describe_sharding(value))
-    elif isinstance(value, types.FunctionType):
-        _feed_function(digest, value)
-    elif isinstance(value, types.MethodType):
-        add_all((value.__func__, value.__self__))
-    elif isinstance(value, functools.partial):
-        add_all(("partial", value.func, value.args, value.keywords))
-    elif isinstance(value, type):
-        add("type", _name(value))
-    elif dataclasses.is_dataclass(value):
-        add("dataclass", _name(kind))
-        add_all((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-    elif isinstance(value, tuple | list):
-        add("sequence", _name(kind), len(value))
-        add_all(value)
-    elif isinstance(value, frozenset):
-        add("frozenset", len(value))
-        add_all(sorted(value, key=repr))
-    elif isinstance(value, dict):
-        add("dict", len(value))
-        add_all(item for item in value.items())
-    else:
-        raise UnknownError(_name(kind))
+        return "array", str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+    if isinstance(value, np.dtype):
+        return "dtype", str(value)
+    if isinstance(value, jax.Device):
+        return _describe_device(value)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return _describe_shape(value.shape, value.dtype, value.sharding)
+    if isinstance(value, NamedSharding):
+        return _describe_sharding(value)
+    if isinstance(value, types.FunctionType):
+        return _describe_function(value)
+    if isinstance(value, types.MethodType):
+        return "method", describe(value.__func__), describe(value.__self__)
+    if isinstance(value, functools.partial):
+        return "partial", describe((value.func, value.args, value.keywords))
+    if isinstance(value, type):
+        return "type", _name(value)
+    if dataclasses.is_dataclass(value):
+        fields = [(field.name, describe(getattr(value, field.name))) for field in dataclasses.fields(value)]
+        return "dataclass", _name(kind), fields
+    if isinstance(value, tuple | list):
+        return "sequence", _name(kind), [describe(one) for one in value]
+    if isinstance(value, frozenset):
+        return "frozenset", [describe(one) for one in sorted(value, key=repr)]
+    if isinstance(value, dict):
+        return "dict", [describe(item) for item in value.items()]
+    raise UnknownError(_name(kind))
 
 
 # A model has hundreds of arrays of few kinds, and each program takes them all.
 @functools.lru_cache(maxsize=4096)
-def _describe_shape(shape: tuple[int, ...], dtype: Any, sharding: Any) -> bytes:
+def _describe_shape(shape: tuple[int, ...], dtype: Any, sharding: Any) -> str:
     described = _describe_sharding(sharding) if isinstance(sharding, NamedSharding) else None
     if described is None and sharding is not None:
         raise UnknownError(type(sharding).__qualname__)
-    return repr(("shape", shape, str(dtype), described)).encode()
+    return repr(("shape", shape, str(dtype), described))
 
 
 @functools.lru_cache(maxsize=256)
-def _describe_sharding(sharding: NamedSharding) -> bytes:
+def _describe_sharding(sharding: NamedSharding) -> str:
     devices = np.asarray(sharding.mesh.devices)
     words = sharding.mesh.axis_names, devices.shape, str(sharding.mesh.axis_types), str(sharding.spec)
-    return repr(("sharding", *words, *map(_describe_device, devices.flat))).encode()
+    return repr(("sharding", *words, *map(_describe_device, devices.flat)))
 
 
 def _describe_device(device: Any) -> tuple[Any, ...]:
     return "device", device.platform, device.id, device.process_index
 
 
-def _feed_function(digest: Any, function: types.FunctionType) -> None:
-    """Add a function: where it is defined, and what it closes over."""
-    code = function.__code__
-    digest.update(repr(("function", _name(function), code.co_firstlineno, code.co_code, code.co_names)).encode())
-    if not code.co_filename.startswith(_ROOTS) and not _name(function).startswith(("jax.", "jax._src.")):
+def _describe_function(function: types.FunctionType) -> Any:
+    """A function: where it is defined, its code, and what it closes over."""
+    code, cells = function.__code__, function.__closure__ or ()
+    own = code.co_filename.startswith(tuple(map(str, PACKAGES)))
+    if not own and not _name(function).startswith(("jax.", "jax._src.")):
         raise UnknownError(f"{code.co_filename} is no part of the packages")
-    _feed(digest, function.__defaults__)
-    _feed(digest, function.__kwdefaults__)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        digest.update(name.encode())
-        try:
-            _feed(digest, cell.cell_contents)
-        except ValueError as error:
-            raise UnknownError(f"{name} is empty") from error
-
-
-_ROOTS = tuple(str(Path(str(root)).parent) for root in (sys.modules["jaxspec"].__file__, pallas_kernels.__file__))
+    try:
+        closed = tuple((name, cell.cell_contents) for name, cell in zip(code.co_freevars, cells, strict=True))
+    except ValueError as error:
+        raise UnknownError(f"{_name(function)} closes over nothing yet") from error
+    words = "function", _name(function), code.co_firstlineno, code.co_code, code.co_names
+    return *words, describe((function.__defaults__, function.__kwdefaults__, closed))
 
 
 def _name(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Weights kept as they lie in memory: a start neither opens the checkpoint's own formats again nor packs.
 
-They lie beside the compiled programs, one file for a target and its draft. A file holds a header, and the bytes of each
+The files lie beside the compiled programs, one for a target and its draft. A file holds a header, and the bytes of each
 array, on multiples of 64 bytes. Its name is a digest of everything that shapes them: the checkpoints' files (size and
 time of change), the placements, and the code. Every part has a SHA-256, which is compared when it is mapped. A file is
 written once and never changed: it is replaced or removed as a whole, which leaves those who have mapped it what it was.
@@ -8,7 +8,6 @@ written once and never changed: it is replaced or removed as a whole, which leav
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import mmap
@@ -25,9 +24,9 @@ from jax.sharding import NamedSharding
 
 from jaxspec.files import digest_text, file_stamps, replacing
 from jaxspec.models.params import Params
-from jaxspec.runtime import program_store
-from jaxspec.runtime.fingerprint import UnknownError, surroundings
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.store import program_files
+from jaxspec.runtime.store.fingerprint import UnknownError, describe, surroundings
 
 LOG = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class ReadyWeights:
         """
         placements = [target] if draft is None else [target, draft]
         single = all(len(p.plan.devices) == 1 and p.plan.devices[0].platform == "cpu" for p in placements)
-        if cache is None or not program_store.is_used() or not single or target.activations == "float32":
+        if cache is None or not program_files.is_used() or not single or target.activations == "float32":
             return None
         try:
             words = [surroundings(), *map(_describe, placements), *map(file_stamps, paths)]
@@ -115,9 +114,13 @@ class ReadyWeights:
             self._writing.result()
 
     def _write(self, leaves: list[jax.Array]) -> None:
-        arrays = list({id(leaf): leaf for leaf in leaves}.values())
-        starts = dict(zip(map(id, arrays), _starts([leaf.nbytes for leaf in arrays]), strict=True))
-        size = sum(_round_up(leaf.nbytes) for leaf in arrays)
+        starts: dict[int, int] = {}
+        arrays, size = [], 0
+        for leaf in leaves:
+            if id(leaf) not in starts:
+                starts[id(leaf)] = size
+                arrays.append(leaf)
+                size += _round_up(leaf.nbytes)
         places = [starts[id(leaf)] for leaf in leaves]
         sums = [hashlib.sha256() for _ in range(0, size, PART_BYTES)]
         try:
@@ -134,14 +137,9 @@ class ReadyWeights:
                     at += len(piece)
                 file.seek(0)
                 file.write(_head(places, size, sums))
-            program_store.trim(self._folder, MOST_BYTES)
+            program_files.trim(self._folder, MOST_BYTES)
         except OSError as error:
             LOG.info("the weights are not kept: %s", error)
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where arrays of so many bytes begin."""
-    return [0, *itertools.accumulate(map(_round_up, sizes))][:-1]
 
 
 def _pieces(arrays: Sequence[jax.Array]) -> Iterator[memoryview]:
@@ -195,5 +193,5 @@ def _round_up(size: int) -> int:
 
 
 def _describe(placement: Placement) -> str:
-    shapes = jax.tree.flatten(placement.params())
-    return repr((placement.plan.kernels, [(leaf.shape, str(leaf.dtype)) for leaf in shapes[0]], str(shapes[1])))
+    shapes, tree = jax.tree.flatten(placement.params())
+    return repr((placement.plan.kernels, describe(shapes), str(tree)))

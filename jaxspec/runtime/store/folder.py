@@ -1,6 +1,6 @@
-"""The persistent compile cache: on by default, in the user's cache folder.
+"""The folder of the compile cache: on by default, in the user's cache folder.
 
-One process keeps its programs in the store (`program_store`). Several processes use JAX's own compile cache, as a
+One process keeps its programs in the store (`program_files`). Several processes use JAX's own compile cache, as a
 stored program belongs to the devices of one process.
 """
 
@@ -13,11 +13,12 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.errors import ConfigError
-from jaxspec.runtime import hosts, program_store
+from jaxspec.runtime import hosts
+from jaxspec.runtime.store import program_files
 
 ENVIRONMENT = "JAXSPEC_COMPILE_CACHE"
 
-# What JAX was told before jaxspec changed anything: the caller's own choice, which None goes back to.
+# JAX's setting before jaxspec changed anything: the caller's own choice, which None goes back to.
 _callers_folder: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -67,5 +68,5 @@ def _use(path: Path | None) -> Path | None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # JAX opens its cache once; without this a later choice would be ignored.
     compilation_cache.reset_cache()
-    program_store.use(None if path is None or several else path / "ready")
+    program_files.use(None if path is None or several else path / "ready")
     return path

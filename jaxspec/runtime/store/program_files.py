@@ -65,10 +65,8 @@ jax.monitoring.register_event_duration_secs_listener(_note_end)
 
 def size(digest: str) -> int | None:
     """Bytes of a program's file; None where there is none."""
-    if _folder is None:
-        return None
     try:
-        return (_folder / digest).stat().st_size
+        return None if _folder is None else (_folder / digest).stat().st_size
     except OSError:
         return None
 
@@ -82,18 +80,17 @@ def load(digest: str, in_tree: Any, out_tree: Any, devices: tuple[Any, ...]) -> 
         content = path.read_bytes()
     except OSError:
         return None
-    head = len(MAGIC) + 32
-    payload = content[head:]
-    if content[: len(MAGIC)] != MAGIC or hashlib.sha256(payload).digest() != content[len(MAGIC) : head]:
-        _remove(path)
-        return None
+    payload = content[len(MAGIC) + 32 :]
     from jax.experimental import serialize_executable
 
     try:
+        if content[: -len(payload)] != _head(payload):
+            raise ValueError("it is damaged")
         loaded = serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=list(devices))
     except Exception as error:  # whatever a file of another world raises: the program is compiled anew
         LOG.info("the stored program %s is not usable: %s", digest, error)
-        _remove(path)
+        with contextlib.suppress(OSError):
+            path.unlink()
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # it was used
@@ -108,15 +105,15 @@ def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any) -> None:
 
     try:
         payload, *_ = serialize_executable.serialize(compiled)
-    except Exception as error:  # some programs cannot be serialized
-        LOG.info("a program is not stored: %s", error)
-        return
-    try:
         _folder.mkdir(exist_ok=True, mode=0o700)
-        write_whole(_folder / digest, MAGIC + hashlib.sha256(payload).digest() + payload)
+        write_whole(_folder / digest, _head(payload) + payload)
         trim(_folder, MOST_BYTES)
-    except OSError as error:
+    except Exception as error:  # some programs cannot be serialized, and some folders take nothing
         LOG.info("a program is not stored: %s", error)
+
+
+def _head(payload: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(payload).digest()
 
 
 def link(digest: str, other: str) -> None:
@@ -129,20 +126,20 @@ def link(digest: str, other: str) -> None:
         os.replace(name, _folder / other)
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 def trim(folder: Path, most: int) -> None:
-    """Remove the files that were not used for longest, until all together have at most `most` bytes."""
-    found = []
+    """Remove the files that were not used for longest, until all together have at most `most` bytes.
+
+    A file with two names is counted once, and loses both.
+    """
+    found: dict[int, tuple[float, int, list[Path]]] = {}
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
-            found.append((path.stat().st_mtime, path.stat().st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found, key=lambda file: file[0]):
+            stat = path.stat()
+            found.setdefault(stat.st_ino, (stat.st_mtime, stat.st_size, []))[2].append(path)
+    total = sum(size for _, size, _ in found.values())
+    for _, size, paths in sorted(found.values()):
         if total <= most:
             return
-        path.unlink(missing_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)
         total -= size
