@@ -1,4 +1,4 @@
-"""What a caller may ask for: sampling parameters and engine settings, validated before any compute."""
+"""Requests of a caller: sampling parameters and engine settings, validated before any compute."""
 
 import dataclasses
 import math

@@ -35,7 +35,7 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IdleSession:
-    """What a session leaves: its buffers, and the text that its caches hold."""
+    """Buffers that a session leaves, and the text that its caches hold."""
 
     runner: Runner
     params: ModelParams | None  # that the caches were computed with
@@ -307,12 +307,12 @@ class Session:
     def _step(self) -> StepOutput:
         try:
             coming = self.num_emitted + sum(len(output.tokens) for output in self.ready)
-            coming += sum(least for _, least in self._in_flight)
+            coming += sum(min_tokens for _, min_tokens in self._in_flight)
             while len(self._in_flight) < self._runner.in_flight and coming < self.limit:
                 room = self.limit - coming if coming else 1  # the first token comes alone
-                self._state, round_, least = self._launch(self._params, self._state, self._request, room)
-                self._in_flight.append((round_, least))
-                coming += least
+                self._state, round_, min_tokens = self._launch(self._params, self._state, self._request, room)
+                self._in_flight.append((round_, min_tokens))
+                coming += min_tokens
             if not self.ready:
                 outputs = self._read(self._in_flight.popleft()[0])
                 self._runner.observe(self._state, outputs)
@@ -347,12 +347,12 @@ class Session:
         self.close()
 
     def _launch_round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
-        state, round_, least = self._runner.round(params, state, request, room)
+        state, round_, min_tokens = self._runner.round(params, state, request, room)
         if not self._wants_top:
             round_ = dataclasses.replace(round_, top=None)
         round_ = everywhere(round_)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
-        return state, round_, least
+        return state, round_, min_tokens
 
 
 def _copy(leaf: jax.Array) -> jax.Array:

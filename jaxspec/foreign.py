@@ -61,7 +61,7 @@ def own_name(name: str) -> str | None:
 
 
 def option_hint(option: str, known: Collection[str]) -> str | None:
-    """What to write for another project's option, such as "-md", if this command, which has those `known`, has it.
+    """The option to write for another project's, such as "-md", if this command, which has those `known`, has it.
 
     Of options of other commands, those of several processes are explained.
     """

@@ -169,7 +169,7 @@ class LLM:
         hosts.check_equal("settings", given)
 
     def follow(self) -> None:
-        """Do what process 0 does, until it ends; for the other processes of several."""
+        """The worker loop of a process other than 0: run the commands of process 0 until it ends."""
         run_worker(self)
 
     @property

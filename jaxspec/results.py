@@ -1,4 +1,4 @@
-"""What a caller gets back: completions, streamed events and their statistics."""
+"""Results for a caller: completions, streamed events and their statistics."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What int8 activations change: perplexity, most probable tokens and distributions of a model beside float32's.
+"""Effects of int8 activations: perplexity, most probable tokens and distributions of a model beside float32's.
 
     python tools/activation_quality.py [--model FILE ...] [--text FILE] [--tokens 10240] [--json FILE]
 

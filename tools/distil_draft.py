@@ -324,7 +324,7 @@ def _parse_numbers(option: str, text: str, last: int) -> list[int]:
 
 
 def _base_settings(base: Path, target: str, made_of: dict[str, Any]) -> dict[str, Any]:
-    """What the run that another begins with was made with, and the step of its newest checkpoint, `latest`."""
+    """The settings of the run that another begins with, and the step of its newest checkpoint, `latest`."""
     settings = read_settings(base)
     if settings["target"] != target:
         raise typer.BadParameter(f"--begin-with {base}: was trained for another target")

@@ -1,14 +1,19 @@
 """The files of jaxspec whose functions a round enters, for each method: Python's profiler watches tiny random models.
 
+With `--table` it prints the table of docs/architecture.md. A mark is "x"; "p" where only a plain draft enters the file,
+"f" where only one does that takes in the target's hidden states.
+
 A function counts from 8 lines on. Rounds are traced, dispatched and read while they are watched, so that functions
 inside compiled programs count, too. Kernels, the store of programs and checkpoints do not.
 
-    python tools/files_per_round.py [METHOD ...] [--files]
+    python tools/files_per_round.py [METHOD ...] [--files | --table]
 """
 
 import argparse
+import ast
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -29,8 +34,49 @@ FOLDER = Path(__file__).parents[1] / "jaxspec"
 LEFT_OUT = ("checkpoint/", "runtime/store/")
 LONG = 8  # lines
 ROUNDS = 12  # `auto` and `lookup` decode plainly at first
-# SwiftSpec would measure its depth, and compile while nothing is watched.
-SETTINGS = {"swiftspec": {"depth": 4, "refill": 0}}
+# SwiftSpec would measure its depth, and compile while nothing is watched. SWIFT would not draft for so small a model.
+SETTINGS = {"swiftspec": {"depth": 4, "refill": 0}, "swift": {"adaptive": False, "length": 4}}
+# The order of packages in the table, and what to read in a file where its docstring says something else.
+ORDER = ("methods/", "methods/core/", "tree/", "sampling/", "models/", "runtime/")
+PURPOSE = {
+    "methods/core/runner.py": "`SpeculativeRunner.round`",
+    "methods/core/round.py": "the packed result that the host reads",
+    "methods/core/timing.py": "times of rounds, and whether drafting pays",
+    "methods/core/copies.py": "the search for copies of earlier text",
+    "methods/core/best_first.py": "best-first search",
+    "methods/core/drafter.py": "catching up with verified tokens",
+    "methods/core/proposals.py": "children of a node",
+    "methods/core/sampled_tree.py": "a tree of samples",
+    "methods/core/cost_model.py": "costs of passes, acceptance rates",
+    "methods/core/executor.py": "the target's programs",
+    "methods/core/verify.py": "pass, walk, commit",
+    "methods/auto/drafter.py": "the choice between a chain, a copy and nothing",
+    "methods/auto/draft_chain.py": "a chain that ends where it no longer pays",
+    "methods/swift/runner.py": "runner: rounds, and steps of the search",
+    "methods/swift/search.py": "the search for layers to skip",
+    "methods/swift/self_draft.py": "the draft of skipped layers",
+    "methods/swiftspec/runner.py": "runner of both sides",
+    "methods/swiftspec/draft_tree.py": "the tree that is kept from round to round",
+    "tree/tree.py": "tree and batch",
+    "tree/grow.py": "expansion, test for the end of the search",
+    "tree/select.py": "selection of the batch",
+    "tree/reroot.py": "moving the root along verified tokens",
+    "sampling/accept.py": "the acceptance rules",
+    "sampling/choose.py": "the choice of a token",
+    "sampling/noise.py": "random numbers by seed and position",
+    "sampling/processors.py": "temperature, top-k, top-p, penalties",
+    "sampling/variant.py": "which of these a request needs",
+    "sampling/vocab.py": "token ids of a draft with a vocabulary of its own",
+    "models/transformer.py": "the forward pass",
+    "models/kv_cache.py": "commit, window",
+    "models/heads.py": "logits of a vocabulary that is split over devices",
+    "models/rope.py": "rotary frequencies",
+    "models/feature_draft.py": "the forward pass of a feature draft",
+    "runtime/program.py": "compile and call",
+    "runtime/hosts.py": "decisions that all processes share",
+    "runtime/transfer.py": "copies between two meshes",
+    "runtime/xla_options.py": "options of the compiler",
+}
 TARGET = ModelConfig("llama", 3, 48, 96, 6, 3, 8, 101, max_context=256)
 DRAFT = ModelConfig("llama", 1, 48, 96, 6, 3, 8, 101, max_context=256)
 FED = ModelConfig(
@@ -57,10 +103,12 @@ def watched() -> Iterator[set[str]]:
 
     before = sys.getprofile()
     sys.setprofile(note)
+    threading.setprofile(note)  # a method may compile in a thread
     try:
         yield found
     finally:
         sys.setprofile(before)
+        threading.setprofile(before)  # pyright: ignore[reportArgumentType]
         for code in seen:
             path = Path(code.co_filename)
             if path.is_relative_to(FOLDER) and is_long(code):
@@ -100,17 +148,53 @@ def files_of(name: str, draft: ModelConfig = DRAFT) -> set[str]:
     return found
 
 
+def marks_of(name: str) -> dict[str, str]:
+    """The mark of each file that a round of a method enters: "x", "p" or "f"."""
+    plain, fed = files_of(name), files_of(name, FED)
+    return {file: "x" if file in plain & fed else "p" if file in plain else "f" for file in sorted(plain | fed)}
+
+
+def num_files(marks: Mapping[str, str]) -> int:
+    """Files that a round with either kind of draft enters at most."""
+    return max(sum(mark in kinds for mark in marks.values()) for kinds in ("xp", "xf"))
+
+
+def purpose(file: str) -> str:
+    """What to read in a file: a kept phrase, or else its docstring up to the first full stop or colon."""
+    text = ast.get_docstring(ast.parse((FOLDER / file).read_text())) or ""
+    return PURPOSE.get(file) or text.partition(".")[0].partition(":")[0]
+
+
+def table(found: Mapping[str, Mapping[str, str]]) -> str:
+    """A Markdown table of files by method, from the marks of each method."""
+
+    def place(file: str) -> tuple[int, str]:
+        return max(at for at, folder in enumerate(ORDER) if file.startswith(folder)), file
+
+    files = sorted({file for marks in found.values() for file in marks}, key=place)
+    rows = [["file", "what to read there", *(f"`{name}`" for name in found)], ["---"] * (2 + len(found))]
+    for file in files:
+        rows.append([f"`jaxspec/{file}`", purpose(file), *(marks.get(file, "") for marks in found.values())])
+    rows.append(["", "files of a round", *(str(num_files(marks)) for marks in found.values())])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows).replace("|  |", "| |").replace("|  |", "| |")
+
+
 def main() -> None:
     """Print the number of files of each method, and their names."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("methods", nargs="*", choices=[*METHODS, []], metavar="METHOD", help="all of them by default")
     parser.add_argument("--files", action="store_true", help="list the files")
+    parser.add_argument("--table", action="store_true", help="print a Markdown table")
     args = parser.parse_args()
+    found = {}
     for name in args.methods or METHODS:
-        plain, fed = files_of(name), files_of(name, FED)
-        print(f"{name:10} {len(plain):3} files, {len(fed)} with a draft that is fed hidden states", flush=True)
+        marks = found[name] = marks_of(name)
+        if not args.table:
+            print(f"{name:10} {num_files(marks):3} files", flush=True)
         if args.files:
-            print("  " + "\n  ".join(sorted(plain | fed)))
+            print("".join(f"  {mark} {file}\n" for file, mark in marks.items()), end="")
+    if args.table:
+        print(table(found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a hostile or unlucky user can give jaxspec: files, templates, values, signals. Only its own errors may come.
+"""Input of a hostile or unlucky user: files, templates, values, signals. Only its own errors may come.
 
     python tools/fuzz_hostile.py [--seconds 60] [--areas templates,gguf] [--first 0] [--cases 0]
 

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def make_parts(model: str | None, smoke: bool, budget_s: float) -> dict[str, Callable[[], Iterator[dict[str, Any]]]]:
-    """What makes the rows of each part; nothing is imported before it is called."""
+    """The functions that make the rows of each part; nothing is imported before it is called."""
 
     def measure_operation(operation: str) -> Iterator[dict[str, Any]]:
         from kernel_bench.kernels import measure_operation
@@ -190,7 +190,7 @@ def summarise(parts: dict[str, dict[str, Any]], arguments: argparse.Namespace, s
 
 
 class Output:
-    """Where results go: the JSON first, since tables can be made of it later."""
+    """Files of results: the JSON first, since tables can be made of it later."""
 
     def __init__(self, path: Path | None, smoke: bool):
         """`path`: of the JSON; None is by the device's name in docs/results, and nowhere where nothing is measured."""

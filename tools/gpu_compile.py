@@ -50,7 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """What the compiler is told of a GPU: JAX's name of it, and the fields of XLA's target configuration.
+    """Description of a GPU for the compiler: JAX's name of it, and the fields of XLA's target configuration.
 
     Attributes:
       kind: JAX's name.
@@ -99,7 +99,7 @@ GPUS = {
 
 
 def find_problem() -> str | None:
-    """What is missing for compiling, or None."""
+    """The package that compiling lacks, or None."""
 
     def is_missing(name: str) -> bool:
         try:
@@ -268,7 +268,7 @@ def count_program(program: Any) -> dict[str, Any]:
 
 
 def count_text(text: str) -> dict[str, Any]:
-    """What the compiled text of a program holds; see the module."""
+    """Counts of a program's compiled text; see the module."""
     bodies = split_computations(text)
     entry = [found for line in bodies["ENTRY"] if (found := read_instruction(line))]
     loops, on_data = [], []
@@ -289,7 +289,7 @@ def count_text(text: str) -> dict[str, Any]:
 
 
 def list_layer(entry: Sequence[str]) -> list[str]:
-    """What is launched from the last attention but one to the last: instruction, shape, and what it computes."""
+    """Launches from the last attention but one to the last: instruction, shape, and what it computes."""
     launches, starts = [], []
     for line in entry:
         kind, name, shape = read_instruction(line) or ("parameter", "", "")

@@ -1,1 +1,1 @@
-"""What jaxspec-bench runs."""
+"""The benchmark that jaxspec-bench runs."""

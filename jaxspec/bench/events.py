@@ -149,7 +149,7 @@ def _clip(event: Event, start: float, stop: float) -> Event:
 
 
 def _host_times(events: Sequence[Event]) -> list[float]:
-    """Of each round after a generation's first, seconds from the read before to its own, without waiting."""
+    """Host seconds per round, from one read to the next without waiting; a generation's first round is left out."""
     times, since, waited = [], None, 0.0
     for event in sorted(events, key=lambda e: e.start):
         if event.name == WAIT:

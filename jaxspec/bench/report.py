@@ -201,7 +201,7 @@ def _first_difference(answer: Answer, by_key: Index) -> tuple[int, int] | None:
 
 
 def _differences(measured: Measurement, by_key: Index) -> Iterator[dict[str, Any]]:
-    """Where answers of methods that promise the baseline's tokens have others."""
+    """Answers of methods that promise the baseline's tokens have others."""
     exact = {c.label for c in measured.columns if is_token_exact(c.method, measured.sampling)}
     for answer in measured.answers:
         difference = _first_difference(answer, by_key) if answer.label in exact else None

@@ -1,1 +1,1 @@
-"""What jaxspec-check runs."""
+"""The checks that jaxspec-check runs."""

@@ -223,7 +223,7 @@ def estimate_full(entries: Sequence[Mapping[str, Any]], setup_s: float, methods:
 
 
 def describe(sampling: SamplingParams) -> str:
-    """What is not default, in a few words: "greedy", "temperature=0.7 top_p=0.9 seed=1"."""
+    """The settings that are not default, in a few words: "greedy", "temperature=0.7 top_p=0.9 seed=1"."""
     words = [
         f"{field.name}={getattr(sampling, field.name)}"
         for field in dataclasses.fields(sampling)

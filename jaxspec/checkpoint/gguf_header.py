@@ -119,12 +119,12 @@ class _Parser:
     def take_integer(self, size: int, what: str) -> int:
         return int.from_bytes(self.take_bytes(size, what), "little")
 
-    def take_count(self, what: str, least: int) -> int:
+    def take_count(self, what: str, min_bytes: int) -> int:
         """A count of entries of at least `least` bytes each, refused where the rest of the file cannot hold them."""
         count = self.take_integer(8, f"number of {what}")
         left = self.size - self.at
-        if count * least > left:
-            self.fail(f"claims {count} {what} of at least {least} bytes each, the file has {left} bytes left")
+        if count * min_bytes > left:
+            self.fail(f"claims {count} {what} of at least {min_bytes} bytes each, the file has {left} bytes left")
         return count
 
     def take_string(self, what: str) -> str:

@@ -64,5 +64,5 @@ class AutoregressiveRunner(Runner):
     def round(
         self, params: ModelParams, state: SequenceState, request: Request, room: int
     ) -> tuple[SequenceState, Round, int]:
-        state, _, round_, least = self.executor.decode(params.target, state, request, room)
-        return state, round_, least
+        state, _, round_, min_tokens = self.executor.decode(params.target, state, request, room)
+        return state, round_, min_tokens

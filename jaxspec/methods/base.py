@@ -58,7 +58,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceChoice:
-    """What to run where; `report` says why, for the statistics of a generation."""
+    """The measured choice of method and devices; `report` says why, for the statistics of a generation."""
 
     best: Measured | None
     report: Mapping[str, Any]

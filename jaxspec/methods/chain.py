@@ -64,17 +64,17 @@ class Chain(Method):
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft = models.draft
         assert draft is not None
-        least = log_threshold("min_probability", self.min_probability)
+        min_score = log_threshold("min_probability", self.min_probability)
         slots = cache_slots(tokens, 2 * self.num_rows)
         shape = SampledShape((1,) * self.num_draft_tokens)
 
         def sampled(verified: Verified) -> Drafter:
-            return SampledDrafter(draft, slots, shape, verified, replacement=True, least=least)
+            return SampledDrafter(draft, slots, shape, verified, replacement=True, min_score=min_score)
 
         def matched(verified: Verified) -> Drafter:
             return BestFirstDrafter(
-                draft, slots, same_draw(draft.vocab, scored=least > -math.inf), verified,
-                num_rows=self.num_rows, width=1, branch=1, depth=self.num_draft_tokens, least=least,
+                draft, slots, same_draw(draft.vocab, scored=min_score > -math.inf), verified,
+                num_rows=self.num_rows, width=1, branch=1, depth=self.num_draft_tokens, min_score=min_score,
             )  # fmt: skip
 
         exact = self.rule == "match"

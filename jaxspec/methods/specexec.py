@@ -107,7 +107,7 @@ class SpecExec(Method):
             return BestFirstDrafter(
                 draft, cache_slots(tokens, tree_rows(width, depth) + self.max_path), propose, verified,
                 num_rows=self.num_rows, width=width, branch=branch, depth=depth,
-                least=log_threshold("min_probability", self.min_probability),
+                min_score=log_threshold("min_probability", self.min_probability),
             )  # fmt: skip
 
         return SpeculativeRunner(

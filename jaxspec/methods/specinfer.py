@@ -78,7 +78,7 @@ class SpecInfer(Method):
         slots = cache_slots(tokens, shape.inner_rows + shape.width + self.max_path)
 
         def make_drafter(verified: Verified) -> Drafter:
-            return SampledDrafter(draft, slots, shape, verified, replacement=self.replacement, least=-float("inf"))
+            return SampledDrafter(draft, slots, shape, verified, replacement=self.replacement, min_score=-float("inf"))
 
         return SpeculativeRunner(
             models.target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows,

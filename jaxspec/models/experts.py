@@ -44,11 +44,11 @@ class ExpertsConfig:
 
     def __post_init__(self):
         """Refuse mixtures that cannot be built, naming both numbers."""
-        for name, least in (("count", 1), ("per_token", 1), ("dim", 1), ("shared_dim", 0)):
+        for name, minimum in (("count", 1), ("per_token", 1), ("dim", 1), ("shared_dim", 0)):
             value = getattr(self, name)
-            known = not isinstance(value, bool) and isinstance(value, int) and least <= value < 2**31
+            known = not isinstance(value, bool) and isinstance(value, int) and minimum <= value < 2**31
             if not known:
-                raise ConfigError(f"experts {name} must be an integer of at least {least}, got {value!r}")
+                raise ConfigError(f"experts {name} must be an integer of at least {minimum}, got {value!r}")
         if self.count > MOST_EXPERTS:
             raise ConfigError(f"experts count {self.count} is more than {MOST_EXPERTS}")
         if self.per_token > self.count:

@@ -64,7 +64,7 @@ class Placement:
 
     @property
     def kv_dtype(self) -> Any:
-        """Of keys and values."""
+        """The dtype of the KV cache."""
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     @property

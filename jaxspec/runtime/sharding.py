@@ -83,14 +83,14 @@ def partition_spec(info: ArrayInfo, rules: Mapping[str, str | None] = TENSOR_PAR
     return PartitionSpec(*names)
 
 
-def placed_shapes(infos: Any, plan: MeshPlan, least: Mapping[str, int] | None = None) -> Any:
+def placed_shapes(infos: Any, plan: MeshPlan, min_sizes: Mapping[str, int] | None = None) -> Any:
     """Padded, sharded `jax.ShapeDtypeStruct`s of a pytree of `ArrayInfo` on a mesh: what every restore must produce.
 
-    Split dimensions are padded to a multiple of the mesh's degree and of the declared unit. `least` gives smallest
+    Split dimensions are padded to a multiple of the mesh's degree and of the declared unit. `min_sizes` gives smallest
     sizes of logical axes; smaller ones are padded up to them first. Blocks that cross from head to head cannot be split
     over several devices: `ValueError`.
     """
-    sizes = least or {}
+    sizes = min_sizes or {}
     mesh = plan.mesh
 
     def place(info: ArrayInfo) -> jax.ShapeDtypeStruct:

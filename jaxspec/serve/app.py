@@ -37,7 +37,7 @@ HOST_HEADER = re.compile(r"(?:\[([\da-fA-F:.]+)\]|([^\s:@/\[\]]+))(?::\d*)?")  #
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server takes.
+    """Limits of a server.
 
     Attributes:
       active: answers that are decoded at the same time, in turn.

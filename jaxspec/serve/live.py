@@ -1,4 +1,4 @@
-"""What the live view shows of each round: the draft tree, which of it was accepted, and what came instead.
+"""The live view of each round: the draft tree, which of it was accepted, and what came instead.
 
 Where the draft has devices of its own, also when programs of both sides ran.
 """
@@ -41,7 +41,7 @@ class RoundWatcher:
         self._shown = 0.0  # when a timeline was
 
     def take(self) -> list[dict[str, Any]]:
-        """What came since the last call, as "round" or "timeline"; may be called in another thread."""
+        """Messages since the last call, as "round" or "timeline"; may be called in another thread."""
         return [self._events.get() for _ in range(self._events.qsize())]
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class RoundWatcher:
         }
 
     def _next_text(self, token: int) -> str:
-        """What a token adds to the answer; its last token has the whole of a character."""
+        """Text that a token adds to the answer; its last token has the whole of a character."""
         return "" if token in self._tokenizer.special_ids else self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def _text(self, token: int) -> str:

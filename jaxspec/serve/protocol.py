@@ -1,4 +1,4 @@
-"""What clients send: JSON bodies in OpenAI's form, checked field by field; what is not supported is refused by name."""
+"""Requests of clients: JSON bodies in OpenAI's form, checked field by field; others are refused by name."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's JSON objects of completions, and of their parts as they are streamed."""
+"""Replies to clients: OpenAI's JSON objects of completions, and of their parts as they are streamed."""
 
 import codecs
 import json

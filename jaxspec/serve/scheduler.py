@@ -164,7 +164,7 @@ class Scheduler:
 
 
 def describe_error(error: BaseException) -> ApiError:
-    """What a client is told of an exception; what is not its own fault is logged."""
+    """The error message for a client; an exception that is not its fault is logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ConfigError):

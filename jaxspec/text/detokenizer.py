@@ -96,7 +96,7 @@ class Detokenizer:
         return self._strip(self._decoder.decode(b"".join(token_bytes[i] for i in ids if i not in skipped)))
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows: U+FFFD for an incomplete character, or nothing."""
+        """Text that was held back, at the end of the tokens: U+FFFD for an incomplete character, or nothing."""
         return self._strip(self._decoder.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

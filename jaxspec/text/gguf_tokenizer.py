@@ -31,7 +31,7 @@ _DEEPSEEK_LETTERS = (
 
 @dataclasses.dataclass(frozen=True)
 class _PreTokenizer:
-    """What a name in `tokenizer.ggml.pre` stands for."""
+    """The steps that a name in `tokenizer.ggml.pre` stands for."""
 
     splits: tuple[str, ...]  # patterns, one after the other; each match, and each text between, becomes a word
     # The text is brought to Unicode form C first. Hugging Face's tokenizers of these models do so, and with them

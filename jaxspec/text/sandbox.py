@@ -52,7 +52,7 @@ class LimitError(Exception):
 
 
 class _Limits:
-    """What one rendering has used up."""
+    """Time and size that one rendering has used up."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds

@@ -37,14 +37,14 @@ class StopMatcher:
         return text[: len(text) - size], False
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Text that was held back, at the end of the tokens."""
         held, self._held = self._held, ""
         return held
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamPiece:
-    """What one token adds to a streamed text."""
+    """The text that one token adds to a stream."""
 
     text: str  # that nothing can take back; often empty while a stop string may be under way
     num_tokens: int  # more tokens of `TextStream.token_ids` that are now certain, oldest first

@@ -31,10 +31,10 @@ def leaf_scores(tree: Tree) -> Array:
     return jnp.where(tree.child_row < 0, tree.child_score, -jnp.inf).reshape(-1)
 
 
-def pick_leaves(tree: Tree, width: int, least: Array | float = -jnp.inf) -> Picked:
-    """The `width` leaves of highest score, if it is at least `least`; the earlier proposal on a tie."""
+def pick_leaves(tree: Tree, width: int, min_score: Array | float = -jnp.inf) -> Picked:
+    """The `width` leaves of highest score, if it is at least `min_score`; the earlier proposal on a tie."""
     score, proposal = jax.lax.top_k(leaf_scores(tree), width)
-    score = jnp.where(score >= least, score, -jnp.inf)
+    score = jnp.where(score >= min_score, score, -jnp.inf)
     parent = (proposal // tree.branch).astype(jnp.int32)
     return Picked(
         token=tree.child_token.reshape(-1)[proposal],
@@ -112,8 +112,8 @@ def renew_root(tree: Tree, child_token: Array, child_logprob: Array) -> Tree:
     evaluated = row >= 0
     same = (old_token[:, None] == child_token[None, :]) & (score > -jnp.inf)[None, :]
     renewed = jnp.where(same, score[None, :], -jnp.inf).max(axis=1)
-    least = jnp.minimum(old_score, jnp.where(score > -jnp.inf, score, 0.0).min())
-    renewed = jnp.where(same.any(axis=1), renewed, least)
+    lowest = jnp.minimum(old_score, jnp.where(score > -jnp.inf, score, 0.0).min())
+    renewed = jnp.where(same.any(axis=1), renewed, lowest)
     # The other new proposals, best first, go to the places without a node in order.
     others = jnp.where((same & evaluated[:, None]).any(axis=0), -jnp.inf, score)
     other_score, other = jax.lax.top_k(others, tree.branch)
@@ -132,12 +132,12 @@ def renew_root(tree: Tree, child_token: Array, child_logprob: Array) -> Tree:
     )
 
 
-def is_complete(tree: Tree, budget: int, least: Array | float = -jnp.inf) -> Array:
+def is_complete(tree: Tree, budget: int, min_score: Array | float = -jnp.inf) -> Array:
     """Whether no further growth can change the `budget` best proposals: the exact stop test of SpecExec.
 
     Children never score above their parents, so what the frontier may still bring scores at most its best leaf.
-    Leaves below `least` are not grown and count as no frontier.
+    Leaves below `min_score` are not grown and count as no frontier.
     """
     best = leaf_scores(tree).max()
     settled = (tree.child_score >= best).sum() >= budget
-    return (best < least) | (best == -jnp.inf) | settled
+    return (best < min_score) | (best == -jnp.inf) | settled

@@ -1,4 +1,4 @@
-"""What a machine with JAX, numpy and a checkout lacks, and what the benchmark needs of it: two small stand-ins.
+"""Packages that a machine with JAX, numpy and a checkout lacks and the benchmark needs: two small stand-ins.
 
 Random weights in XLA's dtypes need no file formats, tokenizers or console. What is left are the classes of
 `flax.struct`, and the presets of `configs/`, which only an installation finds as a package. What is installed is used.
@@ -18,7 +18,7 @@ _absent: set[str] = set()
 
 
 def find_missing(part: str) -> str | None:
-    """What a part cannot run without, as one line that says what to install; None where nothing is missing."""
+    """One line that says what to install for a part; None where nothing is missing."""
     missing = [name for name in NEEDED.get(part, ()) if name in _absent or importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}; pip install {ROOT}" if missing else None
 

@@ -19,7 +19,7 @@ KEPT = ("model", "draft", "columns", "overall", "roofline", "weights", "kernels"
 
 
 def measure_decoding(model: str | None = None, smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """What there is to measure, then one row per set of kernels and method, plain decoding beside each:
+    """The work to be measured, then one row per set of kernels and method, plain decoding beside each:
     `jaxspec-bench`'s report, less its samples."""
     drafting = not smoke and has_draft(model, None)
     names = [BASELINE] if smoke else [name for name in default_methods(drafting) if name != BASELINE]

@@ -1,4 +1,4 @@
-"""What memory can deliver: published bandwidths by device kind, and what a copy reaches."""
+"""Memory bandwidth: published bandwidths by device kind, and what a copy reaches."""
 
 import jax
 import jax.numpy as jnp

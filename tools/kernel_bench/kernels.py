@@ -18,7 +18,7 @@ KERNEL_CALLS = ("pallas_call", "mpmd_map", "triton_kernel_call")
 
 
 def measure_operation(operation: str, smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """What there is to measure, then one row per case: times by implementation, or the error of one that failed."""
+    """The cases to be measured, then one row per case: times by implementation, or the error of one that failed."""
     usable, missing = find_implementations(operation, smoke)
     cases = list_cases(operation, smoke)
     yield {

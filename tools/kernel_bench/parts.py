@@ -88,7 +88,7 @@ def run_child(name: str, command: Sequence[str], path: Path, budget_s: float, gr
 
 
 def read_part(name: str, path: Path) -> dict[str, Any]:
-    """What there is of a part: its rows until now."""
+    """The rows of a part until now."""
     if path.is_file():
         return json.loads(path.read_text(encoding="utf-8"))
     return {"part": name, "rows": [], "error": None, "stopped": None, "seconds": 0.0}

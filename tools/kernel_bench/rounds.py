@@ -44,7 +44,7 @@ XLA_GRAPHS = "--xla_gpu_enable_command_buffer=+FUSION"
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """What is measured in one process.
+    """The rounds to be measured in one process.
 
     Attributes:
       method: a name in `METHODS`.
@@ -77,7 +77,7 @@ CONFIGURATIONS = {
 
 
 def measure_rounds(smoke: bool = False, names: Sequence[str] = tuple(CONFIGURATIONS)) -> Iterator[dict[str, Any]]:
-    """What there is to measure, then one row per configuration and number of accepted tokens; see `run`."""
+    """The work to be measured, then one row per configuration and number of accepted tokens; see `run`."""
     names = names[:3] if smoke else names
     yield {"name": "rounds", "planned": [f"rounds, {name}" for name in names]}
     # Programs that configurations share are compiled once: most have the same draft.
@@ -172,7 +172,7 @@ def time_rounds(engine: Any, params: Any, prompt: Sequence[int], smoke: bool) ->
 
 
 def trace_rounds(session: Any, rounds: int) -> dict[str, Any]:
-    """Of a round: seconds in which the first GPU did anything, things that it did, and its copies to the host."""
+    """Seconds of a round in which the first GPU did anything, things that it did, and its copies to the host."""
     import jax
 
     with tempfile.TemporaryDirectory() as folder:

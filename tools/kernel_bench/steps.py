@@ -32,7 +32,7 @@ TINY_STEPS = (("xla", 1, 40), ("xla", 2, 40))
 
 
 def measure_steps(smoke: bool = False) -> Iterator[dict[str, Any]]:
-    """What there is to measure, then one row per kernels, rows and prefix: seconds of a pass, head included, and the
+    """The work to be measured, then one row per kernels, rows and prefix: seconds of a pass, head included, and the
     bytes that it must read."""
     cfg, steps, name = (TINY, TINY_STEPS, "tiny") if smoke else (load_preset(PRESET), STEPS, PRESET)
     dtype = jnp.dtype(jnp.float32 if smoke else jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What GPU kernels are to reach, and whether they did."""
+"""Goals of GPU kernels, and whether they did."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -55,7 +55,7 @@ def speedup(row: dict[str, Any], name: str | None) -> float | None:
 
 
 def _judge_attention(row: dict[str, Any]) -> dict[str, Any]:
-    """What users get without asking counts, not the fastest that there is."""
+    """The default kernel counts, not the fastest that there is."""
     name = row.get("auto")
     measured = speedup(row, name)
     met = None if measured is None else measured >= ATTENTION_SPEEDUP

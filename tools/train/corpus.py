@@ -1,4 +1,4 @@
-"""What the target is asked for: the beginnings of the conversations that it then writes itself.
+"""Prompts for the target: the beginnings of the conversations that it then writes itself.
 
 Nothing here comes from a set that models are judged by. A conversation is a list of turns' parts, each of them either
 text that is given or text that the target samples.

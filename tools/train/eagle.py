@@ -34,7 +34,7 @@ from train.train import Quality, Trainer, TrainSettings, make_optimizer, round_m
 
 # What a step counts beside the one before it, as in the published training code.
 STEP_WEIGHT = 0.8
-# Size of what `fc` of a fed draft takes, so that its first updates do not drown the tokens.
+# Size of the input of a feature draft's `fc`, so that its first updates do not drown the tokens.
 STATE_SCALE = 0.1
 # Learning rate of `fc_own` beside that of other weights: the states that it takes are large beside embeddings.
 OWN_RATE = 0.05
@@ -141,7 +141,7 @@ def unroll(
     rows: Rows,
     steps: int,
 ) -> Iterator[jax.Array]:  # [R, T, D] each
-    """What the head sees at each step: at step k, row i has read the token i + 1 + k and predicts the one after it."""
+    """The head's input at each step: at step k, row i has read the token i + 1 + k and predicts the one after it."""
     token, position, segment = (jnp.asarray(x) for x in (rows.token, rows.position, rows.segment))
     T = token.shape[1]
     order = jnp.arange(T)

@@ -24,7 +24,7 @@ from train.train import Quality, Trainer, measure_quality
 
 
 class Kind(enum.StrEnum):
-    """What a draft is."""
+    """One kind of draft."""
 
     LAYERS = "layers"
     EAGLE3 = "eagle3"

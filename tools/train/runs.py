@@ -24,7 +24,7 @@ CURVE = "curve.jsonl"
 
 
 def read_settings(run: Path) -> dict[str, Any]:
-    """What a run was begun with."""
+    """Settings that a run was begun with."""
     path = run / SETTINGS
     if not path.is_file():
         raise typer.BadParameter(f"{run}: holds no run; begin one with `train`")
@@ -70,7 +70,7 @@ class Curve:
 
 
 def read_metas(folders: Sequence[Path], target: str) -> list[dict[str, Any]]:
-    """What the folders' conversations were sampled with; all of the same target, template and number of logits."""
+    """Settings that conversations were sampled with; all of one target, template and number of logits."""
     metas = []
     for folder in folders:
         meta = read_meta(folder)
@@ -98,7 +98,7 @@ def read_conversations(folders: Sequence[Path], tokens: int) -> list[Conversatio
 
 
 def earlier_settings(run: Path, settings: dict[str, Any], begun: bool) -> dict[str, Any]:
-    """What a run that goes on was begun with; empty for a new one, and for one that may begin anew.
+    """Settings of a run that goes on; empty for a new one, and for one that may begin anew.
 
     That is one without a checkpoint whose settings were others; with a checkpoint (`begun`) it is refused.
     """

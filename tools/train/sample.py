@@ -59,7 +59,7 @@ class Turns:
 
 
 def find_turns(llm: LLM) -> Turns:
-    """What the template puts around a user's text: what two conversations have in common.
+    """The tokens that the template puts around a user's text: those that two conversations share.
 
     Raises:
       ValueError: nothing before the text or after it, so that there is nothing to begin or to end a turn with.
@@ -122,7 +122,7 @@ class Branch:
         return True
 
     def conversation(self, shard: int) -> Conversation:
-        """What was said."""
+        """One conversation."""
         return Conversation(
             np.array(self.token, np.int32),
             np.stack(self.teacher_id),
@@ -204,7 +204,7 @@ class Sampler:
         self._step = Program("sample step", step, target.plan, args, (cache, *tops), donate=[1])
 
     def meta(self) -> dict[str, Any]:
-        """What determines the shards."""
+        """Settings that determine the shards."""
         turns = dataclasses.asdict(self.turns)
         settings = dataclasses.asdict(self.settings)
         made_of = {"documents": self.documents.digest, "target": target_digest(self.llm)}

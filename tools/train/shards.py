@@ -43,7 +43,7 @@ class Conversation:
 
 
 def shard_path(folder: Path, index: int) -> Path:
-    """Where a shard is."""
+    """The path of a shard."""
     return folder / f"shard-{index:05d}.npz"
 
 
@@ -88,7 +88,7 @@ def read_shard(path: Path) -> list[Conversation]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What a folder of shards was made with; empty where there is none yet."""
+    """Settings that a folder of shards was made with; empty where there is none yet."""
     path = folder / META
     return json.loads(path.read_text()) if path.is_file() else {}
 

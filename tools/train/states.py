@@ -30,7 +30,7 @@ STATE_DTYPE = ml_dtypes.bfloat16
 
 
 def target_digest(llm: LLM) -> str:
-    """What tells a target from others: its vocabulary, its geometry and a few of its weights."""
+    """The identity of a target: its vocabulary, its geometry and a few of its weights."""
     digest = hashlib.sha256(vocabulary_digest(llm.tokenizer.token_strings()).encode())
     # No target has this field, and text that was sampled before there was one stays valid.
     digest.update(repr(llm.engine.target.cfg).replace(", features=None", "").encode())
@@ -40,7 +40,7 @@ def target_digest(llm: LLM) -> str:
 
 
 def states_meta(llm: LLM, layers: Sequence[int]) -> dict[str, Any]:
-    """What determines the states of a text."""
+    """Settings that determine the states of a text."""
     target = llm.engine.target
     made_of = {"target": target_digest(llm), "layers": list(layers)}
     named = {"dtype": jnp.dtype(target.dtype).name, "weights": str(target.weights), "activations": target.activations}

@@ -231,7 +231,7 @@ def _restore(manager: ocp.CheckpointManager, step: int, state: dict[str, Any]) -
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """What a student reaches on held-out answers, teacher forced.
+    """Figures of a student on held-out answers, teacher forced.
 
     Attributes:
       loss: mean KL divergence, weighted as in training.

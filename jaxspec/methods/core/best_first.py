@@ -35,12 +35,12 @@ class BestFirstDrafter(ModelDrafter):
 
     def __init__(
         self, placement: Placement, slots: int, propose: Propose, verified: Verified, *, num_rows: int, width: int,
-        branch: int, depth: int, least: float,
+        branch: int, depth: int, min_score: float,
     ):  # fmt: skip
         """Declare the programs; `propose` turns logits into `branch` (k) children of a node.
 
-        One draft pass evaluates `width` leaves, but none that scores below `least`, -inf for no bound. At most `depth`
-        passes run, so no token lies deeper. The batch has `num_rows` (bs) rows, the root included.
+        One draft pass evaluates `width` leaves, but none that scores below `min_score`, -inf for no bound. At most
+        `depth` passes run, so no token lies deeper. The batch has `num_rows` (bs) rows, the root included.
         """
         super().__init__(placement, slots, num_rows)
         capacity = tree_rows(width, depth)
@@ -53,7 +53,7 @@ class BestFirstDrafter(ModelDrafter):
         def draft(params, state, verified, history, request):
             model = DraftModel(params, placement, propose, request)
             state, passes = search(
-                model, state, verified, history, num_rows=num_rows, width=width, depth=depth, least=least
+                model, state, verified, history, num_rows=num_rows, width=width, depth=depth, min_score=min_score
             )
             return state, Draft(select_batch(state.tree, num_rows), passes)
 
@@ -99,15 +99,15 @@ def plant_root(
 
 
 def expand(
-    model: DraftModel, grown: Grown, history: History, produced: jax.Array, *, width: int, least: float = -math.inf
+    model: DraftModel, grown: Grown, history: History, produced: jax.Array, *, width: int, min_score: float = -math.inf
 ) -> Grown:
-    """Evaluate the `width` best leaves that score at least `least`; `tree.size + width` must not exceed M.
+    """Evaluate the `width` best leaves that score at least `min_score`; `tree.size + width` must not exceed M.
 
     The tree's root is evaluated. The cache's prefix holds the verified text without the root, its window the tree;
     `history` holds the root, too. `produced` is the position of the root's children in the text, int32 [].
     """
     cache, tree = grown.cache, grown.tree
-    picked = pick_leaves(tree, width, least)
+    picked = pick_leaves(tree, width, min_score)
     mask = picked_mask(tree, picked)
     # The rows see themselves, and are not in the tree yet.
     token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
@@ -126,7 +126,7 @@ def expand(
 
 def search(
     model: DraftModel, state: BestFirstState, verified: Verified, history: History, *, num_rows: int, width: int,
-    depth: int, least: float,
+    depth: int, min_score: float,
 ) -> tuple[BestFirstState, jax.Array]:  # fmt: skip
     """Keep what the last tree knows of the verified path, plant the new root, grow until the batch is certain.
 
@@ -144,16 +144,16 @@ def search(
 
     def go_on(carry: tuple) -> jax.Array:
         grown, passes = carry
-        return (passes < depth) & ~is_complete(grown.tree, num_rows - 1, least)
+        return (passes < depth) & ~is_complete(grown.tree, num_rows - 1, min_score)
 
     def grow(carry: tuple) -> tuple:
         grown, passes = carry
-        return expand(model, grown, history, produced, width=width, least=least), passes + 1
+        return expand(model, grown, history, produced, width=width, min_score=min_score), passes + 1
 
     with jax.named_scope("draft/grow"):
         # A chain is complete after its last pass and never before, unless it stops at an improbable token.
         start = (planted, jnp.int32(1))
-        chain = width == 1 and state.tree.branch == 1 and least == -math.inf and num_rows - 1 >= depth
+        chain = width == 1 and state.tree.branch == 1 and min_score == -math.inf and num_rows - 1 >= depth
         if depth > 1 and chain and not model.placement.plan.kernels.branches:
             grown, passes = jax.lax.fori_loop(1, depth, lambda _, carry: grow(carry), start)
         elif depth > 1:

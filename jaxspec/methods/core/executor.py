@@ -111,7 +111,7 @@ class ResidentExecutor(TargetExecutor):
         self._sequence = ModelSequence(target, slots, "target", layers=layers, path=max_path, chunk_slots=chunk_slots)
         self.state = self._sequence.state
         round_, request, params = round_shapes(target, max_path), target.request(), target.params()
-        # Whether the number of passes is data. Not `self` but the flag belongs to what is compiled and stored.
+        # Whether the number of passes is data. Capture the flag, not `self`: it becomes part of the stored key.
         self._counts_on_device = counts_on_device = target.plan.kernels.branches
         self.programs: Sequence[Program] = tuple(self._sequence.programs)
 

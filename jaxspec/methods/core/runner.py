@@ -46,7 +46,7 @@ class Runner(abc.ABC):
         state = runner.start(root, state)                  # a new sequence; reuses the buffers of a finished one
         state = runner.prefill(params, state, tokens)      # every prompt token but the last, the root
         state = runner.resume(params, state, tokens, common)   # both, after a sequence with the same first tokens
-        state, round_, least = runner.round(params, state, request, room)   # again and again; dispatches only
+        state, round_, min_tokens = runner.round(params, state, request, room)   # again and again; dispatches only
         runner.observe(state, outputs)                     # once for each dispatch, in order, when it was read
         runner.close()                                     # the generation has ended
 
@@ -221,8 +221,8 @@ class SpeculativeRunner(Runner):
         state.host.allowed.append(None if loading else allowed)
         if not allowed:
             draft = self.drafter.skip(params, state.draft, state.verified)
-            target, verified, round_, least = self.executor.decode(params.target, state.target, request, room)
-            return SpeculativeState(target, draft, verified, state.host), round_, least
+            target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
+            return SpeculativeState(target, draft, verified, state.host), round_, min_tokens
         if shares:
             count = min(ROUNDS_PER_DISPATCH, room)
             target, draft, verified, rounds = self.dispatch_rounds(

@@ -109,11 +109,11 @@ class SampledDrafter(ModelDrafter):
 
     def __init__(
         self, placement: Placement, slots: int, shape: SampledShape, verified: Verified, *, replacement: bool,
-        least: float,
+        min_score: float,
     ):  # fmt: skip
         """Declare the programs; `replacement` says whether siblings are drawn independently.
 
-        Rows whose cumulative log q is below `least` get no children. That depends on the row, not on what would be
+        Rows whose cumulative log q is below `min_score` get no children. That depends on the row, not on what would be
         drawn next, as the rejection rules demand.
         """
         q = placement.array((shape.inner_rows + shape.width, placement.padded_vocab), jnp.float32, None, TENSOR_AXIS)
@@ -125,8 +125,9 @@ class SampledDrafter(ModelDrafter):
 
         def draft(params, state, verified, history, request):
             return draw_tree(
-                params, placement, state, verified, history, request, shape, replacement=replacement, least=least
-            )
+                params, placement, state, verified, history, request, shape,
+                replacement=replacement, min_score=min_score,
+            )  # fmt: skip
 
         self.declare(verified, state, draft)
         self.declare_begin(state, begin)
@@ -134,7 +135,7 @@ class SampledDrafter(ModelDrafter):
 
 def draw_tree(
     params: Params, placement: Placement, state: SampledState, verified: Verified, history: History, request: Request,
-    shape: SampledShape, *, replacement: bool, least: float,
+    shape: SampledShape, *, replacement: bool, min_score: float,
 ) -> tuple[SampledState, Draft]:  # fmt: skip
     """Commit what the last batch shares with the verified path, catch up, and draw a new tree; for one shard."""
     cfg, vocab, width = placement.cfg, placement.vocab, shape.width
@@ -178,7 +179,7 @@ def draw_tree(
         child = starts[level + 1] + jnp.arange(logits.shape[0])[:, None] * fans[level] + place[None, :]
         child = jnp.where(real[:, None] & (place < fans[level])[None, :], child, shape.rows)
         own = jnp.minimum(rows, shape.rows - 1)
-        grown = growth.valid[own] & (growth.score[own] >= least)
+        grown = growth.valid[own] & (growth.score[own] >= min_score)
         score = growth.score[own][:, None] + jnp.stack([vocab.take(logprob, t) for t in token.T], axis=1)
         return _Growth(
             token=growth.token.at[child].set(token, mode="drop"),
@@ -191,7 +192,7 @@ def draw_tree(
 
     def go_on(carry: tuple) -> Array:
         _, _, growth, level = carry
-        here = (depth == level) & growth.valid & (growth.score >= least)
+        here = (depth == level) & growth.valid & (growth.score >= min_score)
         return (level < levels) & here.any()
 
     def run_level(carry: tuple) -> tuple:

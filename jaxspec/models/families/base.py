@@ -118,7 +118,7 @@ class Family:
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """Fields of `ModelConfig` that the hyperparameters of a GGUF file spell in the family's own way."""
-        if 0 < values.integer("attention.sliding_window", default=0, least=0) < max_context:
+        if 0 < values.integer("attention.sliding_window", default=0, minimum=0) < max_context:
             values.refuse("attention.sliding_window", f"the file does not say which layers of {self.name} have it")
         return dict(self.features)
 

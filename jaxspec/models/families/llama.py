@@ -21,10 +21,10 @@ class Llama(Family):
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """As the base class; with a sliding window or experts it is a model that llama.cpp calls `llama` too."""
-        if values.integer("expert_count", default=0, least=0):
+        if values.integer("expert_count", default=0, minimum=0):
             return {"family": "mixtral", "experts": read_gguf_experts(values, renormalise=True)}
-        values.integer("expert_used_count", default=0, least=0)  # has no effect
-        window = values.integer("attention.sliding_window", default=0, least=0)
+        values.integer("expert_used_count", default=0, minimum=0)  # has no effect
+        window = values.integer("attention.sliding_window", default=0, minimum=0)
         return {"family": "mistral", "sliding_window": window} if 0 < window < max_context else {}
 
 

@@ -36,7 +36,7 @@ class Phi3(Family):
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """With the window, which the file names for all layers."""
-        window = values.integer("attention.sliding_window", default=0, least=0)
+        window = values.integer("attention.sliding_window", default=0, minimum=0)
         return {"sliding_window": window if 0 < window < max_context else None}
 
 

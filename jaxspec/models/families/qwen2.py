@@ -13,7 +13,7 @@ class Qwen2(Family):
 
     def read_window(self, values: ConfigValues) -> tuple[int | None, int]:
         """No window unless `use_sliding_window`; the first `max_window_layers` layers have none."""
-        first = values.integer("max_window_layers", default=28, least=0)
+        first = values.integer("max_window_layers", default=28, minimum=0)
         if not values.flag("use_sliding_window"):
             values.get("sliding_window")  # has no effect
             return None, first

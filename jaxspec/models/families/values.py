@@ -29,11 +29,11 @@ class ConfigValues:
         value = self._values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer from `least` to 2^31 - 1; without a default the key is required."""
+    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
+        """An integer from `minimum` to 2^31 - 1; without a default the key is required."""
         value = self._require(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            self.refuse(key, f"an integer of at least {least} is needed", CheckpointError)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**31:
+            self.refuse(key, f"an integer of at least {minimum} is needed", CheckpointError)
         return value
 
     def optional_integer(self, key: str, default: int) -> int | None:
