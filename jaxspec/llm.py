@@ -179,7 +179,7 @@ class LLM:
 
     @property
     def layer_stream(self) -> LayerStream | None:
-        """What streams the target's layers; None where they stay on the devices."""
+        """The stream of the target's layers; None where they stay on the devices."""
         layers = self.model_params.target["layers"]
         return layers if isinstance(layers, LayerStream) else None
 
@@ -190,7 +190,7 @@ class LLM:
 
     @property
     def kernels(self) -> Kernels:
-        """What the model's programs multiply and attend with."""
+        """The kernels that the model's programs multiply and attend with."""
         return self.engine.target.plan.kernels
 
     def with_method(self, method: str | Method) -> "LLM":

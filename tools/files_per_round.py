@@ -160,7 +160,7 @@ def num_files(marks: Mapping[str, str]) -> int:
 
 
 def purpose(file: str) -> str:
-    """What to read in a file: a kept phrase, or else its docstring up to the first full stop or colon."""
+    """The words on what to read in a file: a kept phrase, or else its docstring up to the first full stop or colon."""
     text = ast.get_docstring(ast.parse((FOLDER / file).read_text())) or ""
     return PURPOSE.get(file) or text.partition(".")[0].partition(":")[0]
 
@@ -177,6 +177,20 @@ def table(found: Mapping[str, Mapping[str, str]]) -> str:
         rows.append([f"`jaxspec/{file}`", purpose(file), *(marks.get(file, "") for marks in found.values())])
     rows.append(["", "files of a round", *(str(num_files(marks)) for marks in found.values())])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def read_table(page: str) -> dict[str, dict[str, str]]:
+    """The marks of each method, from the table of a page."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    start = next(at for at, row in enumerate(rows) if row[:2] == ["file", "what to read there"])
+    found: dict[str, dict[str, str]] = {name.strip("`"): {} for name in rows[start][2:]}
+    for file, _, *marks in rows[start + 2 :]:
+        if not file:  # the last row has the sums
+            break
+        for name, mark in zip(found, marks, strict=True):
+            if mark:
+                found[name][file.strip("`").removeprefix("jaxspec/")] = mark
+    return found
 
 
 def main() -> None:

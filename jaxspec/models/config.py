@@ -41,7 +41,7 @@ class ModelConfig:
     A draft may be made for one target and share its vocabulary (`shares_embedding`): it has no embedding and no head of
     its own. Such a draft may score some tokens only: `head_ids`, ascending; empty for all of them.
 
-    A draft that is fed the target's hidden states says which ones in `features`. It may have a head of its own for some
+    A feature draft says which ones in `features`. It may have a head of its own for some
     tokens only (`head_ids`), with its own embedding or the target's.
 
     A draft that consists of its target's layers may lack attention or MLP blocks: `units` are those it has.

@@ -1,4 +1,4 @@
-"""Drafts that are fed the target's hidden states: the invariants of every draft, and what is kept between rounds."""
+"""Feature drafts: the invariants of every draft, and what is kept between rounds."""
 
 import dataclasses
 

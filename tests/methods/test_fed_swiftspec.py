@@ -1,4 +1,4 @@
-"""SwiftSpec with drafts that are fed the target's hidden states: exact, and its prefix stands on true states.
+"""SwiftSpec with feature drafts: exact, and its prefix stands on true states.
 
 The tree below a new root is kept (`reuse`), though it stands on guesses, or dropped and grown anew from true states.
 """

@@ -72,7 +72,7 @@ class Grown:
 
     cache: KVCache
     tree: Tree
-    states: jax.Array | None  # float32 [M, D], own states of the rows of a draft that is fed them; else None
+    states: jax.Array | None  # float32 [M, D], own states of the rows of a feature draft; else None
 
 
 def plant_root(
@@ -130,7 +130,7 @@ def search(
 ) -> tuple[BestFirstState, jax.Array]:  # fmt: skip
     """Keep what the last tree knows of the verified path, plant the new root, grow until the batch is certain.
 
-    A draft that is fed hidden states keeps nothing: its nodes stand on states of its own. Returns the state with the
+    A feature draft keeps nothing: its nodes stand on states of its own. Returns the state with the
     tree in the window of its cache, and the number of draft passes.
     """
     sequence, reached = state.sequence, jnp.int32(0)

@@ -49,7 +49,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray, states: PromptStates | None = None) -> Any:
-        """Commit int32 `tokens` `[n]`; `states` are the target's, for a draft that is fed them."""
+        """Commit int32 `tokens` `[n]`; `states` are the target's, for a feature draft."""
 
     def resume(
         self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None

@@ -40,7 +40,7 @@ class SequenceState:
     root: Array = ABSENT  # int32 [], the last verified token
     generated: Array = ABSENT  # int32 [], verified tokens after the prompt
     idle: Array = ABSENT  # int32 [], rounds in a row to which no draft added a token
-    # int32 [], of a draft that is fed hidden states: verified tokens that it was told of. Its cache has no row for the
+    # int32 [], of a feature draft: verified tokens that it was told of. Its cache has no row for the
     # first token of a text (`jaxspec/models/feature_draft.py`), and none for those that it was not told of.
     seen: Array = ABSENT
 
@@ -53,7 +53,7 @@ def sequence_shapes(placement: Placement, slots: int, *, keeps_text: bool = True
 
 
 class PromptStates(NamedTuple):
-    """Hidden states of a prompt, from the target's pass over it, for a draft that is fed them."""
+    """Hidden states of a prompt, from the target's pass over it, for a feature draft."""
 
     chunks: list[Array]  # of each chunk, padding included, float32 [size, n * D]
     # `Verified.states` of the round that begins with the token after them, float32 [P, n * D]; None without a chunk.
@@ -63,7 +63,7 @@ class PromptStates(NamedTuple):
 class ModelSequence:
     """Compiled functions that start a sequence of one model, rewind it and commit a prompt; `state` holds shapes.
 
-    A target with `layers` gives their hidden states with each prompt, and a draft that is fed hidden states takes them.
+    A target with `layers` gives their hidden states with each prompt, and a feature draft takes them.
     Row t of such a draft joins token t + 1 to the target's state of token t. So a prompt of n tokens, the last of which
     is the root, has n - 2 rows of the draft before the root's own. The root's row comes with the first round.
     """
@@ -182,7 +182,7 @@ class ModelSequence:
     ) -> tuple[SequenceState, PromptStates | None]:  # fmt: skip
         """Commit int32 `tokens` `[n]`, chunk by chunk, after the first `start`.
 
-        A draft that is fed hidden states takes those of the same tokens, `states`: it commits the rows of all but the
+        A feature draft takes those of the same tokens, `states`: it commits the rows of all but the
         token after them, the root. The second result is the hidden states of `layers`; None without any.
         """
         chunks, last = [], None

@@ -72,7 +72,7 @@ class DraftTreeState:
     tree: Tree  # evaluated nodes are rows of the cache's window
     passes: Array  # int32 [], since the last advance
     computed: Array  # int32 [], tokens that these ran
-    # float32 [M, D], own states of the nodes of a draft that is fed hidden states. The root's row has true states of
+    # float32 [M, D], own states of the nodes of a feature draft. The root's row has true states of
     # the target; those below it stand on the draft's own.
     states: Array | None = None
 

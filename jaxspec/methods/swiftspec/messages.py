@@ -13,7 +13,7 @@ from jaxspec.tree.tree import Batch, ancestor_matrix
 def pack_verified(verified: Verified) -> Any:  # int32 [1 + P]
     """Target to draft: how many tokens were verified, then the tokens.
 
-    For a draft that is fed hidden states a pair of that and of the states, float32 [P, n * D].
+    For a feature draft a pair of that and of the states, float32 [P, n * D].
     """
     packed = jnp.concatenate([verified.count[None], verified.tokens]).astype(jnp.int32)
     return packed if verified.states is None else (packed, verified.states)

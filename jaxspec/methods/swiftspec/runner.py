@@ -198,7 +198,7 @@ class SwiftSpecRunner(Runner):
         return SwiftSpecState(target, draft, _with_states(self._first_verified(int(tokens[-1])), states))
 
     def prefill(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray) -> SwiftSpecState:
-        """See `Runner.prefill`; both sides at the same time, but for a draft that is fed the target's states."""
+        """See `Runner.prefill`; both sides at the same time, but for a feature draft."""
         target, states = self.executor.prefill(params.target, state.target, tokens)
         draft = self.drafter.prefill(params, state.draft, tokens, self._send(states))
         return SwiftSpecState(target, draft, _with_states(state.verified, states))
