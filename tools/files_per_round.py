@@ -134,7 +134,7 @@ def files_of(name: str, draft: ModelConfig = DRAFT) -> set[str]:
     models = Models(target)
     if method.drafts:
         models = Models(target, Placement(draft, plan, np.dtype("float32"), shared_embedding=shared))
-    params = ModelParams(*(model and random_params(model) for model in models))
+    params = ModelParams(random_params(models.target), models.draft and random_params(models.draft))
     jax.clear_caches()
     runner = method.bind(models, 128)
     state = None if runner.calibrated else runner.calibrate(params, None)
@@ -195,7 +195,7 @@ def read_table(page: str) -> dict[str, dict[str, str]]:
 
 def main() -> None:
     """Print the number of files of each method, and their names."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("methods", nargs="*", choices=[*METHODS, []], metavar="METHOD", help="all of them by default")
     parser.add_argument("--files", action="store_true", help="list the files")
     parser.add_argument("--table", action="store_true", help="print a Markdown table")

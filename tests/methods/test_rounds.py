@@ -29,9 +29,9 @@ from jaxspec.bench.timeline import Timeline
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core import rounds
+from jaxspec.methods.core import runner as core_runner
 from jaxspec.methods.core.round import ROUND_HEADER, Round, read_rounds
-from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, share_dispatches
+from jaxspec.methods.core.runner import MOST_ROWS, ROUNDS_PER_DISPATCH, share_dispatches
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
@@ -91,11 +91,11 @@ def test_reads_as_many_rounds_as_ran():
 
 def test_where_a_dispatch_is_little_beside_a_round_each_has_its_own(monkeypatch):
     target, draft = models_of(LLAMA_CHAIN)
-    assert share_dispatches(target, draft, rounds.MOST_ROWS) and share_dispatches(target, None, 2)
-    assert not share_dispatches(target, draft, rounds.MOST_ROWS + 1)
+    assert share_dispatches(target, draft, MOST_ROWS) and share_dispatches(target, None, 2)
+    assert not share_dispatches(target, draft, MOST_ROWS + 1)
     elsewhere = Placement(FAMILIES["llama"], plan_mesh(1, offset=1), FLOAT32)
     assert not share_dispatches(target, elsewhere, 4)
-    monkeypatch.setattr(rounds, "MOST_BYTES", 1000)
+    monkeypatch.setattr(core_runner, "MOST_BYTES", 1000)
     assert not share_dispatches(target, draft, 4)
     case = Case("llama", 1, "same", Chain(4))
     runner = case.method.bind(models_of(case), 150)
