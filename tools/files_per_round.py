@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import jaxspec
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.round import ModelParams, Models, read_rounds
 from jaxspec.methods.registry import METHODS, make_method
@@ -30,7 +31,7 @@ from jaxspec.models.features import NORMED, FeatureConfig
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 
-FOLDER = Path(__file__).parents[1] / "jaxspec"
+FOLDER = Path(jaxspec.__file__).parent
 LEFT_OUT = ("checkpoint/", "runtime/store/")
 LONG = 8  # lines
 ROUNDS = 12  # `auto` and `lookup` decode plainly at first
