@@ -78,10 +78,11 @@ sys.meta_path.sort(key=lambda finder: "Editable" in str(finder))  # the copy com
 import jaxspec.llm
 from jaxspec.errors import ConfigError
 
-def report(model, revision, draft, method, config):
+def report(config, method, opened):
     raise ConfigError(f"warm_up is {config.warm_up}")
 
-jaxspec.llm.open_target = report
+jaxspec.llm.open_models = lambda *arguments: None
+jaxspec.llm.plan_meshes = report
 name, *words = sys.argv[1:]
 if name == "LLM":
     jaxspec.LLM(warm_up=int(words[0]))
