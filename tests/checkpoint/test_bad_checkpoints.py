@@ -316,17 +316,10 @@ BAD_ENTRIES = {
     "other type": (lambda h: h[NORM].update(dtype="F64", shape=[32]), "'model.norm.weight' has type F64; supported"),
     "unknown type": (lambda h: h[NORM].update(dtype="F99"), "unknown variant `F99`"),
     "type of other size": (lambda h: h[NORM].update(dtype="F8_E4M3"), "invalid shape, data type, or offset"),
-    "type kind": (lambda h: h[NORM].update(dtype=["F32"]), "invalid type: sequence"),
-    "negative shape": (lambda h: h[NORM].update(shape=[-64]), "integer `-64`, expected usize"),
-    "shape kind": (lambda h: h[NORM].update(shape="64"), 'invalid type: string "64"'),
     "absurd shape": (lambda h: h[NORM].update(shape=[2**62, 2**62]), "overflow computing buffer size"),
     "other shape": (lambda h: h[NORM].update(shape=[8, 8]), r"model.norm.weight is \[8, 8\], not \[64\]"),
     "offsets": (lambda h: h[NORM].update(data_offsets=[0]), "expected a tuple of size 2"),
-    "offsets swapped": (lambda h: h[NORM]["data_offsets"].reverse(), "invalid offset"),
     "overlap": (lambda h: h[NORM].update(data_offsets=[0, 256]), "invalid offset"),
-    "beyond": (lambda h: h[NORM].update(data_offsets=[2**40, 2**40 + 256]), "invalid offset"),
-    "lacks": (lambda h: h[NORM].pop("shape"), "missing field `shape`"),
-    "no object": (lambda h: h.update({NORM: 7}), "invalid type: integer `7`"),
     "renamed": (lambda h: h.update({"model.nrom.weight": h.pop(NORM)}), "1 missing .* 1 unexpected"),
 }
 
