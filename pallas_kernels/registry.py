@@ -37,7 +37,7 @@ class Kernels:
       threads: most threads that one native call uses.
       implementations: GPU kernels as (operation, implementation). Those of one operation are tried in this order. XLA
         runs the other operations, and the calls that no implementation takes.
-      automatic: whether each call goes to what is fastest there, by `preferred` of the operation's config: in its
+      automatic: whether each call of attention goes to what is fastest there, by `preferred` of its config: in its
         order, and to XLA where nothing that it names is at hand.
       own: the implementation that users asked for by name, or None. They are told of a call that it does not take.
       capability: CUDA compute capability of the GPU, or None.
@@ -80,13 +80,18 @@ class Kernels:
         """Implementations of an operation, in the order they are tried."""
         return tuple(implementation for named, implementation in self.implementations if named == operation)
 
+    def order(self, operation: str, *operands: Any, **options: Any) -> tuple[str, ...]:
+        """Implementations of an operation in the order they are tried for a call."""
+        names = self.candidates(operation)
+        # No set has several implementations of another operation.
+        if self.automatic and operation == "tree_attention":
+            config = importlib.import_module("pallas_kernels.tree_attention.config")
+            return tuple(name for name in config.preferred(*operands, **options) if name in names)
+        return names
+
     def find(self, operation: str, *operands: Any, **options: Any) -> ModuleType | None:
         """The module of the first implementation of an operation that takes a call, or None for XLA."""
-        names = self.candidates(operation)
-        if self.automatic:
-            config = importlib.import_module(f"pallas_kernels.{operation}.config")
-            names = [name for name in config.preferred(*operands, **options) if name in names]
-        for name in names:
+        for name in self.order(operation, *operands, **options):
             module = import_implementation(operation, name)
             taken = module.supports(*operands, **options)
             if name == self.own:

@@ -45,21 +45,17 @@ NEEDS = {
 
 # The implementation that each set is named after. It must work where users ask for the set by name.
 OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"}
-# The implementations of each set by operation; "linear" is that of weights in planes. "auto" takes for each call the
-# one that is fastest there, by the `preferred` of the operation's config. No SwiGLU is: XLA's own fusion runs at the
-# memory's speed.
+# The implementations of each set by operation; "linear" is that of weights in planes. "auto" has those alone that were
+# measured on a device (docs/results/gpu-h100.md), and takes for each call the one that is fastest there. No SwiGLU is:
+# XLA's own fusion runs at the memory's speed. Kernels that no device has run are in "pallas-triton" alone.
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
-    name: {
-        "tree_attention": attention, "swiglu": swiglu, "linear": ("triton",), "move_rows": ("triton",),
-        "add_norm": ("triton",),
-    }
-    for name, attention, swiglu in (
-        ("auto", ("triton", "mosaic"), ()),
-        ("pallas-triton", ("triton",), ("triton",)),
-        ("mosaic", ("mosaic",), ()),
-        ("jax-triton", ("triton",), ("jax_triton",)),
-    )
-}  # fmt: skip
+    "auto": {"tree_attention": ("triton", "mosaic")},
+    "pallas-triton": dict.fromkeys(("tree_attention", "linear", "move_rows", "add_norm"), ("triton",)),
+    "mosaic": {"tree_attention": ("mosaic",)},
+    "jax-triton": {"tree_attention": ("triton",), "swiglu": ("jax_triton",)},
+}
+# Operations with tables of tuned block sizes.
+TUNED = ("tree_attention", "linear")
 
 
 def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Kernels:
@@ -67,12 +63,12 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
 
     Args:
       name: one of `KERNEL_NAMES`.
-        "xla": no kernels. "cpu": the native library. "pallas-triton": Pallas kernels for NVIDIA GPUs from Ampere on,
-        attention and SwiGLU. "mosaic": attention for Hopper. "jax-triton": SwiGLU through jax-triton, which is an
-        extra, and the attention of "pallas-triton".
-        "auto": the fastest that works here. An implementation is skipped where it is not installed, does not run on
-        the device or fails its check. The next one takes its place, in the end XLA, which also runs the calls whose
-        shapes an implementation does not take. One warning per process names what should have worked.
+        "xla": no kernels. "cpu": the native library. "pallas-triton": all Pallas kernels for NVIDIA GPUs from Ampere
+        on, also those that no device has run yet. "mosaic": attention for Hopper. "jax-triton": SwiGLU through
+        jax-triton, which is an extra, and the attention of "pallas-triton".
+        "auto": the fastest that was measured and works here. An implementation is skipped where it is not installed,
+        does not run on the device or fails its check. The next one takes its place, in the end XLA, which also runs the
+        calls whose shapes an implementation does not take. One warning per process names what should have worked.
       platform: platform of the devices.
       devices: number of devices.
       device: one of them, for GPU kernels; None takes JAX's first GPU.
@@ -107,7 +103,7 @@ def _choose_native(name: str, platform: str, devices: int) -> Kernels:
 def _choose_gpu(name: str, device: Any) -> Kernels:
     """The implementations of a set that run on a GPU and pass their check."""
     # A table that cannot be read gives its error now, not while a program is traced.
-    for operation in SETS[name]:
+    for operation in TUNED:
         importlib.import_module(f"pallas_kernels.{operation}.config").load_table()
     base = describe_gpu(device)
     chosen, own = [], OWN.get(name)

@@ -197,10 +197,10 @@ def list_programs(method: Any, gpu: GPU, devices: Sequence[Any], layers: int, we
     from pallas_kernels import selection
     from pallas_kernels.registry import Kernels
 
-    # What `auto` chooses where all kernels pass their check.
+    # What `auto` chooses where all kernels pass their check, and those that are for "pallas-triton" alone.
     usable = tuple(
         (operation, candidate)
-        for operation, candidates in selection.SETS["auto"].items()
+        for operation, candidates in (selection.SETS["pallas-triton"] | selection.SETS["auto"]).items()
         for candidate in candidates
         if selection.find_obstacle(candidate, gpu.capability) is None
     )

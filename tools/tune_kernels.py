@@ -1,6 +1,6 @@
 """Find the fastest block sizes of the Triton kernels on this GPU, and write them into pallas_kernels/tuned/.
 
-    python tools/tune_kernels.py [--operations tree_attention,swiglu,linear] [--minutes 45] [--folder FOLDER] [--smoke]
+    python tools/tune_kernels.py [--operations tree_attention,linear] [--minutes 45] [--folder FOLDER] [--smoke]
 
 Every shape of tools/kernel_bench/cases.py is timed with the heuristic's block sizes and with those beside them, by the
 profiler's device time: a few sizes at a time, the others as they were best so far, because each candidate is compiled.
@@ -40,7 +40,6 @@ from pallas_kernels.linear import config as linear_config
 from pallas_kernels.linear.blocks import PLANES
 from pallas_kernels.linear.planes import find_planes
 from pallas_kernels.registry import Kernels
-from pallas_kernels.swiglu import config as swiglu_config
 from pallas_kernels.tree_attention import config as attention_config
 
 # A table should not hold what noise has won.
@@ -238,40 +237,6 @@ def _attention_call(case: Case, sizes: attention_config.Config) -> Any:
     return attend
 
 
-def _swiglu_sizes(case: Case) -> tuple[int, int, int, int]:
-    return case.sizes["T"], case.sizes["D"], case.sizes["F"], case.operands[2].dtype.itemsize
-
-
-def _swiglu_tiles(case: Case, best: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
-    for block_f, warps in itertools.product((16, 32, 64), (4, 8)):
-        yield from _if_it_fits(case, dataclasses.replace(best, block_f=block_f, warps=warps))
-
-
-def _swiglu_inputs(case: Case, best: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
-    for block_k, stages in itertools.product((64, 128), (3, 4, 6)):
-        yield from _if_it_fits(case, dataclasses.replace(best, block_k=block_k, stages=stages))
-
-
-def _if_it_fits(case: Case, sizes: swiglu_config.Config) -> Iterator[swiglu_config.Config]:
-    """Into an H100's shared memory: else it would only fail to compile."""
-    rows, _, _, itemsize = _swiglu_sizes(case)
-    step = swiglu_config.step_bytes(swiglu_config.block_rows(rows), sizes.block_f, sizes.block_k, itemsize)
-    if sizes.stages * step <= 220 << 10:
-        yield sizes
-
-
-def _swiglu_call(case: Case, sizes: swiglu_config.Config) -> Any:
-    from kernel_bench.cases import EPS
-
-    from pallas_kernels.swiglu import triton
-
-    def project(operands: Any, state: Any) -> Any:
-        x, scale, gate_up = operands
-        return triton.swiglu(x, gate_up, scale, EPS, sizes), state
-
-    return project
-
-
 def _linear_format(case: Case) -> str:
     return next(name for name in PLANES if name.removesuffix("_planes") == case.model.rpartition(" ")[2])
 
@@ -321,13 +286,6 @@ OPERATIONS = {
         _attention_default,
         (_attention_tiles, _attention_parts, _attention_rows, _stages),
         _attention_call,
-    ),
-    "swiglu": Operation(
-        swiglu_config.TABLE,
-        lambda case: swiglu_config.bucket(*_swiglu_sizes(case)),
-        lambda kind, _, case: swiglu_config.choose(kind, *_swiglu_sizes(case)),
-        (_swiglu_tiles, _swiglu_inputs),
-        _swiglu_call,
     ),
     "linear": Operation(
         linear_config.TABLE,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 from pallas_kernels import tables
 
@@ -21,15 +20,6 @@ _PROGRAMS = 264
 _LEAST_STEPS = 4
 # The same of a product by numbers, in inputs.
 _PART_INPUTS = 256
-
-
-def preferred(*operands: Any) -> tuple[str, ...]:
-    """Implementations that should be faster than XLA for a call: all that take it.
-
-    XLA writes a tile of numbers, four times the bytes of the blocks, and reads it again. Not measured on a device yet.
-    """
-    del operands
-    return ("triton",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels import native, registry
 from pallas_kernels.linear.api import check_operands, find_packed, linear, native_weight
 from pallas_kernels.linear.blocks import PLANES, Blocks, Weight
+from pallas_kernels.linear.config import MAX_ROWS
 from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.swiglu.config import MAX_ROWS
 
 
 def swiglu(

@@ -14,7 +14,6 @@ import triton
 from triton.runtime import interpreter
 
 from pallas_kernels.swiglu import jax_triton
-from pallas_kernels.swiglu.config import block_rows, choose
 
 EPS = 1e-5
 
@@ -35,10 +34,10 @@ def error(T, D, F, normed):
     rng = np.random.default_rng(T)
     x, scale = rng.normal(size=(T, D)).astype(np.float32), rng.normal(size=D).astype(np.float32)
     weight = (rng.normal(size=(2 * F, D)) / np.sqrt(D)).astype(np.float32)
-    out, sizes = np.full((T, F), np.nan, np.float32), choose("", T, D, F, 4)
-    jax_triton._run_program[(triton.cdiv(F, sizes.block_f),)](
-        *map(Pointer, (x, weight, scale, out)), normed=normed, eps=EPS, T=T, D=D, F=F, block_t=block_rows(T),
-        block_f=sizes.block_f, block_k=sizes.block_k,
+    out, blocks = np.full((T, F), np.nan, np.float32), jax_triton.choose_blocks(T, D, F, 4)
+    jax_triton._run_program[(triton.cdiv(F, blocks.columns),)](
+        *map(Pointer, (x, weight, scale, out)), normed=normed, eps=EPS, T=T, D=D, F=F, block_t=blocks.rows,
+        block_f=blocks.columns, block_k=blocks.inputs,
     )  # fmt: skip
     rows = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPS) * scale if normed else x
     gate, up = np.split(rows @ weight.T, 2, axis=1)

@@ -15,8 +15,8 @@ from pallas_kernels.registry import Kernels
 # One layer, whose heads Mosaic takes.
 MODEL = ModelConfig("llama", 1, 32, 40, 2, 1, 64, 50, 128)
 KERNELS = {
-    "pallas-triton": (("tree_attention", "triton"), ("swiglu", "triton")),
-    "mosaic": (("tree_attention", "mosaic"), ("swiglu", "triton")),
+    "pallas-triton": (("tree_attention", "triton"), ("add_norm", "triton")),
+    "mosaic": (("tree_attention", "mosaic"), ("add_norm", "triton")),
 }
 
 
@@ -63,7 +63,7 @@ def test_triton(check, model):
     status, report, err = check("pallas-triton", *words)
     assert status == 0, err
     assert report["lossless"] and report["kernels"] == "pallas-triton" and report["kernels_refused"] == []
-    assert registry._own_calls.keys() == {("pallas-triton", "tree_attention"), ("pallas-triton", "swiglu")}
+    assert registry._own_calls.keys() == {("pallas-triton", "tree_attention"), ("pallas-triton", "add_norm")}
     (entry,) = report["methods"]
     assert entry["tokens"] and all(row["equal"] + row["tie"] == 1 for row in entry["tokens"])
 

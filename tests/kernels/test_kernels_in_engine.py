@@ -16,14 +16,12 @@ from jaxspec.methods.specexec import SpecExec
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
 from pallas_kernels.registry import Kernels
-from pallas_kernels.swiglu import triton as triton_swiglu
 from pallas_kernels.tree_attention import triton as triton_attention
 
 XLA = Kernels("xla", "cpu")
 # On a GPU the number of active rows is data. On a CPU each of a few row counts is a separate branch.
 TRITON = Kernels(
-    "pallas-triton", "gpu", implementations=(("tree_attention", "triton"), ("swiglu", "triton")), capability=(8, 0),
-    interpret=True,
+    "pallas-triton", "gpu", implementations=(("tree_attention", "triton"),), capability=(8, 0), interpret=True
 )  # fmt: skip
 SUMS = Kernels("pallas-triton", "gpu", implementations=(("add_norm", "triton"),), capability=(8, 0), interpret=True)
 PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, 101, 40)]
@@ -49,30 +47,23 @@ def decode(kernels, method, devices=1):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of the kernels in a program: operation, rows, and the kind of window or norm."""
-    found = set()
-    attend, project = triton_attention._attend, triton_swiglu.swiglu
+    """The calls of the kernel in a program: rows, and the kind of window."""
+    found, attend = set(), triton_attention._attend
 
     def record_attention(call, operands, interpret):
-        found.add(("tree_attention", call.T, "grown" if call.grown else "chunk" if call.causal else "tree"))
+        found.add((call.T, "grown" if call.grown else "chunk" if call.causal else "tree"))
         return attend(call, operands, interpret)
 
-    def record_swiglu(x, *rest):
-        found.add(("swiglu", len(x), "norm" if len(rest) > 1 else "plain"))
-        return project(x, *rest)
-
     monkeypatch.setattr(triton_attention, "_attend", record_attention)
-    monkeypatch.setattr(triton_swiglu, "swiglu", record_swiglu)
     return found
 
 
 @pytest.mark.slow
 def test_triton(calls):
-    """The tree of the draft grows in its window, the target verifies it at once; both through the kernels."""
+    """The tree of the draft grows in its window, the target verifies it at once; both through the kernel."""
     assert decode(TRITON, SpecExec(6, width=2, depth=3)) == decode(XLA, Autoregressive())
     # The root and six nodes; two nodes of the draft at a time, after the window's older ones.
-    assert ("tree_attention", 7, "tree") in calls and ("swiglu", 7, "norm") in calls
-    assert ("tree_attention", 2, "grown") in calls and ("swiglu", 2, "norm") in calls
+    assert (7, "tree") in calls and (2, "grown") in calls
 
 
 @pytest.mark.slow

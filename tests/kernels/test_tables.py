@@ -6,7 +6,7 @@ import types
 import pytest
 
 from pallas_kernels import selection, tables
-from pallas_kernels.swiglu import config as swiglu_config
+from pallas_kernels.linear import config as linear_config
 from pallas_kernels.tree_attention import config as attention_config
 from pallas_kernels.tree_attention.config import Config
 
@@ -46,7 +46,7 @@ def test_files_that_are_none(tmp_path, text):
         tables.load_table(path, Config)
 
 
-@pytest.mark.parametrize("config", [attention_config, swiglu_config])
+@pytest.mark.parametrize("config", [attention_config, linear_config])
 def test_kernels_are_not_chosen_with_a_broken_table(tmp_path, monkeypatch, config):
     """However they are asked for, and before they are run."""
     monkeypatch.setattr(selection, "find_failure", lambda *_: pytest.fail("a kernel was run"))

@@ -25,7 +25,7 @@ def measure_decoding(model: str | None = None, smoke: bool = False) -> Iterator[
     names = [BASELINE] if smoke else [name for name in default_methods(drafting) if name != BASELINE]
     prompts = select_prompts(load_prompts(None), None, 1 if smoke else PROMPTS)
     sampling = SamplingParams(max_tokens=8 if smoke else TOKENS, ignore_eos=True)
-    sets = ("xla",) if smoke else ("auto", "xla")
+    sets = ("xla",) if smoke else ("auto", "xla", "pallas-triton")
     words = {(kernels, name): f"{model or 'default model'}, {kernels}, {name}" for kernels in sets for name in names}
     yield {"name": "decode", "device": name_device(), "planned": list(words.values())}
     for kernels in sets:

@@ -1,7 +1,6 @@
 """The implementations of an operation that this device can run."""
 
 import dataclasses
-import importlib
 
 import jax
 
@@ -13,7 +12,7 @@ from pallas_kernels.registry import Kernels
 SETS = {
     "tree_attention": {"pallas-triton": "triton", "mosaic": "mosaic"},
     "linear": {"pallas-triton": "triton"},
-    "swiglu": {"pallas-triton": "triton", "jax-triton": "jax_triton"},
+    "swiglu": {"jax-triton": "jax_triton"},
 }
 
 
@@ -25,6 +24,8 @@ def find_implementations(operation: str, smoke: bool = False) -> tuple[dict[str,
       smoke: Pallas' interpreter stands in for a GPU.
     """
     if smoke:
+        if "pallas-triton" not in SETS[operation]:
+            return {"xla": Kernels("xla", jax.default_backend())}, {}
         interpreted = Kernels("smoke", "gpu", implementations=((operation, "triton"),), interpret=True)
         return {"xla": Kernels("xla", jax.default_backend()), "pallas-triton": interpreted}, {}
     device = jax.devices()[0]
@@ -46,9 +47,8 @@ def find_implementations(operation: str, smoke: bool = False) -> tuple[dict[str,
 def list_preferred(case: Case, smoke: bool = False) -> list[str]:
     """The names in the order in which `auto` tries their implementations for a case here."""
     if smoke:
-        return ["pallas-triton"]
+        return [name for name in SETS[case.operation] if name == "pallas-triton"]
     device = jax.devices()[0]
     names = {implementation: name for name, implementation in SETS[case.operation].items()}
-    found = selection.choose("auto", device.platform, device=device).candidates(case.operation)
-    config = importlib.import_module(f"pallas_kernels.{case.operation}.config")
-    return [names[each] for each in config.preferred(*case.operands[:3], *case.state) if each in found]
+    kernels = selection.choose("auto", device.platform, device=device)
+    return [names[each] for each in kernels.order(case.operation, *case.operands[:3], *case.state)]

@@ -73,6 +73,9 @@ CONFIGURATIONS = {
     "swiftspec, XLA's graphs": Configuration("swiftspec", flags=XLA_GRAPHS, accepted=(2,)),
     "plain, xla": Configuration("plain", "xla", accepted=(0,)),
     "plain, mosaic": Configuration("plain", "mosaic", accepted=(0,)),
+    # With the kernels that "auto" waits for a measurement of.
+    "plain, pallas-triton": Configuration("plain", "pallas-triton", accepted=(0,)),
+    "specexec, pallas-triton": Configuration("specexec", "pallas-triton", accepted=(2,)),
 }
 
 
