@@ -175,6 +175,7 @@ class Sampler:
             if not prefix.shape[0]:
                 return cache, jnp.zeros((0, width), STATE_DTYPE)
             cache, states = prefill_with_states(params, cfg, prefix, count, cache, self.layers)
+            assert states is not None
             return cache, states.astype(STATE_DTYPE)
 
         def step(params, cache: KVCache, token, index, started):
