@@ -30,6 +30,7 @@ from jaxspec.config import (
 from jaxspec.engine import FIRST_CAPACITY
 from jaxspec.errors import CheckpointError, ConfigError, shown
 from jaxspec.files import vocabulary_digest
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.cost_model import USUAL_RATES
 from jaxspec.methods.core.round import ModelParams, Models
@@ -272,9 +273,7 @@ def open_model(role: str, path: object, revision: str | None = None) -> Weights:
 
 def has_draft(model: str | PathLike[str] | None, draft: object, revision: str | None = None) -> bool:
     """Whether a method that uses a draft model would get one from these arguments of `LLM`."""
-    if draft is not None:
-        return draft != NO_DRAFT
-    return open_models(model, None, resolve_method("auto"), revision).draft is not None
+    return draft != NO_DRAFT if draft is not None else open_models(model, None, Auto(), revision).draft is not None
 
 
 def plan_meshes(config: EngineConfig, method: Method, opened: OpenModels) -> tuple[MeshPlan, MeshPlan]:

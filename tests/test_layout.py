@@ -1,6 +1,7 @@
-"""The layout of the sources: imports have an order, among files and among the children of every folder."""
+"""The layout of the sources: imports have an order, files a readable length, and packages a budget of lines."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -8,6 +9,26 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxspec", "pallas_kernels")
+LONGEST_FILE = 400  # lines
+REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
+# Most lines of each part. A change that needs more says why in docs/decisions.md.
+BUDGETS = {
+    "jaxspec": 30_880,
+    "jaxspec/*.py": 2_440,
+    "jaxspec/methods": 6_230,
+    "jaxspec/sampling jaxspec/tree": 1_630,
+    "jaxspec/models": 3_200,
+    "jaxspec/offload": 2_100,
+    "jaxspec/checkpoint": 4_660,
+    "jaxspec/runtime": 2_330,
+    "jaxspec/text": 1_600,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli": 6_950,
+    "pallas_kernels": 5_510,
+    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_580,
+    "tools": 8_810,
+    "tests": 35_230,
+}
+MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
 
 
 def is_type_checking(node):
@@ -101,3 +122,32 @@ def test_cycles_are_found():
     graph = import_graph(sources)
     assert find_cycle(graph) is None
     assert set(find_cycle(graph_of_children(graph, "p"))) == {"x", "y"}
+
+
+def lines_of(parts):
+    """Lines of Python below folders, or of the files of a pattern."""
+    paths = set()
+    for part in parts.split():
+        paths |= set(ROOT.glob(part) if "*" in part else (ROOT / part).rglob("*.py"))
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+@pytest.mark.parametrize("parts", BUDGETS)
+def test_lines_stay_within_the_budget(parts):
+    assert 0 < lines_of(parts) <= BUDGETS[parts]
+
+
+@pytest.mark.parametrize("folder", MOST_ENTRIES)
+def test_a_folder_shows_few_entries(folder):
+    entries = [e for e in (ROOT / folder).iterdir() if e.name not in ("__init__.py", "__pycache__")]
+    assert len(entries) <= MOST_ENTRIES[folder]
+
+
+def test_long_files_say_why():
+    long = {}
+    for path in FILES.values():
+        text = path.read_text()
+        if len(text.splitlines()) > LONGEST_FILE:
+            says = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+            long[path.relative_to(ROOT)] = bool(REASON.search(says))
+    assert all(long.values()), long

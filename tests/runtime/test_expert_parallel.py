@@ -75,6 +75,7 @@ def test_through_the_front_door(tmp_path):
     ]
     assert texts[0].token_ids == texts[1].token_ids
     write_native(tmp_path / "dense", dataclasses.replace(cfg, family="llama", experts=None))
+    write_tokenizer(tmp_path / "dense", cfg.vocab_size)
     with pytest.raises(ConfigError, match="has no experts; expert_parallel is for"):
         jaxspec.LLM(tmp_path / "dense", expert_parallel=True)
     with pytest.raises(ConfigError, match="give target_devices, 2 or more"):
