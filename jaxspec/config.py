@@ -328,7 +328,8 @@ def _check_stop(stop: object) -> tuple[str, ...]:
 def _check_token_ids(ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
-    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Sequence) and not hasattr(ids, "__array__"):
+    is_array = hasattr(ids, "__array__") and getattr(ids, "ndim", 0) == 1
+    if isinstance(ids, str | bytes | Mapping) or not (is_array or isinstance(ids, Sequence)):
         raise ConfigError(f"stop_token_ids must be a list of token ids, got {shown(ids)}")
     listed: Any = ids
     check_length("stop_token_ids", listed)

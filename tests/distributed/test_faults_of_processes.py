@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from distributed_pair import write_pair
-from harness import Commands, run_processes
+from process_harness import Commands, run_processes
 
 SPEC = {"devices": 1, "prompt": [3, 4, 5], "samplings": [{"max_tokens": 200, "ignore_eos": True}]}
 LIMIT_S = 60

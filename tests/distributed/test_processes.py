@@ -6,9 +6,9 @@ import json
 import pytest
 from distributed_pair import write_pair
 from eagle_folders import random_tensors, write_folder
-from harness import results, run_processes
 from make import tiny_config, write_hf
 from native_models import write_tokenizer
+from process_harness import results, run_processes
 
 import jaxspec
 from jaxspec.methods.registry import make_method

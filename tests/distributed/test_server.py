@@ -5,7 +5,7 @@ import signal
 import openai
 import pytest
 from distributed_pair import write_pair
-from harness import Commands
+from process_harness import Commands
 
 import jaxspec
 

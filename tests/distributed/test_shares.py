@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
-from harness import run_processes
 from make import tiny_config, write_gguf, write_hf
 from native_models import write_native
+from process_harness import run_processes
 
 from jaxspec.models.experts import ExpertsConfig
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness import run_processes
+from process_harness import run_processes
 
 SCRIPT = Path(__file__).parent / "moving.py"
 
