@@ -32,6 +32,15 @@ def test_text_streams_to_stdout_and_statistics_to_stderr(decode):
         assert word in done.err
 
 
+@pytest.mark.parametrize("words", [(), ("--temperature", "1")], ids=["greedy", "T=1"])
+def test_a_comparison_names_both_speeds_and_the_same_tokens(decode, words):
+    """Drafted and plain text are equal, also where no seed was given: the second request has the first one's."""
+    done = decode("--method", "lookup", "--compare", "--ignore-eos", "-n", "12", *words, "w1 w2")
+    assert done.status == 0, done.err
+    assert "lookup: " in done.err and " tokens/pass" in done.err
+    assert "plain decoding: " in done.err and "the same tokens" in done.err and "times as fast" in done.err
+
+
 def test_json_is_one_object(decode, tmp_path):
     preset = tmp_path / "preset.toml"
     preset.write_text('max_tokens = 50\nseed = 3\nchat = false\nstop = ["."]\n')
@@ -59,6 +68,7 @@ def test_a_piped_prompt_needs_no_dash(decode):
         (["-n", "many", "hi"], "--max-tokens"),
         ([], "give one prompt"),
         (["hi", "--prompt-file", "x.txt"], "give one prompt"),
+        (["--compare", "--interactive"], "--compare decodes one prompt in one process"),
         (["hi", "there", "--stats", "Ann"], "the prompt is 3 arguments: quote it, jaxspec-decode 'hi there Ann'"),
         (["--prompt-file", "no/such/file.txt"], "no/such/file.txt cannot be read"),
         ([""], "the prompt is empty"),
