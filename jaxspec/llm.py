@@ -162,8 +162,10 @@ class LLM:
         self.device_plan = describe_hosts(models.target.plan, models.draft and models.draft.plan)
         given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         given |= {"method": self.engine.method, "devices": self.device_plan, **describe_programs(models.target.plan)}
-        for role, weights in (("the model", opened.target), ("the draft", opened.draft)):
-            given[role] = None if weights is None else checkpoint_digest(weights.path, weights.config)
+        given["the model"] = checkpoint_digest(opened.target.path, opened.target.config)
+        if opened.draft is not None:  # one made of the target's layers has no file: the settings name it
+            layers, path = opened.draft.layers, opened.draft.path
+            given["the draft"] = layers or checkpoint_digest(path, opened.draft.config)
         given["the tokenizer"] = vocabulary_digest(opened.tokens)
         del given["compile_cache"]  # a folder of each host
         hosts.check_equal("settings", given)

@@ -10,6 +10,7 @@ from pathlib import Path
 import gpu_bench
 import pytest
 from kernel_bench import bare
+from kernel_bench.checks import list_implementations
 
 ROOT = Path(gpu_bench.__file__).resolve().parents[1]
 # JAX's own dependencies come with it.
@@ -61,7 +62,8 @@ def test_dry_run(packages, tmp_path):
         assert part["error"] is None and part["rows"]
         assert not [row for row in part["rows"] if row.get("error") or row.get("errors")]
     checks = result["parts"]["tests"]["rows"][-1]
-    assert checks["failed"] == 0 and checks["passed"] >= 5
+    triton = [operation for operation, implementation in list_implementations() if implementation == "triton"]
+    assert checks["failed"] == 0 and checks["passed"] == len(triton)
 
 
 def test_what_is_installed_is_used():
