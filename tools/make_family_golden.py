@@ -3,7 +3,7 @@
 
     tools/make_family_golden.py
 
-The models are those of tests/checkpoint/make.py, written as Hugging Face folders, which transformers opens. The tests
+The models are those of tests/make.py, written as Hugging Face folders, which transformers opens. The tests
 that read the file need neither torch nor transformers' models.
 """
 

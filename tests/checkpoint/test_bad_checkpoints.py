@@ -52,10 +52,8 @@ BAD_HEADERS = {
     "empty": (b"", "0 bytes are too few"),
     "magic": (b"GGML" + bytes(40), "begins with b'GGML'"),
     "version 1": (gguf(version=1), "GGUF version 1; supported: 2, 3"),
-    "version 99": (gguf(version=99), "GGUF version 99"),
     "big-endian": (gguf(order=">"), "big-endian"),
     "tensor count": (gguf(num_tensors=HUGE), f"claims {HUGE} tensors"),
-    "pair count": (gguf(num_pairs=2**40), f"claims {2**40} metadata pairs"),
     "key length": (gguf([struct.pack(U64, HUGE) + bytes(20)]), "metadata key at byte 32 needs 9223372036854775808"),
     "key twice": (gguf([pair("a", BOOL, b"\1")] * 2), "metadata key 'a' twice"),
     "key encoding": (gguf([text(b"\xff") + bytes(12)]), "metadata key at byte 32 is not valid UTF-8"),
@@ -63,30 +61,17 @@ BAD_HEADERS = {
     "boolean": (gguf([pair("a", BOOL, b"\7")]), "'a' holds 7 as a boolean"),
     "string length": (gguf([pair("a", STRING, struct.pack(U64, 10**6))]), "value of 'a' at byte .* needs 1000000"),
     "array length": (gguf([pair("a", ARRAY, array(UINT32, 2**62))]), f"claims {2**62} elements of 'a'"),
-    "array of strings": (gguf([pair("a", ARRAY, array(STRING, 2**40))]), f"claims {2**40} elements of 'a'"),
-    "element length": (gguf([pair("a", ARRAY, array(STRING, 1, struct.pack(U64, HUGE)))]), "element of 'a' needs"),
-    "element encoding": (
-        gguf([pair("a", ARRAY, array(STRING, 1, text(b"\xc3")))]),
-        "element 0 of 'a' is not valid UTF-8",
-    ),
     "element type": (gguf([pair("a", ARRAY, array(13, 0))]), "'a' has unknown element type 13"),
     "nesting": (gguf([pair("a", ARRAY, NESTED)]), "'a' nests arrays deeper than 4"),
     "alignment 3": (gguf([pair("general.alignment", UINT32, b"\3\0\0\0")]), "power of two, got 3"),
-    "alignment 0": (gguf([pair("general.alignment", UINT32, bytes(4))]), "power of two, got 0"),
-    "alignment kind": (gguf([pair("general.alignment", STRING, text("x"))]), "power of two, got 'x'"),
     "rank 0": (gguf(tensors=[entry(dims=(), rank=0) + bytes(16)]), "'t' has 0 dimensions"),
-    "rank 5": (gguf(tensors=[entry(dims=(1, 1, 1, 1, 1))]), "'t' has 5 dimensions"),
-    "rank absurd": (gguf(tensors=[entry(rank=2**32 - 1)]), "'t' has 4294967295 dimensions"),
-    "zero dimension": (gguf(tensors=[entry(dims=(32, 0))]), r"'t' has shape \[32, 0\]"),
     "absurd shape": (gguf(tensors=[entry(dims=(2**62, 2**62))]), "the file has 96"),
     "tensor type": (gguf(tensors=[entry(kind=4)]), "'t' has unknown type 4"),
     "row size": (gguf(tensors=[entry(dims=(33,), kind=2)]), "rows of 33 values, not a multiple of Q4_0's 32"),
     "misaligned": (gguf(tensors=[entry(offset=8)], data=bytes(256)), "offset 8, not a multiple of the alignment 32"),
     "beyond the file": (gguf(tensors=[entry(offset=2**40)], data=bytes(128)), "ends at byte 1099511627"),
-    "offset overflow": (gguf(tensors=[entry(offset=2**64 - 32)], data=bytes(128)), "ends at byte 1844674407370955"),
     "overlap": (gguf(tensors=[entry("t"), entry("u", offset=64)], data=bytes(256)), "'t' .* and 'u' .* overlap"),
     "tensor twice": (gguf(tensors=[entry(), entry()], data=bytes(128)), "tensor 't' twice"),
-    "cut directory": (gguf(num_tensors=1, pairs=[pair("abcdefgh", STRING, text("x" * 40))]), "ends too early"),
 }  # fmt: skip
 
 
@@ -99,55 +84,28 @@ def test_bad_gguf_header(tmp_path, name):
         read_header(path)
 
 
-def test_gguf_that_is_a_folder(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_header(tmp_path)
-
-
 ROPE_FREQS = np.ones(4, np.float32)
 
 BAD_GGUF_MODELS = {
     "no architecture": (CheckpointError, dict(changes={"general.architecture": 7}), "architecture"),
     "architecture": (CheckpointError, dict(architecture="mamba"), "architecture 'mamba' is not supported"),
     "split": (CheckpointError, dict(changes={"split.count": 3}), "one of 3 parts of a split GGUF"),
-    "adapter": (CheckpointError, dict(changes={"general.type": "adapter"}), "holds a GGUF 'adapter'"),
     "missing key": (CheckpointError, dict(changes={"llama.block_count": None}), "lacks llama.block_count"),
     "layers absurd": (CheckpointError, dict(changes={"llama.block_count": 2**30}), "1073741824 layers"),
-    "zero heads": (CheckpointError, dict(changes={"llama.attention.head_count": 0}), "head_count is 0"),
-    "text for a number": (CheckpointError, dict(changes={"llama.block_count": "two"}), "block_count is 'two'"),
     "nan": (CheckpointError, dict(changes={"llama.rope.freq_base": float("nan")}), "freq_base is nan"),
-    "uneven heads": (ConfigError, dict(changes={"llama.attention.head_count_kv": 3}), "not a multiple"),
     "layers differ": (ConfigError, dict(changes={"llama.feed_forward_length": [96, 64]}), "layers that differ"),
     "experts": (CheckpointError, dict(changes={"llama.expert_count": 8}), "lacks llama.expert_used_count"),
-    "many experts": (
-        ConfigError,
-        dict(changes={"llama.expert_count": 8, "llama.expert_used_count": 9}),
-        "expert_used_count is 9; .* 8",
-    ),
-    "absent experts": (
-        CheckpointError,
-        dict(changes={"llama.expert_count": 99, "llama.expert_used_count": 2}),
-        "99 experts a layer, but",
-    ),
     "gating": (
         ConfigError,
         dict(changes={"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.expert_gating_func": 2}),
         "expert_gating_func is 2; only 1 is supported, the softmax",
     ),
     "rope scaling": (ConfigError, dict(changes={"llama.rope.scaling.type": "su"}), "rope.scaling.type is 'su'"),
-    "longrope": (
-        CheckpointError,
-        dict(changes={"llama.rope.scaling.type": "longrope"}),
-        "longrope scaling needs positive numbers",
-    ),
     "partial rope": (ConfigError, dict(changes={"llama.rope.dimension_count": 8}), "rope.dimension_count is 8"),
-    "value width": (ConfigError, dict(changes={"llama.attention.value_length": 32}), "value_length is 32"),
     "softcapping": (ConfigError, dict(changes={"llama.attn_logit_softcapping": 50.0}), "attn_logit_softcapping is 50"),
-    "logit scale": (ConfigError, dict(changes={"llama.logit_scale": 0.5}), "logit_scale is 0.5"),
     "not causal": (ConfigError, dict(changes={"llama.attention.causal": False}), "only causal attention"),
     "unknown key": (ConfigError, dict(changes={"llama.quantum_flux": 3}), "llama.quantum_flux is 3"),
     "vocabulary": (CheckpointError, dict(changes={"llama.vocab_size": 71}), "vocab_size is 71; .* 72 rows"),
-    "tokens": (CheckpointError, dict(changes={"tokenizer.ggml.tokens": ["a"] * 73}), "at most 72 tokens"),
     "eos": (CheckpointError, dict(changes={"tokenizer.ggml.eos_token_id": 72}), "eos_token_id must be .* below 72"),
     "extra tensor": (CheckpointError, dict(extra={"blk.0.ffn_gate_inp.weight": ROPE_FREQS}), "unexpected .*mlp.gate"),
     "rope factors": (CheckpointError, dict(extra={"rope_freqs.weight": ROPE_FREQS}), "must hold 8 F32 values"),
@@ -185,25 +143,15 @@ def test_gguf_without_a_tensor(tmp_path):
             open_gguf(path)
 
 
-def test_gguf_tensor_under_both_names(tmp_path):
-    extra = {"model.norm.weight": np.ones(64, np.float32)}
-    path = write_gguf(tmp_path / "bad.gguf", tiny_config(), extra=extra)
-    with pytest.raises(CheckpointError, match="'model.norm.weight' twice"):
-        open_gguf(path)
-
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
 
 BAD_CONFIGS = {
     "family": (ConfigError, {"model_type": "gpt2"}, "model_type is 'gpt2'"),
-    "family absent": (ConfigError, {"model_type": None}, "model_type is None"),
-    "family kind": (ConfigError, {"model_type": ["llama"]}, "model_type is"),
     "quantised": (ConfigError, {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
     "remote code": (ConfigError, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is"),
     "activation": (ConfigError, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "attention bias": (ConfigError, {"attention_bias": True}, "attention_bias is True"),
     "mlp bias": (ConfigError, {"mlp_bias": True}, "mlp_bias is True"),
-    "bias kind": (CheckpointError, {"mlp_bias": "no"}, "mlp_bias is 'no'; true or false"),
     "llama window": (ConfigError, {"sliding_window": 8}, "sliding_window is 8"),
     "partial rope": (ConfigError, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "mrope": (ConfigError, {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "scaling 'mrope' is not supported"),
@@ -212,42 +160,26 @@ BAD_CONFIGS = {
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 40}},
         "beta_slow 40.0 must be positive",
     ),
-    "dynamic": (CheckpointError, {"rope_parameters": {"rope_type": "dynamic"}}, "lacks factor"),
-    "longrope": (
-        CheckpointError,
-        {"rope_scaling": {"type": "longrope", "short_factor": [0.5, -1]}},
-        "a list of positive numbers",
-    ),
     "longrope pairs": (
         ConfigError,
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}},
         "longrope has 7 factors for 8 pairs",
     ),
-    "latent attention": (ConfigError, {"model_type": "deepseek_v2"}, "is 'deepseek_v2'; its latent attention"),
     "clamp": (
         ConfigError, {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": -7.0},
         "swiglu_limit is -7.0; a positive number is needed",
     ),
     "rope key": (ConfigError, {"rope_scaling": {"mrope_section": [8]}}, "key 'mrope_section'"),
-    "rope kind": (CheckpointError, {"rope_scaling": [1]}, "a JSON object is needed"),
     "rope twice": (
         ConfigError,
         {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
         "rope_parameters is given too",
     ),
-    "rope per layer": (ConfigError, {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
-    "rope factor": (CheckpointError, {"rope_scaling": {"type": "linear"}}, "lacks factor"),
     "llama3 bands": (ConfigError, {"rope_scaling": LLAMA3}, "low_freq_factor 4.0 must be below"),
-    "theta": (CheckpointError, {"rope_theta": "big"}, "rope_theta is 'big'; a finite number"),
     "theta huge": (CheckpointError, {"rope_theta": 10**4000}, "rope_theta is 1000.*a finite number"),
-    "nan": (CheckpointError, {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a finite number"),
     "unknown key": (ConfigError, {"logit_soft_cap": 30.0}, "logit_soft_cap is 30.0"),
-    "unknown multiplier": (ConfigError, {"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
     "missing key": (CheckpointError, {"hidden_size": None}, "lacks hidden_size"),
-    "negative": (CheckpointError, {"hidden_size": -64}, "hidden_size is -64; an integer of at least 1"),
-    "fraction": (CheckpointError, {"vocab_size": 72.5}, "vocab_size is 72.5; an integer"),
     "uneven heads": (ConfigError, {"num_key_value_heads": 3}, "not a multiple of num_kv_heads 3"),
-    "odd head": (ConfigError, {"head_dim": 15}, "head_dim 15 is odd"),
     "width": (ConfigError, {"head_dim": None, "hidden_size": 65}, "not a multiple of num_attention_heads"),
     "layers absurd": (CheckpointError, {"num_hidden_layers": 2**31 - 1}, "asks for 2147483647 layers"),
     "vocabulary": (CheckpointError, {"vocab_size": 2**30}, r"weight is \[72, 64\], not \[1073741824, 64\]"),
@@ -267,10 +199,8 @@ def test_bad_config(tmp_path, name):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "sets no sliding window"),
         ("qwen2", {"layer_types": ["full_attention"]}, "a list of 2"),
-        ("qwen2", {"layer_types": ["linear_attention"] * 2}, "a list of 2"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "are alike"),
     ],
 )
@@ -281,7 +211,6 @@ def test_bad_config_of_other_families(tmp_path, family, changes, message):
 
 BAD_JSON = {
     "cut": (b'{"model_type": "lla', "is not valid JSON"),
-    "encoding": (b'{"a": "\xff\xfe"}', "is not valid JSON"),
     "list": (b"[1, 2]", "must hold a JSON object, got list"),
     "deep": (b'{"a":' + b"[" * 200_000, "nested too deeply|is not valid JSON"),
     "long number": (b'{"hidden_size": ' + b"9" * 10_000 + b"}", "is not valid JSON"),
@@ -314,11 +243,7 @@ NORM = "model.norm.weight"
 
 BAD_ENTRIES = {
     "other type": (lambda h: h[NORM].update(dtype="F64", shape=[32]), "'model.norm.weight' has type F64; supported"),
-    "unknown type": (lambda h: h[NORM].update(dtype="F99"), "unknown variant `F99`"),
-    "type of other size": (lambda h: h[NORM].update(dtype="F8_E4M3"), "invalid shape, data type, or offset"),
-    "absurd shape": (lambda h: h[NORM].update(shape=[2**62, 2**62]), "overflow computing buffer size"),
     "other shape": (lambda h: h[NORM].update(shape=[8, 8]), r"model.norm.weight is \[8, 8\], not \[64\]"),
-    "offsets": (lambda h: h[NORM].update(data_offsets=[0]), "expected a tuple of size 2"),
     "overlap": (lambda h: h[NORM].update(data_offsets=[0, 256]), "invalid offset"),
     "renamed": (lambda h: h.update({"model.nrom.weight": h.pop(NORM)}), "1 missing .* 1 unexpected"),
 }
@@ -338,7 +263,6 @@ def test_bad_safetensors_entry(tmp_path, name):
     [
         (b"", "header too small"),
         (struct.pack(U64, HUGE) + b"{}", "header too large"),
-        (struct.pack(U64, 2) + b"[]", "invalid type: sequence"),
         (struct.pack(U64, 2) + b"{}", "asks for 2 layers, but the checkpoint holds only 0 tensors"),
     ],
 )
@@ -357,9 +281,7 @@ def test_wrong_length_of_safetensors(tmp_path, cut, pad):
         open_hf(folder)
 
 
-@pytest.mark.parametrize(
-    "file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "c:\\x.safetensors", "w.bin", 7]
-)
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "w.bin", 7])
 def test_path_tricks_in_an_index(tmp_path, file):
     folder = write_hf(tmp_path, tiny_config(), shards=2)
     index = folder / "model.safetensors.index.json"
@@ -408,12 +330,6 @@ def test_oversized_json(tmp_path):
     with open(folder / "config.json", "r+b") as file:
         file.truncate(2**40)  # a hole: no disk is used
     with pytest.raises(CheckpointError, match="more than any configuration"):
-        open_hf(folder)
-
-
-def test_bad_generation_config(tmp_path):
-    folder = write_hf(tmp_path, tiny_config(), generation={"eos_token_id": [2, "x"]})
-    with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id must be .* got x"):
         open_hf(folder)
 
 

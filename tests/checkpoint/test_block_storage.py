@@ -14,10 +14,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize as quantize_rows
 from make import random_tensors, tiny_config, write_gguf, write_hf
 
-from jaxspec.bench.microbench import weight_bytes
 from jaxspec.checkpoint import convert as module
 from jaxspec.checkpoint.convert import convert
-from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
+from jaxspec.checkpoint.load import open_weights
 from jaxspec.checkpoint.native import arrays as native_arrays
 from jaxspec.checkpoint.native.checkpoint import read_leaf
 from jaxspec.checkpoint.native.manifest import open_native
@@ -34,7 +33,7 @@ from jaxspec.runtime.mesh import MeshPlan, plan_mesh
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from pallas_kernels.linear import reference
-from pallas_kernels.linear.blocks import FORMATS, Blocks, dequantise
+from pallas_kernels.linear.blocks import FORMATS, Blocks
 from pallas_kernels.registry import Kernels
 
 Kind = GGMLQuantizationType
@@ -142,7 +141,7 @@ def check_same(first, second):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), first, second)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 3])
+@pytest.mark.parametrize("degree", [1, 3])
 def test_kept_weights_are_the_numbers_of_a_plain_load(file, degree):
     weights = open_weights(file)
     placement = place(weights, degree)
@@ -161,7 +160,7 @@ def test_the_native_format_keeps_them(file, converted):
     native = open_weights(checkpoint.path)
     assert native.own_storage == checkpoint.storage == weights.own_storage
     assert checkpoint.num_bytes == sum(array.nbytes for array in stored_arrays(checkpoint))
-    for degree in (1, 2, 3):
+    for degree in (1, 2):
         assert native.storage(plan_mesh(degree)) == weights.storage(plan_mesh(degree))
         for own in (True, False):
             placement = place(native, degree, own)
@@ -226,43 +225,6 @@ def test_blocks_that_cross_heads_are_kept_on_one_device_only(tmp_path):
     assert weights.storage(plan_mesh(2)).type_of("layers.0.out") == "float32"
     with pytest.raises(ValueError, match=r"q4_k blocks \(256, 1, 1, 144\) cannot be split over 2 devices"):
         Placement(WIDE, plan_mesh(2), np.dtype("float32"), storage=weights.own_storage).params()
-
-
-def test_columns_are_padded_to_whole_blocks(tmp_path):
-    cfg = tiny_config()
-    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=Kind.Q8_0))
-    layer = weights.load(place(weights, 2))["layers"][0]
-    assert cfg.mlp_dim == 3 * 32
-    assert layer["gate_up"].shape == (2, 4 * 32, 2, 34) and layer["down"].shape == (64, 4, 34)
-    assert not layer["down"].data[:, 3].any() and not layer["gate_up"].data[:, 96:].any()
-
-
-def test_shapes_and_bytes_on_one_device(tmp_path):
-    cfg, kind = CASES["medium"]
-    path = write_gguf(tmp_path / "m.gguf", cfg, qtype=kind)
-    weights = open_weights(path)
-    params = weights.load(place(weights, 1))
-    assert {part: (w.format, w.shape) for part, w in params["layers"][0]["qkv"].items()} == {
-        "query": ("q4_k", (2, 2, 64, 1, 144)),
-        "key": ("q4_k", (2, 1, 64, 1, 144)),
-        "value": ("q6_k", (2, 1, 64, 1, 210)),
-    }
-    assert params["layers"][1]["qkv"].shape == (2, 4, 64, 1, 144)
-    assert params["embed"].shape == (72, 1, 210)
-    # A tied embedding is read as the head.
-    assert weight_bytes(params) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    expected = open_checkpoint(path).read("model.embed_tokens.weight")
-    np.testing.assert_array_equal(dequantise(params["embed"]), expected)
-
-
-def test_bytes_are_those_of_the_file(tmp_path):
-    """Query rows too, in Hugging Face's order: a row moves as a whole."""
-    cfg = tiny_config()
-    source = open_checkpoint(write_gguf(tmp_path / "m.gguf", cfg, qtype=Kind.Q4_0))
-    raw = source.read("model.layers.1.self_attn.q_proj.weight", keep_blocks=True)
-    assert (raw.shape, raw.dtype) == ((64, 2, 18), np.uint8)
-    qkv = load_foreign(source, plan_mesh(1), Storage("q4_0"))["layers"][1]["qkv"]
-    np.testing.assert_array_equal(np.asarray(qkv.data)[:, :2].reshape(64, 2, 18), raw)
 
 
 def test_a_vocabulary_is_padded_with_zero_blocks(tmp_path):
@@ -336,11 +298,6 @@ def test_quantising(tmp_path, converted, src, quantize):
             assert (np.abs(np.asarray(after[name]).reshape(rows.shape) - rows) <= 1.02 * step).all(), name
 
 
-def test_rows_that_are_no_whole_blocks_stay_float32(tmp_path, converted):
-    checkpoint = converted(write_hf(tmp_path / "hf", tiny_config(mlp_dim=112)), quantize="q8_0")
-    assert checkpoint.storage == Storage("q8_0", (("layers.0.down", "float32"), ("layers.1.down", "float32")))
-
-
 def test_quantising_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "write_arrays", lambda *args: pytest.fail("work began"))
     path = write_gguf(tmp_path / "m.gguf", tiny_config())
@@ -351,14 +308,6 @@ def test_quantising_is_refused_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="quantize 'q8_0' and dtype 'float32' exclude each other"):
         convert(path, tmp_path / "new", "float32", quantize="q8_0")
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_old_checkpoints_open(tmp_path, converted):
-    """A manifest of one dtype reads as it did before there were block formats."""
-    checkpoint = converted(write_gguf(tmp_path / "m.gguf", tiny_config()))
-    manifest = json.loads((checkpoint.path / "jaxspec.json").read_text())
-    assert (manifest["version"], manifest["dtype"]) == (2, "float32")
-    assert all(entry.keys() == {"shape", "dtype"} for entry in manifest["arrays"].values())
 
 
 @pytest.mark.parametrize(
@@ -409,16 +358,8 @@ def run_pass(weights, placement):
     return np.asarray(program(params, np.arange(25, dtype=np.int32) % cfg.vocab_size))
 
 
-@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize(
-    ("case", "gpu"),
-    [
-        ("q4_0", XLA),
-        ("medium", XLA),
-        ("motley", XLA),
-        ("q4_0", PLANES),
-        pytest.param("medium", PLANES, marks=pytest.mark.slow),
-    ],
+    ("case", "gpu", "degree"), [("medium", XLA, 2), ("motley", XLA, 1), ("q4_0", PLANES, 2), ("medium", PLANES, 1)]
 )
 def test_accelerators_keep_blocks(case, gpu, degree, tmp_path, monkeypatch):
     """A GGUF file's blocks stay packed on an accelerator: XLA makes numbers of a tile, a GPU kernel in registers."""
@@ -461,8 +402,9 @@ def test_streamed_layers_are_laid_out_alike(tmp_path):
         np.testing.assert_array_equal(buffer, packed["layers"][0][name].data, err_msg=name)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("case", ["q8_0", "q4_1", "medium", "motley", "bf16"])
+@pytest.mark.parametrize(
+    ("case", "degree"), [("q8_0", 2), ("q4_1", 1), ("medium", 1), ("medium", 2), ("motley", 1), ("bf16", 2)]
+)
 def test_forward_through_what_is_kept(case, degree, tmp_path):
     """Logits from kept weights are those of the numbers they stand for: bit for bit through native kernels.
 

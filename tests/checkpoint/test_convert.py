@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from make import random_tensors, tiny_config, write_gguf, write_hf
-from marks import fast_part
 from native_models import write_tokenizer
 
 from jaxspec.checkpoint import convert as module
@@ -24,7 +23,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.text.tokenizer import load_tokenizer, save_tokenizer
+from jaxspec.text.tokenizer import save_tokenizer
 
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -68,21 +67,12 @@ def test_no_file_names_the_folder_that_it_was_written_in(tmp_path, source):
     assert [path.name for path in files if os.fsencode(tmp_path) in path.read_bytes()] == []
 
 
-def test_the_tokenizer_lies_beside(tmp_path, source):
-    convert(source, tmp_path / "native", save_tokenizer=save_tokenizer)
-    tokenizer = load_tokenizer(tmp_path / "native")
-    assert tokenizer.encode("w3 w1") == [3, 1]
-    assert tokenizer.has_chat_template
-
-
 @pytest.mark.parametrize(
     ("stored", "asked", "expected"),
     [
         (np.float32, "auto", "float32"),
         (np.float16, "auto", "float16"),
-        (np.float16, "float32", "float32"),
         (BF16, "auto", "bfloat16"),
-        (np.float32, "bfloat16", "bfloat16"),
         (BF16, "float32", "float32"),
     ],
 )
@@ -123,13 +113,6 @@ def test_gguf_and_back_to_another_dtype(tmp_path):
     assert convert(tmp_path / "second", tmp_path / "third").storage == Storage("bfloat16")
 
 
-def test_progress_counts_to_the_end(tmp_path, source):
-    seen = []
-    checkpoint = convert(source, tmp_path / "native", progress=seen.append)
-    assert [p.arrays for p in seen] == list(range(len(checkpoint.infos) + 1))
-    assert (seen[0].bytes, seen[-1].bytes, seen[-1].num_bytes) == (0, checkpoint.num_bytes, checkpoint.num_bytes)
-
-
 def test_bad_requests_are_refused_before_any_work(tmp_path, source, monkeypatch):
     monkeypatch.setattr(module, "write_arrays", lambda *args: pytest.fail("work began"))
     taken = tmp_path / "taken"
@@ -143,10 +126,8 @@ def test_bad_requests_are_refused_before_any_work(tmp_path, source, monkeypatch)
         (source, taken, f"{taken} exists already; it is not overwritten"),
         (source, dangling, "exists already"),
         (source, source, "are the same place"),
-        (source, source / ".." / "source", "are the same place"),
         (source, source / "new", f"{source / 'new'} lies inside {source}"),
         (source, tmp_path / "no" / "new", f"the folder {tmp_path / 'no'} does not exist"),
-        (source, source / "config.json" / "new", "lies inside"),
         (source, tmp_path / ".new.partial-7", "unfinished conversion"),
     ]:
         with pytest.raises(CheckpointError) as caught:
@@ -173,8 +154,9 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Stop, OSError(28, "No space left on device")])
-@pytest.mark.parametrize("moment", [0, 7, 15])
+@pytest.mark.parametrize(
+    ("error", "moment"), [(KeyboardInterrupt, 0), (Stop, 7), (OSError(28, "No space left on device"), 15)]
+)
 def test_an_interrupted_conversion_leaves_nothing(tmp_path, source, error, moment):
     def stop(progress):
         if progress.arrays == moment:
@@ -220,15 +202,13 @@ def write_and_die(*args):
 
 src, dst, moment = sys.argv[1], sys.argv[2], int(sys.argv[3])
 write_manifest = module.write_manifest
-if moment == -1:
-    module.write_arrays = die
 if moment == 99:
     module.write_manifest = write_and_die  # every file is written
 module.convert(src, dst, progress=watch)
 """
 
 
-@pytest.mark.parametrize("moment", fast_part([-1, 0, 8, 15, 99], lambda moment: moment in (8, 99)))
+@pytest.mark.parametrize("moment", [8, 99])
 def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path, source, moment):
     dst = tmp_path / "native"
     done = subprocess.run([sys.executable, "-c", KILLED, source, dst, str(moment)], timeout=60)
@@ -240,16 +220,3 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path, source, moment)
         open_native(left)
     convert(source, dst)
     assert open_native(dst).config == tiny_config()
-
-
-def test_a_destination_that_appears_meanwhile_is_kept(tmp_path, source):
-    dst = tmp_path / "native"
-
-    def occupy(progress):
-        if progress.arrays == 3:
-            dst.mkdir()
-            (dst / "mine").write_text("x")
-
-    with pytest.raises(CheckpointError, match="native: cannot be written"):
-        convert(source, dst, progress=occupy)
-    assert os.listdir(dst) == ["mine"] and not find_leftovers(dst)

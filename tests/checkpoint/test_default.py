@@ -83,8 +83,3 @@ def test_wrong_hash(tmp_path):
         changed.write(b"jaxspec")
     with pytest.raises(CheckpointError, match="has SHA-256"):
         verify_default(file)
-
-
-def test_unreadable(tmp_path):
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        verify_default(tmp_path / "gone.gguf")

@@ -1,12 +1,9 @@
 """gpt-oss's folders with experts in MXFP4: exact numbers, sizes, shards, native checkpoints, tokens, damage."""
 
-import copy
 import dataclasses
 import json
-import math
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import quantised_writers as qw
@@ -15,14 +12,12 @@ from make import hf_config, tiny_config, write_gguf, write_hf
 from safetensors.numpy import save_file
 from test_block_storage import check_equal_numbers, check_placed, check_same, place
 from test_quantised import greedy, needs_native
-from test_quantised_damage import load_file, mutate, read_all
+from test_quantised_damage import load_file
 
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.hf import read_config
-from jaxspec.checkpoint.load import load_foreign, open_checkpoint, open_weights
-from jaxspec.errors import CheckpointError, JaxspecError
-from jaxspec.loading import OpenModels
-from jaxspec.methods.core.round import Models
+from jaxspec.checkpoint.load import open_checkpoint, open_weights
+from jaxspec.errors import CheckpointError
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
@@ -79,20 +74,6 @@ def test_numbers_are_those_of_the_definition(written, plain):
     ]
 
 
-@needs_native
-def test_sizes_in_memory(written):
-    """At most 1.1 of what the file holds for the experts, packed for integer products too."""
-    weights = open_weights(written[0])
-    held = load_file(written[0] / "model.safetensors")
-    stored = sum(t.nbytes for name, t in held.items() if name.endswith(("_blocks", "_scales")))
-    for activations in ("float32", "int16"):
-        placement = dataclasses.replace(place(weights, 1), activations=activations)
-        params = OpenModels(weights).load(Models(placement)).target
-        kept = [layer[leaf] for layer in params["layers"] for leaf in ("gate_up", "down")]
-        assert {weight.format for weight in kept} == {"mxfp4" if activations == "float32" else "mxfp4_int16"}
-        assert sum(weight.nbytes for weight in kept) <= 1.1 * stored
-
-
 @pytest.mark.parametrize("degree", [1, 2])
 def test_placed_weights_are_those_numbers(written, plain, degree):
     weights, numbers = open_weights(written[0]), open_weights(plain)
@@ -142,32 +123,7 @@ def test_gguf_files_hold_the_same(written, plain, tmp_path):
     assert open_weights(tmp_path / "m.gguf").own_storage.type_of("layers.1.down") == "mxfp4"
 
 
-def test_a_hundred_mutations(written, tmp_path):
-    folder, _ = write(tmp_path / "m", dataclasses.replace(CFG, num_layers=1, sliding_layers=()))
-    file, config_file = folder / "model.safetensors", folder / "config.json"
-    config = json.loads(config_file.read_text()) | {"layer_types": ["sliding_attention"]}
-    raw, tensors = file.read_bytes(), load_file(file)
-    rng, messages = np.random.default_rng(0), set()
-    coded = {name: tensor for name, tensor in tensors.items() if "experts" in name}
-    for number in range(100):
-        changed, left = copy.deepcopy(config), dict(coded if number % 2 else tensors)
-        damaged = mutate(rng, changed, left, raw)
-        config_file.write_text(json.dumps(changed))
-        if damaged is None:
-            kept = {name: tensor for name, tensor in tensors.items() if name not in coded} | left
-            save_file({name: np.ascontiguousarray(value) for name, value in kept.items()}, file)
-        else:
-            file.write_bytes(damaged)
-        try:
-            read_all(folder)
-        except JaxspecError as error:
-            assert str(tmp_path) in str(error)
-            messages.add(str(error))
-    assert len(messages) > 30
-
-
 FAULTS = {
-    "no scales": (lambda t: t.pop(f"{EXPERTS}.down_proj_scales"), f"lacks the tensor '{EXPERTS}.down_proj_scales'"),
     "no blocks": (
         lambda t: t.pop(f"{EXPERTS}.gate_up_proj_blocks"), f"lacks the tensor '{EXPERTS}.gate_up_proj_blocks'"
     ),
@@ -176,18 +132,7 @@ FAULTS = {
         rf"5 missing \({EXPERTS}.0.down_proj.weight",
     ),
     "no bias": (lambda t: t.pop(f"{EXPERTS}.down_proj_bias"), rf"1 missing \({EXPERTS}.down_proj.bias\)"),
-    "no sinks": (
-        lambda t: t.pop("model.layers.1.self_attn.sinks"), r"1 missing \(model.layers.1.self_attn.sinks\)"
-    ),
     "twice": (lambda t: t.update({f"{EXPERTS}.down_proj": np.zeros((5, 96, 64), np.float16)}), "'.*down_proj' twice"),
-    "fewer experts": (
-        lambda t: t.update({f"{EXPERTS}.down_proj_scales": t[f"{EXPERTS}.down_proj_scales"][:4].copy()}),
-        r"down_proj_scales' is \[4, 64, 3\], not \[5, 64, 3\]",
-    ),
-    "type": (
-        lambda t: t.update({f"{EXPERTS}.down_proj_blocks": t[f"{EXPERTS}.down_proj_blocks"].view(np.int8)}),
-        "down_proj_blocks' has type int8, not uint8",
-    ),
     "codes for numbers": (
         lambda t: t.update({f"{EXPERTS}.down_proj_bias": np.zeros((5, 64), np.uint8)}),
         "down_proj_bias' has type uint8, not float32",
@@ -254,13 +199,3 @@ def test_what_absent_settings_mean():
     assert cfg.qkv_bias and cfg.out_bias and (cfg.experts.limit, cfg.experts.alpha) == (7, 1.702)
     without = read_config(Path("config.json"), config | {"attention_bias": False}, 100)
     assert not without.qkv_bias and not without.out_bias and without.attention_sinks
-
-
-def test_expert_parallel(written):
-    """Each device has whole experts and their biases."""
-    weights = open_weights(written[0])
-    plan = dataclasses.replace(plan_mesh(2), expert_parallel=True)
-    params = load_foreign(open_checkpoint(written[0]), plan, weights.storage(plan))
-    for leaf in ("gate_up", "gate_up_bias", "down", "down_bias"):
-        value = jax.tree.leaves(params["layers"][0][leaf])[0]
-        assert {shard.data.shape[0] for shard in value.addressable_shards} == {math.ceil(CFG.experts.count / 2)}, leaf

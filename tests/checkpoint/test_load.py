@@ -49,25 +49,6 @@ def test_cast_rounds_to_nearest_and_keeps_norms(tmp_path):
     assert params["final_norm"].dtype == params["layers"][0]["q_norm"].dtype == np.float32
 
 
-def test_gguf_and_folder_give_the_same_parameters(tmp_path):
-    cfg = tiny_config("mistral")
-    sources = open_checkpoint(write_hf(tmp_path / "hf", cfg)), open_checkpoint(write_gguf(tmp_path / "m.gguf", cfg))
-    assert sources[0].config == sources[1].config
-    first, second = (load_foreign(source, plan_mesh(1), np.float32) for source in sources)
-    jax.tree.map(np.testing.assert_array_equal, first, second)
-
-
-def test_failure_in_a_leaf_is_raised(tmp_path):
-    source = open_checkpoint(write_hf(tmp_path, tiny_config()))
-
-    def fail(name):
-        raise CheckpointError(f"cannot read {name}")
-
-    source.read = fail
-    with pytest.raises(CheckpointError, match="cannot read"):
-        load_foreign(source, plan_mesh(1), np.float32)
-
-
 def test_formats_are_told_by_content(tmp_path):
     assert detect_format(write_hf(tmp_path / "folder", tiny_config())) == "hf"
     assert detect_format(write_gguf(tmp_path / "no_suffix", tiny_config())) == "gguf"
@@ -77,51 +58,29 @@ def test_formats_are_told_by_content(tmp_path):
     assert detect_format(str(tmp_path / "native")) == "native"
 
 
-def make_empty(path):
-    path.mkdir()
-
-
-def make_other_folder(path):
-    path.mkdir()
-    (path / "notes.txt").write_text("x")
-
-
-def make_gguf_folder(path):
-    path.mkdir()
-    (path / "model.gguf").write_bytes(b"GGUF")
-
-
-def make_adapter(path):
-    path.mkdir()
-    (path / "adapter_config.json").write_text("{}")
-
-
-def make_native(path):
-    path.mkdir()
-    (path / "jaxspec.json").write_text("{}")
-
-
 @pytest.mark.parametrize(
-    ("name", "make", "message"),
+    ("name", "content", "message"),
     [
-        ("missing", lambda path: None, "no such file or folder"),
-        ("empty", make_empty, "the folder is empty"),
-        ("other", make_other_folder, "neither config.json .* it holds notes.txt"),
-        ("ggufs", make_gguf_folder, "give the GGUF file in it, such as .*model.gguf"),
-        ("adapter", make_adapter, "holds an adapter"),
-        ("native", make_native, "is a native checkpoint already"),
-        (
-            "notes.txt",
-            lambda path: path.write_text("hello"),
-            "^[^:]*notes.txt: is no checkpoint .* begins with b'hell'",
-        ),
-        ("nothing.gguf", lambda path: path.write_text(""), "begins with b''"),
-        ("model.safetensors", lambda path: path.write_text("hello"), "give the folder around it"),
-        ("pytorch_model.bin", lambda path: path.write_text("hello"), "pickle, which can run code"),
+        ("missing", None, "no such file or folder"),
+        ("empty", {}, "the folder is empty"),
+        ("other", {"notes.txt": "x"}, "neither config.json .* it holds notes.txt"),
+        ("ggufs", {"model.gguf": "GGUF"}, "give the GGUF file in it, such as .*model.gguf"),
+        ("adapter", {"adapter_config.json": "{}"}, "holds an adapter"),
+        ("native", {"jaxspec.json": "{}"}, "is a native checkpoint already"),
+        ("notes.txt", "hello", "^[^:]*notes.txt: is no checkpoint .* begins with b'hell'"),
+        ("nothing.gguf", "", "begins with b''"),
+        ("model.safetensors", "hello", "give the folder around it"),
+        ("pytorch_model.bin", "hello", "pickle, which can run code"),
     ],
 )
-def test_what_is_no_checkpoint(tmp_path, name, make, message):
+def test_what_is_no_checkpoint(tmp_path, name, content, message):
+    """A folder has the files of `content`, a file its text."""
     path = tmp_path / name
-    make(path)
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        path.mkdir()
+        for file, text in content.items():
+            (path / file).write_text(text)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(path)

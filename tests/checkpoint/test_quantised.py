@@ -70,7 +70,6 @@ CASES = {
         {"version": 2, "group": 32, "least_zero": 0, "dtype": qw.BF16},
     ),
     "gptq-8": Case(GPTQ | {"bits": 8, "group_size": -1}, qw.gptq, "int8_g128", {"bits": 8, "group": -1}),
-    "gptq-8-64": Case(GPTQ | {"bits": 8, "group_size": 64}, qw.gptq, "int8_g64", {"bits": 8, "group": 64}),
     "gptq-8-act-order": Case(
         GPTQ | {"bits": 8, "group_size": 32, "desc_act": True}, qw.gptq, "int8_g32",
         {"bits": 8, "group": 32, "act_order": True},
@@ -86,7 +85,6 @@ CASES = {
         compressed("pack-quantized", num_bits=8, type="int", strategy="channel", symmetric=True), qw.packed,
         "int8_g128", {"bits": 8, "group": -1},
     ),
-    "w8a16-64": Case(grouped(8, 64, symmetric=True), qw.packed, "int8_g64", {"bits": 8, "group": 64}),
     "w8a8": Case(
         compressed("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=True), qw.int8, "int8_g128"
     ),

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ from jaxspec.models.quantization import Storage, decode_blocks, encode_blocks
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 from jaxspec.runtime.sharding import place_array
-from jaxspec.text.tokenizer import load_tokenizer
 from pallas_kernels.linear.blocks import Blocks, dequantise
 
 FLOAT32, BF16 = np.dtype("float32"), jnp.dtype(jnp.bfloat16)
@@ -101,21 +99,6 @@ def test_weights_in_blocks(tmp_path):
         assert error < np.abs(array).max() / 200
 
 
-def test_widths_that_are_no_whole_blocks_stay_numbers(tmp_path):
-    cfg = dataclasses.replace(DRAFT, mlp_dim=40)
-    checkpoint = write_draft(tmp_path / "draft", cfg, quantize="q8_0")
-    assert checkpoint.storage.type_of("layers.0.down") == "float32"
-    assert checkpoint.storage.type_of("layers.0.qkv") == "q8_0"
-
-
-def test_an_existing_folder_is_not_overwritten(tmp_path):
-    write_draft(tmp_path / "draft")
-    with pytest.raises(CheckpointError, match="draft exists already"):
-        write_draft(tmp_path / "draft")
-    with pytest.raises(CheckpointError, match="does not exist"):
-        write_draft(tmp_path / "no" / "draft")
-
-
 @pytest.mark.parametrize(
     ("cfg", "options"),
     [(TARGET, {}), (DRAFT, {"vocabulary": None}), (DRAFT, {"quantize": "q2_k"})],
@@ -131,18 +114,10 @@ def test_what_could_not_be_opened_is_not_written(tmp_path, cfg, options):
     ("change", "message"),
     [
         (lambda m: m.pop("vocabulary"), "missing keys: .'vocabulary'"),
-        (lambda m: m.update(vocabulary=None), "vocabulary must be the digest of the target's, got None"),
         (lambda m: m.update(vocabulary=7), "vocabulary must be the digest of the target's, got 7"),
         (lambda m: m["model"].update(shares_embedding=False), "unknown keys: .'vocabulary'"),
-        (lambda m: m["model"].update(shares_embedding=1), "'vocabulary'|shares_embedding must be bool"),
         (lambda m: m["model"].update(head_ids=[3, 2]), "head_ids must be ascending token ids below 72, each once"),
-        (lambda m: m["model"].update(head_ids=[3, 3]), "head_ids must be ascending"),
-        (lambda m: m["model"].update(head_ids=[3, VOCAB]), "head_ids must be ascending"),
-        (lambda m: m["model"].update(head_ids=[-1, 2]), "head_ids must be ascending"),
-        (lambda m: m["model"].update(head_ids=[1.0]), "head_ids"),
         (lambda m: m["model"].update(head_ids=[False, True]), "head_ids"),
-        (lambda m: m["model"].update(head_ids=None), "head_ids"),
-        (lambda m: m["model"].update(head_ids="12"), "head_ids"),
     ],
 )
 def test_wrong_manifests_are_refused(tmp_path, change, message):
@@ -152,21 +127,11 @@ def test_wrong_manifests_are_refused(tmp_path, change, message):
         open_native(tmp_path / "draft")
 
 
-def test_a_model_with_its_own_embedding_names_no_vocabulary(tmp_path):
-    write_native(tmp_path / "model", TARGET)
-    assert open_native(tmp_path / "model").vocabulary is None
-    edit_manifest(tmp_path / "model", lambda m: m.update(vocabulary=DIGEST))
-    with pytest.raises(CheckpointError, match="unknown keys: .'vocabulary'"):
-        open_native(tmp_path / "model")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"head_ids": (5, 4)}, "head_ids must be ascending"),
         ({"head_ids": (4, 4)}, "each once"),
-        ({"head_ids": (4, VOCAB)}, f"below {VOCAB}"),
-        ({"head_ids": (-2, 4)}, "head_ids must be"),
         ({"shares_embedding": False}, "head_ids restricts the head of a draft with shares_embedding"),
     ],
 )
@@ -218,8 +183,7 @@ def table_of(cfg, leaves):
     return leaves["embed" if cfg.tied else "head"]
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("cfg", [TARGET, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(("cfg", "degree"), [(TARGET, 2), (TIED, 1)], ids=["untied", "tied"])
 def test_on_the_targets_devices_nothing_is_copied_but_the_rows_of_a_head(cfg, degree):
     plan = plan_mesh(degree)
     target = placed(cfg, plan)
@@ -236,11 +200,10 @@ def test_on_the_targets_devices_nothing_is_copied_but_the_rows_of_a_head(cfg, de
     assert not np.asarray(some["head"])[rows:].any()
 
 
-@pytest.mark.parametrize("target_plan", [(1, 0), (4, 0)])
-@pytest.mark.parametrize("cfg", [TARGET, TIED], ids=["untied", "tied"])
-def test_on_other_devices_it_has_copies(cfg, target_plan):
+@pytest.mark.parametrize(("cfg", "degree"), [(TARGET, 4), (TIED, 1)], ids=["untied", "tied"])
+def test_on_other_devices_it_has_copies(cfg, degree):
     """From any number of devices to two others: 72 rows are padded for five and not for two."""
-    target, plan = placed(cfg, plan_mesh(*target_plan), vocab_rows=75), plan_mesh(2, 4)
+    target, plan = placed(cfg, plan_mesh(degree), vocab_rows=75), plan_mesh(2, 4)
     params, leaves = random_target(target)
     shared = SharedEmbedding(cfg, target.weights)
     for draft_cfg in (WHOLE, DRAFT):
@@ -263,8 +226,10 @@ def values_of(leaf):
     return np.asarray(dequantise(leaf) if isinstance(leaf, Blocks) else leaf, np.float32)
 
 
-@pytest.mark.parametrize("own", ["float32", "bfloat16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("lent", ["float32", "bfloat16", "q8_0"])
+@pytest.mark.parametrize(
+    ("lent", "own"),
+    [("float32", "float32"), ("float32", "q8_0"), ("bfloat16", "float32"), ("q8_0", "bfloat16"), ("q8_0", "q4_0")],
+)
 def test_a_restricted_head_is_kept_as_the_draft_is(lent, own):
     plan = plan_mesh(1)
     target = placed(TARGET, plan, lent)
@@ -332,13 +297,6 @@ def test_a_damaged_draft_is_left_out_with_one_warning(drafts, caplog):
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "the draft broken, which ships with jaxspec, is damaged and left out: " in record.getMessage()
-
-
-def test_the_shipped_drafts_of_this_package_open():
-    drafts = shipped.shipped_drafts()
-    assert len(drafts) == len(list(Path(shipped.importlib.resources.files("jaxspec_drafts")).glob("*/jaxspec.json")))
-    for draft in drafts:
-        assert draft.config.shares_embedding and draft.vocabulary
 
 
 # Vocabularies
@@ -409,29 +367,15 @@ def test_auto_takes_the_shipped_draft_and_says_so(load, drafts):
     json.dumps(choice, allow_nan=False)
 
 
-def test_none_does_without_the_shipped_one(load, drafts, uncompiled):
+def test_a_model_loaded_without_the_shipped_draft_has_none_for_other_methods_either(load, drafts):
     write_draft(drafts / "small")
-    llm = load(draft="none")
-    assert (llm.draft_path, llm.draft_params, llm.engine.models.draft) == (None, None, None)
-    assert llm.engine.method.name == "auto"
-    with pytest.raises(ConfigError, match="needs a draft model"):
-        load(draft="none", method="chain")
-
-
-def test_a_model_loaded_without_a_draft_has_none_for_other_methods_either(load, drafts):
-    write_draft(drafts / "small")
+    assert load(draft="none").engine.models.draft is None
     llm = load(method="ar").with_method("auto")
     choice = llm.generate("w3 w1 w4", SamplingParams(max_tokens=4)).stats.choice
     assert (llm.draft_path, choice["draft"], choice["figures"]) == (None, None, "built in")
     assert "draft_cost" not in choice and choice["rounds"]["drafted"] == 0
     with pytest.raises(ConfigError, match="needs a draft model"):
         llm.with_method("chain")
-
-
-def test_without_a_fitting_draft_methods_that_need_one_are_refused(load, drafts):
-    write_draft(drafts / "other", vocabulary="0" * 64)
-    with pytest.raises(ConfigError, match="needs a draft model"):
-        load(method="chain")
 
 
 def test_drafts_of_other_targets_are_refused(tmp_path, load):
@@ -464,16 +408,3 @@ def test_a_damaged_shipped_draft_stops_only_methods_that_need_it(drafts, load, u
     assert llm.model_params.draft is None and llm.params["embed"].shape == (VOCAB, TARGET.embed_dim)
     (record,) = caplog.records
     assert "the draft small, which ships with jaxspec, is damaged and left out: " in record.getMessage()
-
-
-def test_a_shipped_draft_with_a_damaged_manifest_stops_only_methods_that_need_it(drafts, load, uncompiled, caplog):
-    write_draft(drafts / "small")
-    (drafts / "small" / "jaxspec.json").write_text("")
-    assert load().draft_path is None
-    with pytest.raises(ConfigError, match="needs a draft model"):
-        load(method="chain")
-    assert len(caplog.records) == 1
-
-
-def test_the_digest_is_that_of_the_tokenizer_as_it_loads(model):
-    assert vocabulary_digest(load_tokenizer(model).token_strings()) == DIGEST

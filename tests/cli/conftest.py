@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import json
 import signal
 import subprocess
 import sys
@@ -18,6 +19,15 @@ def tiny_model(tmp_path_factory):
     write_native(folder, LLAMA)
     write_tokenizer(folder, LLAMA.vocab_size)
     return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A file of four prompts."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"question_id": i, "category": "words", "turns": [f"w1 w{i + 6} w9"]} for i in range(4)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
 
 
 class Done(NamedTuple):

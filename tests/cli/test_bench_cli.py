@@ -2,33 +2,21 @@
 
 import json
 import signal
-import subprocess
-import sys
 
 import bench_fakes
 import pytest
 from native_models import without_kernel_note
 
-from jaxspec.cli import bench as command
+from jaxspec.cli import bench
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Run the command in this process on invented methods; returns its status and output."""
+def call(monkeypatch, command):
+    """Run the command in this process on invented methods."""
     bench_fakes.install(monkeypatch)
     monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
     monkeypatch.setattr("jaxspec.loading.has_draft", lambda model, draft, revision: draft is not None)
-    before = signal.getsignal(signal.SIGINT)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", [command.NAME, *arguments])
-        with pytest.raises(SystemExit) as left:
-            command.main()
-        out, err = capsys.readouterr()
-        return left.value.code, out, err
-
-    yield call
-    signal.signal(signal.SIGINT, before)
+    return lambda *words: command("bench", *words)
 
 
 def test_tables_go_to_stdout_and_the_object_to_a_file(call, tmp_path):
@@ -99,26 +87,14 @@ def test_the_draft_may_be_on_another_platform(call, monkeypatch):
     [
         (["--method", "specexek"], "did you mean 'specexec'"),
         (["--methods", "specexec", "--draft-model", "d", "--draft-platform", "cpu"], "specexec cannot use them"),
-        (["--methods", "specexek"], "did you mean 'specexec'"),
         (["--methods", "ar,,lookup"], "--methods 'ar,,lookup' must be names with commas between them"),
-        (["--methods", "specexec"], "needs a draft model"),
-        (["--methods", "lookup", "--draft-model", "d"], "none of the methods ar, lookup uses a draft model"),
         (["--categories", "math"], "no prompt is of category 'math'; did you mean 'maths'"),
-        (["--prompts", "no/such.jsonl"], "prompt file no/such.jsonl cannot be read"),
         (["--budgets", "1,many"], "--budgets '1,many' must be whole numbers"),
-        (["--budgets", "4"], "budgets are swept for specexec, which is not measured"),
         (["--set", "width=3"], "must have the form method.name=value"),
         (["--set", "specexec.widht=3"], "did you mean 'width'"),
         (["--set", "specexec.width=wide"], "width must be of type int, got 'wide'"),
-        (["--set", "specexec.width=true"], "width must be of type int, got True"),
         (["--set", "ar.width=3"], "unknown option 'width'; known: steps_per_dispatch"),
         (["--methods", "lookup", "--set", "lookup.width=3"], "method 'lookup' has no settings"),
-        (["--set", "specexec.width=3"], "a setting is given for 'specexec', which is not measured"),
-        (["--set", "specexek.width=3"], "did you mean 'specexec'"),
-        (["--temperature", "-1"], "temperature must be at least 0, got -1"),
-        (["--repeats", "0"], "--repeats"),
-        (["--max-prompts", "0"], "--max-prompts"),
-        (["-n", "5000"], "allow fewer tokens per answer"),
         (["--json", "no/such/folder/out.json"], "it must be a file in a folder that exists"),
     ],
 )
@@ -143,7 +119,7 @@ def test_an_interrupt_keeps_rows_and_exits_with_130(call, monkeypatch, tmp_path,
         raise SystemExit(130)
 
     monkeypatch.setattr(bench_fakes.FakeLLM, "chat", interrupted)
-    monkeypatch.setattr(command, "leave_after_interrupt", leave)
+    monkeypatch.setattr(bench, "leave_after_interrupt", leave)
     words = ("--methods", "lookup", "--categories", "chat", "-n", "20", "--json", f"{tmp_path}/out.json")
     status, out, _ = call(*words)
     assert status == 130 and "interrupted: the numbers are of the 2 answers that were complete" in out
@@ -157,14 +133,10 @@ def test_the_glossary_is_shown_on_request(call):
 
 
 @pytest.mark.real_model
-def test_plain_decoding_of_the_default_model(tmp_path, monkeypatch, capsys):
-    before = signal.getsignal(signal.SIGINT)
+def test_plain_decoding_of_the_default_model(command, tmp_path):
     words = ["--methods", "ar", "--max-prompts", "1", "--repeats", "1", "-n", "12", "--json", f"{tmp_path}/out.json"]
-    monkeypatch.setattr(sys, "argv", [command.NAME, *words])
-    with pytest.raises(SystemExit) as left:
-        command.main()
-    signal.signal(signal.SIGINT, before)
-    assert (left.value.code, without_kernel_note(capsys.readouterr().err)) == (0, "")
+    done = command("bench", *words)
+    assert (done.status, without_kernel_note(done.err)) == (0, "")
     report = json.loads((tmp_path / "out.json").read_text())
     row = report["overall"]["columns"]["ar"]
     assert row["acceptance_length"] == 1 and row["speedup"]["mean"] == 1
@@ -172,15 +144,3 @@ def test_plain_decoding_of_the_default_model(tmp_path, monkeypatch, capsys):
     assert row["gb_per_s"] > 0 and report["roofline"]["gb_per_s"] > 0
     assert row["of_roofline"] == pytest.approx(row["gb_per_s"] / report["roofline"]["gb_per_s"])
     assert report["columns"][0]["pass_s"]["target_s"]["1"] > 0 and report["answers_that_compiled"] == 0
-
-
-@pytest.mark.parametrize("name", ["bench", "check", "tune"])
-def test_help_needs_no_heavy_import(name):
-    code = (
-        f"import sys, jaxspec.cli.{name} as c\n"
-        "try: c.app(['--help'], standalone_mode=False)\n"
-        "finally: assert not {'jax', 'numpy', 'transformers'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout

@@ -1,12 +1,8 @@
 """`jaxspec-check` finds rules broken on purpose inside the real methods, and passes them unbroken."""
 
-import signal
-import sys
-
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.cli import check as command
 from jaxspec.methods.core import sampled_tree as sampled
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import children_mask, match_rule
@@ -15,22 +11,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def check(monkeypatch, capsys, tiny_model):
-    """Status and output of a check of one method; the model is its own draft."""
-    before = signal.getsignal(signal.SIGINT)
+def check(command, tiny_model):
+    """Check a method in this process; the model is its own draft."""
 
     def check(method, *settings):
         words = ["--model", tiny_model, "--raw", "-n", "12", "--samples", "400", "--method", method]
-        if method != "lookup":
-            words += ["--draft-model", tiny_model]
+        words += [] if method == "lookup" else ["--draft-model", tiny_model]
         words += [word for setting in settings for word in ("--set", setting)]
-        monkeypatch.setattr(sys, "argv", [command.NAME, *words, "w1 w2 w1 w2 w1", "w3"])
-        with pytest.raises(SystemExit) as left:
-            command.main()
-        return left.value.code, capsys.readouterr().out
+        return command("check", *words, "w1 w2 w1 w2 w1", "w3")
 
-    yield check
-    signal.signal(signal.SIGINT, before)
+    return check
 
 
 def raw_bonus(logits, batch, request, position, vocab):
@@ -75,17 +65,17 @@ PLANTS = {
 def test_a_broken_rule_is_found(check, monkeypatch, name):
     module, function, broken, method, setting = PLANTS[name]
     monkeypatch.setattr(module, function, broken)
-    status, out = check(method, setting)
+    status, out, _ = check(method, setting)
     assert status == 1 and f"{method}: NOT LOSSLESS" in out
 
 
 @pytest.mark.parametrize(("method", "setting"), sorted({plant[3:] for plant in PLANTS.values()}))
 def test_the_same_methods_pass_unbroken(check, method, setting):
-    status, out = check(method, setting)
+    status, out, _ = check(method, setting)
     assert status == 0 and f"{method}: lossless here" in out
 
 
 def test_what_follows_from_a_setting_follows_it(check):
     """The method that is checked is the one that the same words decode with."""
-    status, out = check("specexec", "num_draft_tokens=48")
+    status, out, _ = check("specexec", "num_draft_tokens=48")
     assert status == 0 and "num_draft_tokens=48 width=6 branch=32 depth=32" in out

@@ -55,65 +55,34 @@ def test_json_is_one_object(decode, tmp_path):
     assert [len(top) for top in result["top_logprobs"]] == [2] * len(result["token_ids"])
 
 
-def test_a_piped_prompt_needs_no_dash(decode):
-    words = ("--raw", "-n", "4", "--json")
-    piped, given = decode(*words, stdin="w1 w2\n"), decode(*words, "w1 w2", stdin="not read")
-    assert json.loads(piped.out)["token_ids"] == json.loads(given.out)["token_ids"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--temprature", "1", "hi"], "--temperature"),
-        (["-n", "many", "hi"], "--max-tokens"),
         ([], "give one prompt"),
-        (["hi", "--prompt-file", "x.txt"], "give one prompt"),
         (["--compare", "--interactive"], "--compare decodes one prompt in one process"),
         (["hi", "there", "--stats", "Ann"], "the prompt is 3 arguments: quote it, jaxspec-decode 'hi there Ann'"),
         (["--prompt-file", "no/such/file.txt"], "no/such/file.txt cannot be read"),
-        ([""], "the prompt is empty"),
         (["--temperature", "-1", "hi"], "temperature must be at least 0, got -1"),
         (["--method", "swfit", "hi"], "did you mean 'swift'"),
         (["--method", "swiftspec", "--draft-model", "none", "hi"], "method 'swiftspec' needs a draft model"),
-        (["--method", "specexec", "--draft-model", "none", "hi"], "method 'specexec' needs a draft model"),
         (["--method", "lookup", "--num-draft-tokens", "0", "hi"], "num_draft_tokens must be at least 1, got 0"),
         (["--method", "lookup", "--set", "width=4", "hi"], "method 'lookup' has no setting 'width'"),
         (["--method", "lookup", "--draft-model", "d", "hi"], "uses no draft"),
         (["--draft-devices", "2", "hi"], "method 'auto' runs the draft on the target's devices: draft_devices is for"),
-        (["--offload", "tape", "hi"], "offload 'tape' is not supported; use none, host or disk"),
-        (["--resident-layers", "3", "hi"], "resident_layers is for streamed layers: give offload 'host' or 'disk'"),
-        (
-            ["--offload", "disk", "--device-memory", "much", "hi"],
-            "device_memory must be a number of bytes such as 6GiB",
-        ),
-        (["--offload", "disk", "--device-memory", "1K", "hi"], "device_memory 1.00 KiB is less than what has to stay"),
-        (["--offload", "host", "--resident-layers", "31", "hi"], "resident_layers is 31, the model has"),
         (["--offload", "host", "--method", "swift", "hi"], "method swift drafts with the target's own layers"),
         (["--plan"], "--plan tells what offload streams"),
         (["--plan", "--offload", "disk", "hi"], "--plan prints a plan and ends: it does not go with a prompt"),
-        (["--plan", "--offload", "disk", "--method", "swift"], "method swift drafts with the target's own layers"),
-        (["--kernels", "triton", "hi"], "kernels 'triton' are not known; use auto, xla, cpu, pallas-triton, mosaic"),
         (["--kernels", "mosaic", "hi"], "kernels 'mosaic' run on NVIDIA GPUs, not on cpu; use auto or xla"),
         (["--set", "tempreature=1", "hi"], "did you mean 'temperature'"),
-        (["--set", "temperature", "hi"], "name=value"),
-        (["--set", "temperature=warm", "hi"], "temperature must be of type int or float, got 'warm'"),
         (["--set", 'chat="false"', "hi"], "chat must be of type bool, got 'false'"),
-        (["--set", "max_tokens=true", "hi"], "max_tokens must be of type int, got True"),
-        (["--set", "method=3", "hi"], "method must be of type str, got 3"),
         (["--set", "num_speculative_tokens=3", "hi"], "use 'num_draft_tokens'"),
-        (["--config", "no.toml", "hi"], "no.toml cannot be read"),
         (["--config", "swiftspec", "hi"], "did you mean 'swiftspec-paper'"),
         (["--dtype", "int4", "hi"], "dtype 'int4' is not supported"),
         (["--target-devices", "64", "hi"], "64 devices asked for"),
         (["--logprobs", "hi"], "add --json"),
         # What llama.cpp, vLLM and others call it.
         (["--draft-max", "5", "hi"], "no such option: --draft-max; use --num-draft-tokens"),
-        (["--num-speculative-tokens=5", "hi"], "use --num-draft-tokens"),
-        (["-md", "d.gguf", "hi"], "no such option: -md; use --draft-model"),
-        (["--n-predict", "5", "hi"], "use --max-tokens"),
-        (["--tensor-parallel-size", "2", "hi"], "use --target-devices"),
-        (["--draft-p-min", "0.5", "hi"], "use --set min_probability=..."),
-        (["-p", "hi"], "give the prompt without an option"),
         (["-ngl", "99", "hi"], "no such option: -ngl; all layers run on the devices"),
         (["--method", "ngram", "hi"], "unknown method 'ngram'; use 'lookup'"),
     ],
@@ -141,9 +110,9 @@ finally:
     assert all(len(line.split()) > 5 for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("name", ["decode", "convert", "bench", "check", "tune"])
-def test_every_command_has_a_version(command, name):
-    assert command(name, "--version") == (0, f"jaxspec-{name} {__version__}\n", "")
+def test_every_command_has_a_version(command):
+    for name in ("decode", "convert", "bench", "check", "tune"):
+        assert command(name, "--version") == (0, f"jaxspec-{name} {__version__}\n", "")
 
 
 def test_the_module_runs_and_lists_the_commands(monkeypatch, capsys):
@@ -261,11 +230,3 @@ def test_a_terminal_sees_what_is_going_on_until_the_text_begins(tiny_model, star
     assert b"loading the model and compiling its programs" in seen
     # The line is erased and the cursor is back before the statistics.
     assert seen.rindex(b"\x1b[?25h") < seen.rindex(b"first token")
-
-
-def test_help_names_every_option(command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    done = command("decode", "--help")
-    assert done.status == 0
-    for option in ("--max-tokens", "--seed", "--stop", "--chat", "--json", "--config", "--num-draft-tokens"):
-        assert option in done.out

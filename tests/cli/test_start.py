@@ -57,6 +57,18 @@ def test_streams_that_are_closed_or_full(line, status, says):
     assert says in done.stderr and done.stderr.count("\n") <= 1
 
 
+def test_help_needs_no_heavy_import():
+    code = """
+import importlib, sys
+for name in ("bench", "check", "convert", "decode", "serve", "tune"):
+    importlib.import_module(f"jaxspec.cli.{name}").app(["--help"], standalone_mode=False)
+assert not {"jax", "numpy", "orbax", "tensorstore", "transformers"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage") == 6
+
+
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
     """A library that prints an error would write it into that file."""
     code = (

@@ -1,8 +1,10 @@
-"""Tests of several processes use the writers of checkpoints."""
+"""Shared by the tests of several processes."""
 
-import sys
-from pathlib import Path
+import pytest
+from distributed_pair import write_pair
 
-WRITERS = str(Path(__file__).parents[1] / "checkpoint")
-if WRITERS not in sys.path:
-    sys.path.append(WRITERS)
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory):
+    """Folders of a target and a draft."""
+    return [str(path) for path in write_pair(tmp_path_factory.mktemp("pair"))]

@@ -5,16 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from distributed_pair import write_pair
 from process_harness import Commands, run_processes
 
 SPEC = {"devices": 1, "prompt": [3, 4, 5], "samplings": [{"max_tokens": 200, "ignore_eos": True}]}
 LIMIT_S = 60
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return [str(path) for path in write_pair(tmp_path_factory.mktemp("pair"))]
 
 
 @pytest.fixture

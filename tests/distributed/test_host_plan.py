@@ -32,10 +32,8 @@ def ids(found):
         ((2, 2), (None, None, None, False), [[0, 1, 100, 101], []]),
         ((1, 1), (None, None, None, True), [[0], [100]]),
         ((1, 1), (None, None, 0, True), [[100], [0]]),
-        ((2, 2), (None, None, None, True), [[0, 1], [101]]),
         ((2, 2), (3, 1, None, True), [[0, 1, 100], [101]]),
         ((2, 2), (2, 2, 0, True), [[100, 101], [0, 1]]),
-        ((1, 1, 1, 1), (3, 1, None, True), [[0, 100, 200], [300]]),
         ((4, 4), (4, 1, None, True), [[0, 1, 2, 3], [103]]),
     ],
 )
@@ -89,9 +87,8 @@ class PartSource(RandomSource):
         return tensor[start:stop] if dimension == 0 else tensor[:, start:stop]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_parts_of_leaves_are_slices_of_the_whole(family):
-    source: Any = PartSource(FAMILIES[family])
+def test_parts_of_leaves_are_slices_of_the_whole():
+    source: Any = PartSource(FAMILIES["qwen2"])
     axes = {"embed": 0, "head": 0, "qkv": 0, "qkv_bias": 0, "out": 1, "gate_up": 1, "down": 1}
     for name, recipe in recipes(source.config).items():
         axis = axes.get(name.rpartition(".")[2])

@@ -4,18 +4,12 @@ import signal
 
 import openai
 import pytest
-from distributed_pair import write_pair
 from process_harness import Commands
 
 import jaxspec
 
 PROMPT = "w3 w4 w5 w6 w3 w4 w5"
 LONG = {"ignore_eos": True, "max_tokens": 240}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return [str(path) for path in write_pair(tmp_path_factory.mktemp("pair"))]
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +20,8 @@ def expected(pair):
 
 
 def test_a_client_talks_to_two_processes(pair, expected, tmp_path):
-    words = [
-        "serve",
-        "--model",
-        pair[0],
-        "--draft-model",
-        pair[1],
-        "--method",
-        "chain",
-        "--port",
-        "0",
-        "--max-context",
-        "256",
-    ]
+    words = ["serve", "--model", pair[0], "--draft-model", pair[1], "--method", "chain", "--port", "0"]
+    words += ["--max-context", "256"]
     with Commands(tmp_path, words, words) as server:
         url = server.await_line("live view at").split()[-1]
         with openai.OpenAI(base_url=f"{url}v1", api_key="any", max_retries=0, timeout=120) as client:

@@ -30,30 +30,15 @@ def post(server, content, headers=HEADERS, path="/v1/completions"):
     ("content", "headers", "status", "message"),
     [
         (b'{"prompt": ', HEADERS, 400, "not JSON"),
-        (b'{"prompt": "\xff"}', HEADERS, 400, "not UTF-8"),
-        (b'["w1"]', HEADERS, 400, "JSON object"),
-        (b'{"prompt": "w1", "temperature": NaN}', HEADERS, 400, "NaN"),
         (b"[" * 50_000, HEADERS, 400, "not JSON"),
-        (b'{"prompt": "\\ud800"}', HEADERS, 400, "surrogate"),
-        (b'{"prompt": ""}', HEADERS, 400, "not empty"),
-        (b'{"prompt": [1, 999]}', HEADERS, 400, "999 is not in the vocabulary"),
         (b'{"prompt": ["w1", "w2"]}', HEADERS, 400, "2 prompts"),
         (b'{"prompt": "w1", "model": "other"}', HEADERS, 404, "other"),
-        (b'{"prompt": "w1", "seed": -1}', HEADERS, 400, "seed"),
-        (b'{"prompt": "w1", "\\ud800": 1}', HEADERS, 400, r"unknown field '\ud800'"),
         (b'{"prompt": "w1", "model": "\\ud800"}', HEADERS, 404, r"\ud800"),
-        (b'{"prompt": "w1", "max_tokens": 1e400}', HEADERS, 400, "max_tokens must be an integer"),
         (b'{"prompt": "w1", "max_tokens": ' + b"9" * 4000 + b"}", HEADERS, 400, "max_tokens must be at most"),
-        (b'{"prompt": "w1", "temperature": 1e400}', HEADERS, 400, "temperature must be at most"),
-        (b'{"prompt": [-1]}', HEADERS, 400, "-1"),
-        (b'{"prompt": [1e3]}', HEADERS, 400, "token ids"),
         (b'{"prompt": {"text": "w1"}}', HEADERS, 400, "token ids"),
-        (b'{"prompt": "w1", "stream": 1}', HEADERS, 400, "stream must be true or false"),
-        (b'{"prompt": "w1", "n": "2"}', HEADERS, 400, "n must be an integer"),
-        (b'{"prompt": "w1", "stop": {"a": 1}}', HEADERS, 400, "stop must be"),
         (b'{"prompt": "w1", "stop": ["a", 1]}', HEADERS, 400, "stop must be"),
-        (b'{"prompt": "w1", "logit_bias": {"1": "2"}}', HEADERS, 400, "logit_bias"),
-        (b'{"prompt": "w1", "logprobs": true}', HEADERS, 400, "logprobs must be an integer"),
+        (b'{"prompt": "w1", "temperature": 1e400}', HEADERS, 400, "temperature must be at most"),
+        (b'{"prompt": "w1", "stream": 1}', HEADERS, 400, "stream must be true or false"),
         (b" " * 100_001, HEADERS, 413, "larger than 100000 bytes"),
         (b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     ],
@@ -77,46 +62,37 @@ def test_other_paths_and_verbs(server):
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost", 200), ("LocalHost:80", 200), ("127.0.0.1:8000", 200), ("[::1]", 200), ("[::1]:8000", 200),
-        ("elsewhere.org", 400), ("localhost.elsewhere.org", 400), ("user@localhost", 400), ("[::2]:80", 400), ("", 400),
-    ],
-)  # fmt: skip
-def test_other_hosts_are_refused(server, host, status):
-    answer = httpx.get(f"{server.url}/health", headers={"Host": host})
-    assert answer.status_code == status
-    assert status == 200 or "Host header" in answer.json()["error"]["message"]
+def test_other_hosts_are_refused(server):
+    for host in ("localhost", "LocalHost:80", "127.0.0.1:8000", "[::1]", "[::1]:8000"):
+        assert httpx.get(f"{server.url}/health", headers={"Host": host}).status_code == 200
+    for host in ("elsewhere.org", "localhost.elsewhere.org", "user@localhost", "[::2]:80", ""):
+        answer = httpx.get(f"{server.url}/health", headers={"Host": host})
+        assert answer.status_code == 400 and "Host header" in answer.json()["error"]["message"]
 
 
 def test_a_key_is_asked_for(start):
     server = start(api_key="secret")
-    for headers in (
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "secret"},
-        {"Authorization": "Bearer é".encode()},
-    ):
-        for path in ("models", "models/tiny"):
-            answer = httpx.get(f"{server.url}/v1/{path}", headers=headers)
-            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    for given in (None, "Bearer wrong", "secret", "Bearer é".encode()):
+        headers = {} if given is None else {"Authorization": given}
+        answer = httpx.get(f"{server.url}/v1/models/tiny", headers=headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         assert post(server, b"{}", {**HEADERS, **headers}).status_code == 401
         assert post(server, b"{}", {**HEADERS, **headers}, "/v1/live").status_code == 401
     assert httpx.get(f"{server.url}/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def slow_down(server, seconds):
+    """Let every round begin later; `seconds` is a function."""
+    step = server.api.scheduler._step
+    server.api.scheduler._step = lambda job: (time.sleep(seconds()), step(job))[1]
+
+
 def test_a_full_queue_and_a_slow_answer(start):
-    server = start(limits=Limits(active=1, waiting=1, seconds=1.0))
+    server = start(limits=Limits(active=1, waiting=1, seconds=2.0))
     slow = json.dumps({"prompt": "w1", "stream": True, **LONG}).encode()
-    step, pause = server.api.scheduler._step, 0.02
-
-    def slowed(job):
-        time.sleep(pause)
-        return step(job)
-
-    server.api.scheduler._step = slowed
+    pause = 0.02
+    slow_down(server, lambda: pause)
     with httpx.stream("POST", f"{server.url}/v1/completions", content=slow, headers=HEADERS) as first:
         lines = first.iter_lines()
         next(lines)
@@ -138,8 +114,7 @@ def test_a_full_queue_and_a_slow_answer(start):
 def test_who_waits_and_leaves_keeps_no_place(start):
     """A stream whose client leaves the queue, and one that is too late before its turn came."""
     server = start(limits=Limits(active=1, waiting=1, seconds=2.0))
-    step = server.api.scheduler._step
-    server.api.scheduler._step = lambda job: (time.sleep(0.03), step(job))[1]
+    slow_down(server, lambda: 0.03)
     body = {"prompt": "w1", "stream": True, **LONG}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as first:
         lines = first.iter_lines()
@@ -194,25 +169,18 @@ def test_an_error_inside_ends_one_request(server, monkeypatch):
     assert server.post(prompt="w1 w2").json()["choices"] == wanted
 
 
-def test_closing_finishes_what_runs_and_refuses_the_rest(start):
+@pytest.mark.parametrize("grace_s", [30, 0])
+def test_closing_finishes_what_runs_or_says_so_and_refuses_the_rest(start, grace_s):
     server = start()
     with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "w1", "stream": True, **LONG}) as stream:
         lines = stream.iter_lines()
         next(lines)
-        server.api.scheduler.close(30)
-        assert server.post(prompt="w1").status_code == 503
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        assert json.loads(list(lines)[-4][6:])["choices"][0]["finish_reason"] == "length"
-
-
-def test_closing_at_once_says_so(start):
-    server = start()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={"prompt": "w1", "stream": True, **LONG}) as stream:
-        lines = stream.iter_lines()
-        next(lines)
-        server.api.scheduler.close(0)
+        server.api.scheduler.close(grace_s)
+        assert server.post(prompt="w1").status_code == httpx.get(f"{server.url}/health").status_code == 503
         rest = [line for line in lines if line]
-    assert json.loads(rest[-2][6:])["error"]["code"] == "shutting_down" and rest[-1] == "data: [DONE]"
+    last = json.loads(rest[-2][6:])
+    assert rest[-1] == "data: [DONE]"
+    assert last["choices"][0]["finish_reason"] == "length" if grace_s else last["error"]["code"] == "shutting_down"
 
 
 def raw_request(body, length=None):

@@ -27,19 +27,12 @@ def drafting(request, served_model):
 
 def test_every_round_is_described(drafting):
     with Running(drafting) as server:
-        body = {
-            "prompt": "w1 w2",
-            "max_tokens": 20,
-            "ignore_eos": True,
-            "baseline": True,
-            "temperature": 1.0,
-            "seed": 3,
-        }
-        lines = server.post("/v1/live", **body).text.split("\n\n")
+        sampling = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+        lines = server.post("/v1/live", prompt="w1 w2", baseline=True, **sampling).text.split("\n\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert events[0]["method"] == drafting.engine.method.name and events[0]["draft"] == "tiny"
     rounds = [event["round"] for event in events if "round" in event]
-    wanted = drafting.generate("w1 w2", SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=3))
+    wanted = drafting.generate("w1 w2", SamplingParams(**sampling))
     assert "".join(token for round_ in rounds for token in round_["tokens"]) == wanted.text
     for round_ in rounds:
         tree = round_["tree"]

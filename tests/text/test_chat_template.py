@@ -1,6 +1,5 @@
 """Chat templates: rendered as transformers renders them, refused clearly, and in a sandbox."""
 
-import datetime
 import enum
 
 import pytest
@@ -17,40 +16,6 @@ CHATML = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA2 = """{% if messages[0]['role'] == 'system' %}
-{% set loop_messages = messages[1:] %}
-{% set system_message = messages[0]['content'] %}
-{% else %}
-{% set loop_messages = messages %}
-{% endif %}
-{% for message in loop_messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{% endif %}
-{% if loop.index0 == 0 and system_message is defined %}
-{% set content = '<<SYS>>\n' + system_message + '\n<</SYS>>\n\n' + message['content'] %}
-{% else %}
-{% set content = message['content'] %}
-{% endif %}
-{% if message['role'] == 'user' %}
-{{ bos_token + '[INST] ' + content | trim + ' [/INST]' }}
-{% elif message['role'] == 'assistant' %}
-{{ ' ' + content | trim + ' ' + eos_token }}
-{% endif %}
-{% endfor %}
-"""
-LLAMA3 = (
-    "{{- bos_token }}\n{%- if not date_string is defined %}\n"
-    "    {%- set date_string = strftime_now('%Y') %}\n{%- endif %}\n"
-    "{%- if messages[0]['role'] == 'system' %}\n    {%- set system_message = messages[0]['content']|trim %}\n"
-    "    {%- set messages = messages[1:] %}\n{%- else %}\n    {%- set system_message = '' %}\n{%- endif %}\n"
-    "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}\n{%- if tools is not none %}\n"
-    "    {{- 'Environment: ipython\n' }}\n"
-    "{%- endif %}\n{{- 'Year: ' + date_string + '\n' }}\n{{- system_message }}\n{{- '<|eot_id|>' }}\n"
-    "{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
-    "+ message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n{%- if add_generation_prompt %}\n"
-    "    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}\n"
 )
 FEATURES = """{% set ns = namespace(count=0, last='') %}
 {% for message in messages %}
@@ -93,7 +58,7 @@ HARMONY = """{%- macro render_type(spec, nullable=false) -%}
 {{- last.turns ~ last.role }}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}
 """
-TEMPLATES = {"harmony": HARMONY, "chatml": CHATML, "llama2": LLAMA2, "llama3": LLAMA3, "features": FEATURES}
+TEMPLATES = {"harmony": HARMONY, "chatml": CHATML, "features": FEATURES}
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Hi"}],
@@ -107,18 +72,15 @@ CONVERSATIONS = [
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_rendering_equals_transformers(name, conversation, add_generation_prompt):
+@pytest.mark.parametrize("prompt", [True, False])
+def test_rendering_equals_transformers(name, prompt):
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    source = TEMPLATES[name]
     theirs, _ = render_jinja_template(
-        conversations=[conversation],
-        chat_template=TEMPLATES[name],
-        add_generation_prompt=add_generation_prompt,
-        **TOKENS,
+        conversations=CONVERSATIONS, chat_template=source, add_generation_prompt=prompt, **TOKENS
     )
-    assert ChatTemplate(TEMPLATES[name], TOKENS).render(conversation, add_generation_prompt) == theirs[0]
+    assert [ChatTemplate(source, TOKENS).render(each, prompt) for each in CONVERSATIONS] == theirs
 
 
 def test_default_model_equals_transformers(tmp_path):
@@ -131,20 +93,6 @@ def test_default_model_equals_transformers(tmp_path):
         for prompt in (True, False):
             ids = theirs.apply_chat_template(conversation, add_generation_prompt=prompt, return_dict=False)
             assert tokenizer.encode_chat(conversation, add_generation_prompt=prompt) == ids
-
-
-def test_default_model_chat():
-    tokenizer = smollm2()
-    ids = tokenizer.encode_chat([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
-    assert [i for i in ids if i in tokenizer.special_ids] == [1, 2, 1, 2, 1]
-    assert tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_now_is_the_time():
-    rendered = ChatTemplate("{{ strftime_now('%Y') }}", {}).render(CONVERSATIONS[0])
-    assert abs(int(rendered) - datetime.datetime.now().year) <= 1
 
 
 class Role(enum.StrEnum):
@@ -161,17 +109,13 @@ def test_templates_see_plain_data():
     ("messages", "words"),
     [
         ("Hi", "must be a list of dicts"),
-        ({"role": "user", "content": "Hi"}, "must be a list of dicts"),
-        (None, "must be a list of dicts"),
         ([], "messages is empty"),
         (["Hi"], "message 0 must be a dict"),
         (
             [{"role": "user", "content": "Hi"}, {"role": "user"}],
             "message 1 must have a string 'content', which is missing",
         ),
-        ([{"content": "Hi"}], "message 0 must have a string 'role', which is missing"),
         ([{"role": 1, "content": "Hi"}], "message 0 must have a string 'role', got int"),
-        ([{"role": "user", "content": None}], "message 0 must have a string 'content', got NoneType"),
         ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "string 'content', got list"),
         ([{"role": "user", "content": "Hi", "image": object()}], "plain JSON data"),
     ],
@@ -182,9 +126,8 @@ def test_malformed_messages_are_refused(messages, words):
 
 
 def test_a_template_may_refuse():
-    conversation = [{"role": "assistant", "content": "first"}]
-    with pytest.raises(ConfigError, match="Conversation roles must alternate"):
-        ChatTemplate(LLAMA2, TOKENS).render(conversation)
+    with pytest.raises(ConfigError, match="no channels in the content"):
+        ChatTemplate(HARMONY, TOKENS).render([{"role": "assistant", "content": "<|channel|>"}])
 
 
 @pytest.mark.parametrize(

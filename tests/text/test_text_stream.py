@@ -89,15 +89,6 @@ def test_characters_are_never_split(make, text):
     assert "".join(pieces) == text.replace("<|im_end|>", "") and detokenizer.finish() == ""
 
 
-def test_an_incomplete_character_is_held_back_and_flushed():
-    tokenizer = smollm2()
-    first, *_, last = tokenizer.encode(chr(0x1F9FF))
-    detokenizer = tokenizer.make_detokenizer()
-    assert detokenizer.push([first]) == "" and detokenizer.holds_bytes
-    assert detokenizer.finish() == "\ufffd" and not detokenizer.holds_bytes
-    assert tokenizer.make_detokenizer().push([last]) == "\ufffd"
-
-
 def test_work_per_token_does_not_grow_with_the_text():
     tokenizer = smollm2()
     rng = random.Random(0)
@@ -148,14 +139,6 @@ def test_stop_matcher_equals_a_search(stops, pieces):
     assert given_out + matcher.finish() == text
 
 
-def test_the_stop_string_that_starts_first_wins():
-    for stops in (("</s>", "s>"), ("s>", "</s>")):
-        assert StopMatcher(stops).push("text</s> more") == ("text", True)
-    assert StopMatcher(("\n\n", "\n")).push("a\n\nb") == ("a", True)
-    assert StopMatcher(("b", "c")).push("xcb") == ("x", True)
-    assert StopMatcher(()).push("anything") == ("anything", False)
-
-
 @PROPERTY
 @given(STREAMS, st.data())
 def test_stream_equals_brute_force(stream, data):
@@ -169,7 +152,7 @@ def test_stream_equals_brute_force(stream, data):
     check_stream(tokenizer, ids, stops, data.draw(st.booleans()), data.draw(st.integers(1, len(ids) + 2)))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.sampled_from([0, 0, 0, 1, 2, 3, 4, 4, 5, 6, 7]), min_size=2, max_size=12),
     st.sets(st.sampled_from(["A", "B", "AB", "\ufffdA", "🧿"]), min_size=1),
@@ -207,13 +190,6 @@ def check_stream(tokenizer, ids, stops, ignore_eos, max_tokens):
     assert (result.text, result.token_ids, result.finish_reason) == expected
 
 
-def test_end_of_sequence_is_kept_as_id_and_not_as_text():
-    tokenizer = smollm2()
-    ids = [*tokenizer.encode("Yes."), 2]
-    stream, _ = run_stream(tokenizer, [*ids, 5, 6])
-    assert (stream.text, stream.token_ids, stream.finish_reason) == ("Yes.", tuple(ids), "stop")
-
-
 def test_each_end_of_sequence_token_ends_the_text():
     tokenizer = smollm2()
     ids = tokenizer.encode("Yes.")
@@ -230,29 +206,6 @@ def test_an_ordinary_token_may_end_the_text():
     assert (stream.text, stream.token_ids) == ("Yes.", tuple(ids))
 
 
-def test_ignored_end_of_sequence_is_left_out_of_the_text():
-    tokenizer = smollm2()
-    ids = [*tokenizer.encode("Yes"), 2, *tokenizer.encode(" no")]
-    stream, _ = run_stream(tokenizer, ids, ignore_eos=True, max_tokens=len(ids))
-    assert (stream.text, stream.token_ids, stream.finish_reason) == ("Yes no", tuple(ids), "length")
-
-
-def test_length():
-    tokenizer = smollm2()
-    ids = tokenizer.encode("one two three four")
-    stream, pieces = run_stream(tokenizer, ids, max_tokens=2)
-    assert (stream.text, stream.token_ids, stream.finish_reason) == ("one two", tuple(ids[:2]), "length")
-    assert [piece.finish_reason for piece in pieces] == [None, "length"]
-
-
-def test_stop_and_length_at_once_is_stop():
-    tokenizer = smollm2()
-    ids = [*tokenizer.encode("one two"), 2]
-    assert run_stream(tokenizer, ids, max_tokens=3)[0].finish_reason == "stop"
-    stream, _ = run_stream(tokenizer, ids, max_tokens=2, stops=("two",))
-    assert (stream.text, stream.token_ids, stream.finish_reason) == ("one ", tuple(ids[:2]), "stop")
-
-
 def test_a_stop_string_across_tokens():
     tokenizer = smollm2()
     ids = tokenizer.encode("Answer: 12345 and more")
@@ -261,28 +214,6 @@ def test_a_stop_string_across_tokens():
     assert tokenizer.decode(stream.token_ids) == "Answer: 1"
     # What may be cut is not given out, neither as text nor as tokens.
     assert [(piece.text, piece.num_tokens) for piece in pieces[-3:]] == [("", 0)] * 3
-
-
-def test_a_held_back_beginning_is_given_out_when_it_does_not_become_a_stop_string():
-    tokenizer = smollm2()
-    ids = tokenizer.encode("x = 12 34")
-    stream, _ = run_stream(tokenizer, [*ids, 2], stops=("345", "123"))
-    assert (stream.text, stream.token_ids, stream.finish_reason) == ("x = 12 34", (*ids, 2), "stop")
-
-
-def test_a_stop_string_at_the_very_beginning():
-    tokenizer = smollm2()
-    stream, _ = run_stream(tokenizer, tokenizer.encode("Hello"), stops=("Hell",))
-    assert (stream.text, stream.token_ids, stream.finish_reason) == ("", (), "stop")
-
-
-def test_invalid_bytes_before_a_stop_string_belong_to_their_own_token():
-    tokenizer = smollm2()
-    lead = tokenizer.encode("你")[0]
-    assert len(tokenizer.token_bytes(lead)) < 3
-    stop = tokenizer.encode("STOP")
-    stream, _ = run_stream(tokenizer, [lead, *stop], stops=("STOP",))
-    assert (stream.text, stream.token_ids) == ("\ufffd", (lead,))
 
 
 def test_nothing_follows_the_end():

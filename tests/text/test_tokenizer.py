@@ -4,7 +4,7 @@ import json
 import unicodedata
 
 import pytest
-from text_models import default_model, read_golden, sentencepiece, smollm2
+from text_models import default_model, read_golden, smollm2
 from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, WordPiece
@@ -97,16 +97,6 @@ def test_default_model_tokens():
     assert tokenizer.decode([2, 49152, 10**6]) == "" and tokenizer.token_bytes(10**6) == b""
 
 
-@pytest.mark.parametrize("make", [smollm2, sentencepiece])
-def test_decode_equals_the_library(make):
-    tokenizer = make()
-    backend = tokenizer._backend
-    for case in GOLDEN:
-        ids = tokenizer.encode(case["text"])
-        for skip in (True, False):
-            assert tokenizer.decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)
-
-
 def test_ends_are_added_as_the_file_says():
     text = make_tokenizer().encode("ab")
     bos, eos = 258, 259
@@ -135,22 +125,14 @@ def test_several_end_tokens():
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"tokens": None}, CheckpointError, "tokens is missing"),
         ({"tokens": []}, CheckpointError, "at least one"),
         ({"tokens": ["a", "b", "a"]}, CheckpointError, "'a' more than once"),
-        ({"tokens": "abc"}, CheckpointError, "must be a list"),
-        ({"model": None}, CheckpointError, "model is missing"),
         ({"model": "bert"}, ConfigError, "'bert' is not supported"),
         ({"pre": "unheard-of"}, ConfigError, "'unheard-of' is not supported"),
-        ({"pre": None}, ConfigError, "pre is missing"),
-        ({"merges": None}, CheckpointError, "merges is missing"),
         ({"merges": ["a b c"]}, CheckpointError, "pairs"),
-        ({"merges": ["ab"]}, CheckpointError, "pairs"),
-        ({"merges": [7]}, CheckpointError, "pairs"),
         ({"merges": ["q zz"]}, CheckpointError, "do not fit"),
         ({"token_type": [1]}, CheckpointError, "1 entries for 262"),
         ({"eos_token_id": 262}, CheckpointError, "262, beyond the 262"),
-        ({"eos_token_id": "2"}, CheckpointError, "must be a int"),
         ({"bos_token_id": None, "add_bos_token": True}, CheckpointError, "bos_token_id is missing"),
         ({"model": "llama"}, CheckpointError, "scores is missing"),
         ({"model": "llama", "scores": [0.0]}, CheckpointError, "1 entries for 262"),
@@ -161,15 +143,14 @@ def test_bad_metadata_is_refused_by_name(changes, error, words):
         build_gguf_tokenizer(make_metadata(**changes))
 
 
-@pytest.mark.parametrize("text", [None, 7, b"bytes", ["a"]])
-def test_encode_refuses_what_is_no_text(text):
-    with pytest.raises(ConfigError, match="text must be a string"):
-        make_tokenizer().encode(text)
-
-
-def test_encode_refuses_a_lone_surrogate():
-    with pytest.raises(ConfigError, match="surrogate at character 2"):
-        make_tokenizer().encode("ab\ud800")
+def test_encode_refuses_what_is_no_text():
+    for text, message in (
+        (7, "must be a string"),
+        (b"a", "must be a string"),
+        ("ab\ud800", "surrogate at character 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_tokenizer().encode(text)
 
 
 def test_a_saved_gguf_tokenizer_encodes_the_same(tmp_path):
@@ -261,15 +242,11 @@ def test_eos_of_config_json_is_second_choice(tmp_path):
     ("files", "error", "words"),
     [
         ({"tokenizer.json": "{"}, CheckpointError, "tokenizer.json is damaged"),
-        ({"tokenizer_config.json": "["}, CheckpointError, "tokenizer_config.json"),
         ({"tokenizer_config.json": "[]"}, CheckpointError, "must hold a JSON object"),
-        ({"tokenizer_config.json": '{"eos_token": 3}'}, CheckpointError, "eos_token must be a string"),
         ({"tokenizer_config.json": '{"chat_template": 3}'}, CheckpointError, "chat_template must be a string"),
-        ({"tokenizer_config.json": '{"added_tokens_decoder": []}'}, CheckpointError, "must be an object"),
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": {}}}'}, CheckpointError, "malformed"),
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"300": {"content": "<x>"}}}'}, CheckpointError, "id 300"),
         ({"generation_config.json": '{"eos_token_id": "2"}'}, CheckpointError, "eos_token_id must be"),
-        ({"generation_config.json": '{"eos_token_id": [true]}'}, CheckpointError, "eos_token_id must be"),
         ({"chat_template.jinja": b"\xff\xfe"}, CheckpointError, "chat_template.jinja is damaged"),
     ],
 )
