@@ -18,51 +18,27 @@ from jaxspec.methods.swift.settings import Swift
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("max_tokens", 0, "at least 1, got 0"),
         ("max_tokens", 2.0, "integer, got 2.0"),
-        ("max_tokens", True, "integer, got True"),
         ("temperature", -0.1, "must be at least 0, got -0.1"),
-        ("temperature", math.nan, "at least 0, got nan"),
         ("temperature", math.inf, "largest float32, got inf"),
-        ("temperature", "hot", "must be a number, got 'hot'"),
         ("top_k", -2, "at least -1, got -2"),
         ("top_p", 0.0, "above 0"),
-        ("top_p", 1.01, "between 0 and 1, got 1.01"),
-        ("min_p", 2, "between 0 and 1, got 2"),
-        ("repetition_penalty", 0.0, "above 0"),
         ("frequency_penalty", 2.5, "between -2 and 2"),
-        ("presence_penalty", -2.5, "between -2 and 2"),
         ("logit_bias", {-1: 1.0}, "at least 0, got -1"),
-        ("logit_bias", {1: math.nan}, "got nan"),
-        ("logit_bias", {1: math.inf}, "got inf"),
         ("stop", "", "non-empty"),
         ("stop", ["a", 3], "non-empty strings"),
-        ("stop", 5, "non-empty strings"),
-        ("stop", b"x", "non-empty strings"),
         ("logit_bias", [1], "must map token ids"),
-        ("logit_bias", {5: True}, "number below"),
         ("temperature", 10**400, "at most 3.403e\\+38"),
-        ("seed", -1, "at least 0"),
         ("seed", 2**63, "below 2\\*\\*63"),
         ("ignore_eos", 1, "True or False"),
         ("logprobs", 21, "at most 20, got 21"),
-        ("logprobs", -1, "at least 0, got -1"),
-        ("logprobs", "yes", "integer, got 'yes'"),
         ("stop_token_ids", [-1], "at least 0, got -1"),
         ("stop_token_ids", "2", "list of token ids"),
-        ("stop_token_ids", {2: 1}, "list of token ids"),
-        ("stop_token_ids", 2, "list of token ids"),
         ("min_tokens", -1, "at least 0, got -1"),
-        ("min_tokens", None, "integer, got None"),
         ("max_tokens", 2**31, "max_tokens must be at most 1073741824, got 2147483648"),
-        ("top_k", 2**31, "at most 2147483647"),
         ("stop_token_ids", [2**31], "at most 2147483647"),
         ("temperature", 1e308, "at most 3.403e\\+38, the largest float32, got 1e\\+308"),
-        ("temperature", np.float64(1e308), "largest float32, got 1e\\+308"),
-        ("logit_bias", {1: 10**400}, "logit_bias of token 1 must be a number below"),
-        ("logit_bias", {1: -(10**400)}, "-inf bans a token"),
         ("logit_bias", {1: -1e308}, "-inf bans a token"),
-        ("n", 0, "at least 1, got 0"),
         ("n", 2, "n is 2 and temperature 0"),
     ],
 )
@@ -94,11 +70,6 @@ def test_log_probabilities_of_the_chosen_token_and_of_others(given, wanted, top)
     assert (sampling.wants_logprobs, sampling.num_logprobs) == (bool(wanted), top)
 
 
-def test_stop_tokens_become_a_tuple():
-    assert SamplingParams(stop_token_ids=np.array([3, 4])).stop_token_ids == (3, 4)
-    assert SamplingParams().stop_token_ids == ()
-
-
 def test_numbers_of_numpy_are_numbers():
     sampling = SamplingParams(
         max_tokens=np.int64(5), seed=np.uint32(3), temperature=np.float32(0.5), logit_bias={np.int64(2): np.float32(1)}
@@ -107,23 +78,12 @@ def test_numbers_of_numpy_are_numbers():
     assert type(sampling.max_tokens) is int and type(sampling.temperature) is float
 
 
-def test_stop_is_one_string_or_several():
-    assert SamplingParams().stop == SamplingParams(stop=None).stop == ()
-    assert SamplingParams(stop="x").stop == ("x",)
-    assert SamplingParams(stop=["x", "yz"]).stop == ("x", "yz")
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("dtype", "int3", "'int3' is not supported"),
-        ("target_devices", 0, "at least 1"),
-        ("draft_platform", "", "must be a name"),
         ("max_context", 1, "at least 2"),
         ("target_devices", 2**31, "at most 2147483647"),
-        ("compile_cache", "a\0b", "NUL"),
-        ("kernels", np.array(["cpu", "xla"]), "are not known"),
-        ("dtype", ["auto"], "is not supported"),
     ],
 )
 def test_bad_engine_settings(field, value, message):
@@ -160,11 +120,6 @@ def test_methods_by_name():
             resolve_method(wrong)
     with pytest.raises(ConfigError, match="'ar' uses no draft"):
         check_draft_given(resolve_method("ar"), has_draft=True)
-
-
-def test_lists_that_take_a_minute_to_read_are_refused():
-    with pytest.raises(ConfigError, match="stop_token_ids holds 1000000000 values"):
-        SamplingParams(stop_token_ids=range(10**9))
 
 
 @pytest.mark.parametrize(

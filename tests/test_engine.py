@@ -94,6 +94,8 @@ def test_capacity_grows_on_demand_and_never_shrinks(placement, params):
 def test_last_token_of_the_context_can_be_decoded(placement, params):
     engine = Engine(Models(placement), Autoregressive(), max_context=200)
     assert len(decode(engine, params, prompt_of(150), 50)) == 50
+    # A length that is not given is what the context has room for.
+    assert engine.token_limit(prompt_of(150), SamplingParams()) == 50
     with pytest.raises(ConfigError, match=r"150 tokens and max_tokens 51 exceed the context of 200.*at most 50"):
         decode(engine, params, prompt_of(150), 51)
 
@@ -136,16 +138,6 @@ def test_one_broken_row_does_not_reach_others(engine, params):
     assert decode(engine, broken, prompt, 6, logit_bias={0: -np.inf}) == sound
     decode(engine, broken, [0, 5, 0, 7], 6)
     assert decode(engine, broken, prompt, 6, logit_bias={0: -np.inf}) == sound
-
-
-def test_length_is_what_the_context_has_room_for(placement, params):
-    engine = Engine(Models(placement), Autoregressive(), max_context=100)
-    engine.prepare()
-    prompt = prompt_of(90)
-    assert engine.token_limit(prompt, SamplingParams()) == 10
-    assert engine.token_limit(prompt_of(3), SamplingParams(max_tokens=7)) == 7
-    with engine.open(ModelParams(params), prompt, SamplingParams(), 0) as session:
-        assert session.limit == len(rest_of(session)) == 10
 
 
 def test_settings_of_the_caller_do_not_reach_our_programs(placement, params):

@@ -94,11 +94,6 @@ def test_the_most_probable_tokens_at_each_place(plain, drafting, options):
             assert top[0][0] == token
 
 
-def test_tokens_that_are_ruled_out_are_not_among_the_most_probable(plain):
-    out = plain.generate(PROMPT, SamplingParams(max_tokens=4, temperature=1.0, top_k=2, seed=1, logprobs=5))
-    assert [len(top) for top in out.top_logprobs] == [2] * len(out.token_ids)
-
-
 def test_log_probabilities_only_where_they_are_asked_for(plain):
     nothing = plain.generate(PROMPT, SamplingParams(max_tokens=3))
     chosen = plain.generate(PROMPT, SamplingParams(max_tokens=3, logprobs=True))
@@ -106,12 +101,6 @@ def test_log_probabilities_only_where_they_are_asked_for(plain):
     assert len(chosen.logprobs) == 3
     assert "top_logprobs" not in chosen.to_dict()
     assert len(plain.generate(PROMPT, SamplingParams(max_tokens=3, logprobs=2)).to_dict()["top_logprobs"]) == 3
-
-
-def test_a_stream_carries_the_most_probable_tokens(drafting):
-    sampling = SamplingParams(max_tokens=9, logprobs=2)
-    events = list(drafting.stream(PROMPT, sampling))
-    assert sum((e.top_logprobs for e in events), ()) == events[-1].completion.top_logprobs
 
 
 def test_several_completions_of_a_prompt(plain):

@@ -53,16 +53,11 @@ def test_lines_are_read_in_order(write):
     ("bad", "message"),
     [
         ("{", "line 2 is not JSON"),
-        ("[" * 100_000, "line 2 is not JSON"),
         ('["chat"]', "line 2 must hold a JSON object with question_id, category, turns"),
-        ('{"question_id": 2, "category": "chat"}', "line 2: 'turns' is missing"),
         (line(), "line 2: question_id 1 is that of line 1 too"),
         (line(question_id=None), "line 2: question_id must be a string or an integer, got None"),
-        (line(question_id=True), "question_id must be"),
         (line(question_id=2, category=" "), "line 2: category must be a name"),
         (line(question_id=2, turns="Hello?"), "line 2: turns must be one or several non-empty strings"),
-        (line(question_id=2, turns=[]), "turns must be"),
-        (line(question_id=2, turns=["Hello?", " "]), "turns must be"),
     ],
 )
 def test_a_wrong_line_is_named(write, bad, message):
@@ -79,12 +74,6 @@ def test_a_wrong_file_is_named(write, text, message):
     with pytest.raises(ConfigError, match=message) as error:
         load_prompts(path)
     assert str(path) in str(error.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    for path in (tmp_path / "no.jsonl", tmp_path):
-        with pytest.raises(ConfigError, match=f"{path} cannot be read"):
-            load_prompts(path)
 
 
 def test_selection():

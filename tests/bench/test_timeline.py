@@ -86,19 +86,6 @@ def test_time_between_generations_is_not_counted():
     assert two.overlap == one.overlap and two.idle == pytest.approx(one.idle)
 
 
-def test_growth_in_turn_overlaps_nothing():
-    def in_turn(number, start):
-        return [
-            Event("draft", "advance and expand", start, start + 4, number),
-            Event("target", "verify", start + 4, start + 9, number),
-            Event("host", "read", start + 9, start + 9.5, number),
-        ]
-
-    summary = summarise([*in_turn(0, 0.0), *in_turn(1, 9.5)])
-    assert summary.overlap == 0 and summary.sync_s == pytest.approx(4)
-    assert summary.idle == pytest.approx({"target": 1 - 10 / 18.5, "draft": 1 - 8 / 18.5})
-
-
 def test_rounds_of_several_passes():
     """One pass of 2 s, three of 1 s each in one program, and one of 3 s."""
     events, start = [], 0.0
@@ -124,24 +111,11 @@ def test_growth_after_the_last_verification_is_not_counted():
     assert summary.overlap == 1 and summary.idle == pytest.approx({"target": 0.2, "draft": 0})
 
 
-def test_methods_without_a_growing_tree_have_no_overlap():
-    events = [Event("devices", "decode", n, n + 0.5, n) for n in range(3)]
-    events += [Event("host", "read", n + 0.5, n + 0.75, n) for n in range(3)]
-    summary = summarise(events)
-    assert summary.overlap is None and summary.transfer_s is None
-    assert summary.idle == pytest.approx({"devices": 1 - 1.5 / 2.5}) and summary.round_s == pytest.approx(1)
-
-
 def test_hits_of_a_first_round_are_in_no_rate():
     events = [e for n in range(4) for e in hand_made_round(n, 6.5 * n)]
     tree = summarise(events, {0: counts(0, 0), 1: counts(1, 1), 2: counts(1, 0), 3: counts(1, 1)}).draft_tree
     assert tree["token_hit_rate"] == 1 and tree["evaluated_hit_rate"] == pytest.approx(2 / 3)
     assert tree["nodes_kept"] == 12 and tree["nodes_dropped"] == 16
-
-
-def test_no_round_no_summary():
-    with pytest.raises(ValueError, match="no round was read"):
-        summarise([e for e in hand_made_round(0, 0.0) if e.name != "read"])
 
 
 # Real rounds.
@@ -247,37 +221,11 @@ def test_growth_happens_during_verification(parallel, tmp_path):
     assert summary.draft_tree["tokens_computed"] == sum(r.draft.computed for r in parallel.rounds)
 
 
-def test_a_round_lasts_as_long_as_the_slower_side(parallel, serial):
-    side, turn = parallel.timeline.summary(), serial.timeline.summary()
-    longest = max(side.program_s["verify"], side.program_s["expand"]) + side.program_s["advance"] + side.transfer_s
-    assert side.round_s <= 1.1 * longest
-    assert turn.round_s >= VERIFY_S + GROW_S
-    assert side.round_s <= turn.round_s - GROW_S / 2
-
-
 def test_in_turn_nothing_overlaps(serial, tmp_path):
     names = {"advance and expand", "verify", "target->draft", "draft->target"}
     check_trace(serial, tmp_path, names, ["target", "draft", "transfers", "host"])
     assert serial.timeline.summary().overlap == 0
     assert [r.tokens for r in serial.rounds] and serial.timeline.summary().idle["target"] > 0.3
-
-
-def test_waiting_within_a_round_is_not_the_hosts_work(quick, tmp_path):
-    _, _, traced = quick
-    names = {"advance", "expand once", "verify", "target->draft", "draft->target"}
-    check_trace(traced, tmp_path, names, ["target", "draft", "transfers", "host"])
-    assert traced.timeline.summary().host_s < traced.timeline.summary().round_s
-
-
-def test_the_outcome_leaves_when_it_is_there_however_long_a_tree_grew():
-    timeline, rounds = slow_trace(SwiftSpec(4, 2, depth=8, adaptive=True), grow_s=1e-4, tokens=8)
-    verifies, moves = by_name(timeline, "verify"), by_name(timeline, "target->draft")
-    assert len(rounds) > 2
-    for number in range(1, len(rounds)):
-        assert moves[number].start >= verifies[number - 1].end
-    grown = [e.round for e in timeline.events if e.name == "expand once"]
-    assert max(map(grown.count, grown)) > 4
-    assert timeline.summary().transfer_s < VERIFY_S / 2
 
 
 def test_what_a_transfer_takes_is_known_whatever_ran_since():
@@ -357,21 +305,6 @@ def test_other_methods_have_one_row(method, names, tmp_path):
     traced = trace(*make_engine(method, draft_device=0), tokens=9)
     check_trace(traced, tmp_path, names, ["devices", "host"])
     assert traced.timeline.summary().overlap is None
-
-
-def test_a_file_is_there_whole_or_not_at_all(quick, tmp_path, monkeypatch):
-    timeline, path = quick[2].timeline, tmp_path / "out.json"
-    path.write_text("before")
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("jaxspec.files.os.replace", interrupted)
-        timeline.write(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["out.json"] and path.read_text() == "before"
-    timeline.write(path)
-    assert json.loads(path.read_text())["traceEvents"]
 
 
 def test_a_failed_program_is_left_out():

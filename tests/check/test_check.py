@@ -12,15 +12,8 @@ from sampling_reference import process_reference
 from tiny_models import FAMILIES, place, tiny_params
 
 from jaxspec.check.distribution import check_distribution, draw_many
-from jaxspec.check.reference_decoder import ReferenceDecoder, Row, margin, rounding
-from jaxspec.check.run import (
-    PlainDistribution,
-    RememberedDecoder,
-    check_tokens,
-    count_verdicts,
-    default_samplings,
-    describe,
-)
+from jaxspec.check.reference_decoder import ReferenceDecoder, Row, margin
+from jaxspec.check.run import PlainDistribution, check_tokens, count_verdicts, default_samplings
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
@@ -146,9 +139,8 @@ def test_rows_are_what_plain_decoding_sees(plain, reference):
         np.testing.assert_allclose(rows[7].log_probs, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("degree", [2, 8])
-def test_rows_do_not_depend_on_the_mesh(degree, reference):
-    split = ReferenceDecoder(place(FAMILIES["llama"], degree), tiny_params("llama", degree))
+def test_rows_do_not_depend_on_the_mesh(reference):
+    split = ReferenceDecoder(place(FAMILIES["llama"], 8), tiny_params("llama", 8))
     sampling = default_samplings(TOKENS, seed=3)[-1]
     for one, other in zip(*(s.rows(PROMPTS[2], [4, 7, 4], sampling) for s in (reference, split)), strict=True):
         for name in ("logits", "penalised", "noise"):
@@ -163,8 +155,7 @@ def altered(index, token):
     return alter
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=describe)
-@pytest.mark.parametrize("index", [0, 6, TOKENS - 1])
+@pytest.mark.parametrize(("sampling", "index"), [(GREEDY, 0), (SEEDED, 6), (GREEDY, TOKENS - 1)])
 def test_a_wrong_token_is_found_where_it_is(plain, reference, sampling, index):
     for compared in check_tokens(plain, Altered(plain, altered(index, 1)), PROMPTS, [sampling], reference):
         assert (compared.verdict, compared.equal, compared.position) == ("different", index, index)
@@ -172,7 +163,7 @@ def test_a_wrong_token_is_found_where_it_is(plain, reference, sampling, index):
         assert compared.margin > compared.eps > 0
 
 
-@pytest.mark.parametrize("pad", [0, -1, V, 2**31 - 1])
+@pytest.mark.parametrize("pad", [0, -1, V])
 def test_pads_taken_for_tokens_are_found(plain, reference, pad):
     def alter(tokens):
         return [*tokens[:5], pad, *tokens[6:]]
@@ -201,13 +192,6 @@ def test_bonus_token_at_the_wrong_temperature_is_found(plain, reference):
         assert all(c.verdict == "equal" for c in compared[:3])  # greedy texts cannot tell
         found = [c for c in compared if c.verdict == "different"]
         assert found and all(c.position % 4 == 3 for c in found) and count_verdicts(compared).different == len(found)
-
-
-def test_penalties_that_forget_the_output_are_found(plain, reference):
-    """Rounds that start anew take the output for prompt, which frequency penalties do not count."""
-    sampling = dataclasses.replace(GREEDY, frequency_penalty=1.5)
-    compared = check_tokens(plain, Rounds(plain, 4), PROMPTS, [GREEDY, sampling], reference)
-    assert [c.verdict for c in compared[:3]] == ["equal"] * 3 and "different" in [c.verdict for c in compared[3:]]
 
 
 def test_rounding_is_a_tie_and_more_is_not(plain, reference):
@@ -250,14 +234,6 @@ def test_many_ties_are_suspicious(plain, reference):
     assert count_verdicts([tie, tie]).tie == 2
 
 
-def test_a_remembered_decoder_answers_the_same_question_once(plain):
-    asked = []
-    once = RememberedDecoder(Altered(plain, lambda tokens: asked.append(1) or tokens))
-    for sampling in (GREEDY, SEEDED, GREEDY, dataclasses.replace(GREEDY, max_tokens=4)):
-        assert once.generate(PROMPTS[1], sampling).token_ids == plain.generate(PROMPTS[1], sampling).token_ids
-    assert len(asked) == 3
-
-
 def test_seeds_are_needed(plain, reference):
     with pytest.raises(ConfigError, match="without a seed cannot be compared"):
         check_tokens(plain, plain, PROMPTS, [SamplingParams(4, temperature=1.0)], reference)
@@ -292,12 +268,10 @@ def row_of(z, noise=None, **sampling):
         (0, 0.0, [3, 1, 2], {}),
         (2, 1.0, [3, 1, 2], {}),
         (1, math.inf, [3, -math.inf, 2], {}),
-        (5, math.inf, [3, 1, 2], {}),
         (-1, math.inf, [3, 1, 2], {}),
         # Scores are logits over the temperature, plus noise.
         (2, 2.0, [3, 1, 2], {"temperature": 0.5}),
         (2, 0.0, [3, 1, 2], {"temperature": 1.0, "noise": [0, 0, 1.5]}),
-        (0, 0.5, [3, 1, 2], {"temperature": 1.0, "noise": [0, 0, 1.5]}),
         # Cut off by 0.1, and chosen if it were not.
         (2, 0.1, [3, 2.1, 2], {"temperature": 1.0, "top_k": 2, "noise": [0, 0, 5]}),
         # The winner would be cut off if it were 0.1 less probable.
@@ -305,29 +279,9 @@ def row_of(z, noise=None, **sampling):
         # log(0.3) - log(0.25): the most probable token's mass over top_p's odds.
         (1, math.log(0.8 / 0.2) - math.log(0.79 / 0.21), [math.log(0.8), math.log(0.15), math.log(0.05)],
          {"temperature": 1.0, "top_p": 0.79, "noise": [0, 9, 0]}),
-        (0, math.log(0.81 / 0.19) - math.log(0.8 / 0.2), [math.log(0.8), math.log(0.15), math.log(0.05)],
-         {"temperature": 1.0, "top_p": 0.81, "noise": [0, 9, 0]}),
         (1, 0.2, [0, math.log(0.1) - 0.2], {"temperature": 1.0, "min_p": 0.1, "noise": [0, 9]}),
-        (0, 0.2, [0, math.log(0.1) + 0.2], {"temperature": 1.0, "min_p": 0.1, "noise": [0, 9]}),
     ],
 )  # fmt: skip
 def test_margins_by_hand(token, expected, z, options):
     row, sampling = row_of(z, **options)
     assert margin(row, token, sampling) == pytest.approx(expected, rel=2e-3, abs=1e-6)
-
-
-def test_what_passes_for_rounding():
-    row, _ = row_of([-20.0, 3.0, -math.inf])
-    assert rounding(row, GREEDY, "float32") == 64 * 2.0**-23 * 16
-    assert rounding(row, GREEDY, "bfloat16") == 4 * 2.0**-7 * 16
-    assert rounding(row, SamplingParams(temperature=0.5), "float32") == 2 * 64 * 2.0**-23 * 16
-    assert rounding(row, SamplingParams(repetition_penalty=2.0), "float32") == 64 * 2.0**-23 * 32
-    assert rounding(row_of([0.0, 0.0])[0], GREEDY, "float32") == 0.0
-
-
-def test_samplings_in_words():
-    assert [describe(s) for s in default_samplings(8, 3)][:3] == [
-        "greedy",
-        "greedy repetition_penalty=1.3",
-        "temperature=1.0 seed=3",
-    ]

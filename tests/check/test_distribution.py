@@ -13,7 +13,6 @@ from jaxspec.check.distribution import (
     _find_cell,
     check_distribution,
     chi_square,
-    distribution_samplings,
     draw_many,
     joint_distribution,
 )
@@ -169,13 +168,6 @@ def test_planted_bugs_fail(walk):
     assert result.verdict == "different" and result.p_value < FALSE_ALARM
 
 
-def test_wrong_bonus_shows_after_accepted_drafts_only():
-    """Where almost everything is accepted, only the tests in `after` see it."""
-    result = check(functools.partial(chain, bonus=UNWARMED))
-    assert result.joint > FALSE_ALARM and result.after[1] > FALSE_ALARM
-    assert result.after[2] < FALSE_ALARM
-
-
 def test_impossible_tokens_fail_by_themselves_unless_a_cut_is_near():
     cut = int(np.flatnonzero(TARGET[PROMPT[-1]] == 0)[0])
 
@@ -186,11 +178,6 @@ def test_impossible_tokens_fail_by_themselves_unless_a_cut_is_near():
     assert (result.verdict, result.p_value, result.impossible) == ("different", 0.0, 3)
     forgiven = check_distribution(scores, PROMPT, draws, edge_fn=lambda text, token: (text, token) == (PROMPT, cut))
     assert (forgiven.verdict, forgiven.impossible, forgiven.edge) == ("equal", 0, 3)
-
-
-def test_without_counters_the_joint_distribution_is_left():
-    result = check(functools.partial(tree, children="top"), reports=False)
-    assert result.after == {} and result.verdict == "different"
 
 
 def test_joint_distribution_enumerates():
@@ -243,13 +230,3 @@ def test_chi_square_pools_small_cells_and_knows_what_cannot_be():
 def test_chi_square_refuses_what_is_no_law(counts, probs):
     with pytest.raises(ConfigError, match="chi_square needs"):
         chi_square(counts, probs)
-
-
-def test_draws_must_be_long_enough():
-    for draws in ([], [Draw((1, 2)), Draw((1,))]):
-        with pytest.raises(ConfigError, match="at least 2 tokens each"):
-            check_distribution(scores, PROMPT, draws)
-
-
-def test_settings_would_show_an_ignored_temperature():
-    assert all(s.temperature not in (0, 1) and s.max_tokens == 4 for s in distribution_samplings(4))

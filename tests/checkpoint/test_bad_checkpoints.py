@@ -341,11 +341,7 @@ def fuzz_seeds(tmp_path_factory):
     changes = {"tokenizer.ggml.tokens": ["a", "bc", "def"], "tokenizer.ggml.scores": [0.5, 1.5]}
     gguf_file = write_gguf(root / "m.gguf", cfg, qtype=GGMLQuantizationType.Q4_0, changes=changes)
     folder = write_hf(root / "hf", cfg)
-    return [
-        (gguf_file, gguf_file),
-        (folder / "model.safetensors", folder),
-        (folder / "config.json", folder),
-    ]
+    return [(gguf_file, gguf_file), (folder / "model.safetensors", folder), (folder / "config.json", folder)]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -171,17 +171,6 @@ def test_codes_without_settings(written, tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_tensors_are_read_through_a_function_too(written):
-    """As offload reads them from disk: whole experts and a part of one."""
-    source = open_checkpoint(written[0])
-    other = source.reading(lambda path, offset, size: np.fromfile(path, np.uint8, size, offset=offset))
-    for name in (f"{EXPERTS}.3.up_proj.weight", f"{EXPERTS}.4.down_proj.weight", f"{EXPERTS}.gate_proj.bias"):
-        np.testing.assert_array_equal(other.read(name), source.read(name))
-        np.testing.assert_array_equal(other.read(name, part=(0, 2, 4)), source.read(name)[2:4])
-    name = f"{EXPERTS}.3.up_proj.weight"
-    np.testing.assert_array_equal(other.read(name, keep_blocks=True), source.read(name, keep_blocks=True))
-
-
 def test_what_absent_settings_mean():
     config = hf_config(CFG)
     for key in ("rope_scaling", "rope_theta", "sliding_window", "layer_types", "swiglu_limit", "attention_bias"):

@@ -100,17 +100,6 @@ def test_weights_in_blocks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cfg", "options"),
-    [(TARGET, {}), (DRAFT, {"vocabulary": None}), (DRAFT, {"quantize": "q2_k"})],
-    ids=["its own embedding", "no vocabulary", "unknown blocks"],
-)
-def test_what_could_not_be_opened_is_not_written(tmp_path, cfg, options):
-    with pytest.raises((CheckpointError, ConfigError)):
-        write_draft(tmp_path / "draft", cfg, **options)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda m: m.pop("vocabulary"), "missing keys: .'vocabulary'"),

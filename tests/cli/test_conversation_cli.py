@@ -53,11 +53,6 @@ def test_long_passes_over_streamed_weights_are_shown(converse, monkeypatch):
     assert done.status == 0 and "1/2 layers, " in done.err, done.err
 
 
-def test_statistics_after_every_answer(converse):
-    done = converse("--stats", lines=["w1", "w2"])
-    assert done.err.count("ended by") == 2 == len(done.out.splitlines())
-
-
 def test_an_interrupt_ends_the_answer_and_not_the_program(converse, asked, monkeypatch):
     class Interrupted(Stream):
         count = 0

@@ -24,10 +24,7 @@ def interrupt_after(delay, command):
     # Before the first line of jaxspec runs, Python has a handler of its own. The dot tells that it has run.
     code = f"import os; from jaxspec.cli import start; start.begin(); os.write(1, b'.'); start.run({command!r})"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "x", "y"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-c", code, "x", "y"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout.read(1) == b"."
     time.sleep(delay)

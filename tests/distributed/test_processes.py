@@ -4,7 +4,6 @@ import functools
 import json
 
 import pytest
-from distributed_pair import write_pair
 from eagle_folders import random_tensors, write_folder
 from make import tiny_config, write_hf
 from native_models import write_tokenizer
@@ -22,11 +21,6 @@ SPECINFER = ["specinfer", {"expansion": [2, 1]}]
 SPECEXEC = ["specexec", {"num_draft_tokens": 16}]
 SWIFTSPEC = ["swiftspec", {"depth": 3, "refill": 1}]
 ADAPTIVE = ["swiftspec", {"adaptive": True}]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return [str(path) for path in write_pair(tmp_path_factory.mktemp("pair"))]
 
 
 @functools.cache
@@ -75,9 +69,8 @@ def test_methods_with_the_target_over_two_processes(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [SPECINFER, SPECEXEC, AUTO, SWIFT], ids=lambda method: method[0])
-def test_other_methods_with_the_target_over_two_processes(pair, method):
-    check_shares(check(pair, 2, 1, {"methods": [method]}))
+def test_other_methods_with_the_target_over_two_processes(pair):
+    check_shares(check(pair, 2, 1, {"methods": [SPECINFER, SPECEXEC, AUTO]}, {"methods": [SWIFT]}))
 
 
 def test_swiftspec_with_draft_and_target_in_different_processes(pair):
@@ -92,10 +85,12 @@ def test_swiftspec_that_grows_until_the_target_is_ready(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "draft", "draft_process"), [(2, 1, 0), (3, 1, 1), (2, 2, 0)])
-def test_splits_of_swiftspec_over_processes_with_two_devices(pair, target, draft, draft_process):
-    load = {"target_devices": target, "draft_devices": draft, "draft_process": draft_process, "methods": [SWIFTSPEC]}
-    check(pair, 2, 2, load)
+def test_splits_of_swiftspec_over_processes_with_two_devices(pair):
+    splits = [(2, 1, 0), (3, 1, 1), (2, 2, 0)]
+    loads = [
+        {"target_devices": t, "draft_devices": d, "draft_process": p, "methods": [SWIFTSPEC]} for t, d, p in splits
+    ]
+    check(pair, 2, 2, *loads)
 
 
 def test_swiftspec_over_three_processes(pair):
@@ -105,15 +100,8 @@ def test_swiftspec_over_three_processes(pair):
 
 
 @pytest.mark.slow
-def test_swiftspec_over_four_processes(pair):
-    load = {"target_devices": 2, "draft_devices": 2, "draft_process": 3, "methods": [SWIFTSPEC]}
-    check(pair, 4, 1, load)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)])
-def test_devices_that_share_heads(pair, processes, devices):
-    check(pair, processes, devices, {"methods": [AR]})
+def test_devices_that_share_heads(pair):
+    check(pair, 4, 2, {"methods": [AR]})
 
 
 @pytest.mark.slow
@@ -162,11 +150,8 @@ def fed_pair(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_draft_that_is_fed_hidden_states(fed_pair):
+    """Also across to another process."""
     check(fed_pair, 2, 1, {"methods": [CHAIN, SPECINFER]})
-
-
-@pytest.mark.slow
-def test_hidden_states_cross_to_the_draft_in_another_process(fed_pair):
     check(fed_pair, 2, 1, {"draft_process": 0, "methods": [SWIFTSPEC]})
 
 

@@ -1,5 +1,6 @@
 """The worked examples of CONTRIBUTING.md do what the page says, exactly as they stand there."""
 
+import json
 import os
 import re
 import shutil
@@ -71,9 +72,9 @@ def test_the_example_family_is_found_by_its_line(tmp_path, monkeypatch):
     del sys.modules["jaxspec.models.families.acorn"]
 
 
-# Reports what a command or `LLM` would open a model with, and goes no further.
+# Reports what `LLM` and each command would open a model with, and goes no further.
 REPORTING = """
-import sys
+import contextlib, importlib, json, sys
 sys.meta_path.sort(key=lambda finder: "Editable" in str(finder))  # the copy comes before the installed package
 import jaxspec.llm
 from jaxspec.errors import ConfigError
@@ -83,15 +84,16 @@ def report(config, method, opened):
 
 jaxspec.llm.open_models = lambda *arguments: None
 jaxspec.llm.plan_meshes = report
-name, *words = sys.argv[1:]
-if name == "LLM":
-    jaxspec.LLM(warm_up=int(words[0]))
-else:
+try:
+    jaxspec.LLM(warm_up=3)
+except ConfigError as error:
+    print("LLM:", error, file=sys.stderr)
+for name, words in json.loads(sys.argv[1]).items():
     sys.argv = [f"jaxspec-{name}", *words]
-    __import__(f"jaxspec.cli.{name}", fromlist=["main"]).main()
+    with contextlib.suppress(SystemExit):
+        importlib.import_module(f"jaxspec.cli.{name}").main()
 """
 WORDS = {
-    "LLM": ["3"],
     "decode": ["--warm-up", "3", "w1"],
     "serve": ["--set", "warm_up=3", "--max-context", "64", "--port", "0"],
     "bench": ["--warm-up", "3", "--draft-model", "none", "--methods", "ar"],
@@ -124,12 +126,12 @@ def with_warm_up(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_the_example_setting_reaches(with_warm_up, name):
-    words = [sys.executable, "-c", REPORTING, name, *WORDS[name]]
+def test_the_example_setting_reaches_everything(with_warm_up):
+    words = [sys.executable, "-c", REPORTING, json.dumps(WORDS)]
     environment = {**os.environ, "PYTHONPATH": str(with_warm_up)}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=with_warm_up, timeout=120)
-    assert "warm_up is 3" in done.stderr, done.stderr
+    for name in ("LLM", *(f"jaxspec-{name}: error" for name in WORDS)):
+        assert f"{name}: warm_up is 3\n" in done.stderr, done.stderr
 
 
 def test_editors_know_every_setting():

@@ -14,7 +14,7 @@ from jaxspec.checkpoint.hf import open_hf
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models import families
-from jaxspec.models.config import ModelConfig, config_from_data, config_to_data
+from jaxspec.models.config import ModelConfig
 
 PACKAGE = Path(jaxspec.__file__).parent
 
@@ -128,15 +128,6 @@ def test_without_its_line_it_is_unknown(tmp_path):
         open_hf(write_folder(tmp_path / "toy", config, tensors_of(SAME_MODEL)))
     with pytest.raises(ConfigError, match="model family 'toy' is not supported"):
         ModelConfig("toy", 2, 32, 48, 4, 2, 8, 40, 64)
-
-
-def test_a_factor_of_one_is_not_written():
-    """Checkpoints of the families that have none stay readable for older versions."""
-    assert "embed_scale" not in config_to_data(SAME_MODEL)
-    scaled = ModelConfig("llama", 2, 32, 48, 4, 2, 8, 40, 64, embed_scale=2.0)
-    assert config_from_data(config_to_data(scaled), "here") == scaled
-    with pytest.raises(ConfigError, match="embed_scale must be positive"):
-        ModelConfig("llama", 2, 32, 48, 4, 2, 8, 40, 64, embed_scale=0.0)
 
 
 def test_families_are_named_in_their_own_files_only():

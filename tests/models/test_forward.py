@@ -6,21 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import (
-    FAMILIES,
-    empty_cache,
-    logits_after,
-    on_one_device,
-    relative_error,
-    step_logits,
-    tiny_params,
-)
+from tiny_models import FAMILIES, empty_cache, logits_after, on_one_device, relative_error, step_logits, tiny_params
 
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.rope import rope_frequencies
 from jaxspec.models.transformer import forward, prefill, vocab_logits
-from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
 from pallas_kernels.tree_attention.xla import rotate
 
@@ -184,31 +175,3 @@ def rope_oracle(rope, head_dim):
                 frequency *= (1 - smooth) / rope.factor + smooth
         result.append(frequency)
     return np.array(result)
-
-
-def test_attention_depends_on_distance_only():
-    rope = RopeConfig(10000.0)
-    rng = np.random.default_rng(1)
-    q, k = rng.normal(size=(2, 1, 64)).astype(np.float32)
-
-    def score(at_query, at_key):
-        turned = [
-            rotate(v, *rope_tables(jnp.array([p], jnp.int32), rope_frequencies(rope, 64)))
-            for v, p in ((q, at_query), (k, at_key))
-        ]
-        return float(jnp.vdot(*turned))
-
-    assert abs(score(5, 2) - score(105, 102)) < 1e-3
-    assert abs(score(5, 2) - score(5, 3)) > 1e-2
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rms_norm_is_computed_in_float32(dtype):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 48)) * 30, dtype)
-    scale = jnp.linspace(-1, 2, 48)
-    exact = np.asarray(x, np.float64)
-    expected = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(scale, np.float64)
-    got = rms_norm(x, scale, 1e-5)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-6)
-    np.testing.assert_array_equal(rms_norm(jnp.zeros((1, 48)), scale, 1e-5), 0)

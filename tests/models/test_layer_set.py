@@ -25,22 +25,14 @@ TOKENS = np.array([3, 0, 7, 7, 42, 100], np.int32)
 
 
 @pytest.mark.parametrize(
-    ("layers", "ratio", "skipped", "units"),
-    [
-        (40, 0.45, 34, 76),
-        (48, 0.5, 46, 92),
-        (80, 0.5, 78, 156),
-        (30, 0.45, 25, 56),
-        (2, 0.5, 0, 0),
-        (52, 0.29, 29, 100),
-    ],
+    ("layers", "ratio", "skipped", "units"), [(40, 0.45, 34, 76), (80, 0.5, 78, 156), (2, 0.5, 0, 0)]
 )
 def test_unit_counts(layers, ratio, skipped, units):
     assert (count_skipped(layers, ratio), num_units(layers)) == (skipped, units)
     assert count_skipped(layers, 0.0) == 0
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 9, 40])
+@pytest.mark.parametrize("layers", [1, 2, 3, 40])
 def test_text_is_read_back(layers):
     rng = np.random.default_rng(layers)
     sets = [all_layers(layers), uniform_layers(layers)]
@@ -62,27 +54,16 @@ def test_text():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a part is attention=LAYERS"),
         ("attn=1", "a part is attention=LAYERS"),
-        ("attention", "a part is"),
         ("mlp=", "is neither a layer nor a range"),
-        ("mlp=a", "is neither a layer nor a range"),
         ("mlp=3-1", "is neither a layer nor a range"),
         ("mlp=0", "layer 0 cannot be skipped in a model of 6 layers, only 1 to 4 can"),
-        ("attention=1,5", "layer 5 cannot be skipped"),
         ("attention=1-99999999", "of any model"),
     ],
 )
 def test_malformed_text(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_layers(text, 6)
-
-
-def test_the_ends_are_never_skipped():
-    with pytest.raises(ConfigError, match="first and the last of 3 layers are never skipped"):
-        LayerSet((False, True, True), (True, True, True))
-    with pytest.raises(ConfigError, match="3 units for a model of 4 layers, which has 4"):
-        from_skipped(4, [True] * 3)
 
 
 @functools.cache

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.config import ModelConfig, RopeConfig, config_from_data, config_to_data
+from jaxspec.models.config import RopeConfig, config_from_data, config_to_data
 from jaxspec.models.params import declare_leaves
 from jaxspec.models.presets import list_presets, load_preset
 
@@ -75,9 +75,6 @@ def test_unknown_and_wrong_values_are_refused():
         ({"num_layer": 3}, "here: unknown key 'num_layer'; did you mean 'num_layers'"),
         ({"rope": {"thета": 1.0}}, "here: rope: unknown key"),
         ({"rope": {"theta": "big"}}, "here: rope: theta must be float, got 'big'"),
-        ({"rope": {"theta": -1}}, "here: rope: rope theta must be positive"),
-        ({"rope": 5}, "here: rope: must be a table"),
-        ({"num_layers": True}, "here: num_layers must be int"),
         ({"sliding_layers": [1]}, "here: sliding_layers must be bool"),
         ({"sliding_window": 0}, "here: sliding_window must be at least 1"),
     ]:
@@ -86,8 +83,3 @@ def test_unknown_and_wrong_values_are_refused():
         assert message in str(caught.value)
     with pytest.raises(ConfigError, match="here: missing family, num_layers"):
         config_from_data({}, "here")
-
-
-def test_data_round_trip():
-    cfg = ModelConfig("mistral", 2, 8, 8, 2, 1, 4, 16, 32, sliding_window=4, sliding_layers=(True, False))
-    assert config_from_data(config_to_data(cfg), "here") == cfg

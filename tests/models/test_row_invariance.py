@@ -2,19 +2,17 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import fast_part
-from tiny_models import ALL_FAMILIES, MORE_FAMILIES, RandomSource, place, relative_error
+from tiny_models import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, RandomSource, place, relative_error
 
 import jaxspec
-from jaxspec.check.invariance import Invariance, measure_invariance
+from jaxspec.check.invariance import measure_invariance
 from jaxspec.checkpoint.load import load_foreign
-from jaxspec.errors import ConfigError
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward, prefill, vocab_logits
@@ -45,7 +43,7 @@ BITWISE = [("qwen3", "float32"), *((family, "float32") for family in ("qwen2-moe
 @pytest.mark.parametrize(
     ("family", "dtype"),
     fast_part(
-        itertools.product(ALL_FAMILIES, ["float32", "bfloat16"]),
+        [*((family, "float32") for family in ALL_FAMILIES), ("llama", "bfloat16"), ("qwen2-moe", "bfloat16")],
         lambda family, dtype: family == "llama" or (family, dtype) in BITWISE,
     ),
 )
@@ -62,17 +60,6 @@ def test_what_differs_is_counted():
     # XLA's products of one row and of several add in other orders.
     assert not result.bitwise and 0 < result.largest < 1e-4
     assert 0 < result.differing_chain <= 12 and 0 < result.differing_tree <= 12
-
-
-def test_passes_of_one_row_alone_are_nothing_to_compare():
-    target, params = placed("llama", kernels="xla")
-    with pytest.raises(ConfigError, match="rows must be at least 2, got 1"):
-        measure_invariance(target, params, text(20), text(12, seed=1), rows=1)
-
-
-def test_a_short_text_tells_differences_only():
-    assert [Invariance(tokens, 16, 0, 0, 0.0).bitwise for tokens in (1, 3, 4)] == [None, None, True]
-    assert Invariance(1, 16, 0, 1, 1e-6).bitwise is False
 
 
 @functools.cache
@@ -100,9 +87,11 @@ def tree_logits(family, kernels, degree):
     ("family", "degree"),
     fast_part(
         [
-            *((family, 1) for family in ALL_FAMILIES),
+            *((family, 1) for family in FAMILIES),
             *((family, 4) for family in MORE_FAMILIES),
-            *(("llama-tied", 2), ("qwen3", 3), ("olmo2", 2), ("olmo2", 6)),
+            ("llama-tied", 2),
+            ("qwen3", 3),
+            ("olmo2", 6),
         ],
         lambda family, degree: (family, degree) in (("mistral", 1), ("qwen3", 3), ("olmo2", 6), ("qwen2-moe", 4)),
     ),

@@ -1,7 +1,6 @@
 """A streamed target gives the bits of the resident one, and each pass reads the streamed bytes once."""
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -60,16 +59,12 @@ METHODS = {
     "specexec": (SpecExec(16), 1),
     "specinfer": (SpecInfer((2, 2, 1)), 4),
     "swiftspec": (SwiftSpec(7, depth=3), 4),
-    "swiftspec adaptive": (SwiftSpec(7, depth=3, adaptive=True), 1),
-    "swiftspec, shared devices": (SwiftSpec(7, depth=3), 1),
     "lookup": (PromptLookup(), 1),
     "auto": (Auto(draft_cost=0.01), 1),
     "plain tp4": (Autoregressive(), 4),
     "fed specexec": (SpecExec(12), 1),
-    "fed chain": (Chain(4), 4),
     "fed specinfer": (SpecInfer((2, 2)), 1),
     "fed swiftspec": (SwiftSpec(7, depth=3), 1),
-    "fed auto": (Auto(draft_cost=0.01), 1),
     "added chain": (Chain(3), 4),
 }
 
@@ -79,21 +74,22 @@ def test_methods(folder, name):
     method, degree = METHODS[name]
     draft = name.split()[0] if name.startswith(("fed", "added")) else "draft"
     options = {"degree": degree, "draft": checkpoint(folder, draft) if method.drafts else None}
-    options["shared"] = name.endswith("shared devices")
     expected = make_pair(checkpoint(folder, "q4_0"), method, **options)
     streamed = make_pair(checkpoint(folder, "q4_0"), method, offload="host", resident=1, **options)
     check_equal(expected, streamed)
 
 
-def in_parallel(kind, method):
-    return kind in ("q4_0", "mixtral") and method == "specexec"
-
-
 @pytest.mark.parametrize(
     ("kind", "method"),
     fast_part(
-        itertools.product(["float32", "bfloat16", "q4_0", "medium", "mixtral", "shared expert"], ["ar", "specexec"]),
-        in_parallel,
+        [
+            ("q4_0", "specexec"),
+            ("mixtral", "specexec"),
+            ("bfloat16", "specexec"),
+            ("medium", "ar"),
+            ("shared expert", "ar"),
+        ],
+        lambda kind, method: kind in ("q4_0", "mixtral"),
     ),
 )
 def test_four_devices(folder, kind, method):
@@ -103,16 +99,6 @@ def test_four_devices(folder, kind, method):
     expected = make_pair(checkpoint(folder, kind), chosen, **options)
     offload, kept = ("host", 1) if method == "ar" else ("disk", 0)
     check_equal(expected, make_pair(checkpoint(folder, kind), chosen, offload=offload, resident=kept, **options))
-
-
-@pytest.mark.parametrize("kind", ["mixtral", "shared expert"])
-@pytest.mark.slow
-def test_mixtures_of_experts(folder, kind):
-    """All experts of a layer pass by, whichever a row is sent to."""
-    for method, offload in ((Autoregressive(), "disk"), (SpecExec(16), "host"), (SwiftSpec(7, depth=3), "host")):
-        options = {"draft": checkpoint(folder, "draft") if method.drafts else None}
-        expected = make_pair(checkpoint(folder, kind), method, **options)
-        check_equal(expected, make_pair(checkpoint(folder, kind), method, offload=offload, **options))
 
 
 def test_a_mixture_feeds_a_draft(folder):
@@ -150,10 +136,9 @@ def test_a_longer_prompt_goes_on_from_the_shorter_one(folder, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [256, 1024])
-def test_large_trees(folder, budget):
+def test_large_trees(folder):
     options = {"draft": checkpoint(folder, "draft"), "dtype": "float32"}
-    method = SpecExec(budget, width=32, depth=8)
+    method = SpecExec(1024, width=32, depth=8)
     expected = make_pair(checkpoint(folder, "float32"), method, **options)
     check_equal(expected, make_pair(checkpoint(folder, "float32"), method, offload="disk", **options))
 

@@ -114,8 +114,9 @@ def one_pass(stream, clock):
             weights.used(layer, clock.compute(params))
 
 
-@pytest.mark.parametrize(("read_s", "compute_s"), [(1.0, 1.0), (1.0, 0.1), (0.1, 4.0), (1.0, 4.0)])
-@pytest.mark.parametrize("resident", [(), (1, 3)])
+@pytest.mark.parametrize(
+    ("read_s", "compute_s", "resident"), [(1.0, 1.0, ()), (1.0, 0.1, (1, 3)), (0.1, 4.0, ()), (1.0, 4.0, (1, 3))]
+)
 def test_reading_and_computing_overlap(placement, read_s, compute_s, resident):
     """After the first pass, one takes 1.1 times what the slower of both takes: the ring goes on to the next pass."""
     clock = Clock(read_s, compute_s)
@@ -146,19 +147,7 @@ def test_all_buffers_are_filled_while_a_layer_is_waited_for(placement):
     assert len(coming) > 2 * LAYERS and set(coming) == {stream.num_buffers}
 
 
-def test_each_layer_is_filled_once_per_pass(placement):
-    clock = Clock(1.0, 1.0)
-    stream = ring(placement, clock)
-    for _ in range(3):
-        one_pass(stream, clock)
-    ahead = stream.num_buffers
-    leaves = [len(stream.store.layouts[layer].leaves) for layer in range(LAYERS)]
-    order = [layer for layer, _ in stream.store.filled]
-    expected = [layer for layer in [*range(LAYERS)] * 4 for _ in range(leaves[layer])]
-    assert order == expected[: sum(leaves) * 3 + sum(leaves[:ahead])]
-
-
-@pytest.mark.parametrize("at", [1, 4, 9, 20, 33])
+@pytest.mark.parametrize("at", [1, 9, 33])
 def test_a_failed_fill_ends_the_pass_and_the_next_one_works(placement, at):
     clock = Clock(1.0, 1.0)
     stream = ring(placement, clock)

@@ -44,7 +44,7 @@ def logits(family, degree, expert_parallel):
 @pytest.mark.parametrize(
     ("family", "degree"),
     fast_part(
-        [("mixtral", 4), ("qwen2-moe", 4), ("qwen2-moe", 2), ("qwen3-moe", 3), ("gpt-oss", 4)],
+        [("mixtral", 2), ("qwen2-moe", 4), ("qwen3-moe", 3), ("gpt-oss", 4)],
         lambda *case: case in (("qwen2-moe", 4), ("gpt-oss", 4)),
     ),
 )

@@ -1,7 +1,6 @@
 """Padded tensor parallelism over 2, 3, 4 and 8 devices agrees with one device, and moves no more than it must."""
 
 import functools
-import itertools
 import math
 import re
 
@@ -13,20 +12,16 @@ from marks import fast_part
 from tiny_models import FAMILIES, place, relative_error, step_logits, tiny_params
 
 from jaxspec.config import MAX_LOGPROBS, SamplingParams
-from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import ModelParams, Models, read_round
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import ArrayInfo
 from jaxspec.models.transformer import prefill
-from jaxspec.runtime.mesh import MeshPlan, plan_mesh
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.sharding import partition_spec, round_up
 from jaxspec.sampling.processors import clean
-from pallas_kernels.registry import Kernels
 
-DEGREES = (2, 3, 4, 6, 8)
 SLOTS = 128
 CHUNK, STEPS = 32, 12
 PROMPT = np.random.default_rng(0).integers(0, 101, 70).astype(np.int32)  # two chunks, the second one padded
@@ -81,8 +76,8 @@ def decode(family, degree, sampling, seed):
 @pytest.mark.parametrize(
     ("family", "degree"),
     fast_part(
-        itertools.product(FAMILIES, DEGREES),
-        lambda family, degree: (family, degree) in (("llama", 3), ("qwen2", 4), ("llama-tied", 4)),
+        [("llama", 3), ("qwen2", 4), ("llama-tied", 8), ("llama", 6), ("mistral", 2), ("qwen3", 3), ("qwen2", 8)],
+        lambda family, degree: (family, degree) in (("llama", 3), ("qwen2", 4), ("llama-tied", 8)),
     ),
 )
 def test_logits_and_greedy_tokens_agree_with_one_device(family, degree):
@@ -98,10 +93,7 @@ def test_logits_and_greedy_tokens_agree_with_one_device(family, degree):
 
 @pytest.mark.parametrize(
     ("family", "degree"),
-    fast_part(
-        [*(("llama", degree) for degree in DEGREES), ("qwen2", 8), ("qwen3", 2)],
-        lambda family, degree: (family, degree) == ("qwen2", 8),
-    ),
+    fast_part([("qwen2", 8), ("llama", 3), ("llama", 6), ("qwen3", 2)], lambda family, degree: family == "qwen2"),
 )
 def test_decoding_equals_that_of_one_device(family, degree):
     for sampling in (
@@ -148,12 +140,6 @@ def test_two_all_reduces_a_layer_and_no_gathered_logits():
     assert wide == [64 * cfg.embed_dim] * (2 * (cfg.num_layers - 1) + 1)
 
 
-def test_one_device_needs_no_collective():
-    for program in Autoregressive().bind(Models(place(FAMILIES["llama"], 1)), SLOTS).programs:
-        if program.name == "decode":
-            assert not collectives(program)
-
-
 def test_greedy_choice_needs_two_reductions():
     """Maximum, then the lowest id that has it: the collectives of the greedy branch."""
     target = place(FAMILIES["llama"], 4)
@@ -177,26 +163,6 @@ def test_every_shard_lies_on_its_device():
     # Padding is exact zeros: padded heads and columns add nothing.
     assert not head[101:].any() and not qkv[6:].any() and head[100].any() and qkv[5, 0].any() and not qkv[5, 1].any()
     np.testing.assert_array_equal(qkv[4, 2:], qkv[5, 2:])
-
-
-def test_mesh_plan_refuses_what_does_not_exist():
-    with pytest.raises(ConfigError, match=r"9 devices asked for.*only 8 exist.*JAX_NUM_CPU_DEVICES"):
-        plan_mesh(9)
-    with pytest.raises(ConfigError, match="2 devices asked for after the first 7, but only 8 exist"):
-        plan_mesh(2, offset=7)
-    with pytest.raises(ConfigError, match="at least one device, got 0"):
-        plan_mesh(0)
-    with pytest.raises(ConfigError, match="at least one device, got none"):
-        MeshPlan((), Kernels("xla", "cpu"))
-    device = jax.devices()[0]
-    with pytest.raises(ConfigError, match="appears twice"):
-        MeshPlan((device, device), Kernels("xla", "cpu"))
-
-
-def test_mesh_plans_are_keys():
-    assert plan_mesh(2) == plan_mesh(2) and hash(plan_mesh(2)) == hash(plan_mesh(2))
-    assert plan_mesh(2) != plan_mesh(2, offset=2)
-    assert plan_mesh(2, offset=2).devices == tuple(jax.devices()[2:4])
 
 
 def test_axis_rules_refuse_what_they_cannot_split():

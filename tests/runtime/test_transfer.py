@@ -64,7 +64,7 @@ def test_the_spy_sees_detours(host_copies):
     assert host_copies == [(8,), (), (8,), (8,)]
 
 
-@pytest.mark.parametrize(("source", "target"), [(1, 1), (1, 4), (4, 1), (2, 2), (3, 1), (6, 2), (1, 7), (7, 1)])
+@pytest.mark.parametrize(("source", "target"), [(1, 1), (1, 4), (6, 2), (7, 1)])
 def test_replicated_arrays_cross_without_the_host(source, target, host_copies):
     plan, other = plan_mesh(source), plan_mesh(target, source)
     values = [3, 70_000, -1, 2**31 - 1]
@@ -90,13 +90,12 @@ def test_the_same_devices_need_no_transfer():
     assert [shard.data.unsafe_buffer_pointer() for shard in moved.addressable_shards] == before
 
 
-@pytest.mark.parametrize("target", [1, 2, 4])
-def test_split_arrays_are_refused(target):
+def test_split_arrays_are_refused():
     """Also where no other mesh is involved."""
     plan = plan_mesh(4)
-    for offset in (0, 4):
+    for target in (plan, plan_mesh(2), plan_mesh(1, 4)):
         with pytest.raises(ValueError, match="only replicated arrays cross meshes"):
-            transfer(placed(range(8), plan, TENSOR_AXIS), plan_mesh(target, offset))
+            transfer(placed(range(8), plan, TENSOR_AXIS), target)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,7 @@ from text_models import sentencepiece, smollm2
 from jaxspec.text.stream import StopMatcher, StreamPiece, TextStream
 from jaxspec.text.tokenizer import Tokenizer
 
-TEXTS = [
-    "Hello 你好 👩‍👩‍👧‍👦 naïve e\u0301 ok",
-    "  spaces \n\n and नमस्ते दुनिया",
-    "مرحبا 😀😃 done<|im_end|>",
-]
+TEXTS = ["Hello 你好 👩‍👩‍👧‍👦 naïve e\u0301 ok", "  spaces \n\n and नमस्ते दुनिया", "مرحبا 😀😃 done<|im_end|>"]
 
 # Ids that matter: special tokens, single bytes (of which most orders are not UTF-8), any token, ids that are no token.
 SMOLLM2_IDS = st.lists(st.integers(0, 18) | st.integers(17, 280) | st.integers(0, 49151) | st.integers(49152, 50000))
@@ -116,10 +112,7 @@ def test_work_per_token_does_not_grow_with_the_text():
 
 
 @PROPERTY
-@given(
-    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
-    st.lists(st.text("abc", max_size=3)),
-)
+@given(st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4), st.lists(st.text("abc", max_size=3)))
 def test_stop_matcher_equals_a_search(stops, pieces):
     matcher, given_out, text = StopMatcher(stops), "", ""
     for piece in pieces:

@@ -9,7 +9,6 @@ from tiny_models import FAMILIES, RandomSource
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.swift.search import SearchSettings
@@ -49,13 +48,6 @@ def damped():
     return scorer, passages, placement
 
 
-def test_windows_lie_in_answers():
-    assert Passage(tuple(range(100)), 30).windows(32) == [30, 62]
-    assert Passage(tuple(range(95)), 30).windows(32) == [30, 62]
-    assert Passage(tuple(range(94)), 30).windows(32) == [30]
-    assert Passage(tuple(range(62)), 30).windows(32) == []
-
-
 def test_scores_do_not_depend_on_what_was_scored_before(damped):
     scorer, passages, _ = damped
     sets = [all_layers(LAYERS), uniform_layers(LAYERS), parse_layers("attention=2,4;mlp=2,4", LAYERS)]
@@ -75,12 +67,6 @@ def test_the_search_finds_what_adds_nothing(damped):
     search = search_layers(scorer, passages, settings, progress=lambda steps, score: told.append((steps, score)))
     assert search.layers == parse_layers("attention=2,4;mlp=2,4", LAYERS)
     assert told[-1] == (search.steps, search.matchness) and search.steps <= 120
-
-
-def test_texts_too_short_for_a_window(damped):
-    scorer, _, _ = damped
-    with pytest.raises(ConfigError, match="no answer has the 17 tokens"):
-        search_layers(scorer, [Passage((1,) * 20, 10)], SearchSettings(window=WINDOW))
 
 
 def test_predicted_gain(damped):
