@@ -1,47 +1,22 @@
 """Tiny checkpoints of every family, written as Hugging Face folders and GGUF files."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.experts import ExpertsConfig
-from jaxspec.models.families import FAMILIES
 
 F32 = GGMLQuantizationType.F32
 
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "attention_post_norm": "post_attention_norm",
-    "mlp_post_norm": "post_ffw_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}
 _GGUF_ARCHITECTURES = {
     "mistral": "llama", "gpt_oss": "gpt-oss",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
@@ -212,17 +187,14 @@ def put_together(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
     return made
 
 
+@functools.cache
 def gguf_name(name: str, family: str = "llama") -> str:
-    """llama.cpp's name of a Hugging Face tensor."""
-    if name in _GGUF_TOP:
-        return _GGUF_TOP[name]
-    _, _, layer, *middle, kind = name.split(".")
-    if kind == "sinks":
-        return f"blk.{layer}.attn_sinks.weight"
-    if family == "gpt_oss" and middle == ["post_attention_layernorm"]:
-        return f"blk.{layer}.post_attention_norm.{kind}"
-    names = {FAMILIES[family].tensor_name(part): gguf for part, gguf in _GGUF_LAYER.items()}
-    return f"blk.{layer}.{names['.'.join(middle)]}.{kind}"
+    """llama.cpp's name of a Hugging Face tensor, by the table of the package `gguf`."""
+    # Phi's file has gate and up in one.
+    architecture = "llama" if family == "phi3" else _GGUF_ARCHITECTURES.get(family, family)
+    (arch,) = [arch for arch, known in MODEL_ARCH_NAMES.items() if known == architecture]
+    found = get_tensor_name_map(arch, 100).get_name(name, (".weight", ".bias"))
+    return f"{found}.weight" if name.endswith("sinks") else found
 
 
 def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

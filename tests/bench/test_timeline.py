@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import statistics
 import threading
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import DraftCounts, ModelParams, Models, StepOutput
-from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import plan_mesh
@@ -109,13 +107,6 @@ def test_growth_after_the_last_verification_is_not_counted():
     ]
     summary = summarise(events)
     assert summary.overlap == 1 and summary.idle == pytest.approx({"target": 0.2, "draft": 0})
-
-
-def test_hits_of_a_first_round_are_in_no_rate():
-    events = [e for n in range(4) for e in hand_made_round(n, 6.5 * n)]
-    tree = summarise(events, {0: counts(0, 0), 1: counts(1, 1), 2: counts(1, 0), 3: counts(1, 1)}).draft_tree
-    assert tree["token_hit_rate"] == 1 and tree["evaluated_hit_rate"] == pytest.approx(2 / 3)
-    assert tree["nodes_kept"] == 12 and tree["nodes_dropped"] == 16
 
 
 # Real rounds.
@@ -248,24 +239,6 @@ def test_what_a_transfer_takes_is_known_whatever_ran_since():
     assert len(moves) == 6
     for number, move in moves.items():
         assert move.start >= verifies[number].end
-
-
-def test_passes_of_plain_rounds_are_counted():
-    engine = make_engine(PromptLookup(), draft_device=0)
-    timeline, rounds = trace(*engine)
-    steps = [step for output in rounds for step in output.passes()]
-    summary = timeline.summary()
-    assert summary.rounds == timeline.rounds_read < summary.passes == len(steps)
-    events = timeline.to_json()["traceEvents"]
-    programs = {e["name"] for e in events if e["name"].split()[0] in ("verify", "decode")}
-    for names in ({"read"}, programs):
-        found = [e["args"] for e in events if e["name"] in names]
-        passes = {args["round"]: args["passes"] for args in found if "passes" in args}
-        assert sum(passes.values()) == len(steps) and len(passes) == summary.rounds
-    verifies = [e for e in events if e["name"] in programs and "passes" in e["args"]]
-    each = [e["dur"] * 1e-6 / e["args"]["passes"] for e in verifies]
-    assert max(e["args"]["passes"] for e in verifies) > 1
-    assert summary.pass_s == pytest.approx(statistics.median(each), abs=1e-8)
 
 
 def test_a_trace_changes_nothing_and_leaves_nothing(quick):

@@ -225,15 +225,6 @@ def test_other_last_bits_are_no_fault_and_other_weights_are(plain, reference):
     assert "different" in [c.verdict for c in far]
 
 
-def test_many_ties_are_suspicious(plain, reference):
-    compared = check_tokens(plain, plain, PROMPTS, [GREEDY], reference)
-    tie = dataclasses.replace(compared[0], verdict="tie", ties=1)
-    assert not count_verdicts([tie, *compared]).suspicious
-    assert count_verdicts([tie, tie, *compared]).suspicious
-    assert not count_verdicts([tie, tie, *compared * 10], "bfloat16").suspicious
-    assert count_verdicts([tie, tie]).tie == 2
-
-
 def test_seeds_are_needed(plain, reference):
     with pytest.raises(ConfigError, match="without a seed cannot be compared"):
         check_tokens(plain, plain, PROMPTS, [SamplingParams(4, temperature=1.0)], reference)

@@ -204,7 +204,9 @@ def write_folder(
     stored: dict[str, np.ndarray] = {}
     plain: dict[str, np.ndarray] = {}
     orders: dict[Any, np.ndarray] = {}
-    for name, shape in [source for recipe in recipes(cfg).values() for source in recipe.sources]:
+    if write is gpt_oss:
+        stored, plain = gpt_oss(rng, cfg)
+    for name, shape in [source for recipe in recipes(cfg).values() for source in recipe.sources if not stored]:
         is_linear = len(shape) == 2 and "embed" not in name and (lm_head or "lm_head" not in name)
         if not is_linear:
             value = rng.normal(0, 0.1, shape).astype(np.float16)

@@ -1,6 +1,5 @@
-"""gpt-oss's folders with experts in MXFP4: exact numbers, sizes, shards, native checkpoints, tokens, damage."""
+"""gpt-oss's folders with experts in MXFP4: sizes, GGUF, damage; test_quantised.py has their numbers and tokens."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -8,40 +7,22 @@ import numpy as np
 import pytest
 import quantised_writers as qw
 from gguf import GGMLQuantizationType
-from make import hf_config, tiny_config, write_gguf, write_hf
+from make import hf_config, write_gguf
 from safetensors.numpy import save_file
-from test_block_storage import check_equal_numbers, check_placed, check_same, place
-from test_quantised import greedy, needs_native
+from test_quantised import CASES, GPT_OSS
 from test_quantised_damage import load_file
 
-from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.hf import read_config
 from jaxspec.checkpoint.load import open_checkpoint, open_weights
 from jaxspec.errors import CheckpointError
-from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.runtime.placement import Placement
 
-CFG = tiny_config("gpt_oss")
-SETTINGS = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
+CFG = CASES["gpt-oss"].cfg
 EXPERTS = "model.layers.0.mlp.experts"
-PROMPT = [3, 14, 15, 9, 2, 6]
 
 
-def write(folder, cfg=CFG):
+def write(folder):
     """The folder, and its numbers by projection."""
-    stored, numbers = qw.gpt_oss(np.random.default_rng(0), cfg)
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(cfg) | {"quantization_config": SETTINGS}))
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, numbers
+    return folder, qw.write_folder(folder, CFG, GPT_OSS, qw.gpt_oss)
 
 
 @pytest.fixture(scope="module")
@@ -49,67 +30,15 @@ def written(tmp_path_factory):
     return write(tmp_path_factory.mktemp("gpt-oss") / "m")
 
 
-@pytest.fixture(scope="module")
-def plain(written, tmp_path_factory):
-    """The same numbers as a folder of float32."""
-    return write_hf(tmp_path_factory.mktemp("gpt-oss") / "plain", CFG, written[1])
-
-
-def test_numbers_are_those_of_the_definition(written, plain):
+def test_sizes_and_types(written):
     folder, numbers = written
-    for path in written[0], plain:
-        source = open_checkpoint(path)
-        assert set(source.shapes()) == set(numbers)
-        for name, expected in numbers.items():
-            got = np.asarray(source.read(name)).astype(np.float32)
-            np.testing.assert_array_equal(got, expected, err_msg=name)
-    source = open_checkpoint(folder)
+    source, storage = open_checkpoint(folder), open_weights(folder).own_storage
     held = load_file(folder / "model.safetensors")
     assert sum(source.nbytes(name) for name in numbers) == sum(tensor.nbytes for tensor in held.values())
-    storage = open_weights(folder).own_storage
-    assert [storage.type_of(f"layers.1.{leaf}") for leaf in ("gate_up", "down", "qkv")] == [
-        "mxfp4",
-        "mxfp4",
-        "bfloat16",
-    ]
+    assert [storage.type_of(f"layers.1.{leaf}") for leaf in ("gate_up", "qkv")] == ["mxfp4", "bfloat16"]
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_placed_weights_are_those_numbers(written, plain, degree):
-    weights, numbers = open_weights(written[0]), open_weights(plain)
-    params = weights.load(place(weights, degree))
-    check_placed(params, place(weights, degree))
-    check_equal_numbers(params, numbers.load(place(numbers, degree, own=False)), CFG)
-
-
-def test_native_checkpoints_keep_the_precision(written, tmp_path):
-    weights, checkpoint = open_weights(written[0]), convert(written[0], tmp_path / "native")
-    native = open_weights(checkpoint.path)
-    assert (native.own_storage, native.config) == (weights.own_storage, weights.config)
-    for degree, own in ((1, True), (2, True), (1, False)):
-        check_same(native.load(place(native, degree, own)), weights.load(place(weights, degree, own)))
-
-
-@needs_native
-def test_greedy_tokens_are_those_of_the_dequantised_model(written, plain):
-    weights, numbers = open_weights(written[0]), open_weights(plain)
-    expected = greedy(numbers, place(numbers, 1, own=False), PROMPT, 24)
-    assert greedy(weights, place(weights, 1), PROMPT, 24) == expected
-    assert len(set(expected)) > 3
-    # 16 bits an activation: the tokens of these models are far enough apart.
-    rounded = dataclasses.replace(place(weights, 1), activations="int16")
-    assert greedy(weights, rounded, PROMPT, 24) == expected
-
-
-def test_xla_keeps_them_packed(written, plain):
-    weights, numbers, plan = open_weights(written[0]), open_weights(plain), plan_mesh(1, kernels="xla")
-    placement = Placement(weights.config, plan, np.dtype("float32"), storage=weights.storage(plan))
-    assert weights.load(placement)["layers"][0]["down"].format == "mxfp4"
-    expected = greedy(numbers, Placement(numbers.config, plan, np.dtype("float32")), PROMPT, 12)
-    assert greedy(weights, placement, PROMPT, 12) == expected
-
-
-def test_gguf_files_hold_the_same(written, plain, tmp_path):
+def test_gguf_files_hold_the_same(written, tmp_path):
     def kind_of(name):
         return GGMLQuantizationType.MXFP4 if "_exps" in name else GGMLQuantizationType.F32
 

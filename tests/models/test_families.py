@@ -96,20 +96,6 @@ def test_a_new_family_decodes(tmp_path, toy):
     assert results[0].logprobs == results[1].logprobs
 
 
-def test_a_new_family_converts(tmp_path, toy):
-    """The native format stores the weights that the model computes with, and the factor."""
-    from jaxspec.checkpoint.convert import convert
-    from jaxspec.checkpoint.native.checkpoint import read_leaf
-    from jaxspec.checkpoint.native.manifest import open_native
-
-    tensors = tensors_of(SAME_MODEL)
-    folder = write_folder(tmp_path / "toy", {"model_type": "toy", "embedding_multiplier": 4.0}, tensors)
-    native = convert(folder, tmp_path / "native")
-    assert open_native(native.path).config == open_hf(folder).config
-    np.testing.assert_array_equal(read_leaf(native, "final_norm"), tensors["model.norm.weight"] + 1)
-    np.testing.assert_array_equal(read_leaf(native, "embed"), tensors["model.embed_tokens.weight"])
-
-
 def test_its_own_key_is_required_and_others_are_refused(tmp_path, toy):
     tensors = tensors_of(SAME_MODEL)
     with pytest.raises(CheckpointError, match="lacks embedding_multiplier"):

@@ -7,50 +7,31 @@ from jaxspec.models.config import RopeConfig, config_from_data, config_to_data
 from jaxspec.models.params import declare_leaves
 from jaxspec.models.presets import list_presets, load_preset
 
-# Parameter counts of the published checkpoints.
+# Parameter counts of published checkpoints: each family, scaling and way to share heads.
 PUBLISHED = {
-    "llama-2-13b": 13015864320,
-    "llama-2-70b": 68976648192,
     "llama-2-7b": 6738415616,
     "llama-3-70b": 70553706496,
-    "llama-3-8b": 8030261248,
     "llama-3.1-405b": 405853388800,
-    "llama-3.1-70b": 70553706496,
-    "llama-3.1-8b": 8030261248,
     "llama-3.2-1b": 1235814400,
-    "llama-3.2-3b": 3212749824,
     "mistral-7b-v0.1": 7241732096,
-    "mistral-7b-v0.3": 7248023552,
-    "qwen2-1.5b": 1543714304,
     "qwen2-72b": 72706203648,
-    "qwen2-7b": 7615616512,
     "qwen2.5-0.5b": 494032768,
-    "qwen2.5-1.5b": 1543714304,
-    "qwen2.5-32b": 32763876352,
-    "qwen2.5-72b": 72706203648,
-    "qwen2.5-7b": 7615616512,
     "qwen3-0.6b": 596049920,
-    "qwen3-1.7b": 1720574976,
-    "qwen3-14b": 14768307200,
     "qwen3-32b": 32762123264,
-    "qwen3-4b": 4022468096,
-    "qwen3-8b": 8190735360,
-    "smollm2-1.7b": 1711376384,
     "smollm2-135m": 134515008,
-    "smollm2-360m": 361821120,
     "tinyllama-1.1b": 1100048384,
 }
-
-
-def test_every_preset_is_listed_here():
-    assert list_presets() == sorted(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name):
     cfg = load_preset(name)
     assert sum(math.prod(info.shape) for info in declare_leaves(cfg, "float32").values()) == PUBLISHED[name]
-    # What the count does not show.
+
+
+@pytest.mark.parametrize("name", list_presets())
+def test_a_preset_is_of_its_family(name):
+    cfg = load_preset(name)
     assert cfg.family == name.split("-")[0].split(".")[0].replace("smollm2", "llama").replace("tinyllama", "llama")
     assert cfg.qkv_bias == (cfg.family == "qwen2") and cfg.qk_norm == (cfg.family == "qwen3")
     assert (cfg.rope.scaling == "llama3") == name.startswith(("llama-3.1", "llama-3.2"))

@@ -89,6 +89,8 @@ def test_default_model_equals_transformers(tmp_path):
     tokenizer = smollm2()
     save_tokenizer(default_model(), tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert theirs.encode("Grüße <|im_end|>\n 12") == tokenizer.encode("Grüße <|im_end|>\n 12")
+    assert theirs.eos_token_id == 2
     for conversation in CONVERSATIONS:
         for prompt in (True, False):
             ids = theirs.apply_chat_template(conversation, add_generation_prompt=prompt, return_dict=False)

@@ -193,38 +193,6 @@ def test_special_tokens_of_gguf_may_have_any_name(first):
     assert Tokenizer(build_gguf_tokenizer(metadata)).encode("b") == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"tokenizer.ggml.scores": ["0", "1"]}, "scores must be numbers"),
-        ({"tokenizer.chat_template": 5}, "chat_template must be a str, got int"),
-        ({"tokenizer.ggml.tokens": ["a", "b" * 30_000]}, "the longest has 30000 characters"),
-    ],
-)
-def test_wrong_metadata_of_gguf(metadata, message):
-    common = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.0, 1.0],
-        "tokenizer.ggml.bos_token_id": 0,
-    }  # fmt: skip
-    with pytest.raises(CheckpointError, match=message):
-        build_gguf_tokenizer(common | metadata)
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"added_tokens_decoder": {"9": {"content": None}}}, "the content of 9 is no text"),
-        ({"added_tokens_decoder": {"9": {"content": "\ud800"}}}, "the content of 9 is no text"),
-        ({"bos_token": "\ud800"}, "bos_token must be a string"),
-    ],
-)
-def test_tokens_of_the_configuration_that_are_no_text(tmp_path, files, message):
-    Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(files))
-    with pytest.raises(CheckpointError, match=message):
-        load_tokenizer(tmp_path)
-
-
 def test_an_empty_prefix_is_not_safe():
     """The library panics on a text that begins with such a step."""
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))

@@ -122,6 +122,9 @@ def test_several_end_tokens():
     assert make_tokenizer(eot_token_id=2**32 - 1).eos_ids == (259,)
 
 
+LONG = {"model": "llama", "tokens": ["a", "b" * 30_000], "scores": [0.0, 1.0], "token_type": None, "bos_token_id": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -136,6 +139,8 @@ def test_several_end_tokens():
         ({"bos_token_id": None, "add_bos_token": True}, CheckpointError, "bos_token_id is missing"),
         ({"model": "llama"}, CheckpointError, "scores is missing"),
         ({"model": "llama", "scores": [0.0]}, CheckpointError, "1 entries for 262"),
+        ({"model": "llama", "scores": ["0"] * 262}, CheckpointError, "scores must be numbers"),
+        (LONG, CheckpointError, "the longest has 30000 characters"),
     ],
 )
 def test_bad_metadata_is_refused_by_name(changes, error, words):
@@ -162,16 +167,6 @@ def test_a_saved_gguf_tokenizer_encodes_the_same(tmp_path):
     assert loaded.encode_chat(messages) == original.encode_chat(messages)
     assert (loaded.eos_ids, loaded.bos_id, loaded.special_ids) == ((2,), 1, original.special_ids)
     assert loaded.token_strings() == original.token_strings()
-
-
-def test_transformers_reads_a_saved_tokenizer(tmp_path):
-    from transformers import AutoTokenizer
-
-    save_tokenizer(default_model(), tmp_path)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    for case in GOLDEN:
-        assert theirs.encode(case["text"]) == case["ids"]
-    assert theirs.eos_token_id == 2 and theirs.chat_template
 
 
 def test_a_folder_is_copied(tmp_path):
@@ -246,6 +241,12 @@ def test_eos_of_config_json_is_second_choice(tmp_path):
         ({"tokenizer_config.json": '{"chat_template": 3}'}, CheckpointError, "chat_template must be a string"),
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": {}}}'}, CheckpointError, "malformed"),
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"300": {"content": "<x>"}}}'}, CheckpointError, "id 300"),
+        (
+            {"tokenizer_config.json": '{"added_tokens_decoder": {"9": {"content": "\\ud800"}}}'},
+            CheckpointError,
+            "no text",
+        ),
+        ({"tokenizer_config.json": '{"bos_token": "\\ud800"}'}, CheckpointError, "bos_token must be a string"),
         ({"generation_config.json": '{"eos_token_id": "2"}'}, CheckpointError, "eos_token_id must be"),
         ({"chat_template.jinja": b"\xff\xfe"}, CheckpointError, "chat_template.jinja is damaged"),
     ],
