@@ -111,22 +111,21 @@ def fill_groups(rng: np.random.Generator, data: np.ndarray, weight_format: str, 
 
 def group_numbers(data: np.ndarray, weight_format: str) -> np.ndarray:
     """The float32 numbers of blocks `[O, n, nbytes]` of a group format, from its definition; `[O, I]`."""
-    values = np.empty((*data.shape[:2], GROUP_FORMATS[weight_format].values), np.float32)
     head = 3 if weight_format == "int4_g32" else 4 if weight_format.startswith("fp8") else 5
-    for block in np.ndindex(*data.shape[:2]):
-        first, codes = data[block][:head], data[block][head:]
-        if head == 3:
-            word = int.from_bytes(first.tobytes(), "little")
-            scale, zero = np.uint32(word >> 4 << 12).view(np.float32), word & 15
-        else:
-            scale, zero = first[:4].view(np.float32)[0], int(first[4:].view(np.int8)[0]) if head == 5 else 0
-            zero += 8 if weight_format.startswith("int4") else 0
-        if weight_format.startswith("int4"):
-            halves = codes.reshape(-1, 16)
-            codes = np.concatenate([np.concatenate([run % 16, run // 16]) for run in halves]).astype(np.float32)
-        else:
-            codes = codes.view(ml_dtypes.float8_e4m3fn if head == 4 else np.int8).astype(np.float32)
-        values[block] = (codes - np.float32(zero)) * scale
+    first, codes = data[..., :head].astype(np.uint32), np.ascontiguousarray(data[..., head:])
+    if head == 3:
+        word = first[..., 0] | first[..., 1] << 8 | first[..., 2] << 16
+        scale, zero = (word >> 4 << 12).view(np.float32), (word & 15).astype(np.float32)
+    else:
+        scale = np.ascontiguousarray(data[..., :4]).view(np.float32)[..., 0]
+        zero = data[..., 4].view(np.int8).astype(np.float32) if head == 5 else np.float32(0)
+        zero = zero + np.float32(8 if weight_format.startswith("int4") else 0)
+    if weight_format.startswith("int4"):
+        halves = codes.reshape(*codes.shape[:2], -1, 16)
+        codes = np.concatenate([halves % 16, halves // 16], axis=-1).reshape(*codes.shape[:2], -1)
+    else:
+        codes = codes.view(ml_dtypes.float8_e4m3fn if head == 4 else np.int8)
+    values = (codes.astype(np.float32) - np.atleast_1d(zero)[..., None]) * scale[..., None]
     return values.reshape(len(data), -1)
 
 
