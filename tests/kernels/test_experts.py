@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import random_weight
 
 from jaxspec.models.quantization import encode_blocks
 from pallas_kernels import registry
 from pallas_kernels.experts import Clamp, choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, reference
-from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, dequantise, packed_name
+from pallas_kernels.linear.blocks import FORMATS, dequantise, packed_name
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes
 from pallas_kernels.selection import choose
@@ -98,12 +97,12 @@ def test_accelerators_make_numbers_of_a_tile(rows, in_planes, monkeypatch):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("rows", [1, 2, 9, 40])
-def test_equals_numpy(kernels, rows):
-    """One row, and two, gather their experts' weights with XLA; nine go through all experts."""
+@pytest.mark.parametrize(("rows", "renormalise"), [(1, True), (2, False), (9, True), (40, False)])
+def test_equals_numpy(kernels, rows, renormalise):
+    """One row, and two, gather their experts' weights with XLA; nine go through all experts. Ties go to the lower."""
     o = operands(rows)
-    for renormalise in (True, False):
-        assert error(run(kernels, o, renormalise), expected(o, renormalise)) < 1e-5
+    o["logits"][0] = 0
+    assert error(run(kernels, o, renormalise), expected(o, renormalise)) < 1e-5
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -155,29 +154,15 @@ def test_chosen_scores_go_by_the_logits(kernels):
     assert error(got, expected(o)) < 1e-5
 
 
-@needs_native
-def test_row_bits_with_biases_do_not_depend_on_other_rows():
-    check_invariance(with_biases(operands(40)), **CHOSEN)
-
-
+@pytest.mark.parametrize(("up", "down"), [("q8_0", "q4_0"), ("q4_0", "q4_1"), ("q4_1", "mxfp4"), ("mxfp4", "q8_0")])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_ties_go_to_the_lower_expert(kernels):
-    o = operands(9) | {"logits": np.zeros((9, E), np.float32)}
-    assert error(run(kernels, o), expected(o)) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_0", "mxfp4"])
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_blocks(kernels, name):
+def test_blocks(kernels, up, down):
     """The same as the numbers that the blocks stand for; gate and down may differ in format."""
     o = operands(9)
-    for up_name, down_name in ((name, "q8_0"), ("q8_0", name)):
-        blocks = {
-            "gate_up": Blocks(jnp.asarray(encode(o["gate_up"], up_name)), up_name),
-            "down": Blocks(jnp.asarray(encode(o["down"], down_name)), down_name),
-        }
-        numbers = {leaf: np.asarray(dequantise(weight)) for leaf, weight in blocks.items()}
-        assert error(run(kernels, o | blocks), expected(o | numbers)) < 1e-5
+    names = {"gate_up": up, "down": down}
+    blocks = {leaf: Blocks(jnp.asarray(encode(o[leaf], name)), name) for leaf, name in names.items()}
+    numbers = {leaf: np.asarray(dequantise(weight)) for leaf, weight in blocks.items()}
+    assert error(run(kernels, o | blocks), expected(o | numbers)) < 1e-5
 
 
 def encode(numbers, name):
@@ -185,8 +170,7 @@ def encode(numbers, name):
 
 
 @needs_native
-@pytest.mark.parametrize("activations", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["q4_0", "q8_0", "mxfp4"])
+@pytest.mark.parametrize(("name", "activations"), [("q4_0", "int8"), ("q8_0", "int16"), ("mxfp4", "int8")])
 def test_packed_blocks(name, activations):
     """Integer products, of experts whose columns do not fill groups of sixteen."""
     o = operands(9)
@@ -198,15 +182,19 @@ def test_packed_blocks(name, activations):
         weights[leaf] = Blocks(jnp.asarray(packed), packed_name(name, activations))
     assert error(run(NATIVE, o | weights), expected(o | numbers)) < ROUNDED[activations]
     check_invariance(o | weights)
+    places = np.arange(E, dtype=np.int32)[::-1] + 3
+    np.testing.assert_array_equal(in_two_steps(NATIVE, o | weights, places)[0], run(NATIVE, o | weights))
 
 
 @needs_native
-@pytest.mark.parametrize("columns", [F, 37])
-def test_row_bits_do_not_depend_on_other_rows(columns):
-    o = operands(40, columns=columns)
-    check_invariance(o)
-    half = {name: o[name].astype(jnp.bfloat16) for name in ("gate_up", "down")}
-    check_invariance(o | half)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_row_bits_do_not_depend_on_other_rows(dtype):
+    o = operands(40, columns=F if dtype == jnp.bfloat16 else 37)
+    check_invariance(o | {name: o[name].astype(dtype) for name in ("gate_up", "down")})
+    check_invariance(with_biases(o), **CHOSEN)
+    whole = run(NATIVE, o)
+    o["logits"][1], o["logits"][3, 2] = np.nan, np.inf
+    np.testing.assert_array_equal(np.delete(run(NATIVE, o), (1, 3), 0), np.delete(whole, (1, 3), 0))
 
 
 def check_invariance(o, **options):
@@ -226,15 +214,6 @@ def check_invariance(o, **options):
     assert not some[5:].any()
     single = registry.Kernels("cpu", "cpu", 1)
     np.testing.assert_array_equal(run(single, o, **options), together)
-
-
-@needs_native
-def test_broken_logits_reach_no_other_row():
-    o = operands(5)
-    o["logits"][1] = np.nan
-    o["logits"][3, 2] = np.inf
-    got, exact = run(NATIVE, o), expected(operands(5))
-    assert error(got[[0, 2, 4]], exact[[0, 2, 4]]) < 1e-5
 
 
 def test_operands_that_do_not_fit_are_refused():
@@ -280,7 +259,7 @@ def in_two_steps(kernels, o, places, active_rows=None, garbage=np.nan, **options
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("rows", [1, 2, 9, 40])
+@pytest.mark.parametrize("rows", [1, 9])
 def test_two_steps_give_the_same_bits(kernels, rows):
     """Wherever the weights of the chosen experts lie, and whatever lies beside them."""
     places = np.random.default_rng(3).permutation(2 * E)[:E].astype(np.int32)
@@ -294,19 +273,6 @@ def test_two_steps_give_the_same_bits(kernels, rows):
         if rows < 3:
             assert (some < 0).any()
         np.testing.assert_array_equal(in_two_steps(kernels, o, some, **options)[0], got)
-
-
-@needs_native
-@pytest.mark.parametrize("name", ["q8_0", "q4_k"])
-def test_two_steps_of_packed_blocks(name):
-    o = operands(5, columns=256)
-    for leaf in ("gate_up", "down"):
-        outer, inputs = o[leaf].shape[:2], o[leaf].shape[2]
-        weight = random_weight(np.random.default_rng(3), name, outer[0] * outer[1], inputs)
-        blocks = np.asarray(weight.data).reshape(*outer, -1, FORMATS[name].nbytes)
-        o[leaf] = Blocks(jnp.asarray(pack_blocks(blocks, name, E * blocks.shape[1])), packed_name(name, "int8"))
-    places = np.arange(E, dtype=np.int32)[::-1] + 3
-    np.testing.assert_array_equal(in_two_steps(NATIVE, o, places)[0], run(NATIVE, o))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

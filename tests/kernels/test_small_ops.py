@@ -66,10 +66,8 @@ def test_swiglu(weight_format):
     assert_close(alone, *swiglu_and_bound(x, weight))
     counts = (1, 2, 3, 8, 17, 64, 130)
     for threads in (1, 2):
-        results = run_native(
-            swiglus, [*(x[:rows] for rows in counts), x], [weight] * len(counts) + [numbers(weight)], threads=threads
-        )
-        for got in results:
+        calls = [*(x[:rows] for rows in counts), x], [weight] * len(counts) + [numbers(weight)]
+        for got in run_native(swiglus, *calls, threads=threads):
             assert_same_bits(got, alone[: len(got)], f"{len(got)} rows, {threads} threads")
     for active_rows in (1, 2, 9, 64, 129, 130):
         broken = x.copy()
@@ -77,16 +75,12 @@ def test_swiglu(weight_format):
         got = run_native(swiglu, broken, weight, np.int32(active_rows), threads=2)
         assert_same_bits(got[:active_rows], alone[:active_rows], f"{active_rows} active rows")
         assert np.isfinite(got).all()
-
-
-@needs_native
-def test_swiglu_with_many_threads():
-    rng = np.random.default_rng(1)
-    x, weight = random_rows(rng, 16, 576), random_weight(rng, "q8_0", 3072, 576)
-    expected = run_native(swiglu, x, weight)
-    assert_close(expected, *swiglu_and_bound(x, weight))
-    for threads in (2, 3, 8):
-        assert_same_bits(run_native(swiglu, x, weight, threads=threads), expected)
+    for row in (0, 8):
+        broken = x[:9].copy()
+        broken[row, 5] = np.nan
+        got = run_native(swiglu, broken, weight)
+        assert np.isnan(got[row]).all()
+        assert_same_bits(np.delete(got, row, axis=0), np.delete(alone[:9], row, axis=0))
 
 
 @needs_native
@@ -108,40 +102,13 @@ def test_swiglu_of_large_gates():
     assert_close(got, *swiglu_and_bound(x, np.ones((2, 1), np.float32)))
 
 
-@needs_native
-@pytest.mark.parametrize("rows", [2, 9])
-def test_swiglu_keeps_a_broken_row_to_itself(rows):
-    x, weight = swiglu_operands("q4_k")
-    expected = run_native(swiglu, x[:rows], weight)
-    for row in range(rows):
-        broken = x[:rows].copy()
-        broken[row, 5] = np.nan
-        got = run_native(swiglu, broken, weight)
-        assert np.isnan(got[row]).all()
-        others = np.arange(rows) != row
-        assert_same_bits(got[others], expected[others])
-
-
-@BOTH
-def test_swiglu_refuses_what_does_not_fit(kernels):
-    with registry.using(kernels):
-        for x, weight, message in (
-            (np.zeros((3, 8), np.float32), np.zeros((5, 8), np.float32), "as many gate as up rows, got 5"),
-            (np.zeros((3, 8), np.float32), np.zeros((6, 7), np.float32), r"\(3, 8\) and \(6, 7\)"),
-            (np.zeros((3, 8), np.float32), np.zeros((6, 8), np.int8), r"int8 \(6, 8\)"),
-            (np.zeros((3, 32), np.float32), Blocks(np.zeros((6, 1, 18), np.uint8), "q8_0"), r"\(6, 1, 18\)"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                swiglu(x, weight)
-
-
 def norm(x, scale, eps):
     x = x.astype(np.float64)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + float(np.float32(eps))) * scale.astype(np.float64)
 
 
 @BOTH
-@pytest.mark.parametrize("width", [1, 2, 7, 16, 33, 100, 576, 4096])
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 576, 4096])
 def test_rms_norm(kernels, width):
     rng = np.random.default_rng(width)
     x, scale = random_rows(rng, 9, width), rng.normal(size=width).astype(np.float32)
@@ -167,20 +134,13 @@ def test_rms_norm_of_each_row_by_itself(shape):
     assert_same_bits(run_native(rms_norm, x, scale, threads=2, eps=1e-6), got)
     order = rng.permutation(len(rows))
     assert_same_bits(run_native(rms_norm, rows[order], scale, eps=1e-6), alone.reshape(rows.shape)[order])
-
-
-@needs_native
-def test_rms_norm_keeps_a_broken_row_to_itself():
-    rng = np.random.default_rng(0)
-    x, scale = rng.normal(size=(9, 33)).astype(np.float32), rng.normal(size=33).astype(np.float32)
-    expected = run_native(rms_norm, x, scale, eps=1e-5)
-    for broken in (np.nan, np.inf):
-        damaged = x.copy()
-        damaged[4, 32] = broken
-        got = run_native(rms_norm, damaged, scale, eps=1e-5)
-        others = np.arange(9) != 4
-        assert_same_bits(got[others], expected[others])
-        assert np.isnan(got[4, 32])
+    if len(rows) > 4:
+        for broken in (np.nan, np.inf):
+            damaged = rows.copy()
+            damaged[4, -1] = broken
+            out = run_native(rms_norm, damaged, scale, eps=1e-6)
+            assert_same_bits(np.delete(out, 4, axis=0), np.delete(alone.reshape(rows.shape), 4, axis=0))
+            assert np.isnan(out[4, -1])
 
 
 @BOTH
@@ -190,13 +150,6 @@ def test_rms_norm_of_bfloat16_is_that_of_its_numbers(kernels):
     got = run(rms_norm, x, scale, kernels=kernels, eps=1e-5)
     expected = norm(x.astype(np.float32), scale.astype(np.float32), 1e-5)
     assert_close(got, expected, 20 * ROUNDING * np.abs(expected))
-
-
-@BOTH
-@pytest.mark.parametrize("scale", [(7,), (9,), (3, 8), ()])
-def test_rms_norm_refuses_what_does_not_fit(kernels, scale):
-    with registry.using(kernels), pytest.raises(ValueError, match=r"\(3, 8\)"):
-        rms_norm(np.zeros((3, 8), np.float32), np.zeros(scale, np.float32), 1e-5)
 
 
 def frequencies(width, base=1e4):
@@ -214,6 +167,9 @@ def test_rope_tables(kernels, width):
     assert_close(cos, np.cos(angle), 3 * ROUNDING * np.ones_like(angle))
     assert_close(sin, np.sin(angle), 3 * ROUNDING * np.ones_like(angle))
     assert (cos[0] == 1).all() and (sin[0] == 0).all()
+    # Rows of padding may carry any position.
+    tables = run(rope_tables, np.array([-1, -(2**31), 2**31 - 1], np.int32), frequency, kernels=kernels)
+    assert (np.abs(tables) <= 1).all()
 
 
 @needs_native
@@ -228,27 +184,6 @@ def test_rope_tables_depend_on_the_position_alone():
     for table in range(2):
         assert_same_bits(expected[table], np.concatenate([one[table] for one in alone]))
         assert_same_bits(permuted[table], expected[table][order])
-
-
-@BOTH
-def test_rope_tables_of_absurd_positions_are_finite(kernels):
-    """Rows of padding may carry them."""
-    tables = run(rope_tables, np.array([-1, -(2**31), 2**31 - 1], np.int32), frequencies(16), kernels=kernels)
-    assert (np.abs(tables) <= 1).all()
-
-
-@BOTH
-def test_rope_tables_refuse_what_does_not_fit(kernels):
-    with registry.using(kernels):
-        for position, frequency, message in (
-            (np.zeros((2, 3), np.int32), np.zeros(4, np.float32), r"\(2, 3\)"),
-            (np.int32(1), np.zeros(4, np.float32), r"\(\)"),
-            (np.zeros(3, np.int32), np.zeros((4, 1), np.float32), r"\(4, 1\)"),
-            (np.zeros(3, np.float32), np.zeros(4, np.float32), "float32"),
-            (np.zeros(3, np.int32), np.zeros(4, ml_dtypes.bfloat16), "bfloat16"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                rope_tables(position, frequency)
 
 
 @needs_native
@@ -282,20 +217,35 @@ def test_rows_of_a_weight_through_xla(weight_format):
     assert_close(got, expected, 2 * ROUNDING * 64 * np.abs(expected).max() * np.ones(expected.shape))
 
 
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+REFUSED = (
+    (swiglu, (zeros(3, 8), zeros(5, 8)), "as many gate as up rows, got 5"),
+    (swiglu, (zeros(3, 8), zeros(6, 7)), r"\(3, 8\) and \(6, 7\)"),
+    (swiglu, (zeros(3, 8), zeros(6, 8, dtype=np.int8)), r"int8 \(6, 8\)"),
+    (swiglu, (zeros(3, 32), Blocks(zeros(6, 1, 18, dtype=np.uint8), "q8_0")), r"\(6, 1, 18\)"),
+    *((rms_norm, (zeros(3, 8), zeros(*shape), 1e-5), r"\(3, 8\)") for shape in ((7,), (9,), (3, 8), ())),
+    (rope_tables, (zeros(2, 3, dtype=np.int32), zeros(4)), r"\(2, 3\)"),
+    (rope_tables, (np.int32(1), zeros(4)), r"\(\)"),
+    (rope_tables, (zeros(3, dtype=np.int32), zeros(4, 1)), r"\(4, 1\)"),
+    (rope_tables, (zeros(3), zeros(4)), "float32"),
+    (rope_tables, (zeros(3, dtype=np.int32), zeros(4, dtype=ml_dtypes.bfloat16)), "bfloat16"),
+    (take_rows, (Blocks(zeros(5, 2, 18, dtype=np.uint8), "q8_0"), zeros(2, dtype=np.int32)), r"\(5, 2, 18\)"),
+    (take_rows, (Blocks(zeros(5, 34, dtype=np.uint8), "q8_0"), zeros(2, dtype=np.int32)), r"\(5, 34\)"),
+    (take_rows, (Blocks(zeros(5, 2, 34, dtype=np.uint8), "q9_0"), zeros(2, dtype=np.int32)), "q9_0"),
+    (take_rows, (Blocks(zeros(5, 2, 34, dtype=np.int8), "q8_0"), zeros(2, dtype=np.int32)), "int8"),
+    (take_rows, (Blocks(zeros(5, 2, 34, dtype=np.uint8), "q8_0"), zeros(2, 1, dtype=np.int32)), r"\(2, 1\)"),
+)
+
+
 @BOTH
-def test_rows_of_what_is_no_weight(kernels):
-    index = np.zeros(2, np.int32)
+def test_operands_that_do_not_fit_are_refused(kernels):
     with registry.using(kernels):
-        for weight, message in (
-            (Blocks(np.zeros((5, 2, 18), np.uint8), "q8_0"), r"\(5, 2, 18\)"),
-            (Blocks(np.zeros((5, 34), np.uint8), "q8_0"), r"\(5, 34\)"),
-            (Blocks(np.zeros((5, 2, 34), np.uint8), "q9_0"), "q9_0"),
-            (Blocks(np.zeros((5, 2, 34), np.int8), "q8_0"), "int8"),
-        ):
+        for operation, operands, message in REFUSED:
             with pytest.raises(ValueError, match=message):
-                take_rows(weight, index)
-        with pytest.raises(ValueError, match=r"\(2, 1\)"):
-            take_rows(Blocks(np.zeros((5, 2, 34), np.uint8), "q8_0"), index[:, None])
+                operation(*operands)
 
 
 @needs_native

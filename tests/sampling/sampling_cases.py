@@ -50,14 +50,8 @@ def _all(vocab, logits, processors, prompt, output, valid, key, positions):
 @functools.cache
 def _compiled(num_shards):
     columns = P(None, TENSOR_AXIS)
-    return shard_call(
-        _all,
-        num_shards,
-        VOCAB,
-        PADDED,
-        (columns, processor_specs(TENSOR_AXIS), P(), P(), P(), P(), P()),
-        (columns, P(), P(), history_specs(TENSOR_AXIS)),
-    )
+    in_specs = columns, processor_specs(TENSOR_AXIS), P(), P(), P(), P(), P()
+    return shard_call(_all, num_shards, VOCAB, PADDED, in_specs, (columns, P(), P(), history_specs(TENSOR_AXIS)))
 
 
 def run(logits, params, prompt=(), output=(), seed=0, positions=(7, 8), num_shards=0):
@@ -77,14 +71,11 @@ def run(logits, params, prompt=(), output=(), seed=0, positions=(7, 8), num_shar
 @functools.cache
 def noise_function(num_shards, vocab_size, padded_size):
     """(key, positions) -> noise [T, padded_size]."""
-    return shard_call(
-        lambda vocab, key, positions: gumbel_rows(key, positions, vocab),
-        num_shards,
-        vocab_size,
-        padded_size,
-        (P(), P()),
-        P(None, TENSOR_AXIS),
-    )
+
+    def noise(vocab, key, positions):
+        return gumbel_rows(key, positions, vocab)
+
+    return shard_call(noise, num_shards, vocab_size, padded_size, (P(), P()), P(None, TENSOR_AXIS))
 
 
 # Logits on a coarse grid tie often, and stay tied or apart under penalties that float32 represents exactly.

@@ -5,6 +5,7 @@ most once, when a stream of random numbers changes: then 0.1 of the hundred p-va
 Planted faults show that the same statistic, on as many draws, finds what it is there for.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -82,25 +83,19 @@ def test_matching_gives_the_tokens_of_plain_decoding(mode, sampling):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "fans"),
-    [
-        ("chain", (1,)), ("chain", (1, 1)), ("multi", (2,)), ("multi", (3,)), ("multi", (1, 2)), ("multi", (2, 2)),
-        ("distinct", (2,)), ("distinct", (3,)), ("distinct", (1, 2)), ("tree", (1,)), ("tree", (1, 2)),
-    ],
-)  # fmt: skip
+    [("chain", (1,)), ("chain", (1, 1)), ("multi", (1, 2)), ("multi", (3,)), ("distinct", (2,)), ("tree", (1, 2))],
+)
 def test_joint_law_of_smaller_trees(mode, fans):
     generated = _generated(mode, "all", fans)
     assert generated.counts.max() == len(fans) + 1
     assert law_p_value(generated.tokens, SAMPLINGS["all"]) > FALSE_ALARM
 
 
-@pytest.mark.parametrize(
-    ("mode", "draft"), law_cases(["equal", "opposite", "unrelated", "flat", "certain"], fast=("opposite",))
-)
+@pytest.mark.parametrize(("mode", "draft"), law_cases(["equal", "opposite", "flat", "certain"], fast=("opposite",)))
 def test_joint_law_does_not_depend_on_the_draft(mode, draft):
     table = {
         "equal": TARGET,
         "opposite": -TARGET,
-        "unrelated": _POOR_DRAFT,
         "flat": np.zeros_like(TARGET),
         "certain": 20 * DRAFT,
     }[draft]
@@ -121,7 +116,7 @@ def _p_value_after(generated, where, given, params):
     return chi_square(count(tokens).reshape(V**given, -1), conditional)
 
 
-@pytest.mark.parametrize(("mode", "accepted", "sampling"), law_cases([1, 2], ["cold", "top-p", "all"], fast=(1, "all")))
+@pytest.mark.parametrize(("mode", "accepted", "sampling"), law_cases([1, 2], ["cold", "all"], fast=(1, "all")))
 def test_law_of_the_token_after_accepted_ones(mode, accepted, sampling):
     """Given an accepted path, and given that it is a whole one, the next token has the target's law."""
     fans = (1, 1) if len(MODES[mode].expansion) > 2 else None
@@ -156,40 +151,22 @@ def _accepts(p, q, draws, replacement):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", ["plain", "cold", "all"])
 @pytest.mark.parametrize(
-    ("mode", "fan"), [("chain", 1), ("multi", 2), ("multi", 3), ("distinct", 2), ("distinct", 3), ("tree", 3)]
-)
+    ("mode", "fan", "sampling"),
+    [("chain", 1, "plain"), ("chain", 1, "all"), ("multi", 2, "cold"), ("multi", 3, "all"), ("distinct", 2, "all"),
+     ("distinct", 3, "plain")],
+)  # fmt: skip
 def test_how_often_a_child_is_accepted(mode, fan, sampling):
     """No rule is exact because it rejects more than it must."""
     params = SAMPLINGS[sampling]
     generated = _generated(mode, sampling, (fan,))
     p, q = next_law(params), next_law(params, target=DRAFT)
-    if mode == "tree":
-        # The draft is ranked by its logits after penalties and bias: here the rule says no more than their order.
-        rate = p[np.argsort(-_ranked(params))[:fan]].sum()
-    else:
-        rate = _accepts(p, q, fan, mode != "distinct")
+    rate = _accepts(p, q, fan, mode != "distinct")
     if mode == "chain":
         np.testing.assert_allclose(rate, 1 - np.abs(p - q).sum() / 2, atol=1e-12)
     accepted = (generated.counts[:, 0] > 1).sum()
     assert 0.05 < rate < 0.999
     assert chi_square(np.array([accepted, DRAWS - accepted]), np.array([rate, 1 - rate])) > FALSE_ALARM
-
-
-def _ranked(params):
-    only_penalties = SamplingParams(
-        temperature=1.0, repetition_penalty=params.repetition_penalty, frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty, logit_bias=params.logit_bias,
-    )  # fmt: skip
-    return next_law(only_penalties, target=DRAFT)
-
-
-_EXACT = {  # Penalties that float32 represents, so that ties stay ties.
-    "off": SamplingParams(top_k=2, top_p=0.5, min_p=0.5),
-    "penalties": SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=-0.25),
-    "bias": SamplingParams(logit_bias={0: 0.5, 3: -np.inf, 4: 0.5}, frequency_penalty=1.0),
-}
 
 
 @functools.cache
@@ -200,15 +177,15 @@ def _tied_tables():
     return target, np.where(rng.random((TABLES, V, 1)) < 0.5, target, other)
 
 
-@pytest.mark.parametrize(("mode", "case"), law_cases(_EXACT, fast=("penalties",)))
-def test_temperature_zero_is_the_argmax_chain(mode, case):
-    """The lowest id wins a tie, whatever was drafted, and penalties see the path."""
-    params = _EXACT[case]
-    target, draft = _tied_tables()
+@pytest.mark.parametrize("mode", MODES)
+def test_temperature_zero_is_the_argmax_chain(mode):
+    """The lowest id wins a tie, whatever was drafted; penalties see the path, and cuts change nothing."""
+    # Penalties that float32 represents, so that ties stay ties.
     unlimited = SamplingParams(
-        repetition_penalty=params.repetition_penalty, frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty, logit_bias=params.logit_bias,
-    )  # fmt: skip
+        repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=-0.25, logit_bias={0: 0.5, 3: -np.inf, 4: 0.5}
+    )
+    params = dataclasses.replace(unlimited, top_k=2, top_p=0.5, min_p=0.5)
+    target, draft = _tied_tables()
     expected = []
     for table in target:
         output = ()
@@ -306,42 +283,14 @@ _MATCH_FAULTS = (RAW_BONUS, SAME_NUMBERS, TEXT_ONLY, NO_TEMPERATURE, REDRAWN)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "fault"),
-    [(_FAULTY_MATCH, f) for f in _MATCH_FAULTS] + [(_FAULTY_REJECT, f) for f in FAULTS],
-    ids=[f"match: {FAULTS[f]}" for f in _MATCH_FAULTS] + [f"reject: {FAULTS[f]}" for f in FAULTS],
+    [(_FAULTY_MATCH, f) for f in (NO_FAULT, *_MATCH_FAULTS)] + [(_FAULTY_REJECT, f) for f in (NO_FAULT, *FAULTS)],
+    ids=[f"match: {FAULTS.get(f, f)}" for f in (NO_FAULT, *_MATCH_FAULTS)]
+    + [f"reject: {FAULTS.get(f, f)}" for f in (NO_FAULT, *FAULTS)],
 )
 def test_planted_faults_are_found(mode, fault):
     params = SAMPLINGS["hot"] if fault == REDRAWN else _PLANTED  # it draws without penalties
-    generated = generate(mode, params, draft=_POOR_DRAFT, fault=fault)
-    assert law_p_value(generated.tokens, params) < DETECTED
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("params", [_PLANTED, SAMPLINGS["hot"]], ids=["penalised", "hot"])
-@pytest.mark.parametrize("mode", [_FAULTY_MATCH, _FAULTY_REJECT], ids=["match", "reject"])
-def test_without_a_fault_the_same_code_passes(mode, params):
-    assert law_p_value(generate(mode, params, draft=_POOR_DRAFT).tokens, params) > FALSE_ALARM
-
-
-@pytest.mark.slow
-def test_the_classic_error_is_large():
-    """The error does not need many draws to show: its total variation is above 0.2."""
-    for fault, low, high in ((PICKED, 0.2, 1.0), (NO_FAULT, 0.0, 0.01)):
-        generated = generate(_FAULTY_REJECT, SAMPLINGS["plain"], draft=_POOR_DRAFT, fault=fault)
-        first = count(generated.tokens[:, :1]) / DRAWS
-        assert low < np.abs(first - next_law(SAMPLINGS["plain"])).sum() / 2 < high
-
-
-@pytest.mark.parametrize("cells", [3, 40, 512])
-def test_the_statistic_keeps_its_false_alarm_rate(cells):
-    rng = np.random.default_rng(cells)
-    law = rng.dirichlet(np.full(cells, 0.3))
-    samples = rng.multinomial(DRAWS, law, size=1500)
-    p_values = np.array([chi_square(counts, law) for counts in samples])
-    for level in (0.5, 0.1, 0.01):
-        assert abs((p_values < level).mean() - level) < 4 * np.sqrt(level * (1 - level) / len(samples))
-    several = samples[:1400].reshape(-1, 7, cells)
-    p_values = np.array([chi_square(counts, np.tile(law, (7, 1))) for counts in several])
-    assert abs((p_values < 0.1).mean() - 0.1) < 4 * np.sqrt(0.09 / len(several))
+    p_value = law_p_value(generate(mode, params, draft=_POOR_DRAFT, fault=fault).tokens, params)
+    assert p_value > FALSE_ALARM if fault == NO_FAULT else p_value < DETECTED
 
 
 def test_the_statistic_by_hand():

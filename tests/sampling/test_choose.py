@@ -52,15 +52,6 @@ def test_draws_follow_the_distribution(knobs):
     assert chi_square < df + 5 * np.sqrt(2 * df) + 3
 
 
-def test_consecutive_draws_are_independent():
-    token, _ = _draw(from_sampling(SamplingParams(temperature=2.0), 8, 8), seed_key(12))
-    token = np.asarray(token)
-    pairs = np.bincount(token[:-1] * 8 + token[1:], minlength=64).reshape(8, 8)
-    p = np.bincount(token, minlength=8) / _DRAWS
-    expected = np.outer(p, p) * pairs.sum()
-    assert ((pairs - expected) ** 2 / expected).sum() < 49 + 5 * np.sqrt(2 * 49)
-
-
 @pytest.mark.parametrize("num_shards", [0, *SHARDS])
 def test_greedy_takes_the_lowest_id_on_a_tie(num_shards):
     z = np.zeros((ROWS, PADDED), np.float32)
@@ -129,14 +120,3 @@ def test_rows_do_not_depend_on_the_rows_beside_them(size):
         np.testing.assert_array_equal(alone[0][0], scores[i])
         assert alone[1][0] == token[i]
         np.testing.assert_allclose(alone[2][0], logprob[i], rtol=1e-6)  # its normalising sum may round differently
-
-
-def test_rows_may_have_histories_of_their_own():
-    seen, counts = np.zeros((2, 8), bool), np.zeros((2, 8), np.int32)
-    seen[1, 3] = True
-    processors = from_sampling(SamplingParams(repetition_penalty=4.0), 8, 8)
-    logits = np.repeat(_LOGITS, 2, axis=0)
-    token, _ = jax.jit(choose, static_argnames="vocab")(
-        logits, processors, seen, counts, seed_key(0), np.zeros(2, np.int32), vocab=_SMALL
-    )
-    assert np.asarray(token).tolist() == [3, 0]

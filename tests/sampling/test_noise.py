@@ -29,25 +29,11 @@ def test_moments_and_distribution(rows):
 
 def test_independent_across_positions_and_ids(rows):
     u = np.exp(-np.exp(-rows)) - 0.5
-
-    def correlation(a, b):
-        return (a * b).mean() * 12 * np.sqrt(a.size)  # standard normal if independent
-
-    assert abs(correlation(u[1:], u[:-1])) < 4
-    assert abs(correlation(u[:, 1:], u[:, :-1])) < 4
-    assert abs(correlation(u[1:, 1:], u[:-1, :-1])) < 4
-    assert abs(correlation(u[1:, :-1], u[:-1, 1:])) < 4
+    assert_neighbours_are_independent(u)
+    assert abs(_correlation(u[1:, 1:], u[:-1, :-1])) < 4
     other = np.asarray(noise_function(0, 4096, 4096)(seed_key(4), np.arange(64, dtype=np.int32)), np.float64)
-    assert abs(correlation(u, np.exp(-np.exp(-other)) - 0.5)) < 4
+    assert abs(_correlation(u, np.exp(-np.exp(-other)) - 0.5)) < 4
     assert len(np.unique(rows)) > 0.99 * rows.size
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
-def test_same_for_any_sharding(num_shards):
-    key, positions = seed_key(5), np.array([0, 9, 123456, 2**31 - 1], np.int32)
-    whole = np.asarray(noise_function(0, 49, 49)(key, positions))
-    sharded = np.asarray(noise_function(num_shards, 49, -(-49 // num_shards) * num_shards)(key, positions))
-    np.testing.assert_array_equal(sharded[:, :49], whole)
 
 
 def test_same_for_any_number_and_order_of_rows(rows):
@@ -98,16 +84,20 @@ def _correlation(a, b):
     return (a * b).mean() * 12 * np.sqrt(a.size)
 
 
+def assert_neighbours_are_independent(u):
+    """Rows, columns, and rows with columns."""
+    assert abs(_correlation(u[1:], u[:-1])) < 4 and abs(_correlation(u[:, 1:], u[:, :-1])) < 4
+    assert abs(_correlation(u[1:, :-1], u[:-1, 1:])) < 4
+
+
 def _draws_function(num_shards, vocab_size, padded_size):
     """(key, positions, draw) -> noise [T, padded_size]."""
     specs = (P(), P(), P()), P(None, TENSOR_AXIS)
-    return shard_call(
-        lambda vocab, key, positions, draw: gumbel_rows(key, positions, vocab, draw),
-        num_shards,
-        vocab_size,
-        padded_size,
-        *specs,
-    )
+
+    def noise(vocab, key, positions, draw):
+        return gumbel_rows(key, positions, vocab, draw)
+
+    return shard_call(noise, num_shards, vocab_size, padded_size, *specs)
 
 
 def test_draws_at_one_position_are_independent(rows):
@@ -126,10 +116,10 @@ def test_draws_at_one_position_are_independent(rows):
     assert len(np.unique(np.stack(draws))) > 0.97 * 4 * rows.size
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_shards", [1, 3, 8])
 def test_draws_are_the_same_for_any_sharding(num_shards):
-    key, positions = seed_key(5), np.array([0, 9, 9, 9], np.int32)
-    draw = np.array([1, 0, 1, 7], np.int32)
+    key, positions = seed_key(5), np.array([0, 9, 9, 9, 123456, 2**31 - 1], np.int32)
+    draw = np.array([1, 0, 1, 7, 0, 0], np.int32)
     padded = -(-49 // num_shards) * num_shards
     whole = np.asarray(_draws_function(0, 49, 49)(key, positions, draw))
     sharded = np.asarray(_draws_function(num_shards, 49, padded)(key, positions, draw))
@@ -169,21 +159,15 @@ def test_uniform_numbers():
     assert abs(u.mean()) < 4 * np.sqrt(1 / 12 / n)
     assert abs((u**2).mean() - 1 / 12) < 4 * np.sqrt(1 / 180 / n)
     assert np.abs(np.sort(one.ravel()) - (np.arange(n) + 0.5) / n).max() < 1.95 / np.sqrt(n)
-    assert abs(_correlation(u[1:], u[:-1])) < 4 and abs(_correlation(u[:, 1:], u[:, :-1])) < 4
-    assert abs(_correlation(u[1:, :-1], u[:-1, 1:])) < 4
+    assert_neighbours_are_independent(u)
+    np.testing.assert_array_equal(
+        _uniform(role_key(seed_key(3), 1), positions[[13, 2]], draws[[4, 0]]), one[[13, 2]][:, [4, 0]]
+    )
     # Apart from other roles, other seeds, and the noise that chooses tokens or is drawn in the same role.
     for key in (role_key(seed_key(3), 2), role_key(seed_key(4), 1), seed_key(3)):
         assert abs(_correlation(u, np.float64(_uniform(key, positions, draws)) - 0.5)) < 4
     noise = np.asarray(noise_function(0, 256, 256)(seed_key(3), positions), np.float64)
     assert abs(_correlation(u, np.exp(-np.exp(-noise)) - 0.5)) < 4
-
-
-def test_uniform_numbers_depend_on_key_position_and_draw_alone():
-    key = role_key(seed_key(2**40 + 1), 7)
-    many = np.asarray(_uniform(key, np.arange(20, dtype=np.int32), np.arange(9, dtype=np.int32)))
-    few = np.asarray(_uniform(key, np.array([13, 2, 13], np.int32), np.array([4, 0], np.int32)))
-    np.testing.assert_array_equal(few, many[[13, 2, 13]][:, [4, 0]])
-    assert len(np.unique(many)) == many.size
 
 
 def test_uniform_numbers_never_round_up_to_one():

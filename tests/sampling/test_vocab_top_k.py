@@ -23,15 +23,12 @@ def expected_top(values, k):
 @functools.cache
 def top_functions(num_shards, vocab_size, padded_size, ks):
     """values [T, padded_size] -> for each k, values and ids."""
+
+    def top(vocab, values):
+        return tuple(vocab.top_k(values, k) for k in ks)
+
     out = tuple((P(), P()) for _ in ks)
-    return shard_call(
-        lambda vocab, values: tuple(vocab.top_k(values, k) for k in ks),
-        num_shards,
-        vocab_size,
-        padded_size,
-        (P(None, TENSOR_AXIS),),
-        out,
-    )
+    return shard_call(top, num_shards, vocab_size, padded_size, (P(None, TENSOR_AXIS),), out)
 
 
 def rows(rng, count, vocab_size, padded_size):
@@ -62,44 +59,30 @@ def check(num_shards, vocab_size, padded_size, ks, values):
 
 @pytest.mark.parametrize("num_shards", SHARDS)
 def test_a_small_vocabulary(num_shards):
-    """k from 1 to more than the vocabulary; with 8 shards, the last holds padding only."""
-    check(num_shards, 21, 24, (1, 2, 3, 7, 20, 21, 22, 23), rows(np.random.default_rng(0), 40, 21, 24))
-
-
-@pytest.mark.parametrize("num_shards", SHARDS)
-@pytest.mark.parametrize("vocab_size", [21, 24])
-def test_all_columns(num_shards, vocab_size):
-    check(num_shards, vocab_size, 24, (24,), rows(np.random.default_rng(0), 40, vocab_size, 24))
+    """k from 1 to all columns; with 8 shards, the last holds padding only."""
+    check(num_shards, 21, 24, (1, 2, 3, 7, 20, 21, 22, 24), rows(np.random.default_rng(0), 40, 21, 24))
 
 
 # Columns of one shard in many groups, so that some groups need not be looked at; and a size that nothing divides.
-@pytest.mark.parametrize("local", [1536, 1280, 816, 544, 272, 997])
+@pytest.mark.parametrize("local", [1536, 816, 272, 997])
 def test_a_large_vocabulary(local):
-    check(0, local - 5, local, (1, 4, 17, 64), rows(np.random.default_rng(local), 30, local - 5, local))
+    """Also where the best are neighbours, and where they are tied across the row."""
+    rng = np.random.default_rng(local)
+    values = rows(rng, 30, local - 5, local)
+    for i, row in enumerate(values[:10]):
+        row[i * 7 : i * 7 + 5] = 9
+    for i, row in enumerate(values[10:20]):
+        row[rng.choice(local - 5, 3 + i, replace=False)] = 9
+    check(0, local - 5, local, (1, 4, 17, 64), values)
+    alone = jax.tree.map(np.asarray, top_functions(0, local - 5, local, (4,))(values[3:4])[0])
+    np.testing.assert_array_equal(alone[1], expected_top(values[3:4], 4)[1])
 
 
-@pytest.mark.parametrize("num_shards", [2, 4, 8])
+@pytest.mark.parametrize("num_shards", [2, 8])
 def test_a_large_vocabulary_in_shards(num_shards):
     padded = 1536 * num_shards
-    check(
-        num_shards,
-        padded - 1600,
-        padded,
-        (1, 4, 50),
-        rows(np.random.default_rng(num_shards), 30, padded - 1600, padded),
-    )
-
-
-@pytest.mark.parametrize("local", [1536, 272])
-def test_the_best_share_a_group_or_lie_far_apart(local):
-    """Whatever the groups are, the best may all be neighbours, or be tied across the whole row."""
-    rng = np.random.default_rng(1)
-    values = rng.normal(size=(24, local)).astype(np.float32).round(1)
-    for i, row in enumerate(values[:12]):
-        row[i * 7 : i * 7 + 5] = 9  # five neighbours
-    for i, row in enumerate(values[12:]):
-        row[rng.choice(local, 3 + i, replace=False)] = 9
-    check(0, local, local, (1, 4, 17, 64), values)
+    values = rows(np.random.default_rng(num_shards), 30, padded - 1600, padded)
+    check(num_shards, padded - 1600, padded, (1, 4, 50), values)
 
 
 @pytest.mark.parametrize("num_shards", SHARDS)
@@ -112,12 +95,3 @@ def test_signed_zeros_tie(num_shards):
     assert np.asarray(ids)[:, :2].tolist() == [[3, 11], [5, 6]]
     greedy = shard_call(VocabShard.argmax, num_shards, 24, 24, (P(None, TENSOR_AXIS),), P())(values)
     np.testing.assert_array_equal(np.asarray(ids)[:, 0], greedy)
-
-
-def test_rows_do_not_depend_on_the_rows_beside_them():
-    values = rows(np.random.default_rng(5), 8, 1536, 1536)
-    together = jax.tree.map(np.asarray, top_functions(0, 1536, 1536, (4,))(values)[0])
-    for i in range(2):
-        alone = top_functions(0, 1536, 1536, (4,))(values[i : i + 1])[0]
-        for a, b in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(a[0], b[i])

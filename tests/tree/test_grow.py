@@ -23,7 +23,7 @@ from plain_trees import (
     step_drafts,
 )
 
-from jaxspec.tree.grow import is_complete, pick_leaves, plant, renew_root
+from jaxspec.tree.grow import is_complete, renew_root
 from jaxspec.tree.select import select_batch
 from jaxspec.tree.tree import ancestor_matrix
 
@@ -67,24 +67,6 @@ def test_a_probability_above_one_does_not_lift_a_child():
     parent_score = np.broadcast_to(tree.score[: tree.size, None], (tree.size, 4))
     assert tree.size > 1 and (tree.child_score[: tree.size] <= parent_score).all()
     assert (tree.child_score[: tree.size] == parent_score).any()
-
-
-def test_planting_starts_over():
-    drafts, roots = step_drafts()
-    trees, plains = growing_trees()[-1]
-
-    def again(tree, root, draft):
-        token, logprob = propose(draft, jnp.array([0]), root[None])
-        tree = plant(tree, root, token[0], logprob[0])
-        grown = expand(tree, draft, WIDTH)[0]
-        return tree, grown, select_batch(grown, 9)
-
-    planted, grown, batches = jax.tree.map(np.asarray, jax.jit(jax.vmap(again))(trees, roots, drafts))
-    for i, (one, two) in enumerate(zip(numpy_trees(planted), numpy_trees(grown), strict=True)):
-        plain = PlainTree(plains[i].draft, roots[i])
-        assert_same(one, plain)
-        assert_same(two, plain.grow(WIDTH))
-        assert set(batch_paths(jax.tree.map(lambda x, i=i: x[i], batches))[1:]) == plain.select(9)
 
 
 def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
@@ -136,22 +118,6 @@ def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
 
 
 # Extremes.
-
-
-def test_a_tree_of_one_row():
-    draft = random_draft(np.random.default_rng(3), "law", branch=4)
-
-    @jax.jit
-    def run():
-        tree = start(draft, 2, 1)
-        return tree, pick_leaves(tree, 3), is_complete(tree, 1), is_complete(tree, 4)
-
-    tree, picked, *complete = jax.tree.map(np.asarray, run())
-    plain = PlainTree(draft, 2)
-    assert_same(tree, plain)
-    assert complete == [True, False]  # the best leaf's children may beat the fourth
-    np.testing.assert_array_equal(picked.score, [p[0] for p in plain.leaves()[:3]])
-    np.testing.assert_array_equal(picked.depth, [1, 1, 1])
 
 
 def test_one_proposal_per_row_makes_a_chain():

@@ -33,10 +33,6 @@ MOST = 132  # sequences of one tree
 PREFIX, SLOTS = 5, 5 + ROWS + PATH + 1  # the re-ordered window just fits
 
 
-def close(got, expected):
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
 @functools.cache
 def grown(rows=ROWS, branch=BRANCH, steps=STEPS, cases=10):
     """(tree, the same as lists, its draft) of several drafts, with room for more, behind what an older tree left.
@@ -116,7 +112,7 @@ def as_arrays(plain, sequences, rng, length=PATH, total=MOST):
 
 
 @functools.cache
-def reroot_function():
+def reroot_function(grows):
     """(tree, tokens, counts, caches, draft) -> all that follows, mapped over sequences."""
 
     def run(tree, tokens, count, cache, draft):
@@ -127,7 +123,7 @@ def reroot_function():
         token, logprob = propose(draft, count[None], root[None])
         fresh = plant(moved.tree, root, token[0], logprob[0])
         again = jax.tree.map(lambda a, b: jnp.where(moved.num_pending > 0, a, b), fresh, moved.tree)
-        for _ in range(2):
+        for _ in range(2 * grows):
             again = expand(again, draft, WIDTH, below=count)[0]
         # Another method always evaluates the root anew: it takes one node less than it reached.
         rows, reached = follow(tree, tokens, count)
@@ -146,19 +142,23 @@ def labelled_cache(size):
     return KVCache((layer, layer + 1000), (layer + 2000, layer + 3000), np.int32(PREFIX))
 
 
-def unstack(batch, count):
-    batch = jax.tree.map(np.asarray, batch)
-    return [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(count)]
+CASES = [(ROWS, BRANCH, STEPS, case) for case in range(10)]
+# The root alone, and chains.
+CASES += [(rows, branch, steps, case) for rows, branch, steps in ((1, 3, 0), (13, 1, 3)) for case in (0, 1)]
 
 
-@pytest.mark.parametrize("case", range(10))
-def test_every_verified_sequence(case):
-    tree, plain, draft = grown()[case]
+@pytest.mark.parametrize(("rows", "branch", "steps", "case"), CASES)
+def test_every_verified_sequence(rows, branch, steps, case):
+    whole = rows == ROWS
+    tree, plain, draft = grown(rows, branch, steps, 10 if whole else 2)[case]
     sequences = verified_sequences(plain)
     tokens, counts = as_arrays(plain, sequences, np.random.default_rng(case))
-    results = reroot_function()(tree, tokens, counts, labelled_cache(tree.size), draft)
-    scores = np.testing.assert_array_equal if case % 2 == 0 else close  # sums of ties are exact
-    for (sequence, row), result in zip(sequences, unstack(results, len(sequences)), strict=True):
+    results = reroot_function(whole)(tree, tokens, counts, labelled_cache(tree.size), draft)
+    results = jax.tree.map(np.asarray, results)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    scores = np.testing.assert_array_equal if case % 2 == 0 and whole else close  # sums of ties are exact
+    for i, (sequence, row) in enumerate(sequences):
+        result = jax.tree.map(lambda x, i=i: x[i], results)
         moved, cache, again, batch, (path_rows, reached, short, num_short) = result
         # Rows of the tokens on the path, as far as there are any.
         on_path = [0]
@@ -190,48 +190,10 @@ def test_every_verified_sequence(case):
             expected_layer = np.broadcast_to(np.array(labels)[None, :, None] + 1000 * i, (2, len(labels), 3))
             np.testing.assert_array_equal(layer[:, : len(labels)], expected_layer)
 
-        expected.grow(WIDTH).grow(WIDTH)
-        assert_same(again, expected, scores)
-        assert_batch(batch, expected)
-
-
-@functools.cache
-def shaped_function():
-    return jax.jit(jax.vmap(reroot, (None, 0, 0)))
-
-
-@pytest.mark.parametrize(("rows", "branch", "steps"), [(1, 3, 0), (13, 1, 3)])
-def test_extreme_shapes(rows, branch, steps):
-    """The root alone, and chains."""
-    for tree, plain, _ in grown(rows, branch, steps, 2):
-        sequences = verified_sequences(plain)
-        tokens, counts = as_arrays(plain, sequences, np.random.default_rng(0))
-        results = unstack(shaped_function()(tree, tokens, counts), len(sequences))
-        for (sequence, row), moved in zip(sequences, results, strict=True):
-            assert moved.order.shape == (rows + PATH + 1,)
-            if row >= 0:
-                expected, old_rows = plain.below_row(row, len(sequence))
-                assert_same(moved.tree, expected, close)
-                assert moved.num_pending == 0 and moved.committed == len(sequence)
-                joined = [plain.path.index(sequence[:n]) for n in range(len(sequence))]
-                assert moved.order[: len(joined) + len(old_rows)].tolist() == joined + old_rows
-            else:
-                nodes = sum(sequence[:n] in plain.path for n in range(1, len(sequence) + 1))
-                assert moved.tree.size == 0 and moved.committed == 1 + nodes
-                assert moved.num_pending == len(sequence) - nodes
-                assert tuple(moved.pending[: moved.num_pending]) == sequence[nodes:]
-
-
-@pytest.mark.parametrize(("rows", "branch"), [(1, 3), (13, 1)])
-def test_an_empty_tree_awaits_its_root(rows, branch):
-    """Nothing is in the window; what lies behind `count` is never read."""
-    tokens, counts = np.arange(MOST * PATH, dtype=np.int32).reshape(MOST, PATH) % 9, np.ones(MOST, np.int32)
-    tokens[1] = 0
-    for moved, row in zip(
-        unstack(shaped_function()(empty_tree(rows, branch), tokens, counts), 20), tokens, strict=False
-    ):
-        assert moved.tree.size == 0 and moved.committed == 0
-        assert moved.num_pending == 1 and moved.pending[0] == row[0]
+        if whole:  # with room for more rows
+            expected.grow(WIDTH).grow(WIDTH)
+            assert_same(again, expected, scores)
+            assert_batch(batch, expected)
 
 
 def empty_tree(rows, branch):
