@@ -328,8 +328,8 @@ def _base_settings(base: Path, target: str, made_of: dict[str, Any]) -> dict[str
     settings = read_settings(base)
     if settings["target"] != target:
         raise typer.BadParameter(f"--begin-with {base}: was trained for another target")
-    if (kind := settings.get("kind", str(Kind.LAYERS))) != made_of["kind"]:
-        raise typer.BadParameter(f"--begin-with {base}: is of --kind {kind}")
+    if settings["kind"] != made_of["kind"]:
+        raise typer.BadParameter(f"--begin-with {base}: is of --kind {settings['kind']}")
     for name in ("layers", "states"):
         if settings.get(name) != made_of.get(name):
             theirs = ",".join(map(str, settings.get(name, ())))

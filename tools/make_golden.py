@@ -10,7 +10,8 @@ end-of-sequence tokens, so that every prompt has the same number of output token
 Prompt ids come from jaxspec's tokenizer, and must be those of transformers' own GGUF converter once the digit rule
 that it drops is put back.
 
-Each case of the file holds `name`, `messages` (chat) or `text` (raw), `prompt_ids`, `output_ids`, and `margins`: by
+The prompts are those of the file that is there; a case of a name and a prompt alone is a new one.
+Each case holds `name`, `messages` (chat) or `text` (raw), `prompt_ids`, `output_ids`, and `margins`: by
 how much the logit of each chosen token beats the second best. A small one (the smallest is `min_margin`) is a near tie,
 which another order of summation may decide the other way.
 """
@@ -32,58 +33,6 @@ from jaxspec.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_TOKENS = 128
 OUTPUT = Path(__file__).parents[1] / "tests/golden/smollm2_greedy.json"
-
-_HARBOUR = """\
-The harbour of Saint-Aldric was built three times. The first harbour was a row of oak piles driven into the mud by \
-fishermen who wanted to unload herring without wading. It lasted nineteen years. In the winter of 1703 a storm that \
-the parish register calls "the great wind" lifted the piles out one by one and laid them on the beach in a neat \
-line, as if someone had meant to count them. The fishermen did count them, found that eleven of forty-two were \
-missing, and burned the rest for warmth.
-
-The second harbour was the work of an engineer named Judith Marchetti, who had studied the tides of the bay for six \
-years before she asked for any money. She argued that the storm had not destroyed the piles because they were weak, \
-but because they were stiff: a wall that does not move must take the whole force of a wave, while a wall that gives \
-way a little takes only a part of it. Her breakwater was a long slope of loose stones, each about the weight of a \
-cow. Every winter the sea moved some of them, and every spring the town put them back. The council complained about \
-the cost of the spring work, which came to 340 crowns a year, until a clerk showed that the old piles had cost 410.
-
-The third harbour is the one that visitors see today. It was finished in 1911 and is made of concrete. Its designer, \
-Paul Oyelaran, kept the slope of stones and put his wall behind it, so that the stones would break the waves and the \
-wall would only have to hold back still water. When people asked him why he had not simply built a taller wall, he \
-said that the sea was patient and that it was better to argue with it than to shout. The wall has been repaired \
-twice: once after a ship, the Margarethe, ran into it in fog, and once after the frost of 1963, which opened a crack \
-as wide as a hand along forty metres of the parapet.
-
-There are still stones in the harbour that belong to Marchetti's slope. They can be told from the later ones by a \
-small cross that her masons cut into the upper face, so that anyone who moved a stone would know which way up it had \
-lain. The schoolchildren of Saint-Aldric count the crosses each May. The number goes down by two or three every \
-year, and nobody knows where the missing stones go, although the fishermen, when they are asked, say that the sea is \
-still counting.
-"""
-
-# A conversation goes through the chat template; a string is continued as it stands.
-PROMPTS: dict[str, str | list[dict[str, str]]] = {
-    "prose": "The old lighthouse keeper climbed the stairs for the last time, carrying a lamp, a loaf of bread and",
-    "code": (
-        "def merge_sorted(left: list[int], right: list[int]) -> list[int]:\n"
-        '    """Merge two sorted lists into one sorted list."""\n'
-        "    merged = []\n    i = j = 0\n"
-    ),
-    "maths": [{"role": "user", "content": "A train covers 348.5 km in 4 h 15 min. What is its mean speed in km/h?"}],
-    "french": [{"role": "user", "content": "Explique en français pourquoi la mer est salée, avec un exemple."}],
-    "chinese_emoji": "你好！今天天气很好，我们去公园散步吧。🌞🐶 Translation and notes, line by line:\n",
-    "long": [
-        {"role": "user", "content": f"{_HARBOUR}\nWho built the second harbour, and why was it a slope of stones?"}
-    ],
-    "one_token": "The",
-    "json": '{"cities": [{"name": "Paris", "country": "France", "population": 2102650}, {"name": "Tokyo", "country":',
-    "turns": [
-        {"role": "system", "content": "You are a terse assistant. Answer with numbered lists."},
-        {"role": "user", "content": "Name three metals."},
-        {"role": "assistant", "content": "1. Iron\n2. Copper\n3. Tin"},
-        {"role": "user", "content": "Now give one use of each, and the year 2024 price if you know it."},
-    ],
-}
 
 
 def load_reference(path: Path) -> Any:
@@ -193,7 +142,9 @@ def main() -> None:
     path = default_model_path()
     tokenizer, reference_tokenizer, model = load_tokenizer(path), load_reference_tokenizer(path), load_reference(path)
     cases = []
-    for name, prompt in PROMPTS.items():
+    for case in json.loads(OUTPUT.read_text(encoding="utf-8"))["cases"]:
+        # A conversation goes through the chat template; a string is continued as it stands.
+        name, prompt = case["name"], case.get("text", case.get("messages"))
         ids = encode(tokenizer, reference_tokenizer, prompt)
         output, margins = generate_greedily(model, ids)
         cases.append({

@@ -4,6 +4,7 @@ In float32 the tokens are the same. In bfloat16 they may differ where two tokens
 follows the text, as `jaxspec-check` has it, and its scores must allow every token.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -109,3 +110,17 @@ def test_bfloat16_logits_are_those_of_xla(gpu, model, kernels):
     assert np.isfinite(got).all()
     assert np.linalg.norm(got - rounded) <= np.linalg.norm(rounded - exact)
     assert np.linalg.norm(got - exact) <= 1.5 * np.linalg.norm(rounded - exact)
+
+
+def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(gpu, model):
+    """The tokens of plain decoding, from SwiftSpec on two kinds of device."""
+    options = {"dtype": "float32", "kernels": "xla"}
+    plain = jaxspec.LLM(model, method="ar", **options)
+    for method in (jaxspec.SwiftSpec(depth=2), jaxspec.SwiftSpec(depth=2, adaptive=True)):
+        pair = jaxspec.LLM(model, draft=model, method=method, draft_platform="cpu", **options)
+        target, draft = pair.engine.models
+        assert [plan.devices[0].platform for plan in (target.plan, draft.plan)] == [gpu.platform, "cpu"]
+        for sampling in (SAMPLING, dataclasses.replace(SAMPLING, temperature=1.0, seed=3)):
+            got, expected = pair.generate(PROMPT, sampling), plain.generate(PROMPT, sampling)
+            assert got.token_ids == expected.token_ids
+            assert got.stats.speculative_decoding["num_accepted_draft_tokens"] > 0

@@ -68,8 +68,7 @@ def attend(case, implementation, device, active_rows=None):
         assert kernels.find("tree_attention", *attention, **options).__name__.endswith(f".{implementation}")
         return tree_attention(*operands, **numbers, sliding_window=case.sliding_window)
 
-    operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), *tree)
-    return run(call, (numbers, *operands), kernels, device)
+    return run(call, (numbers, *case.operands[:6], *tree), kernels, device)
 
 
 def assert_right(case, implementation, device):
@@ -91,67 +90,34 @@ def over_implementations(shapes):
     return [(*pair, *shape) for shape in shapes for pair in implementations(shape[-1][2])]
 
 
-# Rows, prefix, K, G, H: lone rows, trees of one and several blocks, edges of tiles of 64 slots, odd widths.
-TREES = [
-    (1, 0, (8, 4, 128)),
-    (1, 1, (3, 3, 64)),
-    (8, 1000, (8, 4, 128)),
-    (16, 64, (3, 3, 64)),
-    (33, 63, (1, 8, 128)),
-    (64, 2900, (1, 8, 128)),
-    (128, 300, (2, 8, 64)),
-    (8, 127, (2, 2, 80)),
-    (40, 65, (1, 3, 96)),
-    (5, 129, (2, 1, 256)),
-    (1024, 700, (1, 1, 64)),
-]
-
-
-@pytest.mark.parametrize(("implementation", "dtype", "rows", "prefix", "model"), over_implementations(TREES))
-def test_trees(gpu, implementation, dtype, rows, prefix, model):
-    rng = np.random.default_rng(rows)
-    slots = -(-(prefix + rows) // 64) * 64
-    assert_right(
-        random_case(rng, (*model, dtype), rows, prefix, random_parents(rng, rows), slots=slots), implementation, gpu
-    )
-
-
-# Positions that a row sees; new rows, prefix, older rows, slots of the window; K, G, H.
-GROWING = [
-    (None, 5, 0, 0, 70, (2, 4, 64)),
-    (None, 5, 120, 35, 70, (2, 4, 128)),
-    (7, 5, 64, 31, 70, (2, 4, 64)),
-    (200, 16, 1000, 200, 300, (1, 8, 128)),
-    (300, 8, 2000, 64, 128, (2, 2, 80)),
-]
+# Kind, positions that a row sees, rows, prefix, older rows and slots of the window, (K, G, H): lone rows, trees of one
+# and several blocks, edges of tiles of 64 slots, odd widths; trees that grow; chunks.
+CASES = [
+    *(("tree", None, rows, prefix, 0, rows, model) for rows, prefix, model in (
+        (1, 0, (8, 4, 128)), (1, 1, (3, 3, 64)), (8, 1000, (8, 4, 128)), (16, 64, (3, 3, 64)), (33, 63, (1, 8, 128)),
+        (64, 2900, (1, 8, 128)), (128, 300, (2, 8, 64)), (8, 127, (2, 2, 80)), (40, 65, (1, 3, 96)),
+        (5, 129, (2, 1, 256)), (1024, 700, (1, 1, 64)),
+    )),
+    ("grown", None, 5, 0, 0, 70, (2, 4, 64)), ("grown", None, 5, 120, 35, 70, (2, 4, 128)),
+    ("grown", 7, 5, 64, 31, 70, (2, 4, 64)), ("grown", 200, 16, 1000, 200, 300, (1, 8, 128)),
+    ("grown", 300, 8, 2000, 64, 128, (2, 2, 80)),
+    ("chunk", None, 40, 0, 0, 40, (2, 3, 64)), ("chunk", None, 512, 1000, 0, 512, (1, 4, 128)),
+    ("chunk", 7, 40, 64, 0, 40, (2, 3, 64)), ("chunk", 300, 512, 1000, 0, 512, (1, 4, 128)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dtype", "sliding", "rows", "prefix", "offset", "window", "model"),
-    over_implementations(GROWING),
+    ("implementation", "dtype", "kind", "sliding", "rows", "prefix", "offset", "window", "model"),
+    over_implementations(CASES),
 )
-def test_trees_that_grow(gpu, implementation, dtype, sliding, rows, prefix, offset, window, model):
-    rng = np.random.default_rng(prefix)
-    slots = -(-(prefix + window) // 64) * 64
-    assert_right(grown_case(rng, (*model, dtype), rows, prefix, offset, window, sliding, slots), implementation, gpu)
-
-
-# Positions that a row sees; rows, prefix; K, G, H.
-CHUNKS = [
-    (None, 40, 0, (2, 3, 64)),
-    (None, 512, 1000, (1, 4, 128)),
-    (7, 40, 64, (2, 3, 64)),
-    (300, 512, 1000, (1, 4, 128)),
-]
-
-
-@pytest.mark.parametrize(
-    ("implementation", "dtype", "sliding", "rows", "prefix", "model"), over_implementations(CHUNKS)
-)
-def test_causal_chunks(gpu, implementation, dtype, sliding, rows, prefix, model):
-    rng = np.random.default_rng(prefix)
-    slots = -(-(prefix + rows) // 64) * 64
-    case = random_case(rng, (*model, dtype), rows, prefix, sliding_window=sliding, slots=slots)
+def test_attention(gpu, implementation, dtype, kind, sliding, rows, prefix, offset, window, model):
+    rng = np.random.default_rng(prefix + rows)
+    slots, model = -(-(prefix + window) // 64) * 64, (*model, dtype)
+    if kind == "grown":
+        case = grown_case(rng, model, rows, prefix, offset, window, sliding, slots)
+    else:
+        parents = random_parents(rng, rows) if kind == "tree" else None
+        case = random_case(rng, model, rows, prefix, parents, sliding, slots)
     assert_right(case, implementation, gpu)
 
 
@@ -168,19 +134,6 @@ def test_active_rows(gpu, implementation, dtype, model):
         # The exact result of the other rows is not asked for, and their keys may be anything.
         key = np.where(np.isfinite(key.astype(np.float32)), key, np.zeros_like(key))
         assert_attention(case, out, key, value, ROUNDING[dtype], active_rows)
-
-
-@pytest.mark.parametrize(("implementation", "dtype", "model"), over_implementations([((2, 3, 64),)]))
-def test_one_broken_row_does_not_reach_others(gpu, implementation, dtype, model):
-    rng = np.random.default_rng(5)
-    case = random_case(rng, (*model, dtype), 13, 100, [-1] * 13, slots=192)
-    whole, *_ = attend(case, implementation, gpu)
-    others = np.arange(13) != 3
-    for garbage in (np.nan, np.inf):
-        qkv = case.qkv.copy()
-        qkv[3] = garbage
-        out, *_ = attend(dataclasses.replace(case, qkv=qkv), implementation, gpu)
-        np.testing.assert_array_equal(out[others], whole[others])
 
 
 # Mosaic's kernel cannot be mapped: JAX 0.11 has no rule for its scoped buffers. No program maps it.

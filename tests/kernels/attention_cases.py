@@ -6,9 +6,12 @@
 import dataclasses
 import functools
 
+import jax
 import ml_dtypes
 import numpy as np
 from kernel_cases import ROUNDING, assert_same_bits
+
+from pallas_kernels import registry
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -28,6 +31,12 @@ class Case:
     offset: int | None = None
     sliding_window: int | None = None
     sinks: np.ndarray | None = None
+
+    @property
+    def operands(self):
+        """The operands of a call, up to the position."""
+        length = np.int32(self.length)
+        return (self.qkv, self.cos, self.sin, self.key, self.value, length, self.mask, self.position)
 
     @property
     def rows(self):
@@ -130,6 +139,68 @@ def assert_attention(case, out, key, value, rounding, active_rows=None):
     exact, _ = expected_and_bound(case, key, value)
     error = np.linalg.norm((out - exact)[:active_rows])
     assert error <= rounding * np.linalg.norm(exact[:active_rows]), f"length {case.length}"
+
+
+class Interpreted:
+    """A GPU kernel's attention in its interpreter, with given block sizes."""
+
+    def __init__(self, module, kernels, rounding):
+        """`rounding` is by the cache's dtype: query and weights are rounded to it before they are multiplied."""
+        self._module, self._kernels, self._rounding = module, kernels, rounding
+        self._program = functools.cache(self._make_program)
+
+    def function(self, config, sliding_window=None):
+        """`(operands, offset, active_rows)` -> output, keys and values."""
+
+        def run(operands, offset=None, active_rows=None):
+            options = dict(offset=offset, active_rows=active_rows, sliding_window=sliding_window, config=config)
+            with registry.using(self._kernels):
+                return self._module.tree_attention(*operands, **options)
+
+        return run
+
+    def _make_program(self, config, sliding_window):
+        """One program for each set of shapes; lengths, offsets, masks and active rows are data."""
+        return jax.jit(self.function(config, sliding_window))
+
+    def attend(self, case, config, active_rows=None):
+        """Output, keys and values of a case, as numpy."""
+        offset, active_rows = (None if number is None else np.int32(number) for number in (case.offset, active_rows))
+        program = self._program(config, case.sliding_window)
+        return jax.tree.map(np.asarray, program(case.operands, offset, active_rows))
+
+    def assert_right(self, case, config, active_rows=None):
+        """A case against plain numpy, with NaN where no row may look; the result."""
+        case = poisoned(case)
+        out, key, value = self.attend(case, config, active_rows)
+        assert_cache(case, key, value)
+        assert_attention(case, out, key, value, self._rounding[case.key.dtype.name], active_rows)
+        return out, key, value
+
+    def assert_rows_are_apart(self, rng, case, config, counts):
+        """Garbage in rows that are not active reaches nothing, and that of one row reaches no row that is apart."""
+        whole = self.attend(case, config, case.rows)
+        for active_rows in counts:
+            broken = case.qkv.copy()
+            broken[active_rows:] = rng.choice([np.nan, np.inf])
+            out, key, value = self.attend(dataclasses.replace(case, qkv=broken), config, active_rows)
+            assert np.isfinite(out).all() and not out[active_rows:].any()
+            assert np.isfinite(value.astype(np.float32)).all()
+            end = case.first_slot + active_rows
+            for got, expected in zip((out[:active_rows], key[:, :end], value[:, :end]), whole, strict=True):
+                part = expected[:active_rows] if expected is whole[0] else expected[:, :end]
+                assert_same_bits(got, part)
+        case = dataclasses.replace(case, mask=np.eye(case.rows, dtype=bool))
+        whole = self.attend(case, config, case.rows)
+        slot = case.first_slot + 3
+        # The largest numbers are infinite in bfloat16.
+        for garbage in (np.nan, np.inf, -np.inf, 3.4e38)[: 3 if case.key.dtype == np.float32 else 4]:
+            broken = case.qkv.copy()
+            broken[3] = garbage
+            got = self.attend(dataclasses.replace(case, qkv=broken), config, case.rows)
+            for place, after, before in zip((3, slot, slot), got, whole, strict=True):
+                axis = 0 if place == 3 and after is got[0] else 1
+                assert_same_bits(np.delete(after, place, axis), np.delete(before, place, axis))
 
 
 @functools.cache

@@ -5,20 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax._src.lib.mlir import ir
 from jax._src.pallas.triton.lowering import _new_ir_context
-from lowering import lowering_for
+from lowering import MODELS, abstract_attention, lowering_for
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention import tree_attention, triton
 from pallas_kernels.tree_attention.config import choose
 
-# K of one shard, G, H.
-MODELS = {
-    "llama-3-8b": (8, 4, 128),
-    "llama-3-70b on 4": (2, 8, 128),
-    "llama-3-70b on 8": (1, 8, 128),
-    "qwen2-72b": (8, 8, 128),
-    "smollm2": (3, 3, 64),
-}
 DEVICES = {(8, 0): ("NVIDIA A100-SXM4-80GB", 108), (9, 0): ("NVIDIA H100 80GB HBM3", 132)}
 TARGET = "__gpu$xla.gpu.triton"
 
@@ -50,16 +42,10 @@ def assert_valid(modules):
             ir.Module.parse(module.value_bytes)
 
 
-def operands(T, K, G, H, slots, window=None, dtype=jnp.bfloat16):
-    shapes = [((T, K, G + 2, H), jnp.float32), *[((T, H // 2), jnp.float32)] * 2, *[((K, slots, H), dtype)] * 2]
-    shapes += [((), jnp.int32), ((T, window or T), bool), ((T,), jnp.int32)]
-    return [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-
-
 @pytest.mark.parametrize("model, capability", [*((model, (9, 0)) for model in MODELS), ("llama-3-8b", (8, 0))], ids=str)
 def test_trees(model, capability):
     for T, slots in ((1, 1024), (8, 1024), (64, 8192)):
-        modules = lower(tree_attention, operands(T, *MODELS[model], slots), capability)
+        modules = lower(tree_attention, abstract_attention(T, *MODELS[model], slots), capability)
         # The second one merges the parts of the prefix.
         K, G, H = MODELS[model]
         splits = choose(*DEVICES[capability], T, G, H, slots, kv_heads=K).splits
@@ -71,7 +57,7 @@ def test_trees(model, capability):
 @pytest.mark.parametrize("T", [128, 1024])
 def test_wide_trees(T):
     for model in ("llama-3-8b", "smollm2"):
-        assert_valid(lower(tree_attention, operands(T, *MODELS[model], 4096), (8, 0)))
+        assert_valid(lower(tree_attention, abstract_attention(T, *MODELS[model], 4096), (8, 0)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -81,21 +67,21 @@ def test_everything_at_once(dtype):
         return tree_attention(*operands, offset=offset, active_rows=active_rows, sliding_window=1000)
 
     numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * 2
-    assert_valid(lower(call, [*operands(8, 2, 3, 96, 4096, window=72, dtype=dtype), *numbers], (8, 0)))
+    assert_valid(lower(call, [*abstract_attention(8, 2, 3, 96, 4096, window=72, dtype=dtype), *numbers], (8, 0)))
 
 
 @pytest.mark.parametrize("sliding", [None, 1000])
 def test_chunks(sliding):
-    chunk = operands(512, *MODELS["llama-3-8b"], 4096)[:6]
+    chunk = abstract_attention(512, *MODELS["llama-3-8b"], 4096)[:6]
     assert_valid(lower(lambda *o: tree_attention(*o, sliding_window=sliding), chunk, (8, 0)))
 
 
 def test_sequences_in_a_batch():
-    batch = [jax.ShapeDtypeStruct((4, *x.shape), x.dtype) for x in operands(8, *MODELS["llama-3-8b"], 1024)]
+    batch = [jax.ShapeDtypeStruct((4, *x.shape), x.dtype) for x in abstract_attention(8, *MODELS["llama-3-8b"], 1024)]
     assert_valid(lower(jax.vmap(lambda *o: tree_attention(*o)), batch, (9, 0)))
 
 
 def test_what_is_left_to_xla():
-    chunk = operands(64, *MODELS["smollm2"], 1024)[:6]
+    chunk = abstract_attention(64, *MODELS["smollm2"], 1024)[:6]
     assert lower(lambda *o: tree_attention(*o, write_only=True), chunk, (8, 0)) == []
-    assert lower(tree_attention, operands(4, 1, 1, 2 * triton.MOST_WIDTH, 256), (8, 0)) == []
+    assert lower(tree_attention, abstract_attention(4, 1, 1, 2 * triton.MOST_WIDTH, 256), (8, 0)) == []

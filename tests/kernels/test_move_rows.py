@@ -74,13 +74,11 @@ def test_one_launch_for_all_layers():
     text = lower(64, 17)
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1 and triton.NAME in text
     assert "dynamic_update_slice" not in text and "gather" not in text
-    # As many pointers as a kernel takes.
-    assert lower(2 * triton.MOST_CACHES, 17).count("custom_call @__gpu$xla.gpu.triton") == 2
-
-
-def test_many_rows_go_through_xla():
+    # Many rows go through XLA.
     most = triton.MOST_NUMBERS // triton.MIN_COLUMNS
     assert "xla.gpu.triton" in lower(2, most) and "xla.gpu.triton" not in lower(2, most + 1)
+    # As many pointers as a kernel takes.
+    assert lower(2 * triton.MOST_CACHES, 17).count("custom_call @__gpu$xla.gpu.triton") == 2
 
 
 def test_refuses_what_does_not_fit():

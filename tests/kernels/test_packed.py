@@ -8,7 +8,7 @@ import pytest
 from kernel_cases import assert_same_bits, needs_native, numbers, random_rows, random_weight, run_native
 
 from pallas_kernels.linear import Blocks, linear, take_rows
-from pallas_kernels.linear.blocks import FORMATS, PACKED, packed_name
+from pallas_kernels.linear.blocks import FORMATS, packed_name
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.swiglu import swiglu
 
@@ -51,6 +51,8 @@ def activations(request):
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_products_are_those_of_rounded_rows(name, outputs, activations):
     x, weight, packed = operands(name, outputs, activations)
+    x = x.copy()
+    x[:2] = 0, 1e-38
     rounded, exact = round_rows(x, activations), numbers(weight).astype(np.float64)
     got = run_native(linear, x, packed)
     bound = np.abs(rounded) @ np.abs(exact).T
@@ -58,6 +60,7 @@ def test_products_are_those_of_rounded_rows(name, outputs, activations):
     if name in ("q4_1", "q4_k", "q5_k"):
         bound = bound + 4 * np.abs(rounded).sum(-1, keepdims=True) * np.abs(exact).max(-1)
     assert (np.abs(got - rounded @ exact.T) <= 3e-6 * bound + 1e-30).all()
+    assert not got[:2].any()
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
@@ -86,8 +89,8 @@ def test_swiglu_is_made_of_the_same_products(name, outputs, activations):
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_taken_rows_are_the_numbers_of_the_file(name, outputs, activations):
-    _, weight, packed = operands(name, outputs, activations)
+def test_taken_rows_are_the_numbers_of_the_file(name, outputs):
+    _, weight, packed = operands(name, outputs, "int8")
     index = np.array([outputs - 1, 0, outputs // 2], np.int32)
     rows = Blocks(np.asarray(weight.data)[index], name)  # pyright: ignore[reportArgumentType]
     assert_same_bits(run_native(take_rows, packed, index), numbers(rows))
@@ -104,12 +107,6 @@ def test_broken_numbers_stay_in_their_row(name, activations):
         assert np.isnan(got[3]).all()
         others = np.arange(len(x)) != 3
         assert_same_bits(got[others], whole[others])
-
-
-def test_zeros_and_tiny_numbers_give_zeros(activations):
-    x, _, packed = operands("q4_0", 32, activations)
-    rows = np.stack([np.zeros_like(x[0]), np.full_like(x[0], 1e-38)])
-    assert not run_native(linear, rows, packed).any()
 
 
 @pytest.mark.parametrize("name", ("q4_1", "q6_k"))
@@ -137,9 +134,3 @@ def test_what_cannot_be_packed_is_refused():
     weight = Blocks(np.zeros((4, 2, 19), np.uint8), packed_name("q4_0", "int8"))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="blocks"):
         jax.eval_shape(linear, np.zeros((1, 64), np.float32), weight)
-
-
-def test_packed_sizes():
-    for name, block_format in PACKED.items():
-        plain = FORMATS[name.rpartition("_")[0]]
-        assert plain.nbytes <= block_format.nbytes <= 1.03 * plain.nbytes

@@ -34,7 +34,7 @@ def make_rows(kind, rows, columns):
 
 @needs_native
 @pytest.mark.parametrize("kind", ["numbers", "ties", "few", "broken"])
-@pytest.mark.parametrize("columns", [1, 17, 63, 64, 1000, 16384, 50000])
+@pytest.mark.parametrize("columns", [1, 63, 64, 1000, 50000])
 def test_row_top(kind, columns):
     values = make_rows(kind, 5, columns)
     for count in sorted({min(n, columns) for n in (1, 2, 20, MAX_COUNT)}):

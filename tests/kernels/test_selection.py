@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from kernel_cases import needs_native
-from lowering import H100, lowering_for
+from lowering import H100, abstract_attention, lowering_for
 
 from pallas_kernels import KERNEL_NAMES, kernel_check, registry, selection
 from pallas_kernels.registry import Kernels, current, using
@@ -22,18 +22,15 @@ from pallas_kernels.tree_attention import tree_attention
 
 @needs_native
 def test_choice(monkeypatch):
+    assert 1 <= selection.count_cores() <= os.cpu_count()
+    for name in ("cpu", "gpu", "tpu"):
+        assert choose("xla", name) == Kernels("xla", name, 1)
+    assert choose("auto", "tpu", 4) == Kernels("xla", "tpu", 1)
     monkeypatch.setattr(selection, "count_cores", lambda: 6)
     assert choose("auto", "cpu") == choose("cpu", "cpu") == Kernels("cpu", "cpu", 6)
     assert choose("auto", "cpu", 1).native
     # Devices share the cores, and each has one at least.
     assert [choose("cpu", "cpu", devices).threads for devices in (2, 4, 6, 8)] == [3, 1, 1, 1]
-
-
-def test_choice_of_xla():
-    for name in ("cpu", "gpu", "tpu"):
-        assert choose("xla", name) == Kernels("xla", name, 1)
-        assert not choose("xla", name).native
-    assert choose("auto", "tpu", 4) == Kernels("xla", "tpu", 1)
 
 
 def test_choices_that_are_refused():
@@ -143,16 +140,11 @@ def test_gpu_kernels_that_fail_their_check(gpu_kernels, warnings):
     refused("mosaic", "tree_attention", "mosaic")
 
 
-def abstract_attention(H, dtype, **options):
-    """Operands of eight rows, as far as implementations look at them, and options."""
-    shape = jax.ShapeDtypeStruct
-    cache = shape((2, 512, H), dtype)
-    table = shape((8, H // 2), np.float32)
-    operands = (
-        shape((8, 2, 4, H), np.float32), table, table, cache, cache,
-        shape((), np.int32), shape((8, 8), bool), shape((8,), np.int32),
-    )  # fmt: skip
-    return operands, {"offset": None, "sliding_window": None, "active_rows": None, "write_only": False} | options
+OPTIONS = {"offset": None, "sliding_window": None, "active_rows": None, "write_only": False}
+
+
+def eight_rows(width, dtype):
+    return abstract_attention(8, 2, 2, width, 512, dtype=dtype)
 
 
 def test_what_an_implementation_does_not_take_goes_to_xla(gpu_kernels, warnings, monkeypatch):
@@ -161,8 +153,7 @@ def test_what_an_implementation_does_not_take_goes_to_xla(gpu_kernels, warnings,
     bfloat16 = jax.numpy.bfloat16
 
     def found(kernels, *call):
-        operands, options = abstract_attention(*call)
-        module = kernels.find("tree_attention", *operands, **options)
+        module = kernels.find("tree_attention", *eight_rows(*call), **OPTIONS)
         return module and module.__name__.rpartition(".")[2]
 
     calls = ((64, bfloat16), (128, bfloat16), (64, np.float32), (96, bfloat16), (256, bfloat16), (512, bfloat16))
@@ -178,7 +169,7 @@ def test_what_an_implementation_does_not_take_goes_to_xla(gpu_kernels, warnings,
     assert calls_of_attention.taken and calls_of_attention.refused.startswith("tree_attention of float32[8, 2, 4, 64]")
     assert auto.own_calls() == {}
     assert found(choose("pallas-triton", "gpu", 1, gpu("9.0")), *calls[2]) == "triton"
-    operands, _ = abstract_attention(*calls[2])
+    operands = eight_rows(*calls[2])
     with using(choose("pallas-triton", "gpu", 1, gpu("9.0"))), lowering_for(*H100):
         text = jax.jit(tree_attention).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text
@@ -196,23 +187,17 @@ def test_what_an_implementation_does_not_take_goes_to_xla(gpu_kernels, warnings,
     ],
 )
 def test_auto_takes_what_was_measured_to_be_fastest(gpu_kernels, rows, heads, group, dtype, found):
-    shape, width = jax.ShapeDtypeStruct, 128
-    cache = shape((heads, 1024, width), dtype)
-    operands = (
-        shape((rows, heads, group + 2, width), np.float32), *[shape((rows, width // 2), np.float32)] * 2, cache, cache,
-        shape((), np.int32), shape((rows, rows), bool), shape((rows,), np.int32),
-    )  # fmt: skip
-    options = {"offset": None, "sliding_window": None, "active_rows": None, "write_only": False}
-    module = choose("auto", "gpu", 1, gpu("9.0")).find("tree_attention", *operands, **options)
+    operands = abstract_attention(rows, heads, group, 128, 1024, dtype=dtype)
+    module = choose("auto", "gpu", 1, gpu("9.0")).find("tree_attention", *operands, **OPTIONS)
     assert (module and module.__name__.rpartition(".")[2]) == found
     if found == "mosaic":
-        older = choose("auto", "gpu", 1, gpu("8.0")).find("tree_attention", *operands, **options)
+        older = choose("auto", "gpu", 1, gpu("8.0")).find("tree_attention", *operands, **OPTIONS)
         assert older is not None and older.__name__.endswith("triton")
 
 
 def test_no_word_of_what_is_left_to_xla_by_design(gpu_kernels, warnings, monkeypatch):
     monkeypatch.setattr(registry, "_own_calls", {})
-    operands, _ = abstract_attention(64, np.float32)
+    operands = eight_rows(64, np.float32)
     rows, weight = jax.ShapeDtypeStruct((65, 64), np.float32), jax.ShapeDtypeStruct((96, 64), np.float32)
     with using(choose("mosaic", "gpu", 1, gpu("9.0"))):
         jax.eval_shape(lambda *operands: tree_attention(*operands, write_only=True), *operands)
@@ -229,12 +214,6 @@ def test_every_set_names_implementations_that_exist():
                 assert (Path(registry.__file__).parent / operation / f"{implementation}.py").is_file(), name
     assert {operation for operations in selection.SETS.values() for operation in operations} == {*kernel_check.CHECKS}
     assert {*selection.SETS} == {*KERNEL_NAMES} - {"xla", "cpu"}
-
-
-def test_threads_are_the_cores_that_this_process_may_use():
-    if hasattr(os, "sched_getaffinity"):
-        assert selection.count_cores() == len(os.sched_getaffinity(0))
-    assert selection.count_cores() >= 1
 
 
 def test_current():

@@ -47,12 +47,10 @@ def test_a_peer_answers_like_an_llm(monkeypatch):
     assert (stats.prompt_tokens, stats.completion_tokens, stats.ttft_s, stats.decode_s) == (4, 12, 0.5, 5.5)
     assert stats.tokens_per_s == 2 and peer.engine.prepare(100) == 0 and peer.engine.settle() is None
 
-
-@pytest.mark.parametrize("given", [0, 11, 13])
-def test_another_number_of_tokens_is_refused(given):
-    peer = Peer("other", bench_fakes.FakeLLM(), lambda ids, count: iter(range(given)))
-    with pytest.raises(ConfigError, match=f"other gave {given} tokens, 12 were asked for"):
-        peer.generate("abcd", SAMPLING)
+    for given in (0, 11, 13):
+        peer = Peer("other", bench_fakes.FakeLLM(), lambda ids, count, given=given: iter(range(given)))
+        with pytest.raises(ConfigError, match=f"other gave {given} tokens, 12 were asked for"):
+            peer.generate("abcd", SAMPLING)
 
 
 def test_all_are_interleaved_and_the_table_has_one_row_each(monkeypatch):
@@ -91,8 +89,8 @@ def test_what_cannot_run_is_refused_at_once(monkeypatch, capsys, words, message)
     assert left.value.code == 2 and message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_llama_generates_from_a_fresh_state(monkeypatch):
-    made = []
+def test_llama_from_a_fresh_state_with_lookup_or_requantised(monkeypatch):
+    made, wanted = [], []
 
     class Llama:
         def __init__(self, path, **options):
@@ -106,27 +104,23 @@ def test_llama_generates_from_a_fresh_state(monkeypatch):
             while True:
                 yield 7
 
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
-    generate = load_llama("model.gguf", 128, 2)
-    assert list(generate([1, 2], 3)) == [7, 7, 7]
-    assert made[0][1]["n_ctx"] == 128 and made[0][1]["n_threads"] == 2
-    assert made[1:] == ["reset", ([1, 2], {"top_k": 1, "temp": 0.0, "repeat_penalty": 1.0})]
-
-
-def test_llama_looks_prompts_up_and_requantises(monkeypatch):
-    made, wanted = [], []
-
     def quantize(source, out, settings):
         wanted.append((source, settings.ftype, settings.allow_requantize))
         return int(source != b"model.gguf")
 
     module = SimpleNamespace(
-        Llama=lambda path, **options: made.append((path, options)), llama_model_quantize=quantize,
-        llama_model_quantize_default_params=SimpleNamespace, LLAMA_FTYPE_MOSTLY_Q4_0=2,
-    )  # fmt: skip
+        Llama=Llama,
+        llama_model_quantize=quantize,
+        llama_model_quantize_default_params=SimpleNamespace,
+        LLAMA_FTYPE_MOSTLY_Q4_0=2,
+    )
     lookup = SimpleNamespace(LlamaPromptLookupDecoding=lambda num_pred_tokens: num_pred_tokens)
     monkeypatch.setitem(sys.modules, "llama_cpp", module)
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", lookup)
+    assert [*load_llama("model.gguf", 128, 2)([1, 2], 3)] == [7, 7, 7]
+    assert made[0][1]["n_ctx"] == 128 and made[0][1]["n_threads"] == 2
+    assert made[1:] == ["reset", ([1, 2], {"top_k": 1, "temp": 0.0, "repeat_penalty": 1.0})]
+    made.clear()
     load_llama("model.gguf", 128, 2, "llama.cpp-lookup")
     assert made[0][0] == "model.gguf" and made[0][1]["draft_model"] == bench_peers.LOOKUP_TOKENS and not wanted
     load_llama("model.gguf", 128, 2, "llama.cpp-q4_0")

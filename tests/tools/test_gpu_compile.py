@@ -75,19 +75,29 @@ def test_the_kernels_of_a_layer():
     assert gpu_compile.list_layer(entry[:4]) == []
 
 
-def compile_programs(folder, *arguments, flags=""):
-    """Rows by method and program, of a process of its own: the tool changes what JAX looks for."""
-    file, tool = folder / "found.json", Path(gpu_compile.__file__)
-    paths = os.pathsep.join(filter(None, (str(tool.parents[1]), *sys.path)))
-    command = [sys.executable, str(tool), *arguments, "--json", str(file)]
-    environment = os.environ | {"PYTHONPATH": paths} | ({"XLA_FLAGS": flags} if flags else {})
-    subprocess.run(command, check=True, env=environment, capture_output=True)
+def run_python(*arguments, **environment):
+    """Output of a process of its own: the tool changes what JAX looks for."""
+    tool = Path(gpu_compile.__file__)
+    paths = os.pathsep.join(filter(None, (str(tool.parent), str(tool.parents[1]), *sys.path)))
+    environment = os.environ | {"PYTHONPATH": paths} | environment
+    return subprocess.run([sys.executable, *arguments], check=True, env=environment, capture_output=True, text=True)
+
+
+def compile_programs(folder, *arguments, **environment):
+    """Rows by method and program."""
+    file = folder / "found.json"
+    run_python(gpu_compile.__file__, *arguments, "--json", str(file), **environment)
     return {(row["method"], row["program"]): row for row in json.loads(file.read_text())["rows"]}
 
 
-@pytest.mark.gpu_compile
-@pytest.mark.slow
-@pytest.mark.skipif(gpu_compile.find_problem() is not None, reason="needs the extra gpu-compile")
+def compiles(test):
+    """A test that compiles for a GPU."""
+    problem = gpu_compile.find_problem()
+    skip = pytest.mark.skipif(problem is not None, reason="needs the extra gpu-compile")
+    return pytest.mark.gpu_compile(pytest.mark.slow(skip(test)))
+
+
+@compiles
 @pytest.mark.parametrize("gpu", gpu_compile.GPUS)
 def test_programs_of_rounds(gpu, tmp_path):
     """No wait, no copied cache, hardly a spilled register; kernels must not become more unnoticed."""
@@ -102,9 +112,7 @@ def test_programs_of_rounds(gpu, tmp_path):
     assert rows["specexec", "draft"]["kernels_a_layer"] <= MOST_KERNELS["draft"]
 
 
-@pytest.mark.gpu_compile
-@pytest.mark.slow
-@pytest.mark.skipif(gpu_compile.find_problem() is not None, reason="needs the extra gpu-compile")
+@compiles
 @pytest.mark.parametrize(("weights", "devices"), [("q4_0", 1), ("q4_0", 2), ("int4_g128", 1), ("q6_k", 1)])
 def test_packed_weights_stay_packed(weights, devices, tmp_path):
     """Nothing as large as a weight's numbers is written: one row, a tree, and the growth of a tree."""
@@ -122,15 +130,13 @@ def test_packed_weights_stay_packed(weights, devices, tmp_path):
         assert rows["specexec", "draft"]["kernels_a_layer"] <= MOST_PACKED_KERNELS["draft"]
 
 
-@pytest.mark.gpu_compile
-@pytest.mark.slow
-@pytest.mark.skipif(gpu_compile.find_problem() is not None, reason="needs the extra gpu-compile")
+@compiles
 def test_collectives_in_graphs(tmp_path):
     """The loop that waits for the host on several devices: its collectives, by an option that users may set."""
     both = "--devices", "2", "--methods", "specexec"
     assert compile_programs(tmp_path, *both)["specexec", "draft"]["waits"] == ["shard_map/draft/grow/while"]
     option = f"{xla_options.GPU_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
-    rows = compile_programs(tmp_path, *both, flags=f"--xla_gpu_enable_command_buffer={option}")
+    rows = compile_programs(tmp_path, *both, XLA_FLAGS=f"--xla_gpu_enable_command_buffer={option}")
     assert rows["specexec", "draft"]["waits"] == [] and rows["specexec", "draft"]["launched"] == ["CommandBuffer"]
 
 
@@ -163,20 +169,10 @@ for T, K, G, H in ((1, 8, 4, 128), (8, 8, 4, 128), (64, 8, 4, 128), (8, 3, 3, 64
 MOST_FLOAT32_SPILLS = {"1 128": 80, "8 128": 72, "64 128": 84, "8 64": 0}
 
 
-@pytest.mark.gpu_compile
-@pytest.mark.slow
-@pytest.mark.skipif(gpu_compile.find_problem() is not None, reason="needs the extra gpu-compile")
+@compiles
 def test_attention_in_float32_hardly_spills():
     """`auto` leaves it to XLA; `--kernels pallas-triton` does not."""
-    tool = Path(gpu_compile.__file__)
-    paths = os.pathsep.join(filter(None, (str(tool.parent), str(tool.parents[1]), *sys.path)))
-    ran = subprocess.run(
-        [sys.executable, "-c", SPILLS],
-        check=True,
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
+    ran = run_python("-c", SPILLS)
     found = {shape: int(spills) for shape, _, spills in (line.rpartition(" ") for line in ran.stdout.splitlines())}
     assert found.keys() == MOST_FLOAT32_SPILLS.keys()
     assert all(found[shape] <= most for shape, most in MOST_FLOAT32_SPILLS.items()), found

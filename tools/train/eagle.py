@@ -30,7 +30,7 @@ from train.batches import Packer, Rows
 from train.shards import Conversation
 from train.states import StateSource
 from train.student import KERNELS, init_student, student_config
-from train.train import Quality, Trainer, TrainSettings, make_optimizer, round_matrices, summarise
+from train.train import Quality, Trainer, TrainSettings, held_out_batches, make_optimizer, round_matrices, summarise
 
 # What a step counts beside the one before it, as in the published training code.
 STEP_WEIGHT = 0.8
@@ -290,29 +290,19 @@ def measure_head(
     Raises:
       ValueError: no conversation has an answer.
     """
-    answered = [c for c in held_out if c.answer < len(c.token)]
-    if not answered:
-        raise ValueError(f"none of {len(held_out)} held-out conversations has an answer; sample more")
-    packed = packer.fill(answered)
     matches: list[np.ndarray] = []
     runs: list[np.ndarray] = []
     losses = []
-    for start in range(0, len(packed), rows):
-        batch = packed[start : start + rows]
-        arrays = packer.pack(batch + [batch[-1]] * (rows - len(batch)))
-        arrays.weight[len(batch) :] = 0
+    for arrays, places in held_out_batches(packer, held_out, rows):
         hit, *loss = _examine(params, embed, head, states(arrays), arrays, cfg=cfg, depth=depth)
         losses.append([float(part) for part in loss])
         hits = np.asarray(hit)
-        for r, row in enumerate(batch):
-            at = 0
-            for c in row:
-                at += packer.tokens(c)
-                # Row i predicts token i + 2: from the row before the answer's first token's own on.
-                own = hits[r, at - len(c.token) + c.answer - 2 : at - 2]
-                matches.append(own[:, 0])
-                if c.temperature == 0:
-                    runs.append(np.cumprod(own[: max(0, len(own) - depth + 1)], axis=1).sum(axis=1))
+        for r, end, c in places:
+            # Row i predicts token i + 2: from the row before the answer's first token's own on.
+            own = hits[r, end - len(c.token) + c.answer - 2 : end - 2]
+            matches.append(own[:, 0])
+            if c.temperature == 0:
+                runs.append(np.cumprod(own[: max(0, len(own) - depth + 1)], axis=1).sum(axis=1))
     total, count = np.sum(losses, axis=0)
     return summarise(total / count if count else 0.0, matches, runs, depth)
 

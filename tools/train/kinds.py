@@ -76,7 +76,7 @@ class Student:
 def open_student(
     llm: LLM, settings: dict[str, Any], length: int, keep_states: Path | None = None, data: Sequence[Path] = ()
 ) -> Student:
-    """The student that a run's settings describe, for rows of `length` tokens; runs of earlier versions have no kind.
+    """The student that a run's settings describe, for rows of `length` tokens.
 
     Without a length its states cannot be asked for. They are those that `sample` kept in one of the folders `data`,
     where it did.
@@ -84,7 +84,7 @@ def open_student(
     target, layers = llm.engine.target.cfg, settings.get("layers", ())
     head_ids = settings["head_ids"]
     embed, head = llm.params["embed"], _head_rows(llm, np.array(head_ids or range(target.vocab_size), np.int32))
-    if settings.get("kind", Kind.LAYERS) == Kind.LAYERS:
+    if settings["kind"] == Kind.LAYERS:
         return Student(student_config(target, layers, head_ids), init_student(llm.params, layers), embed, head)
     if settings["kind"] == Kind.EAGLE3:
         cfg = head_config(target, settings["states"], head_ids)

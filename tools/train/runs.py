@@ -28,10 +28,7 @@ def read_settings(run: Path) -> dict[str, Any]:
     path = run / SETTINGS
     if not path.is_file():
         raise typer.BadParameter(f"{run}: holds no run; begin one with `train`")
-    settings = json.loads(path.read_text())
-    if settings.get("kind") == "eagle3" and "states" not in settings:
-        settings["states"] = settings.pop("layers")  # as earlier versions noted them
-    return settings
+    return json.loads(path.read_text())
 
 
 def as_settings(settings: dict[str, Any]) -> TrainSettings:
@@ -108,7 +105,7 @@ def earlier_settings(run: Path, settings: dict[str, Any], begun: bool) -> dict[s
             raise typer.BadParameter(f"{run}: holds checkpoints, but no {SETTINGS}; name another run")
         return {}
     old = read_settings(run)
-    # What an earlier version of this tool did not note is not compared.
+    # `begin_step` and `seen` are noted later.
     differing = sorted(key for key in {*old} & {*settings} if old[key] != settings[key])
     if differing and begun:
         raise typer.BadParameter(f"{run}: was begun with other settings ({', '.join(differing)}); name another run")

@@ -265,29 +265,40 @@ def measure_quality(
     Raises:
       ValueError: none of them has an answer.
     """
+    matches: list[np.ndarray] = []
+    greedy: list[np.ndarray] = []
+    losses = []
+    for arrays, places in held_out_batches(packer, held_out, rows):
+        hit, loss = _examine(params, embed, head, arrays, cfg=cfg)
+        losses.append((float(loss), float(arrays.weight.sum())))
+        for r, end, c in places:
+            hits = np.asarray(hit[r, end - len(c.token) + c.answer - 1 : end - 1])
+            matches.append(hits)
+            if c.temperature == 0:
+                greedy.append(hits)
+    loss = float(np.average([x for x, _ in losses], weights=[n for _, n in losses]))
+    return summarise(loss, matches, [_run_lengths(hits, depth) for hits in greedy], depth)
+
+
+def held_out_batches(
+    packer: Packer, held_out: Sequence[Conversation], rows: int
+) -> Iterator[tuple[Rows, list[tuple[int, int, Conversation]]]]:
+    """Batches of the conversations that have an answer: packed rows; and row, end and conversation of each text.
+
+    Raises:
+      ValueError: none of them has an answer.
+    """
     answered = [c for c in held_out if c.answer < len(c.token)]
     if not answered:
         raise ValueError(f"none of {len(held_out)} held-out conversations has an answer; sample more")
     packed = packer.fill(answered)
-    matches: list[np.ndarray] = []
-    greedy: list[np.ndarray] = []
-    losses = []
     for start in range(0, len(packed), rows):
         batch = packed[start : start + rows]
         arrays = packer.pack(batch + [batch[-1]] * (rows - len(batch)))
         arrays.weight[len(batch) :] = 0
-        hit, loss = _examine(params, embed, head, arrays, cfg=cfg)
-        losses.append((float(loss), float(arrays.weight.sum())))
-        for r, row in enumerate(batch):
-            at = 0
-            for c in row:
-                at += packer.tokens(c)
-                hits = np.asarray(hit[r, at - len(c.token) + c.answer - 1 : at - 1])
-                matches.append(hits)
-                if c.temperature == 0:
-                    greedy.append(hits)
-    loss = float(np.average([x for x, _ in losses], weights=[n for _, n in losses]))
-    return summarise(loss, matches, [_run_lengths(hits, depth) for hits in greedy], depth)
+        ends = (itertools.accumulate(map(packer.tokens, row)) for row in batch)
+        places = [(r, end, c) for r, row in enumerate(batch) for end, c in zip(next(ends), row, strict=True)]
+        yield arrays, places
 
 
 def summarise(loss: float, matches: Sequence[np.ndarray], run_lengths: Sequence[np.ndarray], depth: int) -> Quality:

@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 from native_models import list_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -67,3 +68,40 @@ def make_conversations(lengths, seed=0, **options):
 def identities(conversations):
     """Which they are."""
     return [id(c) for c in conversations]
+
+
+# The command line, from end to end. With this seed some held-out answers are long enough for a chain.
+SAMPLE = "--branches 8 --steps 80 --top 12 --longest 32 --seed 2 --tokens 1920".split()
+
+
+def output_of(result):
+    """What a command printed, in one line."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def succeed(result):
+    """The output of a command that must have succeeded."""
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def refuse(result, *said):
+    """A message for the user, and no traceback."""
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (result.output, result.exception)
+    assert all(words in output_of(result) for words in said), result.output
+
+
+def settings_of(run):
+    """What a run notes of itself."""
+    return json.loads((run / "settings.json").read_text())
+
+
+def curve_of(run):
+    """A run's curve, less what depends on where it was stopped."""
+    entries = [json.loads(line) for line in (run / "curve.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in entry.items() if k not in ("seconds", "training_loss")} for entry in entries]
+
+
+def assert_same(some, others):
+    """Equal pytrees of arrays."""
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), some, others)

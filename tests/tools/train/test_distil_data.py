@@ -2,12 +2,8 @@
 
 import collections
 import dataclasses
-import itertools
 import json
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,22 +70,13 @@ def test_an_epoch_has_every_conversation_once():
     seen = collections.Counter(id(c) for batch in batches for row in batch for c in row)
     assert seen == collections.Counter(identities(conversations))
     assert all(sum(map(packer().tokens, row)) <= 32 for batch in batches for row in batch)
+    other = [id(c) for batch in epoch(packer(), conversations, 1, seed=3, number=1) for row in batch for c in row]
+    assert other != [id(c) for batch in batches for row in batch for c in row]
     # In larger batches the same rows, but for those that fill none.
     larger = list(epoch(packer(), conversations, 7, seed=3, number=0))
     assert [len(batch) for batch in larger] == [7] * (len(batches) // 7)
     rows = [row for batch in batches for row in batch]
     assert [identities(row) for batch in larger for row in batch] == [identities(r) for r in rows[: 7 * len(larger)]]
-
-
-def test_the_order_depends_on_seed_and_number_alone():
-    conversations = make_conversations(np.random.default_rng(2).integers(2, 25, 60))
-
-    def order(seed, number):
-        return [id(c) for batch in epoch(packer(), conversations, 2, seed, number) for row in batch for c in row]
-
-    assert order(3, 0) == order(3, 0)
-    orders = [order(*key) for key in itertools.product((3, 4), (0, 1))]
-    assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
 def test_no_question_is_learned_from_and_measured_with():
@@ -145,30 +132,6 @@ def test_a_shard_reads_as_it_was_written(tmp_path):
     assert np.array_equal(read_shard(path)[0].teacher_id, large.teacher_id)
 
 
-def test_a_killed_write_leaves_no_shard(tmp_path):
-    path = shard_path(tmp_path, 0)
-    code = f"""
-import os, signal, sys
-sys.path[:0] = {sys.path!r}
-import numpy as np
-from distil_cases import make_conversations
-from train.shards import write_shard
-from pathlib import Path
-from types import SimpleNamespace
-def save(file, **arrays):
-    file.write(b"half of it")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-np.savez = save
-write_shard(Path({str(path)!r}), make_conversations([4]))
-"""
-    killed = subprocess.run([sys.executable, "-c", code], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert [p.suffix for p in tmp_path.iterdir()] == [".partial"] and not list(tmp_path.glob("shard-*.npz"))
-    write_shard(path, make_conversations([4]))
-    assert [p.name for p in tmp_path.iterdir()] == [path.name] and len(read_shard(path)) == 1
-
-
 def test_a_failed_write_leaves_the_old_shard(tmp_path, monkeypatch):
     path = shard_path(tmp_path, 0)
     write_shard(path, make_conversations([4]))
@@ -180,7 +143,7 @@ def test_a_failed_write_leaves_the_old_shard(tmp_path, monkeypatch):
     monkeypatch.setattr("train.shards.np.savez", fail)
     with pytest.raises(OSError, match="disk full"):
         write_shard(path, make_conversations([4, 5]))
-    assert len(read_shard(path)) == 1
+    assert len(read_shard(path)) == 1 and len([*tmp_path.glob("shard-*.npz")]) == 1
 
 
 def test_a_folder_keeps_to_its_settings(tmp_path):
@@ -219,22 +182,11 @@ def judged_by():
 
 def test_nothing_of_the_benchmark_is_learned_from(documents):
     judged, turns = judged_by()
-    given = [*OPENERS, *TEXT_TASKS, *CODE_TASKS, *documents.texts, *documents.code]
-    assert [text for text in given if fragments(text) & judged] == []
-    assert [task for task in (*TEXT_TASKS, *CODE_TASKS) if any(task.lower() in turn for turn in turns)] == []
-
-
-def test_nothing_of_the_benchmark_is_asked_of_prose():
-    judged, turns = judged_by()
-    assert [text for text in (*MORE_OPENERS, *PROSE_TASKS) if fragments(text) & judged] == []
-    assert [task for task in PROSE_TASKS if any(task.lower() in turn for turn in turns)] == []
-
-
-def test_passages_are_short_and_named_by_a_digest(documents):
+    tasks = [*TEXT_TASKS, *CODE_TASKS, *PROSE_TASKS]
     assert len(documents.texts) > 100 and len(documents.code) > 100
-    assert all(120 <= len(passage) <= 600 for passage in (*documents.texts, *documents.code))
-    assert all(code.startswith("def ") for code in documents.code)
-    assert re.fullmatch("[0-9a-f]{64}", documents.digest)
+    given = [*OPENERS, *MORE_OPENERS, *tasks, *documents.texts, *documents.code]
+    assert [text for text in given if fragments(text) & judged] == []
+    assert [task for task in tasks if any(task.lower() in turn for turn in turns)] == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from distil_cases import PREFIX, SUFFIX, draw_words, make_conversation, no_documents, write_chat_tokenizer
+from distil_cases import PREFIX, SUFFIX, make_conversation, write_chat_tokenizer
 from native_models import LLAMA, MISTRAL, write_native
 from text_models import smollm2
 from tiny_models import empty_cache, on_one_device
@@ -19,20 +19,13 @@ from train.shards import read_meta, read_shard, shard_path, write_shard
 from jaxspec import LLM, SamplingParams
 from jaxspec.models.transformer import forward, vocab_logits
 
+pytestmark = pytest.mark.usefixtures("tiny_corpus")
 SETTINGS = SampleSettings(branches=4, steps=48, top=12, longest=24, seed=5)
 ROOM = len(PREFIX) + SETTINGS.longest
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tiny_corpus():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.sample.draw_opening", draw_words)
-        patch.setattr("train.sample.Documents", no_documents)
-        yield
-
-
 @pytest.fixture(scope="module")
-def sampler(chat_llm):
+def sampler(chat_llm, tiny_corpus):
     return Sampler(chat_llm, SETTINGS)
 
 
@@ -273,10 +266,16 @@ def test_tokens_are_drawn_by_their_probability():
     assert one.random() == other.random()
 
 
-def load(folder, cfg, template=None):
+def load(folder, cfg, *template):
     write_native(folder, cfg)
-    write_chat_tokenizer(folder, cfg.vocab_size, **({"template": template} if template else {}))
+    write_chat_tokenizer(folder, cfg.vocab_size, *template)
     return LLM(folder, method="ar", dtype="float32")
+
+
+def test_a_template_of_one_token_before_the_question(tmp_path):
+    llm = load(tmp_path / "model", LLAMA, "<user> {{ messages[0].content }} <end> <assistant>")
+    assert find_turns(llm) == Turns((1,), SUFFIX)
+    assert Sampler(llm, SETTINGS).shard(3)
 
 
 def test_targets_with_sliding_windows(tmp_path):
@@ -284,9 +283,3 @@ def test_targets_with_sliding_windows(tmp_path):
     conversations = Sampler(llm, SETTINGS).shard(3)
     check_teacher(llm, conversations, SETTINGS.top)
     assert check_greedy(llm, conversations) > SETTINGS.branches
-
-
-def test_a_template_of_one_token_before_the_question(tmp_path):
-    llm = load(tmp_path / "model", LLAMA, "<user> {{ messages[0].content }} <end> <assistant>")
-    assert find_turns(llm) == Turns((1,), SUFFIX)
-    assert Sampler(llm, SETTINGS).shard(3)

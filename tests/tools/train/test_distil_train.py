@@ -1,6 +1,5 @@
 """Training, what it reaches, and the tool from sampled text to a draft that decodes."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -11,11 +10,21 @@ import pytest
 
 pytest.importorskip("optax")
 
-import distil_draft
 import jax
 import jax.numpy as jnp
 import train.kinds as kinds
-from distil_cases import PREFIX, K, draw_words, make_conversation, no_documents, write_chat_tokenizer
+from distil_cases import (
+    PREFIX,
+    SAMPLE,
+    K,
+    assert_same,
+    curve_of,
+    make_conversation,
+    refuse,
+    settings_of,
+    succeed,
+    write_chat_tokenizer,
+)
 from native_models import LLAMA, write_native
 from tiny_models import empty_cache, init_params, on_one_device, relative_error
 from train.batches import CONTEXT_WEIGHT, Packer
@@ -25,7 +34,6 @@ from train.train import (
     Quality,
     Trainer,
     TrainSettings,
-    _run_lengths,
     batches,
     distil_loss,
     latest_step,
@@ -33,7 +41,6 @@ from train.train import (
     restore_params,
     student_logprob,
 )
-from typer.testing import CliRunner
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.models.transformer import forward, vocab_logits
@@ -85,10 +92,6 @@ def train(folder=None, report=lambda step, loss: None):
     return trainer
 
 
-def assert_same(some, others):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), some, others)
-
-
 @functools.cache
 def unbroken():
     """Losses and parameters of a run that was not stopped."""
@@ -102,10 +105,9 @@ class Killed(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [(SAVE_EVERY,), (18, 32, 59)])
-def test_a_killed_run_ends_with_the_same_weights(tmp_path, at):
-    losses = {}
-    for last in at:
+def test_a_killed_run_ends_with_the_same_weights(tmp_path):
+    losses, before = {}, jax.tree.map(np.array, start())
+    for last in (18, 32, 59):
 
         def report(step, loss, last=last):
             losses[step] = loss
@@ -115,7 +117,7 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, at):
         with pytest.raises(Killed):
             train(folder=tmp_path, report=report)
     begun = Trainer(start(), CFG, *tables(), PACKER, lessons(), SETTINGS, tmp_path, SAVE_EVERY)
-    assert begun.step == (at[-1] - 1) // SAVE_EVERY * SAVE_EVERY  # the last save before it
+    assert begun.step == 45  # the last save before it
     begun.run(losses.__setitem__)
     assert losses == unbroken()[0]
     assert_same(begun.params, unbroken()[1])
@@ -124,21 +126,8 @@ def test_a_killed_run_ends_with_the_same_weights(tmp_path, at):
     again = train(folder=tmp_path, report=lambda step, loss: pytest.fail("a step after the last"))
     assert again.step == SETTINGS.steps
     assert_same(again.params, unbroken()[1])
-
-
-@pytest.mark.slow
-def test_the_students_start_is_left_alone():
-    """Updates are donated; what the caller gave stays."""
-    before = jax.tree.map(np.array, start())
+    # Updates are donated; what the caller gave stays.
     assert_same(start(), before)
-    unbroken()
-    assert_same(start(), before)
-    assert any((np.asarray(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (unbroken()[1], before)), strict=True))
-
-
-def test_a_run_without_checkpoints(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-        restore_params(start(), SETTINGS, tmp_path)
 
 
 def test_loss_goes_down_and_agreement_up():
@@ -154,34 +143,30 @@ def test_loss_goes_down_and_agreement_up():
     assert after.positions == before.positions == sum(len(c.token) - c.answer for c in held_out)
 
 
-@pytest.mark.parametrize(("part", "value"), [("params", math.nan), ("optimizer", -math.inf)])
-def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch, part, value):
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("params", math.nan, "the weights are no longer finite"),
+        ("optimizer", -math.inf, "the weights are no longer finite"),
+        ("loss", math.nan, "the loss is nan"),
+    ],
+)
+def test_what_is_not_finite_is_not_saved(tmp_path, monkeypatch, part, value, message):
     def step(params, optimizer, *words, **settings):
-        state = {"params": params, "optimizer": optimizer}
+        state = {"params": params, "optimizer": optimizer, "loss": jnp.ones(1)}
         leaves, tree = jax.tree.flatten(state[part])
         if len(told) == 2:
             at = max(range(len(leaves)), key=lambda i: leaves[i].size)
             leaves[at] = leaves[at].at[..., -1].set(value)
         state[part] = jax.tree.unflatten(tree, leaves)
-        return state["params"], state["optimizer"], jnp.float32(1)
+        return state["params"], state["optimizer"], state["loss"][0]
 
     told = []
     monkeypatch.setattr("train.train.train_step", step)
     trainer = Trainer(start(), CFG, *tables(), PACKER, lessons(), SETTINGS, tmp_path, save_every=1)
-    with pytest.raises(FloatingPointError, match="step 3: the weights are no longer finite"):
+    with pytest.raises(FloatingPointError, match=f"step 3: {message}"):
         trainer.run(lambda step, loss: told.append(step))
     assert told == [1, 2] and latest_step(tmp_path) == 2
-
-
-def test_a_loss_that_is_not_finite_ends_training(tmp_path, monkeypatch):
-    def step(params, optimizer, *words, **settings):
-        return params, optimizer, jnp.float32(math.nan)
-
-    monkeypatch.setattr("train.train.train_step", step)
-    trainer = Trainer(start(), CFG, *tables(), PACKER, lessons(), SETTINGS, tmp_path, save_every=1)
-    with pytest.raises(FloatingPointError, match="step 1: the loss is nan"):
-        trainer.run(lambda step, loss: pytest.fail("told of it"))
-    assert latest_step(tmp_path) is None
 
 
 def test_batches_go_on_epoch_after_epoch():
@@ -193,20 +178,6 @@ def test_batches_go_on_epoch_after_epoch():
     assert all(np.array_equal(rows.token, next(again).token) for rows in seen)
     with pytest.raises(ValueError, match="3 conversations do not fill one batch of 4 rows"):
         next(batches(PACKER, lessons()[:3], SETTINGS))
-
-
-def test_an_epoch_that_fills_no_batch_is_passed_over(monkeypatch):
-    """How many rows an epoch has depends on its order."""
-    monkeypatch.setattr("train.train.epoch", lambda *words: [[[lessons()[words[-1]]]]] if words[-1] % 2 == 0 else [])
-    stream = batches(PACKER, lessons(), dataclasses.replace(SETTINGS, rows=1))
-    assert [next(stream).token.tobytes() for _ in range(3)] == [
-        PACKER.pack([[lessons()[number]]]).token.tobytes() for number in (0, 2, 4)
-    ]
-
-
-def test_held_out_text_without_an_answer():
-    with pytest.raises(ValueError, match="none of 1 held-out conversations has an answer"):
-        measure_quality(start(), CFG, *tables(), PACKER, [make_conversation(np.random.default_rng(0), 9, 9)], ROWS)
 
 
 def test_the_student_scores_as_the_draft_that_decodes():
@@ -292,18 +263,7 @@ def slow_runs(hits, longest):
     return runs
 
 
-@pytest.mark.parametrize("longest", [1, 8])
-def test_run_lengths(longest):
-    rng = np.random.default_rng(0)
-    for length in (0, 1, 2, 3, 7, 8, 9, 40):
-        for share in (0.0, 0.6, 1.0):
-            hits = rng.random(length) < share
-            found = _run_lengths(hits, longest)
-            assert found.tolist() == slow_runs(hits.tolist(), longest)
-
-
-@pytest.mark.parametrize("rows", [4, 8])
-def test_quality_against_lists(rows):
+def test_quality_against_lists():
     """More rows than a batch has, and a number that no batch size divides."""
     conversations = mixed()
     depth, hits, runs = 3, [], []
@@ -317,7 +277,7 @@ def test_quality_against_lists(rows):
         if c.temperature == 0:
             runs += slow_runs(right, depth)
     assert len(PACKER.fill(conversations)) % 4 and 0 < sum(hits) < len(hits) and max(runs) > 1
-    quality = measure_quality(start(), CFG, *tables(), PACKER, conversations, rows, depth)
+    quality = measure_quality(start(), CFG, *tables(), PACKER, conversations, 4, depth)
     assert quality.positions == len(hits)
     assert quality.agreement == pytest.approx(sum(hits) / len(hits))
     assert quality.accepted == pytest.approx([sum(min(run, d) for run in runs) / len(runs) for d in (1, 2, 3)])
@@ -327,45 +287,12 @@ def test_quality_against_lists(rows):
     # A chain of d tokens: each counts if those before it were right too.
     shares = np.cumprod(quality.by_depth)
     assert quality.accepted == pytest.approx(np.cumsum(shares))
+    assert quality.loss == pytest.approx(slow_loss([c for c in conversations if c.answer < len(c.token)]), abs=1e-5)
 
 
-def test_held_out_loss_does_not_depend_on_the_batches():
-    conversations = [c for c in mixed() if c.answer < len(c.token)]
-    quality = measure_quality(start(), CFG, *tables(), PACKER, conversations, 4)
-    assert quality.loss == pytest.approx(slow_loss(conversations), abs=1e-5)
+# The command line, from end to end.
 
-
-# The command line, from end to end. With this seed some held-out answers are long enough for a chain.
-
-SAMPLE = "--branches 8 --steps 80 --top 12 --longest 32 --seed 2 --tokens 1920".split()
 TRAIN = f"--layers 0 --head 24 --steps 6 --rows 2 --length {LENGTH} --save-every 2 --measure-every 3".split()
-
-
-@pytest.fixture(scope="module")
-def command(chat_model):
-    """Runs a command of the tool on the tiny model, which is loaded once."""
-    runner = CliRunner()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.sample.draw_opening", draw_words)
-        patch.setattr("train.sample.Documents", no_documents)
-        patch.setattr(distil_draft, "LLM", functools.cache(LLM))
-
-        def run(name, *words, model=chat_model):
-            return runner.invoke(distil_draft.app, [name, *map(str, words), "--model", str(model)])
-
-        yield run
-
-
-def succeed(result):
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
-
-
-@pytest.fixture(scope="module")
-def data(command, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("distilled") / "data"
-    succeed(command("sample", folder, *SAMPLE))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +321,7 @@ def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, 
     draft = tmp_path / "draft"
     assert "MB" in succeed(command("export", finished, draft))
     llm = LLM(chat_model, draft=draft, method="chain", dtype="float32")
-    settings = json.loads((finished / "settings.json").read_text())
+    settings = settings_of(finished)
     assert llm.engine.models.draft.cfg == student_config(LLAMA, [0], settings["head_ids"])
     assert len(settings["head_ids"]) == 24
     params = restore_params(start(), TrainSettings(steps=6, rows=2), finished / "checkpoints")
@@ -420,43 +347,9 @@ def test_a_stopped_run_goes_on(command, data, finished, tmp_path, monkeypatch):
     settings = TrainSettings(steps=6, rows=2)
     weights = [restore_params(start(), settings, folder / "checkpoints") for folder in (run, finished)]
     assert_same(*weights)
-    assert qualities(run) == qualities(finished)
+    assert curve_of(run) == curve_of(finished)
     succeed(command("train", data, run, *TRAIN))  # nothing is left to do
-    assert qualities(run) == qualities(finished)
-
-
-def qualities(run):
-    """The curve, less what depends on where it was stopped."""
-    entries = [json.loads(line) for line in (run / "curve.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in entry.items() if k not in ("seconds", "training_loss")} for entry in entries]
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        (("--head", 23), "head_ids"), (("--layers", "1"), "layers"), (("--tokens", 1000), "conversations"),
-        (("--learning-rate", 0.5), "learning_rate"),
-    ],
-)  # fmt: skip
-def test_a_run_keeps_to_its_settings(command, data, finished, changed, named):
-    before = content(finished)
-    result = command("train", data, finished, *TRAIN, *changed)
-    assert result.exit_code == 2
-    assert "other settings" in result.output and named in result.output
-    assert content(finished) == before
-
-
-def test_missing_data_is_refused(command, tmp_path):
-    result = command("train", tmp_path / "nothing", tmp_path / "run", *TRAIN)
-    assert result.exit_code == 2 and "run `sample` first" in " ".join(result.output.replace("│", "").split())
-    assert not (tmp_path / "run").exists() and not (tmp_path / "nothing").exists()
-
-
-def test_other_samples_of_the_same_folder_are_refused(command, data):
-    before = content(data)
-    result = command("sample", data, *SAMPLE, "--longest", 20)
-    assert result.exit_code == 2 and "other settings (longest)" in " ".join(result.output.split())
-    assert content(data) == before
+    assert curve_of(run) == curve_of(finished)
 
 
 @pytest.fixture(scope="module")
@@ -468,42 +361,30 @@ def other_model(tmp_path_factory):
     return folder
 
 
-def test_two_models_do_not_share_a_folder(command, data, other_model, tmp_path):
+def test_a_run_and_its_data_keep_to_their_settings(command, data, finished, other_model, tmp_path):
+    before = content(finished), content(data)
+    for changed, named in (
+        (("--head", 23), "head_ids"), (("--layers", "1"), "layers"), (("--tokens", 1000), "conversations"),
+        (("--learning-rate", 0.5), "learning_rate"),
+    ):  # fmt: skip
+        refuse(command("train", data, finished, *TRAIN, *changed), "other settings", named)
+    # Other conversations, as many of them.
+    meta = json.loads((data / "meta.json").read_text())
     shutil.copytree(data, tmp_path / "data")
-    assert command("sample", tmp_path / "data", *SAMPLE, model=other_model).exit_code != 0
-
-
-def test_a_run_keeps_to_its_model(command, data, finished, other_model, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    assert command("train", data, tmp_path / "run", *TRAIN, model=other_model).exit_code != 0
-
-
-@pytest.mark.slow
-def test_all_tokens_in_the_head(command, data, tmp_path):
-    succeed(command("train", data, tmp_path / "run", *TRAIN, "--head", 0, "--steps", 2))
-    assert json.loads((tmp_path / "run" / "settings.json").read_text())["head_ids"] == []
-    succeed(command("export", tmp_path / "run", tmp_path / "draft"))
-    manifest = json.loads((tmp_path / "draft" / "jaxspec.json").read_text())
-    assert not manifest["model"].get("head_ids")
-
-
-def refuse(result, *said):
-    """A message for the user, and no traceback."""
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (result.output, result.exception)
-    output = " ".join(result.output.replace("│", "").split())
-    assert all(words in output for words in said), output
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--steps", 1, "--steps"), ("--longest", 3, "must be from 4 to"), ("--longest", 10**6, "must be from 4 to"),
-        ("--top", LLAMA.vocab_size + 1, f"from 1 to {LLAMA.vocab_size}"),
-    ],
-)  # fmt: skip
-def test_samples_that_cannot_be_taken(command, tmp_path, option, value, said):
-    refuse(command("sample", tmp_path / "data", *SAMPLE, option, value), said)
-    assert not (tmp_path / "data").exists()
+    (tmp_path / "data" / "meta.json").write_text(json.dumps(meta | {"seed": 3}))
+    refuse(command("train", tmp_path / "data", finished, *TRAIN), "other settings (data)")
+    refuse(command("sample", data, *SAMPLE, "--longest", 20), "other settings (longest)")
+    for option, value, said in (("--steps", 1, "--steps"), ("--longest", 3, "from 4 to"), ("--top", 51, "to 50")):
+        refuse(command("sample", tmp_path / "none", *SAMPLE, option, value), said)
+    refuse(command("train", tmp_path / "none", tmp_path / "run", *TRAIN), "run `sample` first")
+    # Folders of different teachers, and another target of the same geometry, vocabulary and template.
+    for name, value, said in (("top", 5, "numbers of teacher logits"), ("prefix", [0, 1], "chat templates")):
+        write_meta(tmp_path / name, meta | {name: value})
+        refuse(command("train", data, tmp_path / "run", *TRAIN, "--more-data", tmp_path / name), said)
+    assert command("sample", data, *SAMPLE, model=other_model).exit_code != 0
+    assert command("train", data, finished, *TRAIN, model=other_model).exit_code != 0
+    assert (content(finished), content(data)) == before
+    assert not (tmp_path / "run").exists() and not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -533,21 +414,6 @@ def stop_before_training(monkeypatch):
     return begun
 
 
-def settings_of(run):
-    return json.loads((run / "settings.json").read_text())
-
-
-def test_a_run_without_a_checkpoint_takes_other_settings(command, data, tmp_path, stop_before_training):
-    run = tmp_path / "run"
-    assert isinstance(command("train", data, run, *TRAIN).exception, Killed)
-    (run / "curve.jsonl").write_text('{"step": 0, "places": 0}\n')
-    assert isinstance(command("train", data, run, *TRAIN).exception, Killed)
-    assert (run / "curve.jsonl").exists()
-    assert isinstance(command("train", data, run, *TRAIN, "--rows", 3).exception, Killed)
-    assert settings_of(run)["rows"] == 3
-    assert not (run / "curve.jsonl").exists()  # that was of other settings
-
-
 def test_a_diverging_run_says_so(command, data, tmp_path, monkeypatch):
     def fail(*words):
         raise FloatingPointError("step 5: the loss is nan")
@@ -570,14 +436,6 @@ def test_data_without_a_conversation_or_an_answer(command, data, finished, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_folders_of_different_teachers_are_refused(command, data, tmp_path):
-    meta = json.loads((data / "meta.json").read_text())
-    for name, value, said in (("top", 5, "numbers of teacher logits"), ("prefix", [0, 1], "chat templates")):
-        write_meta(tmp_path / name, meta | {name: value})
-        refuse(command("train", data, tmp_path / "run", *TRAIN, "--more-data", tmp_path / name), said)
-    assert not (tmp_path / "run").exists()
-
-
 def copy_base(finished, folder, less=()):
     """The finished run, at a time before it had some of its checkpoints."""
     shutil.copytree(finished, folder)
@@ -591,10 +449,11 @@ def restored(base, step):
 
 
 def test_a_run_begins_with_the_same_weights_again(command, data, finished, tmp_path, stop_before_training):
-    base, run, words = copy_base(finished, tmp_path / "base", [6]), tmp_path / "run", [*TRAIN, "--steps", 5]
-    begin = [*words, "--begin-with", base]
+    base, run = copy_base(finished, tmp_path / "base", [6]), tmp_path / "run"
+    begin = [*TRAIN, "--steps", 5, "--begin-with", base]
     assert isinstance(command("train", data, run, *begin).exception, Killed)
     assert settings_of(run)["begin_step"] == 4
+    (run / "curve.jsonl").write_text('{"step": 0, "places": 0}\n')
     shutil.copytree(finished / "checkpoints" / "6", base / "checkpoints" / "6")  # the base goes on
     assert isinstance(command("train", data, run, *begin).exception, Killed)
     assert settings_of(run)["begin_step"] == 4
@@ -603,23 +462,20 @@ def test_a_run_begins_with_the_same_weights_again(command, data, finished, tmp_p
     assert (np.asarray(restored(base, 4)["final_norm"]) != np.asarray(restored(base, 6)["final_norm"])).any()
     shutil.rmtree(base / "checkpoints" / "4")  # and drops what was the newest
     refuse(command("train", data, run, *begin), "no longer holds the checkpoint of step 4", "name another run")
-    # With other settings it begins anew.
+    assert (run / "curve.jsonl").exists()
+    # With other settings it begins anew, as it has no checkpoint.
     assert isinstance(command("train", data, run, *begin, "--rows", 3).exception, Killed)
-    assert settings_of(run)["begin_step"] == 6
+    assert settings_of(run)["begin_step"] == 6 and not (run / "curve.jsonl").exists()
     assert_same(stop_before_training[2], restored(base, 6))
-
-
-def test_a_run_with_a_checkpoint_needs_its_base_no_more(command, data, finished, tmp_path, stop_before_training):
-    base, run = copy_base(finished, tmp_path / "base"), tmp_path / "run"
-    begin = [*TRAIN, "--begin-with", base]
-    assert isinstance(command("train", data, run, *begin).exception, Killed)
+    # With a checkpoint of its own it needs the base no more.
     shutil.copytree(finished / "checkpoints", run / "checkpoints")
     shutil.rmtree(base)
-    before = content(run)
+    before, begin = content(run), [*begin, "--rows", 3]
     assert isinstance(command("train", data, run, *begin).exception, Killed)
     assert content(run) == before
-    refuse(command("train", data, run, *TRAIN), "other settings (begin_with)")
-    refuse(command("train", data, run, *begin, "--rows", 3), "other settings (rows)")
+    refuse(command("train", data, run, *begin[:-4], "--rows", 3), "other settings (begin_with)")
+    (run / "settings.json").unlink()
+    refuse(command("train", data, run, *TRAIN), "holds checkpoints, but no settings.json")
 
 
 def test_bases_that_do_not_fit(command, data, finished, other_model, tmp_path):
@@ -633,26 +489,6 @@ def test_bases_that_do_not_fit(command, data, finished, other_model, tmp_path):
     refuse(command("train", data, run, *TRAIN, "--begin-with", early), "holds no checkpoint yet")
     refuse(command("train", data, run, *TRAIN, "--begin-with", tmp_path / "none"), "holds no run")
     assert not run.exists() and not (early / "checkpoints").exists() and not (tmp_path / "none").exists()
-
-
-def test_settings_of_an_earlier_version(command, data, finished, tmp_path, stop_before_training):
-    """Which had neither the data nor the base's step."""
-    run = copy_base(finished, tmp_path / "run")
-    settings = settings_of(run)
-    settings = {name: settings[name] for name in settings if name not in ("data", "seen")}
-    (run / "settings.json").write_text(json.dumps(settings))
-    assert isinstance(command("train", data, run, *TRAIN).exception, Killed)
-    refuse(command("train", data, run, *TRAIN, "--rows", 3), "other settings (rows)")
-    (run / "settings.json").unlink()
-    refuse(command("train", data, run, *TRAIN), "holds checkpoints, but no settings.json")
-
-
-def test_a_run_keeps_to_its_data(command, data, finished, tmp_path):
-    """Of as many conversations."""
-    shutil.copytree(data, tmp_path / "data")
-    meta = json.loads((data / "meta.json").read_text())
-    (tmp_path / "data" / "meta.json").write_text(json.dumps(meta | {"seed": 3}))
-    refuse(command("train", tmp_path / "data", finished, *TRAIN), "other settings (data)")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Native tree attention: against float64, and the same bits as decoding token by token."""
+"""Native tree attention: against float64, and the same bits as decoding token by token. XLA's forms against float64."""
 
 import dataclasses
 
@@ -21,6 +21,7 @@ from kernel_cases import XLA, assert_close, assert_same_bits, bits, needs_native
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.blocked import QUERY_BLOCK, prefix_sizes
 
 LENGTHS = (0, 1, 127, 128, 129, 300)
 ROWS = (13, 1, 24, 2, 7, 130, 8, 33)
@@ -47,7 +48,7 @@ def attend(case, threads=1, active_rows=None, write_only=False, kernels=None):
     """Output, keys and values of the native call, or of other kernels."""
     return run(
         _attend,
-        *(case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position),
+        *case.operands,
         *(None if number is None else np.int32(number) for number in (case.offset, active_rows)),
         case.sinks,
         kernels=kernels or registry.Kernels("cpu", "cpu", threads),
@@ -459,24 +460,35 @@ def test_operands_that_do_not_fit(what):
 
 def test_sinks_that_do_not_fit_are_refused():
     case = random_case(np.random.default_rng(0), MODELS[1], 3, 2, [-1, 0, 0], slots=6)
-    operands = (case.qkv, case.cos, case.sin, case.key, case.value, np.int32(case.length), case.mask, case.position)
     for sinks in (np.zeros((1, 3), np.float32), np.zeros((2, 3), np.float16)):
         with pytest.raises(ValueError, match=r"sinks must be float32 \(2, 3\)"):
-            tree_attention(*operands, sinks=sinks)
+            tree_attention(*case.operands, sinks=sinks)
 
 
 @pytest.mark.parametrize("kernels", [XLA, registry.Kernels("xla", "gpu")], ids=["blocked", "reference"])
 @pytest.mark.parametrize(
-    "rows, length, tree, sliding_window",
-    [(9, 150, True, None), (9, 150, True, 5), (4, 0, True, None), (130, 40, False, None), (20, 140, False, 7)],
+    "rows, tree, sliding_window",
+    [(1, True, None), (12, True, 7), (12, True, 300), (1, False, None), (12, False, 1), (QUERY_BLOCK + 44, False, 300)],
 )
-def test_sinks_by_xla(rows, length, tree, sliding_window, kernels):
+def test_xlas_forms(rows, tree, sliding_window, kernels):
+    """Against numpy, on every static length of a prefix; all slots after those in use hold large numbers."""
     rng = np.random.default_rng(3)
-    parents = random_parents(rng, rows) if tree else None
-    case = with_sinks(rng, random_case(rng, MODELS[1], rows, length, parents, sliding_window), 1.0)
-    out, key, value = attend(case, kernels=kernels)
-    exact, _ = expected_and_bound(case, key, value)
-    np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)
+    for which, length in enumerate((0, 1, 100, 255, 256, 257, 290)):
+        parents = random_parents(rng, rows) if tree else None
+        case = random_case(rng, MODELS[1], rows, length, parents, sliding_window, slots=600)
+        case = with_sinks(rng, case, (None, 1.0)[which % 2])
+        for cache in (case.key, case.value):
+            cache[:, length + rows :] = 1e6
+        active_rows = None if which % 3 else max(1, rows // 2)
+        out, key, value = attend(case, active_rows=active_rows, kernels=kernels)
+        assert_cache(case, key, value)
+        exact, _ = expected_and_bound(case, key, value)
+        np.testing.assert_allclose(out[:active_rows], exact[:active_rows], rtol=0, atol=1e-5)
+
+
+def test_prefix_sizes():
+    assert prefix_sizes(600) == [256, 600] and prefix_sizes(64) == [64]
+    assert prefix_sizes(2112) == [256, 512, 1024, 2112]
 
 
 def test_the_cases_themselves():
