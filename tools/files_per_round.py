@@ -1,7 +1,7 @@
 """The files of jaxspec whose functions a round enters, for each method: Python's profiler watches tiny random models.
 
-With `--table` it prints the table of docs/architecture.md. A mark is "x"; "p" where only a plain draft enters the file,
-"f" where only one does that takes in the target's hidden states.
+With `--table` it prints the table of docs/architecture.md, with the words that the page has. A mark is "x"; "p" where
+only a plain draft enters the file, "f" where only one does that takes in the target's hidden states.
 
 A function counts from 8 lines on. Rounds are traced, dispatched and read while they are watched, so that functions
 inside compiled programs count, too. Kernels, the store of programs and checkpoints do not.
@@ -37,47 +37,9 @@ LONG = 8  # lines
 ROUNDS = 12  # `auto` and `lookup` decode plainly at first
 # SwiftSpec would measure its depth, and compile while nothing is watched. SWIFT would not draft for so small a model.
 SETTINGS = {"swiftspec": {"depth": 4, "refill": 0}, "swift": {"adaptive": False, "length": 4}}
-# The order of packages in the table, and what to read in a file where its docstring says something else.
+# The order of packages in the table.
 ORDER = ("methods/", "methods/core/", "tree/", "sampling/", "models/", "runtime/")
-PURPOSE = {
-    "methods/core/runner.py": "`SpeculativeRunner.round`",
-    "methods/core/round.py": "the packed result that the host reads",
-    "methods/core/timing.py": "times of rounds, and whether drafting pays",
-    "methods/core/copies.py": "the search for copies of earlier text",
-    "methods/core/best_first.py": "best-first search",
-    "methods/core/drafter.py": "catching up with verified tokens",
-    "methods/core/proposals.py": "children of a node",
-    "methods/core/sampled_tree.py": "a tree of samples",
-    "methods/core/cost_model.py": "costs of passes, acceptance rates",
-    "methods/core/executor.py": "the target's programs",
-    "methods/core/verify.py": "pass, walk, commit",
-    "methods/auto/drafter.py": "the choice between a chain, a copy and nothing",
-    "methods/auto/draft_chain.py": "a chain that ends where it no longer pays",
-    "methods/swift/runner.py": "runner: rounds, and steps of the search",
-    "methods/swift/search.py": "the search for layers to skip",
-    "methods/swift/self_draft.py": "the draft of skipped layers",
-    "methods/swiftspec/runner.py": "runner of both sides",
-    "methods/swiftspec/draft_tree.py": "the tree that is kept from round to round",
-    "tree/tree.py": "tree and batch",
-    "tree/grow.py": "expansion, test for the end of the search",
-    "tree/select.py": "selection of the batch",
-    "tree/reroot.py": "moving the root along verified tokens",
-    "sampling/accept.py": "the acceptance rules",
-    "sampling/choose.py": "the choice of a token",
-    "sampling/noise.py": "random numbers by seed and position",
-    "sampling/processors.py": "temperature, top-k, top-p, penalties",
-    "sampling/variant.py": "which of these a request needs",
-    "sampling/vocab.py": "token ids of a draft with a vocabulary of its own",
-    "models/transformer.py": "the forward pass",
-    "models/kv_cache.py": "commit, window",
-    "models/heads.py": "logits of a vocabulary that is split over devices",
-    "models/rope.py": "rotary frequencies",
-    "models/feature_draft.py": "the forward pass of a feature draft",
-    "runtime/program.py": "compile and call",
-    "runtime/hosts.py": "decisions that all processes share",
-    "runtime/transfer.py": "copies between two meshes",
-    "runtime/xla_options.py": "options of the compiler",
-}
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 TARGET = ModelConfig("llama", 3, 48, 96, 6, 3, 8, 101, max_context=256)
 DRAFT = ModelConfig("llama", 1, 48, 96, 6, 3, 8, 101, max_context=256)
 FED = ModelConfig(
@@ -160,38 +122,43 @@ def num_files(marks: Mapping[str, str]) -> int:
     return max(sum(mark in kinds for mark in marks.values()) for kinds in ("xp", "xf"))
 
 
-def purpose(file: str) -> str:
-    """The words on what to read in a file: a kept phrase, or else its docstring up to the first full stop or colon."""
-    text = ast.get_docstring(ast.parse((FOLDER / file).read_text())) or ""
-    return PURPOSE.get(file) or text.partition(".")[0].partition(":")[0]
+def table(found: Mapping[str, Mapping[str, str]], words: Mapping[str, str]) -> str:
+    """A Markdown table of files by method, from the marks of each method.
 
-
-def table(found: Mapping[str, Mapping[str, str]]) -> str:
-    """A Markdown table of files by method, from the marks of each method."""
+    What to read in a file is said by `words`, or else by its docstring up to the first full stop or colon.
+    """
 
     def place(file: str) -> tuple[int, str]:
         return max(at for at, folder in enumerate(ORDER) if file.startswith(folder)), file
 
+    def begin(file: str) -> str:
+        text = ast.get_docstring(ast.parse((FOLDER / file).read_text())) or ""
+        return text.partition(".")[0].partition(":")[0]
+
     files = sorted({file for marks in found.values() for file in marks}, key=place)
     rows = [["file", "what to read there", *(f"`{name}`" for name in found)], ["---"] * (2 + len(found))]
     for file in files:
-        rows.append([f"`jaxspec/{file}`", purpose(file), *(marks.get(file, "") for marks in found.values())])
+        own = (marks.get(file, "") for marks in found.values())
+        rows.append([f"`jaxspec/{file}`", words.get(file) or begin(file), *own])
     rows.append(["", "files of a round", *(str(num_files(marks)) for marks in found.values())])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows).replace("|  |", "| |").replace("|  |", "| |")
 
 
-def read_table(page: str) -> dict[str, dict[str, str]]:
-    """The marks of each method, from the table of a page."""
+def read_table(page: str) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """The marks of each method, and what to read in each file, from the table of a page."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     start = next(at for at, row in enumerate(rows) if row[:2] == ["file", "what to read there"])
     found: dict[str, dict[str, str]] = {name.strip("`"): {} for name in rows[start][2:]}
-    for file, _, *marks in rows[start + 2 :]:
+    words = {}
+    for file, what, *marks in rows[start + 2 :]:
         if not file:  # the last row has the sums
             break
-        for name, mark in zip(found, marks, strict=True):
+        name = file.strip("`").removeprefix("jaxspec/")
+        words[name] = what
+        for method, mark in zip(found, marks, strict=True):
             if mark:
-                found[name][file.strip("`").removeprefix("jaxspec/")] = mark
-    return found
+                found[method][name] = mark
+    return found, words
 
 
 def main() -> None:
@@ -209,7 +176,7 @@ def main() -> None:
         if args.files:
             print("".join(f"  {mark} {file}\n" for file, mark in marks.items()), end="")
     if args.table:
-        print(table(found))
+        print(table(found, read_table(PAGE.read_text())[1]))
 
 
 if __name__ == "__main__":

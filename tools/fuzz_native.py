@@ -38,16 +38,12 @@ FLAGS = ["-std=c++17", "-ffp-contract=off", "-pthread", "-w"]
 SANITIZERS = {
     # For short compilation: calls in place of inlined checks, and without two that AddressSanitizer makes superfluous.
     "address": [
-        "-O1",
-        "-g1",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize=null,object-size",
-        "--param=asan-instrumentation-with-call-threshold=0",
-        "-fno-sanitize-recover=all",
+        "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=null,object-size",
+        "--param=asan-instrumentation-with-call-threshold=0", "-fno-sanitize-recover=all",
     ],
     "thread": ["-O1", "-g1", "-fsanitize=thread"],
     "none": ["-O3"],
-}
+}  # fmt: skip
 # What is compiled together, so that cores share the work. Float32 is what the other formats are compared with.
 PARTS = {
     "numbers": ["-DFUZZ_PRODUCTS=Float32,BFloat16,Float16"],

@@ -28,8 +28,7 @@ from typing import Any
 
 from kernel_bench.cases import Case, list_cases
 from kernel_bench.device import name_device
-from kernel_bench.implementations import find_implementations
-from kernel_bench.kernels import bind
+from kernel_bench.kernels import bind, find_implementations
 from kernel_bench.parts import describe_error
 from kernel_bench.timing import time_calls
 from rich.console import Console

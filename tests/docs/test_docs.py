@@ -114,6 +114,6 @@ def test_a_settings_table_by_hand():
 @pytest.mark.parametrize("name", METHODS)
 def test_a_round_is_read_in_few_files(name):
     """`tests/tools/test_files_per_round.py` counts them."""
-    marks = files_per_round.read_table((ROOT / "docs" / "architecture.md").read_text())[name]
+    marks = files_per_round.read_table(files_per_round.PAGE.read_text())[0][name]
     assert 0 < files_per_round.num_files(marks) <= ROUND_FILES.get(name, MOST_ROUND_FILES)
     assert all((ROOT / "jaxspec" / file).is_file() for file in marks)

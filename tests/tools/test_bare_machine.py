@@ -41,10 +41,6 @@ def run(packages, *arguments, **options):
     )  # fmt: skip
 
 
-def test_help(packages):
-    assert "--smoke" in run(packages, "--help", check=True).stdout
-
-
 def test_a_part_that_needs_more_says_so_in_one_line(packages):
     ran = run(packages, "--smoke", "--parts", "decode")
     assert ran.returncode == 2 and "Traceback" not in ran.stderr
@@ -61,6 +57,10 @@ def test_dry_run(packages, tmp_path):
     for part in result["parts"].values():
         assert part["error"] is None and part["rows"]
         assert not [row for row in part["rows"] if row.get("error") or row.get("errors")]
+    # The walk accepts as many tokens as it is told.
+    rows = [row for row in result["parts"]["rounds"]["rows"] if "tokens" in row]
+    assert {row["accepted"] for row in rows} == {0, 2}
+    assert all(row["tokens"] == 1 + row["accepted"] and row["seconds"] > 0 and row["idle"] is None for row in rows)
     checks = result["parts"]["tests"]["rows"][-1]
     triton = [operation for operation, implementation in list_implementations() if implementation == "triton"]
     assert checks["failed"] == 0 and checks["passed"] == len(triton)

@@ -97,7 +97,14 @@ def make_file(rng: random.Random) -> bytes:
                 (dims, kind, rng.choice((7, 2**60, 0))),
             )
         )
-    parts = [b"GGUF", struct.pack("<IQQ", rng.choice((3, 3, 3, 2, 99)), len(tensors), len(metadata))]
+    return pack_file(rng, metadata, tensors, rng.choice((3, 3, 3, 2, 99)))
+
+
+def pack_file(
+    rng: random.Random, metadata: dict[str, Any], tensors: dict[str, tuple[list[int], int, int]], version: int = 3
+) -> bytes:
+    """A file of given metadata and tensors, with random weights."""
+    parts = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
     parts += [pack_string(str(key)) + pack_value(rng, value) for key, value in metadata.items()]
     for name, (dims, kind, offset) in tensors.items():
         parts.append(pack_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset))

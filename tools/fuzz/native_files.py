@@ -7,7 +7,6 @@ which any listed file has changed is never verified.
 import json
 import random
 import shutil
-import struct
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fuzz.gguf_files import METADATA, make_tensors, pack_string, pack_value
+from fuzz.gguf_files import METADATA, make_tensors, pack_file
 from fuzz.wild import TEXTS, mutate_bytes, mutate_json
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.native.checkpoint import restore_native
@@ -30,14 +29,7 @@ from jaxspec.text.tokenizer import load_tokenizer, save_tokenizer
 def make_source() -> tuple[Path, dict[str, np.ndarray]]:
     """A whole checkpoint, and its arrays."""
     folder = Path(tempfile.mkdtemp(prefix="jaxspec-fuzz-native-"))
-    rng, tensors = random.Random(0), make_tensors()
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(METADATA))
-    header += b"".join(pack_string(key) + pack_value(rng, value) for key, value in METADATA.items())
-    for name, (dims, kind, offset) in tensors.items():
-        header += pack_string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
-    size = max(offset + 4 * int(np.prod(dims)) for dims, _, offset in tensors.values())
-    weights = np.random.default_rng(0).normal(size=size // 4).astype("<f4").tobytes()
-    (folder / "model.gguf").write_bytes(header + bytes(-len(header) % 32) + weights)
+    (folder / "model.gguf").write_bytes(pack_file(random.Random(0), METADATA, make_tensors()))
     convert(folder / "model.gguf", folder / "native", save_tokenizer=save_tokenizer)
     return folder / "native", read_arrays(folder / "native")
 

@@ -22,16 +22,8 @@ FILTERS = (
     "groupby('role')", "sum", "unknown", "attr('__class__')", "format(9)", "random", "reverse", "unique",
 )  # fmt: skip
 METHODS = (
-    "strip()",
-    "split('')",
-    "format(x)",
-    "format_map(x)",
-    "ljust(10**9)",
-    "__class__",
-    "append(1)",
-    "items()",
-    "pop()",
-)
+    "strip()", "split('')", "format(x)", "format_map(x)", "ljust(10**9)", "__class__", "append(1)", "items()", "pop()",
+)  # fmt: skip
 
 
 def make_expression(rng: random.Random, depth: int = 3) -> str:
@@ -65,23 +57,20 @@ def make_template(rng: random.Random, depth: int = 3) -> str:
     for _ in range(rng.randrange(1, 4)):
         body = make_template(rng, depth - 1) if depth else rng.choice(TEXTS[:12])
         value = make_expression(rng)
-        parts.append(
-            rng.choice(
-                (
-                    f"{{{{ {value} }}}}",
-                    f"{{% for x in {value} %}}{body}{{% endfor %}}",
-                    f"{{% for x in range({rng.choice((3, 50))}) %}}{{% set ns.s = ns.s ~ ns.s %}}{body}{{% endfor %}}",
-                    f"{{% if {value} %}}{body}{{% else %}}y{{% endif %}}",
-                    f"{{% set x = {value} %}}",
-                    f"{{% macro x(y) %}}{body}{{{{ x(y) }}}}{{% endmacro %}}",
-                    f"{{% set y %}}{body}{{% endset %}}",
-                    f"{{% filter {rng.choice(FILTERS)} %}}{body}{{% endfilter %}}",
-                    "{" * rng.choice((1, 2, 3000)),
-                    "{{ " + "(" * (n := rng.choice((10, 300, 3000))) + "1" + ")" * n + " }}",
-                    "{% if true %}" * (n := rng.choice((5, 90, 600))) + "x" + "{% endif %}" * n,
-                )
-            )
+        programs = (
+            f"{{{{ {value} }}}}",
+            f"{{% for x in {value} %}}{body}{{% endfor %}}",
+            f"{{% for x in range({rng.choice((3, 50))}) %}}{{% set ns.s = ns.s ~ ns.s %}}{body}{{% endfor %}}",
+            f"{{% if {value} %}}{body}{{% else %}}y{{% endif %}}",
+            f"{{% set x = {value} %}}",
+            f"{{% macro x(y) %}}{body}{{{{ x(y) }}}}{{% endmacro %}}",
+            f"{{% set y %}}{body}{{% endset %}}",
+            f"{{% filter {rng.choice(FILTERS)} %}}{body}{{% endfilter %}}",
+            "{" * rng.choice((1, 2, 3000)),
+            "{{ " + "(" * (n := rng.choice((10, 300, 3000))) + "1" + ")" * n + " }}",
+            "{% if true %}" * (n := rng.choice((5, 90, 600))) + "x" + "{% endif %}" * n,
         )
+        parts.append(rng.choice(programs))
     return "".join(parts)
 
 

@@ -41,9 +41,8 @@ def run(rng: random.Random, folder: Path) -> None:
     """One call."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rng.choice((_sampling, _sampling, _generate, _method, _method, _engine, _prompt, _layers, _model, _options))(
-            rng
-        )
+        calls = (_sampling, _sampling, _generate, _method, _method, _engine, _prompt, _layers, _model, _options)
+        rng.choice(calls)(rng)
 
 
 def _sampling(rng: random.Random) -> None:
@@ -82,10 +81,8 @@ def _prompt(rng: random.Random) -> None:
 
 
 def _layers(rng: random.Random) -> None:
-    text = "".join(
-        rng.choice(("attention=", "mlp=", "1", "3-5", ",", ";", "-", "0-999999", "none", *TEXTS)) for _ in "abcd"
-    )
-    parse_layers(text, rng.choice((1, 2, 5, 30)))
+    words = ("attention=", "mlp=", "1", "3-5", ",", ";", "-", "0-999999", "none", *TEXTS)
+    parse_layers("".join(rng.choice(words) for _ in "abcd"), rng.choice((1, 2, 5, 30)))
 
 
 def _model(rng: random.Random) -> None:
