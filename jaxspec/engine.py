@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import itertools
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, r
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.runtime import hosts, trace
-from jaxspec.runtime.program import Later, compile_programs
+from jaxspec.runtime.program import compile_programs
 from jaxspec.runtime.transfer import everywhere
 from jaxspec.sampling.request import make_request
 from jaxspec.sampling.variant import GREEDY, find_variant
@@ -85,7 +84,6 @@ class Engine:
         self.max_context = max_context or limit
         self._first_capacity = max_context or min(limit, FIRST_CAPACITY)
         self._capacity = 0  # tokens that the runner's caches hold
-        self._begun = threading.Event()  # a first token was decoded
         self._runner: Runner | None = None
         self.session_memory = session_memory
         self.check_room = check_room
@@ -165,7 +163,7 @@ class Engine:
         variant = find_variant(sampling) if sampling else GREEDY
         traced = self._runner.single if self.traced or trace.active is not None else ()
         programs = tuple(dict.fromkeys((*self._runner.programs, *traced)))
-        seconds = compile_programs(programs, variant, later=Later(self._runner.late, self._begun))
+        seconds = compile_programs(programs, variant, background=True)
         if not self._idle:
             # Allocated now, beside what the caller still loads, and not when the first token is waited for.
             self._idle = [IdleSession(self._runner, None, (), self._runner.start(0, None))]
@@ -210,10 +208,6 @@ class Engine:
         for program in () if self._runner is None else self._runner.programs:
             program.wait()
         jax.block_until_ready([idle.state for idle in self._idle])
-
-    def note_token(self) -> None:
-        """A token was decoded: programs that the first one did not need are loaded now."""
-        self._begun.set()
 
     def give_back(self, idle: IdleSession) -> None:
         """Take over a closed session's buffers, and free those that were not used for longest beyond the budget."""
@@ -317,7 +311,6 @@ class Session:
                 outputs = self._read(self._in_flight.popleft()[0])
                 self._runner.observe(self._state, outputs)
                 self.ready.extend(outputs)
-                self._engine.note_token()
         except BaseException:
             # A failed or interrupted dispatch may have consumed the buffers: they are not used again.
             self._closed = True

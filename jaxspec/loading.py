@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxspec.checkpoint import shared_weights
 from jaxspec.checkpoint.hub import fetch, parse_name
-from jaxspec.checkpoint.load import Weights, open_weights, pack_trees, place_tree
+from jaxspec.checkpoint.load import Weights, open_weights, pack_trees
 from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.config import (
     ActivationsSetting,
@@ -52,6 +52,7 @@ from jaxspec.runtime.placement import (
     resolve_numbers,
 )
 from jaxspec.runtime.program import release_free_memory
+from jaxspec.runtime.sharding import place_tree
 from jaxspec.runtime.store.ready_weights import ReadyWeights
 from jaxspec.text.tokenizer import load_tokenizer
 from pallas_kernels.linear.blocks import FORMATS

@@ -4,17 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.native.arrays import PendingLeaf
-from jaxspec.checkpoint.native.checkpoint import write_arrays
 from jaxspec.checkpoint.native.files import describe_files
 from jaxspec.checkpoint.native.manifest import MANIFEST, manifest_checksum, write_manifest
+from jaxspec.checkpoint.native.write import write_arrays
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import declare_leaves, declare_params, is_info, leaf_name
+from jaxspec.models.params import declare_leaves, declare_params
 from jaxspec.models.quantization import as_storage
 
 LLAMA = ModelConfig("llama", 2, 16, 24, 6, 3, 4, 50, 64)
@@ -36,12 +34,7 @@ def write_native(folder: Path, cfg: ModelConfig, dtype: Any = np.float32, seed: 
     """Write a native checkpoint without a tokenizer; returns its arrays."""
     arrays = random_leaves(cfg, dtype, seed)
     folder.mkdir(parents=True)
-    leaves = jax.tree.map_with_path(
-        lambda path, info: PendingLeaf(info, lambda: arrays[leaf_name(path)]),
-        declare_params(cfg, jnp.dtype(dtype)),
-        is_leaf=is_info,
-    )
-    write_arrays(folder, leaves)
+    write_arrays(folder, declare_params(cfg, jnp.dtype(dtype)), lambda name, _: arrays[name])
     write_manifest(folder, cfg, as_storage(dtype), EOS_IDS)
     return arrays
 

@@ -18,6 +18,7 @@ from jaxspec.models.transformer import vocab_logits
 from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
+from jaxspec.sampling.variant import GREEDY
 
 # Equal bits of fewer tokens say nothing: too few of them share a pass.
 FEW_TOKENS = 4
@@ -132,7 +133,7 @@ class _Passes:
                 f"verify {size}", self._sequence, size, args, (state, logits), begin=begin, finish=finish
             )
         passes = [program for verify in self._verify.values() for program in verify.programs]
-        compile_programs([*self._sequence.programs, *passes])
+        compile_programs([*self._sequence.programs, *passes], GREEDY)
 
     def score(self, prompt: Sequence[int], text: np.ndarray, batches: Sequence[_Batch], size: int) -> np.ndarray:
         """Logits `[len(text), V]` after every token of the text."""

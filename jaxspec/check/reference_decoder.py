@@ -25,8 +25,9 @@ from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
 from jaxspec.sampling.noise import gumbel_rows
-from jaxspec.sampling.processors import History, clean, penalise, process
-from jaxspec.sampling.request import make_request
+from jaxspec.sampling.processors import History, clean, history_shapes, penalise, process
+from jaxspec.sampling.request import make_request, request_shapes
+from jaxspec.sampling.variant import GREEDY
 
 # Rounding, in units in the last place of the largest logit. Measured on a 30-layer model with logits up to 33: logits
 # of one row and of many differ by up to 10 units in float32, by 0.7 in bfloat16; a gap between two by twice that.
@@ -64,7 +65,7 @@ class ReferenceDecoder:
         target, size = self._target, self._target.cfg.vocab_size
         sequence = self._prepare(len(prompt) + len(tokens))
         request = make_request(sampling, sampling.seed or 0, size, target.padded_vocab, len(prompt))
-        request = _place(request, target.request())
+        request = _place(request, request_shapes(target))
         # Kept on the host, so that the device's own count for penalties is checked too.
         seen, counts = np.zeros(target.padded_vocab, bool), np.zeros(target.padded_vocab, np.int32)
         seen[np.asarray(prompt)] = True
@@ -72,7 +73,7 @@ class ReferenceDecoder:
         token = prompt[-1]
         for following in [*tokens, None]:
             # Copies: placing an array on a CPU may share its memory.
-            history = _place(History(seen.copy(), counts.copy()), target.history())  # pyright: ignore[reportArgumentType]
+            history = _place(History(seen.copy(), counts.copy()), history_shapes(target))  # pyright: ignore[reportArgumentType]
             state, scores = self._score(self._params, state, np.int32(token), history, request)
             yield Row(*(np.asarray(array)[:size] for array in scores))
             if following is not None:
@@ -109,11 +110,11 @@ class ReferenceDecoder:
             )
             return state.replace(cache=commit_rows(cache, jnp.int32(1))), tuple(array[0] for array in scores)
 
-        args = [target.array((), jnp.int32), target.history(), target.request()]
+        args = [target.array((), jnp.int32), history_shapes(target), request_shapes(target)]
         row = target.array((target.padded_vocab,), jnp.float32, TENSOR_AXIS)
         out = (sequence.state, (row,) * 4)
         self._score = TargetPass("check score", sequence, 1, args, out, begin=begin, finish=finish)
-        compile_programs([*sequence.programs, *self._score.programs])
+        compile_programs([*sequence.programs, *self._score.programs], GREEDY)
         self._sequence = sequence
         return sequence
 

@@ -1,25 +1,21 @@
 """Converting a checkpoint of any format into the native one: one array in memory at a time, all or nothing on disk."""
 
 import dataclasses
-import functools
 import glob
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
 
 from jaxspec.checkpoint.load import Weights, detect_format, open_weights
-from jaxspec.checkpoint.native.arrays import PendingLeaf
-from jaxspec.checkpoint.native.checkpoint import write_arrays
 from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
+from jaxspec.checkpoint.native.write import write_arrays
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
 from jaxspec.files import sync
 from jaxspec.models.config import ModelConfig, keep_layers
-from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params, is_info, leaf_name
+from jaxspec.models.params import ArrayInfo, declare_leaves, declare_params
 from jaxspec.models.quantization import (
     K_QUANTS,
     LeafType,
@@ -140,7 +136,7 @@ def write_checkpoint(
         # The tokenizer first: it fails soonest.
         if write_tokenizer is not None and not cfg.shares_embedding and cfg.features is None:
             write_tokenizer(partial)
-        write_arrays(partial, _plan_leaves(source, cfg, stored, report))
+        write_arrays(partial, declare_params(cfg, stored), _make_leaves(source, cfg, stored, report))
         go_on()
         write_manifest(partial, cfg, stored, source.eos_ids, source.vocabulary)
         # No crash may keep the folder's name and lose its content.
@@ -212,10 +208,10 @@ def choose_storage(source: Weights, cfg: ModelConfig, dtype: str, quantize: str 
     return collect_storage({leaf: choose_type(leaf) for leaf in weight_leaves(cfg)})
 
 
-def _plan_leaves(
+def _make_leaves(
     source: Weights, cfg: ModelConfig, storage: Storage, progress: Callable[[ConvertProgress], None]
-) -> Any:
-    """The parameters as a tree of `PendingLeaf`, each of which reports its progress when it is made."""
+) -> Callable[[str, ArrayInfo], np.ndarray]:
+    """The function that makes each stored array, and reports its progress."""
     sizes = {name: count_bytes(info) for name, info in declare_leaves(cfg, storage).items()}
     held, numbers = declare_leaves(source.config, source.own_storage), declare_leaves(cfg, np.float32)
     done: dict[str, int] = {}
@@ -234,7 +230,4 @@ def _plan_leaves(
         report()
         return value
 
-    def plan_leaf(path: tuple[Any, ...], info: ArrayInfo) -> PendingLeaf:
-        return PendingLeaf(info, functools.partial(make, leaf_name(path), info))
-
-    return jax.tree.map_with_path(plan_leaf, declare_params(cfg, storage), is_leaf=is_info)
+    return make

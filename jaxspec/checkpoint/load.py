@@ -8,8 +8,9 @@ import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -22,14 +23,14 @@ from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_sto
 from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
 from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.files import file_stamps
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.params import ArrayInfo, Params, declare_params, is_info, leaf_name
+from jaxspec.models.params import ArrayInfo, Params, declare_params, leaf_name
 from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.sharding import Part, ReadLeaf, is_elsewhere, local_part, place_declared, place_part, placed_shapes
-from jaxspec.runtime.transfer import empty
+from jaxspec.runtime.sharding import NUM_THREADS, Part, ReadLeaf, place_tree, placed_shapes
 from pallas_kernels.linear.blocks import PLANES, Blocks
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes
@@ -39,11 +40,17 @@ Format = Literal["hf", "gguf", "native"]
 # Formats that run code when they are opened.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
-# Dequantising, casting and packing release the interpreter lock; each thread holds one leaf in memory.
-_NUM_THREADS = 2
 
+class Reader(Protocol):
+    """Reads files, and counts what it reads; `jaxspec.offload.reader.DirectReader` is one."""
 
-ReadBytes = Callable[[Path, int, int], np.ndarray]
+    def __call__(self, path: Path, offset: int, nbytes: int, /) -> np.ndarray:
+        """A new uint8 array `[nbytes]`."""
+        ...
+
+    def counting(self, nbytes: int, /) -> AbstractContextManager[None]:
+        """Within, bytes are read by other means, and count as if this read them."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +63,8 @@ class Weights:
       read: reads one unpadded parameter by leaf name, as its declaration says: all of it, or a part.
       vocabulary: digest of the vocabulary of the target whose embedding the model shares; None where it has its own.
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
-      direct: the same, of all of a parameter or one `expert`, by a function of path, offset and size that reads bytes.
-      file_bytes: bytes that `direct` asks for to read a parameter, or one expert of it.
+      direct: the same, of all of a parameter or one `expert`, while layers are streamed: through a reader.
+      file_bytes: bytes that `direct` counts for a parameter, or one expert of it.
     """
 
     path: Path
@@ -68,7 +75,7 @@ class Weights:
     read: ReadLeaf
     vocabulary: str | None = None
     layers: LayerSet | None = None
-    direct: Callable[[ReadBytes], ReadLeaf] | None = None
+    direct: Callable[[Reader], ReadLeaf] | None = None
     file_bytes: Callable[..., int] | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
@@ -86,21 +93,7 @@ def open_weights(path: Path | None) -> Weights:
     if path is None:
         path = default_model_path()
     if detect_format(path) == "native":
-        native = open_native(path)
-
-        def module() -> Any:
-            # Orbax takes a second to import; here that runs beside the compiler.
-            from jaxspec.checkpoint.native import checkpoint
-
-            return checkpoint
-
-        return Weights(
-            path, native.config, native.eos_ids, native.storage, vocabulary=native.vocabulary,
-            load=lambda at: module().restore_native(native, at.plan, at.weights, at.vocab_rows),
-            read=lambda *leaf, **part: module().read_leaf(native, *leaf, **part),
-            direct=lambda read_bytes: functools.partial(module().read_leaf, native, read_bytes=read_bytes),
-            file_bytes=lambda *leaf, **expert: module().leaf_bytes(native, *leaf, **expert),
-        )  # fmt: skip
+        return _open_native(path)
     try:
         source = open_checkpoint(path)
     except ConfigError as error:
@@ -124,10 +117,10 @@ def open_weights(path: Path | None) -> Weights:
     def read(name: str, info: ArrayInfo, part: Part | None = None) -> np.ndarray:
         return _read_recipe(source, name, dataclasses.replace(all_recipes()[name], info=info), part)
 
-    def direct(read_bytes: ReadBytes) -> ReadLeaf:
+    def direct(reader: Reader) -> ReadLeaf:
         if is_default:
             verify_default(source.path)
-        reading = source.reading(read_bytes)
+        reading = source.reading(reader)
 
         def read_directly(name: str, info: ArrayInfo, expert: int | None = None) -> np.ndarray:
             recipe = all_recipes()[name]
@@ -149,6 +142,34 @@ def open_weights(path: Path | None) -> Weights:
         return sum(source.nbytes(tensor) for tensor, _ in sources)
 
     return Weights(path, source.config, source.eos_ids, storage, load, read, direct=direct, file_bytes=file_bytes)
+
+
+def _open_native(path: Path) -> Weights:
+    native, manifest = open_native(path), path / MANIFEST
+    stamps = file_stamps(manifest)
+
+    def module() -> Any:
+        # TensorStore takes a quarter of a second to import; here that runs beside the compiler.
+        from jaxspec.checkpoint.native import checkpoint
+
+        return checkpoint
+
+    def direct(reader: Reader) -> ReadLeaf:
+        def read(name: str, info: ArrayInfo, expert: int | None = None) -> np.ndarray:
+            if file_stamps(manifest) != stamps:
+                raise CheckpointError(f"{manifest}: was changed while it was in use: load the model again")
+            part = None if expert is None else Part(0, expert, expert + 1)
+            with reader.counting(native.leaf_bytes(name, expert)):
+                return module().read_leaf(native, name, info, part)
+
+        return read
+
+    return Weights(
+        path, native.config, native.eos_ids, native.storage, vocabulary=native.vocabulary,
+        load=lambda at: module().restore_native(native, at.plan, at.weights, at.vocab_rows),
+        read=lambda *leaf, **part: module().read_leaf(native, *leaf, **part), direct=direct,
+        file_bytes=lambda name, info, expert=None: native.leaf_bytes(name, expert),
+    )  # fmt: skip
 
 
 def open_checkpoint(path: str | Path) -> TensorSource:
@@ -185,33 +206,6 @@ def load_foreign(source: TensorSource, plan: MeshPlan, storage: Storage | Any, v
         return _read_recipe(source, name, made[name], part)
 
     return place_tree(read, declared, placed_shapes(declared, plan, {"vocab": vocab_rows}))
-
-
-def place_tree(read: ReadLeaf, declared: Params, shapes: Params, threads: int = _NUM_THREADS) -> Params:
-    """Read parameters as they are declared, and place them as `shapes` says; a leaf per thread is in host memory."""
-    infos = jax.tree.leaves(declared, is_leaf=is_info)
-    paths_shapes, treedef = jax.tree.flatten_with_path(shapes)
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [
-            pool.submit(_place_leaf, read, leaf_name(path), info, shape)
-            for info, (path, shape) in zip(infos, paths_shapes, strict=True)
-        ]
-        try:
-            leaves = [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _place_leaf(read: ReadLeaf, name: str, info: ArrayInfo, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """Read a leaf, or what this one of several processes needs of it, and place it on the devices."""
-    if jax.process_count() > 1:
-        if is_elsewhere(target):
-            return empty(target)
-        if (part := local_part(info, target)) is not None:
-            return place_part(read(name, info, part=part), part, target)
-    return place_declared(read(name, info), info, target)
 
 
 def _read_recipe(source: TensorSource, name: str, recipe: Recipe, part: Part | None) -> np.ndarray:
@@ -304,7 +298,7 @@ def pack_trees(trees: list[Params], shapes: list[Params]) -> list[Params]:
         for index in indices:
             leaves[index] = packed
 
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
         list(pool.map(pack, places.values()))
     return jax.tree.unflatten(treedef, leaves)
 

@@ -45,7 +45,7 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import blank_verified, num_ranked, set_top
 from jaxspec.sampling.processors import update_history
-from jaxspec.sampling.request import Request
+from jaxspec.sampling.request import Request, request_shapes
 
 
 class StreamedSequence(ModelSequence):
@@ -194,7 +194,7 @@ class StreamingExecutor(TargetExecutor):
         self._sequence = StreamedSequence(target, slots, "target", layers=layers, path=path, chunk_slots=chunk_slots)
         self._layers = self._sequence.layer_programs
         self.state = self._sequence.state
-        resident, request, scalar = resident_shapes(target), target.request(), target.array((), jnp.int32)
+        resident, request, scalar = resident_shapes(target), request_shapes(target), target.array((), jnp.int32)
         out = (self.state, self.verified, round_shapes(target, path))
         cfg, plan, programs = target.cfg, target.plan, [*self._sequence.programs]
 

@@ -12,6 +12,7 @@ from jaxspec.methods.core.sequence import CHUNKS, plan_chunks
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.offload.executor import row_shapes
 from jaxspec.runtime.placement import Placement
+from jaxspec.sampling.request import request_shapes
 from pallas_kernels.linear.blocks import FORMATS
 
 # Arrays of a vocabulary's length that a choice among tokens holds at once: noise, sorted values, their places and sums.
@@ -41,7 +42,7 @@ def answer_needs(
     `path` tokens, a draft pass has `draft_rows`, 0 without a draft model.
     """
     target, draft = models
-    passed = (round_shapes(target, path), target.request(), None if draft is None else draft.request())
+    passed = (round_shapes(target, path), request_shapes(target), None if draft is None else request_shapes(draft))
     return Needs(bytes_by_device((runner.held, passed)), _work(models, tokens, runner.slots, rows, draft_rows))
 
 

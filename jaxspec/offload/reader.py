@@ -117,11 +117,6 @@ class DirectReader:
         self.busy_s = 0.0
         self._running, self._since = 0, 0.0
 
-    @property
-    def direct(self) -> bool:
-        """Whether all files were read past the page cache."""
-        return not self._buffered
-
     def __call__(self, path: Path, offset: int, nbytes: int) -> np.ndarray:
         file = self._open(path)
         start = offset - offset % PAGE
@@ -131,7 +126,7 @@ class DirectReader:
         except (OSError, MemoryError) as error:  # a map that fails is an OSError
             raise MemoryError(f"{path}: no memory for {nbytes} bytes of it") from error
         view = memoryview(buffer)
-        with self._counting(nbytes):
+        with self.counting(nbytes):
             pieces: Sequence[Future[Any]] = [
                 self._pool.submit(file.read, view[at : min(at + PIECE, stop - start)], start + at)
                 for at in range(0, stop - start, PIECE)
@@ -185,7 +180,8 @@ class DirectReader:
         return kept[used]
 
     @contextlib.contextmanager
-    def _counting(self, nbytes: int) -> Iterator[None]:
+    def counting(self, nbytes: int) -> Iterator[None]:
+        """Count so many bytes that are read within."""
         with self._lock:
             self._running += 1
             if self._running == 1:

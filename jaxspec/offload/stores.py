@@ -65,11 +65,6 @@ class DiskStore(WeightStore):
     def counters(self) -> tuple[int, int, float]:
         return self._reader.bytes_read, self._reader.reads, self._reader.busy_s
 
-    @property
-    def direct(self) -> bool:
-        """Whether reads go past the page cache."""
-        return self._reader.direct
-
     def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
         layout = self.layouts[layer] if expert is None else self.experts[layer].layout
         with self._reader.reusing():

@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.config import ActivationsSetting, KVDType, SamplingParams
+from jaxspec.config import ActivationsSetting, KVDType
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.heads import HeadLayout, head_layout
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params, declare_params, declare_shared
 from jaxspec.models.quantization import Storage, as_storage, parts_of
+from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.sharding import placed_shapes, round_up
-from jaxspec.sampling.processors import History, history_specs, init_history, processor_specs
-from jaxspec.sampling.request import Request, make_request
-from jaxspec.sampling.vocab import VocabShard
 from pallas_kernels.linear.blocks import FORMATS, Blocks, find_format, packed_name
 from pallas_kernels.linear.planes import planes_name
 from pallas_kernels.registry import Kernels
@@ -144,16 +142,6 @@ class Placement:
         """Shape on this mesh, replicated unless `axes` names mesh axes."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.plan.mesh, PartitionSpec(*axes)))
 
-    def history(self) -> History:
-        """Shapes of a token history, split like the vocabulary."""
-        vocab = VocabShard(self.cfg.vocab_size, self.padded_vocab)
-        return self._place(jax.eval_shape(lambda: init_history(vocab)), history_specs(TENSOR_AXIS))
-
-    def request(self) -> Request:
-        """Shapes of a request."""
-        example = make_request(SamplingParams(), 0, self.cfg.vocab_size, self.padded_vocab)
-        return self._place(example, Request(processor_specs(TENSOR_AXIS), PartitionSpec(), PartitionSpec()))  # pyright: ignore[reportArgumentType]
-
     def cache(self, slots: int) -> KVCache:
         """Shapes of a KV cache, split by KV heads: padded or replicated where the devices do not divide them."""
         degree, H = self.plan.tensor, self.cfg.head_dim
@@ -161,12 +149,13 @@ class Placement:
         layers = tuple(kind for kind in kinds for _ in self.cfg.attention_layers)
         return KVCache(layers, layers, self.array((), jnp.int32))
 
+    def shapes(self, tree: Any, specs: Any) -> Any:
+        """Shapes of a pytree of arrays, split as the partition specs of another say."""
+        return jax.tree.map(lambda leaf, spec: self.array(leaf.shape, leaf.dtype, *spec), tree, specs)
+
     @property
     def _limit(self) -> int:
         return self.vocab_limit or self.cfg.vocab_size
-
-    def _place(self, tree: Any, specs: Any) -> Any:
-        return jax.tree.map(lambda leaf, spec: self.array(leaf.shape, leaf.dtype, *spec), tree, specs)
 
 
 def pack_shapes(tree: Any, activations: Activations, kernels: Kernels) -> Any:

@@ -2,14 +2,13 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,8 +20,6 @@ from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.store import program_files
 from jaxspec.runtime.transfer import empty
 from jaxspec.runtime.xla_options import choose_options, compile_lowered
-from jaxspec.sampling.request import Request
-from jaxspec.sampling.variant import GREEDY, Variant
 from pallas_kernels import registry
 
 
@@ -37,30 +34,32 @@ class Program:
         self, name: str, function: Callable[..., Any], plan: MeshPlan, args: Sequence[Any], out: Any,
         donate: Sequence[int] = (),
     ):  # fmt: skip
-        """`out` describes the result as `args` do the arguments; `donate` lists argument numbers."""
+        """`out` describes the result as `args` do the arguments; `donate` lists argument numbers.
+
+        A request among the arguments (`jaxspec.sampling.request`) has a `variant`, and there is a program for each.
+        """
         self.name = name
         self._function, self._plan, self._args, self._out, self._donate = function, plan, tuple(args), out, donate
-        self._request = next((place for place, arg in enumerate(args) if isinstance(arg, Request)), None)
-        self._compiled: dict[Variant | None, Any] = {}
-        self._coming: dict[Variant | None, tuple[str, Future[bool], threading.Event]] = {}  # see `load_later`
+        self._request = next((place for place, arg in enumerate(args) if hasattr(arg, "of_variant")), None)
+        self._compiled: dict[Hashable, Any] = {}
+        self._coming: dict[Hashable, tuple[str, Future[bool]]] = {}  # see `load_later`
         # Where it runs in other processes alone: nothing is compiled, and the results have no part here.
         here = jax.process_index()
         self._elsewhere = hosts.several() and all(device.process_index != here for device in plan.devices)
 
-    def fit(self, variant: Variant) -> Variant | None:
+    def fit(self, variant: Hashable) -> Hashable:
         """The variant of this program that serves requests of a given one; None is the program for all of them."""
         return None if self._request is None or self._plan.kernels.branches else variant
 
-    def is_ready(self, variant: Variant = GREEDY) -> bool:
+    def is_ready(self, variant: Hashable = None) -> bool:
         """Whether it is compiled for requests of a variant."""
         return self._elsewhere or self.fit(variant) in self._compiled
 
-    def is_coming(self, variant: Variant = GREEDY) -> bool:
+    def is_coming(self) -> bool:
         """Whether it is being loaded from the store in the background."""
-        coming = self._coming.get(self.fit(variant))
-        return coming is not None and not coming[1].done()
+        return any(not future.done() for _, future in self._coming.values())
 
-    def lower(self, variant: Variant | None = None) -> Any:
+    def lower(self, variant: Hashable = None) -> Any:
         """Trace and lower; Python work, to be done in the main thread. `variant` is one that `fit` gives.
 
         What the caller set for code of their own (64-bit types, strict promotion, no jit) does not reach ours.
@@ -74,7 +73,7 @@ class Program:
         with self._isolated():
             return jitted.lower(*args)
 
-    def finish(self, lowered: Any, variant: Variant | None = None, digest: str | None = None) -> None:
+    def finish(self, lowered: Any, variant: Hashable = None, digest: str | None = None) -> None:
         """Compile what `lower` returned, unless the same is stored; runs outside the interpreter lock.
 
         `digest` is the program's own, under which a later start finds it without lowering.
@@ -98,7 +97,7 @@ class Program:
         except UnknownError:
             return None
 
-    def digest(self, variant: Variant | None = None) -> str | None:
+    def digest(self, variant: Hashable = None) -> str | None:
         """What the program is stored under; None where it is not stored."""
         if not program_files.is_used():
             return None
@@ -113,50 +112,48 @@ class Program:
             logging.getLogger(__name__).info("the program %s is not stored: %s", self.name, error)
             return None
 
-    def load(self, digest: str, variant: Variant | None = None) -> bool:
+    def load(self, digest: str, variant: Hashable = None) -> bool:
         """Take the program from the store; False where it is not there."""
         found = program_files.load(digest, *self._trees(variant), self._plan.devices)
         if found is not None:
             self._compiled[variant] = found
         return found is not None
 
-    def load_later(self, digest: str, variant: Variant | None, pool: Executor, begin: threading.Event) -> None:
-        """Take the program from the store in the background, from `begin` on, or after a second.
+    def load_later(self, digest: str, variant: Hashable = None) -> None:
+        """Take the program from the store in the background.
 
-        A call of it waits, or loads it where none has begun to. Where the file is of no use, the first call compiles.
+        A call of it waits, or loads it where that has not begun. Where the file is of no use, the first call compiles.
         """
 
         def load() -> bool:
-            begin.wait(LONGEST_HOLD)
             # A process that ends waits for the threads of its pools.
             return threading.main_thread().is_alive() and self.load(digest, variant)
 
-        self._coming[variant] = digest, pool.submit(load), begin
+        self._coming[variant] = digest, _background.submit(load)
 
-    def wait(self, variant: Variant = GREEDY) -> None:
-        """Wait until it is ready, if it is being loaded."""
-        self._await(self.fit(variant))
+    def wait(self) -> None:
+        """Wait until all that is being loaded is there."""
+        for variant in self._coming:
+            self._await(variant)
 
-    def _await(self, variant: Variant | None) -> str | None:
+    def _await(self, variant: Hashable) -> str | None:
         """Wait for, or do, what `load_later` began; returns the digest, None where nothing had begun."""
-        coming = self._coming.get(variant)
-        if coming is None:
+        digest, future = self._coming.get(variant, (None, None))
+        if digest is None or future is None:
             return None
-        digest, future, begin = coming
         if future.cancel():
             self.load(digest, variant)
         else:
-            begin.set()
             future.result()
         return digest
 
-    def _shapes(self, variant: Variant | None) -> list[Any]:
+    def _shapes(self, variant: Hashable) -> list[Any]:
         args = list(self._args)
         if self._request is not None:
             args[self._request] = args[self._request].of_variant(variant)
         return args
 
-    def _trees(self, variant: Variant | None) -> tuple[Any, Any]:
+    def _trees(self, variant: Hashable) -> tuple[Any, Any]:
         return jax.tree.structure((tuple(self._shapes(variant)), {})), jax.tree.structure(self._out)
 
     @contextlib.contextmanager
@@ -201,7 +198,6 @@ class Program:
 
 # Loads what is not needed at once. One thread: weights are read and the first token is computed beside it.
 _background = ThreadPoolExecutor(1, "jaxspec-programs")
-LONGEST_HOLD = 1.0  # seconds
 
 # What the last program over several processes gives, on CPUs.
 _latest: list[Any] = []
@@ -222,40 +218,21 @@ def _run_in_turn(compiled: Any, plan: MeshPlan, *args: Any) -> Any:
     return out
 
 
-@dataclasses.dataclass(frozen=True)
-class Later:
-    """Programs that nothing needs before an event, by name."""
+def compile_programs(programs: Sequence[Program], variant: Hashable = None, *, background: bool = False) -> float:
+    """Compile what is not compiled yet for requests of a variant, in parallel; what is stored is loaded.
 
-    names: frozenset[str]
-    begin: threading.Event
-
-
-def compile_programs(
-    programs: Sequence[Program], variant: Variant = GREEDY, *, later: Later | None = None
-) -> float:  # fmt: skip
-    """Compile what is not compiled yet for requests of a variant, in parallel.
-
-    With `later`, what is stored is loaded in the background, and what `later` names after its event. Large files come
-    first: the calling thread takes the small ones itself by the time it needs them. None waits for everything. Returns
-    the wall time in seconds, 0.0 if nothing was to do.
+    With `background`, loading goes on after the return, small files first: the large ones, of drafting, are needed
+    last. Returns the wall time in seconds, 0.0 if nothing was to do.
     """
-    waiting = [
-        (program, program.fit(variant))
-        for program in programs
-        if not program.is_ready(variant) and not program.is_coming(variant)
-    ]
+    waiting = [(one, one.fit(variant)) for one in programs if not one.is_ready(variant) and not one.is_coming()]
     if not waiting:
         return 0.0
     start = time.perf_counter()
     keys = {key: key[0].digest(key[1]) for key in waiting}
     sizes = {key: program_files.size(digest) for key, digest in keys.items() if digest is not None}
-    at_once = threading.Event()
-    at_once.set()
-    stored = [(key, size) for key in waiting if (size := sizes.get(key)) is not None]
-    is_late = {key: later is not None and key[0].name in later.names for key in waiting}
-    for key, _ in sorted(stored, key=lambda item: (is_late[item[0]], -item[1])):
-        begin = later.begin if later is not None and is_late[key] else at_once
-        key[0].load_later(str(keys[key]), key[1], _background, begin)
+    stored = [(size, key) for key, size in sizes.items() if size is not None]
+    for _, (program, fitted) in sorted(stored, key=lambda item: item[0]):
+        program.load_later(str(keys[program, fitted]), fitted)
     missing = [key for key in waiting if sizes.get(key) is None]
     if missing:
         # Each compilation takes hundreds of megabytes while it runs: no more at once than there are cores.
@@ -265,9 +242,9 @@ def compile_programs(
             for job in jobs:
                 job.result()
         release_free_memory()
-    if later is None:
+    if not background:
         for program in programs:
-            program.wait(variant)
+            program.wait()
     return time.perf_counter() - start
 
 

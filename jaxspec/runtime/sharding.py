@@ -12,6 +12,7 @@ the same on every device (norms), and queries, keys and values where devices sha
 import math
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +30,9 @@ from jaxspec.models.heads import (
     head_layout,
     placed_rows,
 )
-from jaxspec.models.params import ArrayInfo, is_info
+from jaxspec.models.params import ArrayInfo, is_info, leaf_name
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.runtime.transfer import read_whole
+from jaxspec.runtime.transfer import empty, read_whole
 
 # A dimension that holds all heads at once, where blocks cross from head to head: it fits on one device only.
 UNCUT = "uncut"
@@ -59,6 +60,9 @@ EXPERT_PARALLEL: Mapping[str, str | None] = {**TENSOR_PARALLEL, "experts": TENSO
 # needs, is for `Weights.read`; `expert`, the number of an expert, is for `Weights.direct`. An expert's declaration is
 # that of the whole, with one expert in place of all.
 ReadLeaf = Callable[..., np.ndarray]
+
+# Dequantising, casting and packing release the interpreter lock; each thread holds one leaf in memory.
+NUM_THREADS = 2
 
 _lock = threading.Lock()
 _bytes_read = 0
@@ -221,6 +225,33 @@ def cut_shard(array: np.ndarray, part: Part, index: tuple[slice, ...], target: j
     held = array[tuple(slice(a, max(a, b)) for a, b in own)]
     shard[tuple(slice(n) for n in held.shape)] = held
     return shard
+
+
+def place_tree(read: ReadLeaf, declared: Any, shapes: Any, threads: int = NUM_THREADS) -> Any:
+    """Read parameters as they are declared, and place them as `shapes` says; a leaf per thread is in host memory."""
+    infos = jax.tree.leaves(declared, is_leaf=is_info)
+    paths_shapes, treedef = jax.tree.flatten_with_path(shapes)
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [
+            pool.submit(_place_leaf, read, leaf_name(path), info, shape)
+            for info, (path, shape) in zip(infos, paths_shapes, strict=True)
+        ]
+        try:
+            leaves = [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _place_leaf(read: ReadLeaf, name: str, info: ArrayInfo, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Read a leaf, or what this one of several processes needs of it, and place it on the devices."""
+    if jax.process_count() > 1:
+        if is_elsewhere(target):
+            return empty(target)
+        if (part := local_part(info, target)) is not None:
+            return place_part(read(name, info, part=part), part, target)
+    return place_declared(read(name, info), info, target)
 
 
 def count_read(array: np.ndarray) -> None:

@@ -27,12 +27,12 @@ from flax import struct
 from jax import Array, lax
 
 from jaxspec.config import MAX_LOGPROBS
+from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
 from jaxspec.sampling.processors import History, Processors, extend_history, process, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import decide
-from jaxspec.sampling.vocab import VocabShard
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Streams of the seed; 0 is the noise that chooses tokens.

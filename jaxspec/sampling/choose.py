@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, named_scope
 
+from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.noise import gumbel_rows
 from jaxspec.sampling.processors import Processors, clean, penalise, score, tidy
 from jaxspec.sampling.variant import decide
-from jaxspec.sampling.vocab import VocabShard
 
 Key = Array | np.ndarray
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.sampling.vocab import VocabShard
+from jaxspec.models.vocab import VocabShard
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 

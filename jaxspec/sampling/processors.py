@@ -21,8 +21,10 @@ from jax.typing import ArrayLike
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.vocab import VocabShard, sum_rows
+from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.variant import Variant, decide
-from jaxspec.sampling.vocab import VocabShard, sum_rows
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -116,9 +118,11 @@ def processor_specs(axis_name: str | None) -> Processors:
     return Processors(**{n: PartitionSpec(axis_name) if n in columns else PartitionSpec() for n in names})  # pyright: ignore
 
 
-def history_specs(axis_name: str | None) -> History:
-    """Partition specs of `History`."""
-    return History(seen=PartitionSpec(axis_name), counts=PartitionSpec(axis_name))  # pyright: ignore
+def history_shapes(placement: Placement) -> History:
+    """Shapes of a token history on a model's mesh, split like the vocabulary."""
+    size = (placement.padded_vocab,)
+    seen, counts = placement.array(size, jnp.bool_, TENSOR_AXIS), placement.array(size, jnp.int32, TENSOR_AXIS)
+    return History(seen=seen, counts=counts)
 
 
 def init_history(vocab: VocabShard) -> History:

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import PartitionSpec
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
+from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.noise import seed_key
-from jaxspec.sampling.processors import Processors, from_sampling
+from jaxspec.sampling.processors import Processors, from_sampling, processor_specs
 from jaxspec.sampling.variant import Variant
 
 
@@ -41,3 +44,10 @@ def make_request(
     """A request on the host; see `from_sampling`."""
     max_tokens = np.int32(MOST_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
     return Request(from_sampling(sampling, vocab_size, padded_size, prompt_tokens), seed_key(seed), max_tokens)
+
+
+def request_shapes(placement: Placement) -> Request:
+    """Shapes of a request on a model's mesh."""
+    example = make_request(SamplingParams(), 0, placement.cfg.vocab_size, placement.padded_vocab)
+    specs = Request(processor_specs(TENSOR_AXIS), PartitionSpec(), PartitionSpec())  # pyright: ignore[reportArgumentType]
+    return placement.shapes(example, specs)

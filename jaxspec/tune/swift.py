@@ -21,6 +21,7 @@ from jaxspec.models.layer_set import LayerSet, uniform_layers
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
+from jaxspec.sampling.variant import GREEDY
 from jaxspec.tune.run import Candidate, Progress, Trial
 
 CONTEXTS = 4  # windows on which each candidate is scored
@@ -65,7 +66,7 @@ class LayerScorer:
         self._sequence = ModelSequence(placement, cache_slots(longest, window), "layers")
         self._score = matchness_program(placement, self._sequence.state, window, branches(placement))
         self._states: dict[Passage, SequenceState] = {}
-        compile_programs((*self._sequence.programs, self._score))
+        compile_programs((*self._sequence.programs, self._score), GREEDY)
 
     def count(self, passage: Passage, start: int, layers: LayerSet) -> int:
         """Tokens of the window from `start` on that a set predicts, of `window`."""

@@ -17,7 +17,7 @@ from make import random_tensors, tiny_config, write_gguf, write_hf
 from jaxspec.checkpoint import convert as module
 from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.load import open_weights
-from jaxspec.checkpoint.native import arrays as native_arrays
+from jaxspec.checkpoint.native import write as native_write
 from jaxspec.checkpoint.native.checkpoint import read_leaf
 from jaxspec.checkpoint.native.manifest import open_native
 from jaxspec.errors import CheckpointError, ConfigError
@@ -172,7 +172,7 @@ def test_the_native_format_keeps_them(file, converted):
 @pytest.fixture
 def in_chunks(q8_native, tmp_path, converted, monkeypatch):
     """The same checkpoint with its arrays in several chunks."""
-    monkeypatch.setattr(native_arrays, "MIN_CHUNK_BYTES", 512)
+    monkeypatch.setattr(native_write, "MIN_CHUNK_BYTES", 512)
     return converted(q8_native, "chunks")
 
 

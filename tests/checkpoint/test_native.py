@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from native_models import EOS_IDS, LLAMA, MISTRAL, QWEN2, QWEN3, write_native, write_tokenizer
 
-from jaxspec.checkpoint.native import arrays as native_arrays
+from jaxspec.checkpoint.native import write as native_write
 from jaxspec.checkpoint.native.checkpoint import read_leaf, restore_native
 from jaxspec.checkpoint.native.manifest import open_native, verify_native
 from jaxspec.errors import CheckpointError
@@ -34,7 +34,7 @@ def pristine(tmp_path_factory):
     """A checkpoint of several chunks per array, to copy and damage."""
     folder = tmp_path_factory.mktemp("native") / "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_arrays, "MIN_CHUNK_BYTES", 512)
+        patch.setattr(native_write, "MIN_CHUNK_BYTES", 512)
         arrays = write_native(folder, LLAMA)
     assert len([f for f in (folder / "arrays" / "layers.1.qkv").rglob("*") if f.is_file()]) > 2
     return folder, arrays
@@ -154,7 +154,6 @@ ZARR = "layers.1.qkv/zarr.json"
         pytest.param("_METADATA", edit_json(lambda m: m["tree_metadata"].popitem()), id="incomplete tree"),
         pytest.param("_METADATA", edit_json(lambda m: m.update(tree_metadata={})), id="empty tree"),
         pytest.param("_METADATA", edit_json(lambda m: m.update(use_zarr3=False)), id="other storage"),
-        pytest.param("manifest.ocdbt", lambda f: f.write_bytes(b"x"), id="other store"),
         pytest.param("", shutil.rmtree, id="no arrays"),
     ],
 )

@@ -3,18 +3,16 @@
 import dataclasses
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from native_models import write_tokenizer
 from tiny_models import RandomSource
 
 from jaxspec.checkpoint.keymaps import recipes
-from jaxspec.checkpoint.native.arrays import PendingLeaf
-from jaxspec.checkpoint.native.checkpoint import write_arrays
 from jaxspec.checkpoint.native.manifest import write_manifest
+from jaxspec.checkpoint.native.write import write_arrays
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import declare_params, is_info, leaf_name
+from jaxspec.models.params import declare_params
 from jaxspec.models.quantization import as_storage
 
 TARGET = ModelConfig("qwen3", 3, 32, 64, 8, 4, 8, 96, max_context=256, qk_norm=True)
@@ -32,11 +30,6 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
 
 def _write(path: Path, cfg: ModelConfig, arrays: dict[str, np.ndarray]) -> None:
     path.mkdir(parents=True)
-    leaves = jax.tree.map_with_path(
-        lambda at, info: PendingLeaf(info, lambda: arrays[leaf_name(at)]),
-        declare_params(cfg, jnp.float32),
-        is_leaf=is_info,
-    )
-    write_arrays(path, leaves)
+    write_arrays(path, declare_params(cfg, jnp.float32), lambda name, _: arrays[name])
     write_manifest(path, cfg, as_storage(jnp.float32), ())
     write_tokenizer(path, cfg.vocab_size)

@@ -15,7 +15,7 @@ from jaxspec.methods.core.sequence import ModelSequence
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime import program
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.program import Later, Program, compile_programs
+from jaxspec.runtime.program import Program, compile_programs
 from jaxspec.runtime.store import fingerprint, folder, program_files
 from jaxspec.sampling.variant import GREEDY
 
@@ -79,23 +79,23 @@ def test_lowered_programs_differ_by_text_options_and_settings():
 
 
 def test_programs_are_loaded_in_the_background(store):
-    """A call loads what has not begun to load; what is named waits for its event; a useless file is compiled again."""
+    """A call loads what has not begun to load; a useless file is compiled again."""
     first = programs_of()
     compile_programs(first)
     wanted = jax.tree.leaves(first[0](np.int32(7)))
-    begin = threading.Event()
-    again = programs_of()
-    compile_programs(again, later=Later(frozenset(each.name for each in again), begin))
+    hold, again = threading.Event(), programs_of()
+    program._background.submit(hold.wait, 30)
+    compile_programs(again, background=True)
     assert all(each.is_coming() and not each.is_ready() for each in again)
     for one, other in zip(wanted, jax.tree.leaves(again[0](np.int32(7))), strict=True):
         np.testing.assert_array_equal(one, other)
-    begin.set()
+    hold.set()
     for each in again:
         each.wait()
         assert each.is_ready() and not each.is_coming()
     damaged = programs_of()[0]
     (store / str(damaged.digest())).write_bytes(b"no program")
-    compile_programs([damaged], later=Later(frozenset(), begin))
+    compile_programs([damaged], background=True)
     damaged.wait()
     assert not damaged.is_ready()
     for one, other in zip(wanted, jax.tree.leaves(damaged(np.int32(7))), strict=True):

@@ -10,18 +10,18 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import gumbel_rows, seed_key
 from jaxspec.sampling.processors import (
+    History,
     from_sampling,
-    history_specs,
     init_history,
     process,
     processor_specs,
     update_history,
 )
-from jaxspec.sampling.vocab import VocabShard
 
 VOCAB, PADDED, ROWS, TEXT = 21, 24, 2, 5
 SHARDS = (1, 2, 3, 4, 8)
@@ -50,8 +50,9 @@ def _all(vocab, logits, processors, prompt, output, valid, key, positions):
 @functools.cache
 def _compiled(num_shards):
     columns = P(None, TENSOR_AXIS)
+    history = History(P(TENSOR_AXIS), P(TENSOR_AXIS))
     in_specs = columns, processor_specs(TENSOR_AXIS), P(), P(), P(), P(), P()
-    return shard_call(_all, num_shards, VOCAB, PADDED, in_specs, (columns, P(), P(), history_specs(TENSOR_AXIS)))
+    return shard_call(_all, num_shards, VOCAB, PADDED, in_specs, (columns, P(), P(), history))
 
 
 def run(logits, params, prompt=(), output=(), seed=0, positions=(7, 8), num_shards=0):

@@ -6,10 +6,10 @@ import pytest
 from sampling_cases import PADDED, ROWS, SHARDS, VOCAB, run
 
 from jaxspec.config import SamplingParams
+from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import seed_key
 from jaxspec.sampling.processors import from_sampling, process, score
-from jaxspec.sampling.vocab import VocabShard
 
 _DRAWS = 20_000
 _SMALL = VocabShard(8, 8)

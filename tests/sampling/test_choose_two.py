@@ -10,10 +10,10 @@ from sampling_cases import shard_call
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.choose import choose, choose_two
 from jaxspec.sampling.noise import seed_key
 from jaxspec.sampling.processors import from_sampling, processor_specs
-from jaxspec.sampling.vocab import VocabShard
 
 VOCAB, PADDED, ROWS = 21, 24, 6
 SUBSET = (0, 2, 3, 5, 7, 11, 13, 14, 17, 18, 20)

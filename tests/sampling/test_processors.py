@@ -11,6 +11,7 @@ from sampling_reference import process_reference
 
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.processors import (
     _MOST_TOKENS,
     cut_top_k,
@@ -19,7 +20,6 @@ from jaxspec.sampling.processors import (
     from_fixed_point,
     from_sampling,
 )
-from jaxspec.sampling.vocab import VocabShard
 
 _INF = np.inf
 

@@ -13,6 +13,7 @@ from sampling_cases import noise_function, shard_call
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import gumbel_rows, seed_key
 from jaxspec.sampling.processors import (
@@ -22,7 +23,6 @@ from jaxspec.sampling.processors import (
     processor_specs,
     update_history,
 )
-from jaxspec.sampling.vocab import VocabShard
 
 SHARDS = (0, 2, 4)  # 0: no mesh at all
 VOCAB, PADDED = 21, 24

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from sampling_cases import shard_call
 
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.sampling.vocab import VocabShard
+from jaxspec.models.vocab import VocabShard
 
 SHARDS = (0, 2, 4, 8)  # 0: no mesh at all
 

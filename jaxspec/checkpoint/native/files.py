@@ -5,13 +5,13 @@ template. Files of arrays must be there in their sizes when arrays are read, and
 checked then. `verify_files` compares everything.
 """
 
-import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jaxspec.errors import CheckpointError, shown
+from jaxspec.files import digest_file
 
 Files = dict[str, dict[str, Any]]  # "bytes" and "sha256" by path, relative to the folder and with slashes
 
@@ -25,7 +25,7 @@ def describe_files(folder: Path) -> Files:
     """Every file in a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        digests = pool.map(_digest, paths)
+        digests = pool.map(digest_file, paths)
         return {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
             for path, digest in zip(paths, digests, strict=True)
@@ -40,9 +40,8 @@ def read_files(value: object, file: Path) -> Files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or any(c in name for c in "\\:\0") or path.as_posix() != name:
             raise CheckpointError(f"{file}: files names {name!r}, which is no plain path inside the folder")
-        if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-            raise CheckpointError(f"{file}: files must give bytes and sha256 of {name!r}, got {shown(entry)}")
-        if type(entry["bytes"]) is not int or not isinstance(entry["sha256"], str):
+        types = {key: type(each) for key, each in entry.items()} if isinstance(entry, dict) else None
+        if types != {"bytes": int, "sha256": str}:
             raise CheckpointError(f"{file}: files must give bytes and sha256 of {name!r}, got {shown(entry)}")
     return value
 
@@ -85,14 +84,9 @@ def verify_files(folder: Path, files: Files, manifest: str) -> None:
 def _check_digests(folder: Path, files: Mapping[str, dict[str, Any]], manifest: str) -> None:
     try:
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            for name, digest in zip(files, pool.map(lambda name: _digest(folder / name), files), strict=True):
+            for name, digest in zip(files, pool.map(lambda name: digest_file(folder / name), files), strict=True):
                 if digest != files[name]["sha256"]:
                     says = f"has SHA-256 {digest:.12}, and {manifest} says {files[name]['sha256']:.12}"
                     raise CheckpointError(f"{folder / name}: {says}: damaged or changed; convert the model again")
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -64,6 +64,12 @@ class NativeCheckpoint:
         """Size of all arrays."""
         return sum(map(count_bytes, self.infos.values()))
 
+    def leaf_bytes(self, name: str, expert: int | None = None) -> int:
+        """Size of one array, of a query, key and value that are stored apart, or of an expert of one."""
+        names = [name] if name in self.infos else [f"{name}.{part}" for part in PARTS]
+        infos = [self.infos[each] for each in names]
+        return sum(count_bytes(info) // (1 if expert is None else info.shape[0]) for info in infos)
+
 
 def open_native(path: str | Path) -> NativeCheckpoint:
     """Open a native checkpoint: its manifest and the files beside the arrays are checked.

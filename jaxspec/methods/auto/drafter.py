@@ -38,8 +38,8 @@ from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
-from jaxspec.sampling.processors import History
-from jaxspec.sampling.request import Request
+from jaxspec.sampling.processors import History, history_shapes
+from jaxspec.sampling.request import Request, request_shapes
 from jaxspec.tree.select import pack_best, root_alone
 from jaxspec.tree.tree import Batch
 
@@ -117,7 +117,14 @@ class AutoDrafter(ModelDrafter):
         self.state = state
         self._create = Program("draft begin", create, plan, parts, state, donate=[0, 1])
         self._restart = Program("draft begin again", restart, plan, [*parts, stats], state, donate=[0, 1, 2])
-        args = [placement.params(), state, verified, placement.history(), placement.request(), costs.shapes(placement)]
+        args = [
+            placement.params(),
+            state,
+            verified,
+            history_shapes(placement),
+            request_shapes(placement),
+            costs.shapes(placement),
+        ]
         self.draft_program = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
         self.propose = draft
         # A draft that is fed hidden states takes them in at once: nothing else keeps them.

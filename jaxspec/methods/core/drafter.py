@@ -23,7 +23,8 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import read_scalar
 from jaxspec.sampling.accept import Verified
-from jaxspec.sampling.request import Request
+from jaxspec.sampling.processors import history_shapes
+from jaxspec.sampling.request import Request, request_shapes
 
 # How a drafter makes a batch, for one shard: (parameters of the draft, state, what the last round verified, history,
 # request, further operands) -> state, batch.
@@ -93,7 +94,7 @@ class ModelDrafter(Drafter):
     def declare(self, verified: Verified, state: Any, draft: Callable[..., Any]) -> None:
         """Declare how a batch is proposed: a function of parameters, state, `verified`, history and request."""
         placement, self.state = self.placement, state
-        args = [placement.params(), state, verified, placement.history(), placement.request()]
+        args = [placement.params(), state, verified, history_shapes(placement), request_shapes(placement)]
         self.draft_program = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
         self.propose = lambda *arguments: draft(*arguments[:-1])
         self.programs = (*self.programs, self.draft_program)

@@ -19,7 +19,7 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import place
 from jaxspec.sampling.accept import Verified
-from jaxspec.sampling.request import Request, make_request
+from jaxspec.sampling.request import Request, make_request, request_shapes
 from jaxspec.sampling.variant import find_variant
 
 # What `verify` and `decode` return.
@@ -110,7 +110,7 @@ class ResidentExecutor(TargetExecutor):
         max_path = self.verified.tokens.shape[0]
         self._sequence = ModelSequence(target, slots, "target", layers=layers, path=max_path, chunk_slots=chunk_slots)
         self.state = self._sequence.state
-        round_, request, params = round_shapes(target, max_path), target.request(), target.params()
+        round_, request, params = round_shapes(target, max_path), request_shapes(target), target.params()
         # Whether the number of passes is data. Capture the flag, not `self`: it becomes part of the stored key.
         self._counts_on_device = counts_on_device = target.plan.kernels.branches
         self.programs: Sequence[Program] = tuple(self._sequence.programs)
@@ -170,5 +170,5 @@ def place_request(
 ) -> Request:
     """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
     request = make_request(sampling, seed, vocab_size, placement.padded_vocab, prompt_tokens)
-    request = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), request, placement.request())
+    request = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), request, request_shapes(placement))
     return request if placement.plan.kernels.branches else request.of_variant(find_variant(sampling))

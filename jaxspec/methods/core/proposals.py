@@ -10,12 +10,12 @@ from flax import struct
 from jax import Array
 
 from jaxspec.models.params import Params
+from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.choose import choose, choose_two, rank_draws
 from jaxspec.sampling.processors import History, Processors, clean, log_mass, penalise, shift, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import decide
-from jaxspec.sampling.vocab import VocabShard
 
 
 @struct.dataclass

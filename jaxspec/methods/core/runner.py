@@ -31,7 +31,7 @@ from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
-from jaxspec.sampling.request import Request
+from jaxspec.sampling.request import Request, request_shapes
 
 # Most rounds of one dispatch; most rows of a batch and bytes of the target: passes over more of them take so long that
 # a dispatch is little beside them, and tokens should not wait for each other.
@@ -57,7 +57,6 @@ class Runner(abc.ABC):
     held: Any  # shapes of what an answer holds on the devices: state, and what is drafted and verified
     programs: Sequence[Program]  # everything that a generation may call, to be compiled before it starts
     single: Sequence[Program] = ()  # of one round, where `programs` has one for several; a trace shows these
-    late: frozenset[str] = frozenset()  # names of those that no first token needs
     executor: TargetExecutor  # of the target
     calibrated: bool = True  # False as long as `calibrate` has to choose something before a generation can start
 
@@ -174,8 +173,6 @@ class SpeculativeRunner(Runner):
                 self.executor, propose, shapes, self.drafter.state, self.drafter.operands
             )
             self.programs = (*(one for one in self.programs if one not in self.single), self.shared_rounds)
-        if timer is not None:  # its first rounds are plain
-            self.late = frozenset({"draft", "verify", "verify open", "verify close", "rounds"})
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         if self.timer is not None:
@@ -300,7 +297,7 @@ def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, stat
         return jax.lax.while_loop(goes_on, run, start)[1:]
 
     args = [
-        target.params(), params, executor.state, state, executor.verified, target.request(),
+        target.params(), params, executor.state, state, executor.verified, request_shapes(target),
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), operands),
         target.array((), jnp.int32),
     ]  # fmt: skip

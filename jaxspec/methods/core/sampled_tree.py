@@ -18,11 +18,11 @@ from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import vocab_logits
+from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Decide, RowLogits, Verified, draw_children, rejection_rule
 from jaxspec.sampling.processors import History, process
 from jaxspec.sampling.request import Request
-from jaxspec.sampling.vocab import VocabShard
 from jaxspec.tree.reroot import pending_tokens
 from jaxspec.tree.tree import Batch
 

@@ -14,12 +14,12 @@ from jaxspec.models.feature_draft import fuse, prefill_draft
 from jaxspec.models.kv_cache import KVCache, init_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import prefill_with_states
+from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.sharding import round_up
 from jaxspec.runtime.transfer import read_scalar
-from jaxspec.sampling.processors import History, init_history, update_history
-from jaxspec.sampling.vocab import VocabShard
+from jaxspec.sampling.processors import History, history_shapes, init_history, update_history
 
 # Rows of a prefill pass: few fixed sizes, so that no prompt length compiles anything new. On CPU 64 rows run at 60 % of
 # the arithmetic peak and 512 near it; a third size would cost another compilation for little.
@@ -48,7 +48,7 @@ class SequenceState:
 def sequence_shapes(placement: Placement, slots: int, *, keeps_text: bool = True) -> SequenceState:
     """Shapes of the state of one model's side, with a cache of `slots` slots."""
     scalar = placement.array((), jnp.int32)
-    text: Any = (placement.history(), scalar, scalar, scalar) if keeps_text else ()
+    text: Any = (history_shapes(placement), scalar, scalar, scalar) if keeps_text else ()
     return SequenceState(placement.cache(slots), *text, seen=ABSENT if placement.cfg.features is None else scalar)
 
 

@@ -14,13 +14,13 @@ from jaxspec.methods.core.sequence import ABSENT, SequenceState
 from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states, vocab_logits
+from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import Decide, RowLogits, Verified
 from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.processors import History, extend_history, update_history
 from jaxspec.sampling.request import Request
-from jaxspec.sampling.vocab import VocabShard
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Above so many rows the head runs only for the rows that the walk reaches, a few of them, one at a time.

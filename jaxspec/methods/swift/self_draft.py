@@ -38,7 +38,7 @@ from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import place
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.choose import choose_ranked
-from jaxspec.sampling.request import Request
+from jaxspec.sampling.request import Request, request_shapes
 from jaxspec.tree.select import Candidates, pack_best, root_alone
 from jaxspec.tree.tree import Batch
 
@@ -128,7 +128,7 @@ class SelfDrafter(Drafter):
         self.shapes = draft_shapes(target, spine.num_rows)
         self.state = memory = target.replicated(jax.eval_shape(lambda: init_memory(spine)))
         choice = (target.array((target.cfg.num_layers, 2), jnp.bool_), target.array((), jnp.float32))
-        args = [target.params(), state, memory, verified, target.request(), *choice]
+        args = [target.params(), state, memory, verified, request_shapes(target), *choice]
 
         def declare(known: LayerSet | None) -> Program:
             def draft(params, state, memory, verified, request, units, cost):

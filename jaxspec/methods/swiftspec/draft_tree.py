@@ -26,6 +26,7 @@ from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.processors import update_history
+from jaxspec.sampling.request import request_shapes
 from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant, renew_root
 from jaxspec.tree.reroot import Rerooted, reroot
 from jaxspec.tree.select import pack_best, proposals
@@ -127,7 +128,7 @@ class TreeDrafter(ModelDrafter):
                 advanced, exposed = expand_tree(model, advanced, growth, passes), exposed + passes
             return choose_batch(model, advanced, exposed, moved, state.tree.size, growth)
 
-        args, out = [placement.params(), state, verified, placement.request()], (state, batch, counts)
+        args, out = [placement.params(), state, verified, request_shapes(placement)], (state, batch, counts)
 
         def declare(name: str, passes: int) -> Program:
             return Program(name, functools.partial(advance_by, passes), placement.plan, args, out, donate=[1])
@@ -145,7 +146,7 @@ class TreeDrafter(ModelDrafter):
             grown = expand_tree(model, state, growth, passes)
             return grown, grown.tree.size
 
-        args, out = [placement.params(), state, placement.request()], (state, placement.array((), jnp.int32))
+        args, out = [placement.params(), state, request_shapes(placement)], (state, placement.array((), jnp.int32))
         return Program(name, expand_by, placement.plan, args, out, donate=[1])
 
 

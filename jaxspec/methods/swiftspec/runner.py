@@ -25,6 +25,7 @@ from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.program import Program, compile_programs
 from jaxspec.runtime.transfer import place, replicated, transfer
 from jaxspec.sampling.request import Request
+from jaxspec.sampling.variant import GREEDY
 
 
 class Requests(NamedTuple):
@@ -129,7 +130,7 @@ class SwiftSpecRunner(Runner):
         )  # fmt: skip
         if given is None:
             self._follow(schedule)
-            compile_programs(self.programs)
+            compile_programs(self.programs, GREEDY)
         self.schedule = schedule
         length = longest_mean(growth.num_rows, schedule.depth, schedule.refill, branch_free=growth.branch_free)
         # What is dropped or grown on demand does not depend on the depth.
