@@ -13,14 +13,14 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_640,
+    "jaxspec": 30_610,
     "jaxspec/*.py": 2_440,
     "jaxspec/methods": 6_230,
     "jaxspec/sampling jaxspec/tree": 1_450,
     "jaxspec/models": 3_310,
     "jaxspec/offload": 2_100,
     "jaxspec/checkpoint": 4_430,
-    "jaxspec/runtime": 2_330,
+    "jaxspec/runtime": 2_280,
     "jaxspec/text": 1_600,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli": 6_950,
     "pallas_kernels": 5_510,

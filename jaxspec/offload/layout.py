@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.models.params import EXPERT_WEIGHTS, ArrayInfo, declare_params, is_info, leaf_name
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.sharding import Part, arrange_declared, cut_shard, local_part, pad_to
+from jaxspec.runtime.sharding import Part, arrange_declared, cut_shard, local_part
 from pallas_kernels.linear.blocks import FORMATS, PLANES, Blocks
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes
@@ -66,11 +66,7 @@ class LeafLayout:
         if part is None:
             array = arrange_declared(array, self.info, len(self.loaded.sharding.device_set))  # pyright: ignore[reportOptionalMemberAccess]
         for (_, index), buffer in zip(self.shards, buffers, strict=True):
-            if part is None:
-                shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, self.loaded.shape, strict=True))
-                shard = pad_to(array[index], shape)
-            else:
-                shard = cut_shard(array, part, index, self.loaded)
+            shard = cut_shard(array, index, self.loaded.shape, part)
             if self.packed is None:
                 np.copyto(buffer, shard, casting="no")
             else:

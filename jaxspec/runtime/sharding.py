@@ -148,25 +148,6 @@ def collect_declared(array: jax.Array, info: ArrayInfo) -> np.ndarray:
     return read_whole(array)[tuple(slice(n) for n in info.shape)]
 
 
-def place_array(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """One whole unpadded array on its devices, padded with zeros and sharded as `target` says."""
-
-    def cut_shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # JAX declares None and never passes it
-        shard = array[index]
-        shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, target.shape, strict=True))
-        return pad_to(shard, shape)
-
-    return jax.make_array_from_callback(target.shape, target.sharding, cut_shard, dtype=target.dtype)
-
-
-def pad_to(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Zeros after the end of every dimension that is too short; the array itself where none is."""
-    if array.shape == shape:
-        return array
-    return np.pad(array, [(0, n - have) for n, have in zip(shape, array.shape, strict=True)])
-
-
 class Part(NamedTuple):
     """Entries `start` to `stop` of the split axis of a leaf, as it is declared."""
 
@@ -206,25 +187,27 @@ def is_elsewhere(target: jax.ShapeDtypeStruct) -> bool:
     return not _local_indices(target)
 
 
-def place_part(array: np.ndarray, part: Part, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """The shards of this process from its part of a leaf, padded with zeros."""
+def place_array(array: np.ndarray, target: jax.ShapeDtypeStruct, part: Part | None = None) -> jax.Array:
+    """An unpadded array, or this process's part of it, on its devices: padded with zeros and sharded as `target`."""
 
     def cut(index: Any) -> np.ndarray:
-        return cut_shard(array, part, index, target)
+        return cut_shard(array, index, target.shape, part)
 
     return jax.make_array_from_callback(target.shape, target.sharding, cut, dtype=target.dtype)
 
 
-def cut_shard(array: np.ndarray, part: Part, index: tuple[slice, ...], target: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The shard at `index` of `target`, from a part of a leaf, padded with zeros."""
-    bounds = [s.indices(n)[:2] for s, n in zip(index, target.shape, strict=True)]
-    shard = np.zeros([stop - start for start, stop in bounds], target.dtype)
+def cut_shard(
+    array: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...], part: Part | None = None
+) -> np.ndarray:
+    """The shard at `index` of a padded `shape`, from an array or a part of it, padded with zeros."""
+    bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     own = [(start, min(stop, n)) for (start, stop), n in zip(bounds, array.shape, strict=True)]
-    start, stop = bounds[part.axis]
-    own[part.axis] = max(start, part.start) - part.start, max(min(stop, part.stop), part.start) - part.start
+    if part is not None:
+        start, stop = bounds[part.axis]
+        own[part.axis] = max(start, part.start) - part.start, max(min(stop, part.stop), part.start) - part.start
     held = array[tuple(slice(a, max(a, b)) for a, b in own)]
-    shard[tuple(slice(n) for n in held.shape)] = held
-    return shard
+    padding = [(0, stop - start - n) for (start, stop), n in zip(bounds, held.shape, strict=True)]
+    return np.pad(held, padding) if any(after for _, after in padding) else held
 
 
 def place_tree(read: ReadLeaf, declared: Any, shapes: Any, threads: int = NUM_THREADS) -> Any:
@@ -250,7 +233,7 @@ def _place_leaf(read: ReadLeaf, name: str, info: ArrayInfo, target: jax.ShapeDty
         if is_elsewhere(target):
             return empty(target)
         if (part := local_part(info, target)) is not None:
-            return place_part(read(name, info, part=part), part, target)
+            return place_array(read(name, info, part=part), target, part)
     return place_declared(read(name, info), info, target)
 
 

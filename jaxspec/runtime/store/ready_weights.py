@@ -2,7 +2,7 @@
 
 The files lie beside the compiled programs, one for a target and its draft. A file holds a header, and the bytes of each
 array, on multiples of 64 bytes. Its name is a digest of everything that shapes them: the checkpoints' files (size and
-time of change), the placements, and the code. Every part has a SHA-256, which is compared when it is mapped. A file is
+time of change), the placements, and the code. Every array has a SHA-256, which is compared when it is mapped. A file is
 written once and never changed: it is replaced or removed as a whole, which leaves those who have mapped it what it was.
 """
 
@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,9 +31,8 @@ from jaxspec.runtime.store.fingerprint import UnknownError, describe, surroundin
 LOG = logging.getLogger(__name__)
 
 FOLDER = "weights"
-MAGIC = b"jaxspec weights 1\n"
+MAGIC = b"jaxspec weights 2\n"
 ALIGNMENT = 64  # of arrays that XLA takes over without a copy
-PART_BYTES = 16 << 20  # that are checked at once
 LONGEST_HEADER = 1 << 24
 # Larger models are read from their checkpoints: there the start is the time of the disk, and a copy would fill it.
 LARGEST_BYTES, MOST_BYTES = 2**30, 2 * 2**30
@@ -114,52 +113,34 @@ class ReadyWeights:
             self._writing.result()
 
     def _write(self, leaves: list[jax.Array]) -> None:
-        starts: dict[int, int] = {}
-        arrays, size = [], 0
-        for leaf in leaves:
-            if id(leaf) not in starts:
-                starts[id(leaf)] = size
-                arrays.append(leaf)
-                size += _round_up(leaf.nbytes)
-        places = [starts[id(leaf)] for leaf in leaves]
-        sums = [hashlib.sha256() for _ in range(0, size, PART_BYTES)]
+        arrays = {id(leaf): leaf for leaf in leaves}
+        starts, size = {}, 0
+        for key, array in arrays.items():
+            starts[key], size = size, size + _round_up(array.nbytes)
         try:
+            parts = [(starts[key], array.nbytes, _digest(_bytes(array))) for key, array in arrays.items()]
+            header = {"places": [starts[id(leaf)] for leaf in leaves], "size": size, "parts": parts}
+            text = json.dumps(header).encode()
+            head = MAGIC + len(text).to_bytes(8, "little") + hashlib.sha256(text).digest() + text
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with replacing(self._path) as file:
-                # The sums follow from the bytes, and take as much place whatever they are.
-                file.write(_head(places, size, sums))
-                at = 0
-                for piece in _pieces(arrays):
+                for data in (np.frombuffer(head, np.uint8), *map(_bytes, arrays.values())):
                     if not threading.main_thread().is_alive():
                         raise OSError("the process ends")
-                    sums[at // PART_BYTES].update(piece)
-                    file.write(piece)
-                    at += len(piece)
-                file.seek(0)
-                file.write(_head(places, size, sums))
+                    file.write(data.data)
+                    file.write(bytes(_round_up(len(data)) - len(data)))
             program_files.trim(self._folder, MOST_BYTES)
         except OSError as error:
             LOG.info("the weights are not kept: %s", error)
 
 
-def _pieces(arrays: Sequence[jax.Array]) -> Iterator[memoryview]:
-    """Bytes of arrays, each filled up to the alignment; no piece lies in two parts. Nothing is copied on a CPU."""
-    at = 0
-    for array in arrays:
-        data = np.asarray(array).reshape(-1).view(np.uint8)
-        for whole in (data, np.zeros(_round_up(len(data)) - len(data), np.uint8)):
-            done = 0
-            while done < len(whole):
-                piece = whole[done : done + PART_BYTES - at % PART_BYTES]
-                yield piece.data
-                done, at = done + len(piece), at + len(piece)
+def _bytes(array: jax.Array) -> np.ndarray:
+    """The bytes of an array; nothing is copied on a CPU."""
+    return np.asarray(array).reshape(-1).view(np.uint8)
 
 
-def _head(places: Sequence[int], size: int, sums: Sequence[Any]) -> bytes:
-    """Beginning of a file, up to the arrays."""
-    header = json.dumps({"places": places, "size": size, "parts": [part.hexdigest() for part in sums]}).encode()
-    head = MAGIC + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header
-    return head + bytes(_round_up(len(head)) - len(head))
+def _digest(data: np.ndarray) -> str:
+    return hashlib.sha256(data.data).hexdigest()
 
 
 def _map(file: BinaryIO) -> tuple[dict[str, Any], np.ndarray]:
@@ -178,12 +159,9 @@ def _map(file: BinaryIO) -> tuple[dict[str, Any], np.ndarray]:
     # A copy in memory of its own would take several times as long, most of it in page faults.
     data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8, offset=begin)
 
-    def is_whole(index: int) -> bool:
-        part = data[index * PART_BYTES : (index + 1) * PART_BYTES]
-        return hashlib.sha256(part.data).hexdigest() == header["parts"][index]
-
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        if not all(pool.map(is_whole, range(len(header["parts"])))):
+        digests = pool.map(lambda part: _digest(data[part[0] : part[0] + part[1]]), header["parts"])
+        if [*digests] != [part[2] for part in header["parts"]]:
             raise ValueError("its bytes are damaged")
     return header, data
 
