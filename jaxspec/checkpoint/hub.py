@@ -129,15 +129,19 @@ def _fetch(name: HubName) -> Path:
 
 def _fetch_cached(name: HubName, reason: Exception) -> Path:
     """What the cache holds of a model while the hub cannot be reached."""
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
+    store = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repo, repo_type="model")
+    revision = name.revision or "main"
+    ref = store / "refs" / revision
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    folder = store / "snapshots" / commit
     line = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
-    try:
-        folder = Path(snapshot_download(name.repo, revision=name.revision, local_files_only=True))
-    except errors.LocalEntryNotFoundError:
+    if not folder.is_dir():
         raise CheckpointError(
             f"{name}: is no file or folder here, is not in the cache, and the hub cannot be reached ({line})"
-        ) from None
+        )
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     chosen = choose_files(name, files, where="the cached part of the repository")
     if INDEX in chosen:
