@@ -150,7 +150,6 @@ def mxfp4(rng: np.random.Generator, out: int, width: int):
 def gpt_oss(rng: np.random.Generator, cfg: ModelConfig) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """gpt-oss's folder with experts in MXFP4, gate and up rows in turns; and the numbers by projection."""
     assert cfg.experts is not None
-    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     numbers = {
         name: (rng.normal(0, 0.1, shape) + name.endswith("norm.weight")).astype(BF16).astype(np.float32)
         for name, shape in [source for recipe in recipes(cfg).values() for source in recipe.sources]
@@ -165,20 +164,16 @@ def gpt_oss(rng: np.random.Generator, cfg: ModelConfig) -> tuple[dict[str, np.nd
         for module, out, width in (
             ("gate_up_proj", 2 * cfg.experts.dim, cfg.embed_dim), ("down_proj", cfg.embed_dim, cfg.experts.dim),
         ):  # fmt: skip
-            q = rng.integers(0, 16, (cfg.experts.count, out, width))
-            e = rng.integers(121, 124, (cfg.experts.count, out, width // 32))
-            value = table[q] * np.repeat(np.exp2(e.astype(np.float32) - 127), 32, axis=-1)
-            codes = (q[..., ::2] | q[..., 1::2] << 4).astype(np.uint8)
-            stored |= {
-                f"{prefix}.{module}_blocks": codes.reshape(*q.shape[:2], -1, 16),
-                f"{prefix}.{module}_scales": e.astype(np.uint8),
-            }
-            for expert in range(cfg.experts.count):
+            made = [mxfp4(rng, out, width) for _ in range(cfg.experts.count)]
+            codes = np.stack([parts["weight_packed"] for parts, _ in made])
+            stored[f"{prefix}.{module}_blocks"] = codes.reshape(*codes.shape[:2], -1, 16)
+            stored[f"{prefix}.{module}_scales"] = np.stack([parts["weight_scale"] for parts, _ in made])
+            for expert, (_, value) in enumerate(made):
                 if module == "down_proj":
-                    numbers[f"{prefix}.{expert}.down_proj.weight"] = value[expert]
+                    numbers[f"{prefix}.{expert}.down_proj.weight"] = value
                 else:
-                    numbers[f"{prefix}.{expert}.gate_proj.weight"] = value[expert, 0::2]
-                    numbers[f"{prefix}.{expert}.up_proj.weight"] = value[expert, 1::2]
+                    numbers[f"{prefix}.{expert}.gate_proj.weight"] = value[0::2]
+                    numbers[f"{prefix}.{expert}.up_proj.weight"] = value[1::2]
     return stored, numbers
 
 

@@ -1,20 +1,16 @@
 """Damaged, hostile and unsupported checkpoints: each gets an error of its own, and nothing else happens."""
 
 import json
-import random
 import struct
-import tracemalloc
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
 from make import random_tensors, tiny_config, write_gguf, write_hf
 
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import read_header
 from jaxspec.checkpoint.hf import open_hf
-from jaxspec.checkpoint.load import open_checkpoint
-from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
+from jaxspec.errors import CheckpointError, ConfigError
 
 U32, U64 = "<I", "<Q"
 UINT8, UINT32, BOOL, STRING, ARRAY = 0, 4, 7, 8, 9
@@ -227,7 +223,7 @@ def test_bad_json(tmp_path, name):
         open_hf(folder)
 
 
-def rewrite_header(folder, change, cut=0, pad=b""):
+def rewrite_header(folder, change):
     """Change the JSON header of a safetensors file in place; the data stays as it is."""
     file = folder / "model.safetensors"
     raw = file.read_bytes()
@@ -235,8 +231,7 @@ def rewrite_header(folder, change, cut=0, pad=b""):
     header = json.loads(raw[8 : 8 + length])
     change(header)
     new = json.dumps(header).encode()
-    data = raw[8 + length : len(raw) - cut] + pad
-    file.write_bytes(len(new).to_bytes(8, "little") + new + data)
+    file.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + length :])
 
 
 NORM = "model.norm.weight"
@@ -270,14 +265,6 @@ def test_bad_safetensors_file(tmp_path, raw, message):
     folder = write_hf(tmp_path, tiny_config())
     (folder / "model.safetensors").write_bytes(raw)
     with pytest.raises(CheckpointError, match=message):
-        open_hf(folder)
-
-
-@pytest.mark.parametrize(("cut", "pad"), [(100, b""), (0, b"more")])
-def test_wrong_length_of_safetensors(tmp_path, cut, pad):
-    folder = write_hf(tmp_path, tiny_config())
-    rewrite_header(folder, lambda header: None, cut, pad)
-    with pytest.raises(CheckpointError, match="is damaged or no safetensors file: .*not fully covered"):
         open_hf(folder)
 
 
@@ -331,51 +318,3 @@ def test_oversized_json(tmp_path):
         file.truncate(2**40)  # a hole: no disk is used
     with pytest.raises(CheckpointError, match="more than any configuration"):
         open_hf(folder)
-
-
-@pytest.fixture(scope="module")
-def fuzz_seeds(tmp_path_factory):
-    """One small file of each format, and the folder or file to open after overwriting it."""
-    root = tmp_path_factory.mktemp("fuzz")
-    cfg = tiny_config("qwen3", num_layers=1, embed_dim=32, mlp_dim=32, num_heads=2, num_kv_heads=1, vocab_size=32)
-    changes = {"tokenizer.ggml.tokens": ["a", "bc", "def"], "tokenizer.ggml.scores": [0.5, 1.5]}
-    gguf_file = write_gguf(root / "m.gguf", cfg, qtype=GGMLQuantizationType.Q4_0, changes=changes)
-    folder = write_hf(root / "hf", cfg)
-    return [(gguf_file, gguf_file), (folder / "model.safetensors", folder), (folder / "config.json", folder)]
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_fuzz(fuzz_seeds, which):
-    """Flipped bytes, overwritten words and cut files give an error of jaxspec's or a model, in little memory."""
-    file, checkpoint = fuzz_seeds[which]
-    whole = file.read_bytes()
-    rng = random.Random(which)
-    header = min(len(whole), 2600)
-    accepted = 0
-    tracemalloc.start()
-    try:
-        for _ in range(400):
-            raw = bytearray(whole)
-            match rng.randrange(3):
-                case 0:
-                    for _ in range(rng.randint(1, 4)):
-                        raw[rng.randrange(header)] = rng.randrange(256)
-                case 1:
-                    at = rng.randrange(header - 8)
-                    raw[at : at + 8] = struct.pack(U64, rng.choice([0, 1, 2**16, 2**31, 2**32, 2**63, 2**64 - 1]))
-                case 2:
-                    del raw[rng.randrange(len(raw)) :]
-            file.write_bytes(raw)
-            try:
-                source = open_checkpoint(checkpoint)
-                for name in source.shapes():
-                    source.read(name)
-                accepted += 1
-            except JaxspecError as error:
-                assert str(error)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-        file.write_bytes(whole)
-    assert peak < 4 << 20
-    assert accepted < 400

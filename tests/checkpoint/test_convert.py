@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from make import random_tensors, tiny_config, write_hf
@@ -84,21 +83,6 @@ def test_dtypes(tmp_path, stored, asked, expected):
         read_leaf(checkpoint, "layers.1.down"), down.astype(stored).astype(jnp.dtype(expected))
     )
     assert read_leaf(checkpoint, "final_norm").dtype == np.float32
-
-
-def test_auto_loses_nothing_of_mixed_weights(tmp_path):
-    cfg = tiny_config()
-    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_tensors(cfg).items()}
-    last = "model.layers.1.mlp.down_proj.weight"
-    tensors[last] = tensors[last].astype(np.float32)
-    source = write_hf(tmp_path / "source", cfg)
-    from safetensors.numpy import save_file
-
-    save_file(tensors, source / "model.safetensors")
-    write_tokenizer(source, cfg.vocab_size)
-    checkpoint = convert(source, tmp_path / "native")
-    assert checkpoint.storage == Storage("bfloat16", (("layers.1.down", "float32"),))
-    np.testing.assert_array_equal(read_leaf(checkpoint, "layers.1.down"), tensors[last], strict=True)
 
 
 def test_bad_requests_are_refused_before_any_work(tmp_path, source, monkeypatch):

@@ -21,35 +21,6 @@ class FakeSource:
         return self.tensors[name]
 
 
-@pytest.mark.parametrize("part", ["weight", "bias"])
-def test_qkv_groups_each_kv_head_with_its_queries(part):
-    cfg = tiny_config("qwen2", num_heads=6, num_kv_heads=2)
-    tensors = random_tensors(cfg)
-    leaf = "layers.1.qkv" if part == "weight" else "layers.1.qkv_bias"
-    qkv = recipes(cfg)[leaf].read(FakeSource(cfg, tensors))
-    heads = {
-        kind: tensors[f"model.layers.1.self_attn.{kind}_proj.{part}"].reshape(-1, cfg.head_dim, *qkv.shape[3:])
-        for kind in "qkv"
-    }
-    for head in range(cfg.num_kv_heads):
-        for g in range(cfg.group):
-            np.testing.assert_array_equal(qkv[head, g], heads["q"][head * cfg.group + g])
-        np.testing.assert_array_equal(qkv[head, cfg.group], heads["k"][head])
-        np.testing.assert_array_equal(qkv[head, cfg.group + 1], heads["v"][head])
-
-
-def test_out_and_gate_up_layout():
-    cfg = tiny_config()
-    tensors = random_tensors(cfg)
-    made, source = recipes(cfg), FakeSource(cfg, tensors)
-    out = made["layers.0.out"].read(source)
-    o_proj = tensors["model.layers.0.self_attn.o_proj.weight"]
-    np.testing.assert_array_equal(out[:, 1, 0, 3], o_proj[:, 2 * cfg.head_dim + 3])
-    gate_up = made["layers.0.gate_up"].read(source)
-    np.testing.assert_array_equal(gate_up[0], tensors["model.layers.0.mlp.gate_proj.weight"])
-    np.testing.assert_array_equal(gate_up[1], tensors["model.layers.0.mlp.up_proj.weight"])
-
-
 def test_all_problems_in_one_error():
     cfg = tiny_config()
     tensors = random_tensors(cfg)

@@ -59,16 +59,19 @@ class Source:
         return plain | {name: weight.shape for name, weight in quantised.items()}
 
 
-def tensors_of(model):
+def listed(model):
+    """Every tensor of a published checkpoint as its list describes it."""
     named = dict(model["top"])
     for index in range(model["config"]["num_hidden_layers"]):
         named |= {f"model.layers.{index}.{part}": shape for part, shape in model["layer"].items()}
         for expert in range(model.get("experts", 0)):
             named |= {f"model.layers.{index}.{part.format(expert)}": s for part, s in model["expert"].items()}
+    return named
+
+
+def tensors_of(model):
     coded = {True: np.dtype("uint8"), False: np.dtype("float32")}
-    return {
-        name: Tensor(tuple(shape), dtype=coded[name.endswith(("_blocks", "_scales"))]) for name, shape in named.items()
-    }
+    return {n: Tensor(tuple(s), dtype=coded[n.endswith(("_blocks", "_scales"))]) for n, s in listed(model).items()}
 
 
 def parameters_of(tensors):

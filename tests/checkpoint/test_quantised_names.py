@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from make import hf_config
+from test_published_names import listed
 from test_quantised import GPTQ, grouped
 
 from jaxspec.checkpoint.hf import read_config
@@ -89,22 +90,12 @@ def test_names_of_published_checkpoints(kind, geometry):
     assert sorted(taken) == sorted(name for name in tensors if name.rpartition(".")[0] in sizes and "bias" not in name)
 
 
-def listed_tensors(model):
-    """Every tensor of a published checkpoint: those of one layer and of one expert stand for all."""
-    named = dict(model["top"])
-    for index in range(model["config"]["num_hidden_layers"]):
-        named |= {f"model.layers.{index}.{part}": entry for part, entry in model["layer"].items()}
-        for expert in range(model.get("experts", 0)):
-            named |= {f"model.layers.{index}.{part.format(expert)}": e for part, e in model["expert"].items()}
-    assert len(named) == model["count"]
-    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in named.items()}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_listings_of_published_checkpoints(name):
     """Every tensor of the headers becomes part of a parameter of its declared shape, quantised ones in their blocks."""
     model = PUBLISHED[name]
-    config, tensors = model["config"], listed_tensors(model)
+    config, tensors = model["config"], {n: (dtype, tuple(shape)) for n, (dtype, shape) in listed(model).items()}
+    assert len(tensors) == model["count"]
     scheme = find_scheme(Path("published"), config, Path("config.json"))
     assert scheme is not None
     weights, unused = scheme.find_weights(Headers(tensors, lambda *_: None))

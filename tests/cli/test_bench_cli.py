@@ -66,22 +66,6 @@ def test_all_methods_that_fit_by_default(call):
         assert [column["label"] for column in json.loads(out)["columns"]] == labels
 
 
-def test_the_draft_may_be_on_another_platform(call, monkeypatch):
-    given = {}
-
-    class Loaded(bench_fakes.FakeLLM):
-        def __init__(self, *arguments, **options):
-            given.update(options)
-            super().__init__(*arguments, **options)
-
-    monkeypatch.setattr("jaxspec.llm.LLM", Loaded)
-    words = ("--draft-model", "d", "--draft-platform", "cpu", "--max-prompts", "1", "--repeats", "1", "-n", "20")
-    status, out, _ = call(*words, "--json", "-")
-    assert status == 0 and (given["draft_platform"], given.get("draft_devices")) == ("cpu", None)
-    # As with `--draft-devices`: what drafts on the target's own devices is left out.
-    assert [column["label"] for column in json.loads(out)["columns"]] == ["ar", "lookup", "swiftspec"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

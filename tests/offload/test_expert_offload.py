@@ -129,17 +129,6 @@ def test_bytes_are_those_of_the_experts_that_rows_were_sent_to(folder, kind, met
     stream.close()
 
 
-def test_padding_and_the_last_layer_of_a_prompt_need_no_experts(folder, monkeypatch):
-    pair = streamed(folder, "mixtral", "ar", offload="host")
-    record = Record(monkeypatch, stream_of(pair))
-    decode(pair, count=1)
-    prompts = [(layer, choice) for layer, choice in record.asked if len(choice) > 1]
-    assert [layer for layer, _ in prompts] == [*range(LAYERS - 1)]
-    for _, choice in prompts:
-        # The last token of the prompt is the root of the first pass.
-        assert (choice >= 0).all(axis=1).sum() == len(PROMPT) - 1 < len(choice)
-
-
 def test_experts_that_were_used_last_stay(folder, monkeypatch):
     """What is read is what a cache of each layer does not hold, as a list says that is moved by hand."""
     pair = streamed(folder, "qwen3 moe", "ar", offload="host", kept=2)

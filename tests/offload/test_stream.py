@@ -131,22 +131,6 @@ def test_reading_and_computing_overlap(placement, read_s, compute_s, resident):
     assert (clock.now - start) / count <= 1.10 * least
 
 
-def test_all_buffers_are_filled_while_a_layer_is_waited_for(placement):
-    """Where reading is the slower part, no buffer is held by a program that has run."""
-    clock = Clock(1.0, 0.1)
-    stream = ring(placement, clock)
-    coming, wait_for = [], stream._wait
-
-    def waiting(futures):
-        coming.append(len(stream._coming))
-        wait_for(futures)
-
-    stream._wait = waiting
-    for _ in range(3):
-        one_pass(stream, clock)
-    assert len(coming) > 2 * LAYERS and set(coming) == {stream.num_buffers}
-
-
 @pytest.mark.parametrize("at", [1, 9, 33])
 def test_a_failed_fill_ends_the_pass_and_the_next_one_works(placement, at):
     clock = Clock(1.0, 1.0)

@@ -135,11 +135,3 @@ def test_the_keyboard_reaches_everything(page, page_server):
     finally:
         scheduler._step = step
     assert text_of(page, "error") == "" and text_of(page, "answer")
-
-
-def test_an_error_is_shown(page):
-    fill(page, "w1 " * 300, 300)
-    page.press("Enter", modifiers=CONTROL)
-    page.wait("document.getElementById('error').textContent")
-    assert "context holds 400" in text_of(page, "error")
-    assert not page.run("document.getElementById('send').disabled")

@@ -324,12 +324,3 @@ def test_of_trees_that_are_equally_fast_the_smallest_is_picked():
     close = [at(256, 2.52), Candidate(DEFAULT, Auto(), score=2.5), at(16, 2.2), plain]
     assert pick(close, smallest=True).label == DEFAULT
     assert pick([at(16, 1.01), plain], smallest=True) is plain
-
-
-def test_a_preset_of_a_streamed_target_names_what_streams():
-    best = Candidate("specexec 64", SpecExec(64), score=2.0)
-    given = {"model": "m", "target_devices": 1, "offload": "disk", "resident_layers": 1, "device_memory": None}
-    written = tomllib.loads(Tuning((best,), best, (), ()).preset(given, "tune"))
-    expected = {"method": "specexec", "num_draft_tokens": 64, "model": "m", "offload": "disk", "resident_layers": 1}
-    assert expected.items() <= written.items()
-    assert not {"target_devices", "device_memory"} & written.keys()
