@@ -17,7 +17,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxspec.runtime import xla_options
+from jaxspec.runtime import program
 from jaxspec.runtime.store import program_files
 
 # Before any backend starts. Eight devices let every tensor-parallel degree up to 8 run on any machine.
@@ -68,9 +68,9 @@ def pytest_runtest_protocol(item, nextitem):
     """Compile with few optimisations, unless the test is marked; undo what a test did to the cache."""
     full = item.get_closest_marker("full_compilation") or item.get_closest_marker("real_model")
     jax.config.update("jax_disable_most_optimizations", not full)
-    xla_options.CPU_OPTIONS.clear()
+    program.CPU_OPTIONS.clear()
     if not full:
-        xla_options.CPU_OPTIONS.update(QUICK)
+        program.CPU_OPTIONS.update(QUICK)
     if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir == COMPILED):
         compilation_cache.reset_cache()
         use_session_cache()

@@ -235,7 +235,7 @@ def describe_arrays(values: Any, sharding: Any) -> Any:
 
 def count_program(program: Any) -> dict[str, Any]:
     """Compile a program for greedy requests, and count."""
-    from jaxspec.runtime.xla_options import choose_options
+    from jaxspec.runtime.program import choose_options
     from jaxspec.sampling.variant import GREEDY
 
     start = time.monotonic()

@@ -9,7 +9,7 @@ from pathlib import Path
 import gpu_compile
 import pytest
 
-from jaxspec.runtime import xla_options
+from jaxspec.runtime import program
 
 MODULE = """HloModule jit_draft
 
@@ -135,7 +135,7 @@ def test_collectives_in_graphs(tmp_path):
     """The loop that waits for the host on several devices: its collectives, by an option that users may set."""
     both = "--devices", "2", "--methods", "specexec"
     assert compile_programs(tmp_path, *both)["specexec", "draft"]["waits"] == ["shard_map/draft/grow/while"]
-    option = f"{xla_options.GPU_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
+    option = f"{program.GPU_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
     rows = compile_programs(tmp_path, *both, XLA_FLAGS=f"--xla_gpu_enable_command_buffer={option}")
     assert rows["specexec", "draft"]["waits"] == [] and rows["specexec", "draft"]["launched"] == ["CommandBuffer"]
 
