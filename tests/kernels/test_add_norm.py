@@ -1,14 +1,24 @@
 """Residual sums and norms in one launch: the operation, and the layers that hand each other parts of a sum."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import needs_native, run_native
 from lowering import lower_for_cuda
-from tiny_models import FAMILIES, empty_cache, on_one_device, tiny_params
+from tiny_models import FAMILIES, RandomSource, empty_cache, on_one_device, tiny_params
 
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.config import SamplingParams
+from jaxspec.engine import Engine
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.specexec import SpecExec
 from jaxspec.models.transformer import forward, forward_with_states
+from jaxspec.runtime.mesh import MeshPlan
+from jaxspec.runtime.placement import Placement
 from pallas_kernels import registry
 from pallas_kernels.add_norm import add_norm, fuses, triton
 from pallas_kernels.linear import linear, linear_parts
@@ -131,3 +141,25 @@ def test_as_many_parts_as_xla_takes():
     """Of Llama-3-8B's products on an H100; nothing is cut where inputs cannot be."""
     shapes = {(6144, 4096): 4, (4096, 4096): 8, (4096, 14336): 8, (28672, 4096): 1, (64, 511): 1, (64, 3 * 256): 2}
     assert {shape: count_parts(*shape, multiprocessors=132) for shape in shapes} == shapes
+
+
+def decode(kernels, method, devices=1):
+    """Greedy tokens of a tiny model with sliding windows; a draft is the target itself."""
+    cfg = dataclasses.replace(FAMILIES["mistral"], max_context=64)
+    target = Placement(cfg, MeshPlan(tuple(jax.devices()[:devices]), kernels), np.dtype("float32"))
+    params = load_foreign(RandomSource(cfg), target.plan, target.dtype)
+    drafts = method.drafts
+    engine, prompt = Engine(Models(target, target if drafts else None), method), [*range(3, 43)]
+    engine.prepare(len(prompt) + 12)
+    given = ModelParams(params, params) if drafts else ModelParams(params)
+    with engine.open(given, prompt, SamplingParams(max_tokens=12), seed=0) as session:
+        while not session.done:
+            session.step()
+    return session.tokens[len(prompt) :]
+
+
+@pytest.mark.slow
+def test_sums_and_norms_on_two_devices():
+    """Layers hand each other the parts of sums, which devices add up among each other. A check has it on one device."""
+    plain = decode(registry.Kernels("xla", "cpu"), Autoregressive())
+    assert decode(TRITON, SpecExec(6, width=2, depth=3), devices=2) == plain

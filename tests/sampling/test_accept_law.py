@@ -116,16 +116,6 @@ def _p_value_after(generated, where, given, params):
     return chi_square(count(tokens).reshape(V**given, -1), conditional)
 
 
-@pytest.mark.parametrize(("mode", "accepted", "sampling"), law_cases([1, 2], ["cold", "all"], fast=(1, "all")))
-def test_law_of_the_token_after_accepted_ones(mode, accepted, sampling):
-    """Given an accepted path, and given that it is a whole one, the next token has the target's law."""
-    fans = (1, 1) if len(MODES[mode].expansion) > 2 else None
-    generated = _generated(mode, sampling, fans)
-    assert generated.counts.max() == 3  # so two accepted tokens are a whole path, and a bonus token follows
-    p_value = _p_value_after(generated, generated.counts[:, 0] > accepted, accepted, SAMPLINGS[sampling])
-    assert p_value > FALSE_ALARM
-
-
 @pytest.mark.parametrize(("mode", "first", "sampling"), law_cases([1, 2], ["hot", "all"], fast=(1, "all")))
 def test_a_round_knows_nothing_of_the_one_before(mode, first, sampling):
     """How many tokens a round accepted says nothing about the next ones: no number decides twice."""

@@ -26,12 +26,11 @@ from distil_cases import (
     write_chat_tokenizer,
 )
 from native_models import LLAMA, write_native
-from tiny_models import empty_cache, init_params, on_one_device, relative_error
+from tiny_models import init_params
 from train.batches import CONTEXT_WEIGHT, Packer
 from train.shards import Conversation, shard_path, write_meta, write_shard
 from train.student import init_student, student_config, student_hidden
 from train.train import (
-    Quality,
     Trainer,
     TrainSettings,
     batches,
@@ -39,11 +38,9 @@ from train.train import (
     latest_step,
     measure_quality,
     restore_params,
-    student_logprob,
 )
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.models.transformer import forward, vocab_logits
 
 HEAD = np.arange(6, 30, dtype=np.int32)  # what the student scores
 LENGTH = 40
@@ -178,23 +175,6 @@ def test_batches_go_on_epoch_after_epoch():
     assert all(np.array_equal(rows.token, next(again).token) for rows in seen)
     with pytest.raises(ValueError, match="3 conversations do not fill one batch of 4 rows"):
         next(batches(PACKER, lessons()[:3], SETTINGS))
-
-
-def test_the_student_scores_as_the_draft_that_decodes():
-    embed, head = tables()
-    conversation = lessons()[0]
-    rows = PACKER.pack([[conversation]])
-    count = PACKER.tokens(conversation)
-
-    def run(params, token):
-        causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
-        hidden, _ = forward(params, CFG, token, jnp.arange(LENGTH), empty_cache(CFG, LENGTH), causal)
-        return jax.nn.log_softmax(vocab_logits(params, CFG, hidden))
-
-    expected = on_one_device(run)(start() | {"embed": embed, "head": head}, rows.token[0])
-    found = jax.jit(functools.partial(student_logprob, cfg=CFG))(start(), embed=embed, head=head, rows=rows)
-    assert found.shape == (1, LENGTH, len(HEAD))
-    assert relative_error(found[0, :count], expected[:count]) < 2e-5
 
 
 @functools.cache
@@ -412,15 +392,6 @@ def stop_before_training(monkeypatch):
 
     monkeypatch.setattr("train.kinds.Trainer", stop)
     return begun
-
-
-def test_a_diverging_run_says_so(command, data, tmp_path, monkeypatch):
-    def fail(*words):
-        raise FloatingPointError("step 5: the loss is nan")
-
-    monkeypatch.setattr(Trainer, "run", fail)
-    monkeypatch.setattr("train.kinds.measure_quality", lambda *words: Quality(1.0, 0.0, (), (), 1))
-    refuse(command("train", data, tmp_path / "run", *TRAIN), "step 5: the loss is nan", "lower --learning-rate")
 
 
 def test_data_without_a_conversation_or_an_answer(command, data, finished, tmp_path):
