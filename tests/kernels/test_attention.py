@@ -471,15 +471,18 @@ def test_sinks_that_do_not_fit_are_refused():
     [(1, True, None), (12, True, 7), (12, True, 300), (1, False, None), (12, False, 1), (QUERY_BLOCK + 44, False, 300)],
 )
 def test_xlas_forms(rows, tree, sliding_window, kernels):
-    """Against numpy, on every static length of a prefix; all slots after those in use hold large numbers."""
+    """Against numpy, on every static length of a prefix; all slots after those in use hold large numbers.
+
+    A program for each case: windows come with sinks, trees with a number of active rows.
+    """
     rng = np.random.default_rng(3)
     for which, length in enumerate((0, 1, 100, 255, 256, 257, 290)):
         parents = random_parents(rng, rows) if tree else None
         case = random_case(rng, MODELS[1], rows, length, parents, sliding_window, slots=600)
-        case = with_sinks(rng, case, (None, 1.0)[which % 2])
+        case = with_sinks(rng, case, 1.0 if sliding_window else None)
         for cache in (case.key, case.value):
             cache[:, length + rows :] = 1e6
-        active_rows = None if which % 3 else max(1, rows // 2)
+        active_rows = (rows if which % 3 else max(1, rows // 2)) if tree else None
         out, key, value = attend(case, active_rows=active_rows, kernels=kernels)
         assert_cache(case, key, value)
         exact, _ = expected_and_bound(case, key, value)

@@ -106,21 +106,24 @@ def assert_falls_back(reason, warnings):
     assert message.startswith(WARNING) and re.search(reason, message)
 
 
-def test_without_a_library(monkeypatch, anew, warnings):
-    monkeypatch.setattr(library, "find", dict)
-    assert_falls_back("were not built when jaxspec was installed; install a C", warnings)
-    assert library.load().level is None
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        (None, None, "were not built when jaxspec was installed; install a C"),
+        ("portable", b"not a library", "cannot be loaded"),
+        ("avx512", None, "none was built for this machine"),
+    ],
+)
+def test_without_a_library(monkeypatch, anew, warnings, tmp_path, name, content, reason):
+    path = tmp_path / "cpu.so"
+    path.write_bytes(content or b"")
+    monkeypatch.setattr(library, "find", lambda: {name: path} if name else {})
+    monkeypatch.setattr(library, "_supported_level", lambda paths: "portable")
+    assert_falls_back(reason, warnings)
+    # A compiler is not what is missing where there is a file.
+    assert library.load().level is None and library.load().problem.endswith("; reinstall jaxspec") == bool(content)
     # XLA and other platforms do not ask for it.
     assert choose("xla", "cpu") == Kernels("xla", "cpu")
-
-
-def test_a_file_that_is_no_library(monkeypatch, anew, warnings, tmp_path):
-    path = tmp_path / "cpu_portable.so"
-    path.write_bytes(b"not a library")
-    monkeypatch.setattr(library, "find", lambda: {"portable": path})
-    assert_falls_back("cannot be loaded", warnings)
-    # A compiler is not what is missing.
-    assert library.load().problem.endswith("); reinstall jaxspec")
 
 
 @needs_native
@@ -152,15 +155,7 @@ def test_the_check_does_not_depend_on_what_the_caller_set(anew):
 
 
 @needs_native
-def test_libraries_for_better_machines_only(monkeypatch, anew, warnings):
-    path = next(iter(library.find().values()))
-    monkeypatch.setattr(library, "_supported_level", lambda paths: "portable")
-    monkeypatch.setattr(library, "find", lambda: {"avx512": path})
-    assert_falls_back("none was built for this machine", warnings)
-
-
-@needs_native
-@pytest.mark.parametrize("name", ["linear", "linear of q6_k", "tree_attention", "the cache's values", "rope_tables"])
+@pytest.mark.parametrize("name", ["linear of q6_k", "tree_attention", "the cache's values"])
 def test_a_library_that_fails_its_check(monkeypatch, anew, warnings, name):
     expect = self_check._expect
 

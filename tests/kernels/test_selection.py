@@ -94,7 +94,7 @@ def test_choice_on_gpus(gpu_kernels, warnings):
     assert warnings() == []
 
 
-def test_gpu_kernels_that_are_not_for_this_gpu(gpu_kernels):
+def test_gpu_kernels_that_are_not_for_this_gpu(gpu_kernels, warnings, monkeypatch):
     with pytest.raises(ValueError, match=r"'mosaic' cannot be used: .* capability 9.0 to below 10.0, not 8.6"):
         choose("mosaic", "gpu", 1, gpu("8.6"))
     with pytest.raises(ValueError, match=r"'mosaic' .*, not 10.0"):
@@ -104,15 +104,12 @@ def test_gpu_kernels_that_are_not_for_this_gpu(gpu_kernels):
     with pytest.raises(ValueError, match="'jax-triton' cannot be used: they are for NVIDIA GPUs, and this is none"):
         choose("jax-triton", "gpu", 1, gpu("gfx942"))
     assert ("tree_attention", "mosaic") not in gpu_kernels.checked
-
-
-def test_without_jax_triton(gpu_kernels, warnings, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jax_triton" else object())
     with pytest.raises(ValueError, match=r"not installed: jax_triton; pip install 'jaxspec-decode\[jax-triton\]'"):
         choose("jax-triton", "gpu", 1, gpu("9.0"))
+    # Nobody asked for it by name.
     for name, implementations in (("auto", ("triton", "mosaic")), ("mosaic", ("mosaic",))):
         assert chosen(name, "9.0")[1] == {"tree_attention": implementations}
-    # Nobody asked for it.
     assert warnings() == []
 
 

@@ -1,43 +1,12 @@
-"""SwiGLU through jax-triton: cleanly absent where it is not installed; else compiled for Hopper. tests/gpu runs it.
-
-CI does not install it: Triton takes 640 MB.
-"""
-
-import importlib.util
-import types
+"""SwiGLU through jax-triton, compiled for Hopper where it is installed. CI does not install it: Triton takes 640 MB."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from lowering import lower_for_cuda
 
-from pallas_kernels import registry, selection
+from pallas_kernels import registry
 from pallas_kernels.swiglu import norm_swiglu
-
-H100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
-ABSENT = importlib.util.find_spec("jax_triton") is None
-absent = pytest.mark.skipif(not ABSENT, reason="jax-triton is installed")
-
-
-@absent
-def test_is_refused_by_name_without_its_packages(monkeypatch):
-    monkeypatch.setattr(selection, "find_failure", lambda *_: None)
-    with pytest.raises(ValueError, match="cannot be used: not installed: jax_triton, triton; pip install"):
-        selection.choose("jax-triton", "gpu", device=H100)
-
-
-@absent
-def test_auto_passes_over_it_in_silence(monkeypatch, caplog):
-    monkeypatch.setattr(selection, "find_failure", lambda *_: None)
-    for name in ("auto", "mosaic"):
-        kernels = selection.choose(name, "gpu", device=H100)
-        assert "jax_triton" not in kernels.candidates("swiglu")
-    assert not caplog.records
-
-
-def test_is_refused_without_a_gpu():
-    with pytest.raises(ValueError, match="'jax-triton' run on NVIDIA GPUs, not on cpu"):
-        selection.choose("jax-triton", "cpu")
 
 
 @pytest.mark.parametrize(

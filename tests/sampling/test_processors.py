@@ -126,18 +126,6 @@ def test_top_p_counts_the_mass_before():
     assert _kept(run(z, SamplingParams(temperature=1.0, top_k=3, top_p=0.85))[0][0]).sum() == 2
 
 
-def test_penalties_by_hand():
-    z = _row(2, -2, 2, 2, 1)
-    params = SamplingParams(
-        temperature=1.0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={4: 1.0}
-    )
-    # 0 and 1 in the prompt, 2 twice in the output, 3 in neither.
-    logprobs, _, _, history = run(z, params, prompt=(0, 1, 0), output=(2, 2))
-    np.testing.assert_allclose(logprobs[0, :5] - logprobs[0, 3], [-1, -6, 1 - 1.25 - 2, 0, 0], atol=1e-6)
-    assert np.flatnonzero(history.seen).tolist() == [0, 1, 2]
-    assert history.counts[2] == 2 and history.counts.sum() == 2
-
-
 def test_rows_without_choice():
     params = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.5, logprobs=True)
     for shards in (0, 8):

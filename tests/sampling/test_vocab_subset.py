@@ -127,13 +127,6 @@ def test_reductions_are_those_of_the_whole_vocabulary(kind):
             assert here.size == 0 and (local[:, token] == size).all()
 
 
-@pytest.mark.parametrize(
-    ("size", "limit", "padded"), [(11, VOCAB, False), (12, VOCAB, True), (11, 20, True), (11, 20 + 1, False)]
-)
-def test_padded_is_what_has_columns_without_an_id(size, limit, padded):
-    assert VocabShard(limit, size, subset=SUBSET).is_padded is padded
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_narrow_takes_the_subsets_columns_and_widen_puts_them_back(kind):
     whole_size = PADDED // max(kind.num_shards, 1)
