@@ -13,7 +13,6 @@ from sampling_cases import noise_function, shard_call
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import gumbel_rows, seed_key
 from jaxspec.sampling.processors import (
