@@ -146,7 +146,8 @@ def start(tiny_model):
     def start(*words, **options):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        return subprocess.Popen([COMMAND, "--model", tiny_model, *words], text=True, env=environment, **options)
+        words = [COMMAND, "--model", tiny_model, "--method", "ar", *words]
+        return subprocess.Popen(words, text=True, env=environment, **options)
 
     return start
 

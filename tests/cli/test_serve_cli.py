@@ -30,7 +30,7 @@ def serving(tiny_model):
     started = []
 
     def start(*words):
-        arguments = ("-m", "jaxspec", "serve", "--model", tiny_model, "--port", "0", *words)
+        arguments = ("-m", "jaxspec", "serve", "--model", tiny_model, "--method", "ar", "--port", "0", *words)
         process = subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stderr is not None

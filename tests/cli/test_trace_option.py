@@ -31,7 +31,7 @@ def test_a_trace_and_its_summary(decode, tiny_model, tmp_path):
 
 
 def test_a_trace_counts_passes_as_the_counters_do(decode, tiny_model, tmp_path):
-    words = ("--model", tiny_model, "--method", "lookup", "--temperature", "1", "--seed", "0", "--compile-cache", "")
+    words = ("--model", tiny_model, "--method", "lookup", "--temperature", "1", "--seed", "0")
     path = str(tmp_path / "out.json")
     status, out, err = decode(*words, "-n", "30", "--ignore-eos", "--trace", path, "--json", "--stats", "w1 w2")
     assert status == 0, err
