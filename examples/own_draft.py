@@ -30,7 +30,7 @@ def main() -> None:
             assert out.token_ids == plain.token_ids
             counters = out.stats.speculative_decoding
             assert counters is not None
-            print(f"{draft}: {counters['mean_acceptance_length']:.2f} tokens per pass")
+            print(f"{draft}: {counters.mean_acceptance_length:.2f} tokens per pass")
     print(PROMPT + plain.text)
 
 

@@ -28,8 +28,8 @@ def main() -> None:
     counters = stats.speculative_decoding
     assert counters is not None
     print(
-        f"{counters['num_spec_steps']} passes of the model, {counters['num_accepted_draft_tokens']} drafted tokens "
-        f"accepted of {counters['num_draft_tokens']}: {counters['mean_acceptance_length']:.2f} tokens per pass"
+        f"{counters.num_spec_steps} passes of the model, {counters.num_accepted_draft_tokens} drafted tokens "
+        f"accepted of {counters.num_draft_tokens}: {counters.mean_acceptance_length:.2f} tokens per pass"
     )
 
 

@@ -22,10 +22,9 @@ def main() -> None:
     out = llm.chat(PROMPT, sampling)
     print(out.text)
     counters = out.stats.speculative_decoding
-    assert counters is not None
-    tree = counters["draft_tree"]
-    print(f"{counters['mean_acceptance_length']:.2f} tokens per target pass")
-    print(f"the new root was in the tree after {tree['token_hit_rate']:.0%} of the rounds")
+    assert counters is not None and counters.draft_tree is not None
+    print(f"{counters.mean_acceptance_length:.2f} tokens per target pass")
+    print(f"the new root was in the tree after {counters.draft_tree.token_hit_rate:.0%} of the rounds")
     assert llm.with_method("ar").chat(PROMPT, sampling).token_ids == out.token_ids
 
 

@@ -17,6 +17,7 @@ from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, read_rounds
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import CHUNKS
+from jaxspec.results import Choice
 from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.program import compile_programs
 from jaxspec.runtime.transfer import everywhere
@@ -209,6 +210,15 @@ class Engine:
             program.wait()
         jax.block_until_ready([idle.state for idle in self._idle])
 
+    def with_method(self, method: Any) -> "Engine":
+        """An engine of another method on the same models; ConfigError: it does not fit them."""
+        method.check(self.models)
+        if hosts.several():
+            hosts.command("method", engine=self.number, name=method.name, settings=dataclasses.asdict(method))
+        return Engine(
+            self.models, method, self.given_context, self.store, self.session_memory, self.check_room
+        )  # fmt: skip
+
     def give_back(self, idle: IdleSession) -> None:
         """Take over a closed session's buffers, and free those that were not used for longest beyond the budget."""
         if self.session_memory == 0:
@@ -330,7 +340,7 @@ class Session:
 
     abort = close
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> Choice | None:
         return self._runner.report()
 
     def __enter__(self) -> "Session":

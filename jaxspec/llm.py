@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
-from typing import Any, TypeGuard, Unpack, overload
+from typing import Any, NamedTuple, TypeGuard, Unpack, overload
 
 import jax
 import numpy as np
@@ -22,10 +22,9 @@ from jaxspec.errors import ConfigError, shown
 from jaxspec.files import checkpoint_digest, vocabulary_digest
 from jaxspec.loading import DamagedDraftError, OpenModels, open_models, plan_meshes
 from jaxspec.methods.auto.profiles import profile_path
-from jaxspec.methods.base import Method, Store
-from jaxspec.methods.core.round import Models, StepOutput
+from jaxspec.methods.base import DeviceChoice, Method, Store
+from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import make_method, resolve_method
-from jaxspec.models.params import Params
 from jaxspec.offload.plan import OffloadPlan, check_room
 from jaxspec.offload.stream import LayerStream
 from jaxspec.results import Completion, Stream, StreamEvent
@@ -34,15 +33,51 @@ from jaxspec.runtime.distributed import Distributed
 from jaxspec.runtime.distributed import initialize as join_processes
 from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.mesh import MeshPlan, describe_hosts
+from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.store.folder import enable_compile_cache
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
 from jaxspec.text.stream import TextStream
-from jaxspec.worker import describe_programs, method_settings, run_worker
+from jaxspec.worker import describe_programs, run_worker
 from pallas_kernels.registry import Kernels
 
 Message = Mapping[str, str]
 
 Prompt = str | Sequence[int]
+
+
+class Internals(NamedTuple):
+    """The parts of an `LLM`, for commands, tools and tests; not for users: they may change from release to release."""
+
+    engine: Engine
+    params: ModelParams
+    offload_plan: OffloadPlan | None = None  # of streamed weights
+    device_plan: str | None = None  # of several processes: which devices target and draft have
+
+    @property
+    def models(self) -> Models:
+        """Placements of target and draft."""
+        return self.engine.models
+
+    @property
+    def target(self) -> Placement:
+        """Placement of the target."""
+        return self.engine.target
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels that the target's programs multiply and attend with."""
+        return self.engine.target.plan.kernels
+
+    @property
+    def layer_stream(self) -> LayerStream | None:
+        """The stream of the target's layers; None where they stay on the devices."""
+        layers = self.params.target["layers"]
+        return layers if isinstance(layers, LayerStream) else None
+
+
+def internals(llm: "LLM") -> Internals:
+    """The parts of a loaded model."""
+    return llm._internals
 
 
 class LLM:
@@ -94,8 +129,7 @@ class LLM:
         self.model_path, self.tokenizer = opened.target.path, opened.tokenizer
         self._cache_folder = enable_compile_cache(config.compile_cache)
         asked = resolved, plans, config
-        self.offload_plan: OffloadPlan | None = None
-        self._device_report: Mapping[str, Any] | None = None
+        self._device_choice: DeviceChoice | None = None
         if (
             config.target_devices is None
             and opened.draft is not None
@@ -110,7 +144,7 @@ class LLM:
                     kernels=config.kernels, activations=config.activations, kv_dtype=config.kv_dtype,
                 )  # fmt: skip
             choice = resolved.choose_devices(profile, devices)
-            self._device_report = choice and choice.report
+            self._device_choice = choice
             if choice is not None and (best := choice.best) is not None:
                 own = {"target_devices": best.target_devices, "draft_devices": best.draft_devices}
                 config = dataclasses.replace(config, **own)
@@ -137,63 +171,27 @@ class LLM:
         self.draft_path = None if opened.draft is None else opened.draft.path
         store = Store(opened.target.path, self._cache_folder)
         models = opened.place(*plans, config.dtype, config.activations, config.kv_dtype)
-        room = None
+        room, plan = None, None
         if config.offload != "none":
-            self.offload_plan, store = opened.plan_offload(models, method, config, store)
-            models = models._replace(target=self.offload_plan.target)
+            plan, store = opened.plan_offload(models, method, config, store)
+            models = models._replace(target=plan.target)
             if config.device_memory is not None:
-                room = functools.partial(check_room, self.offload_plan, int(config.device_memory))
+                room = functools.partial(check_room, plan, int(config.device_memory))
         session_memory = None if config.session_memory is None else int(config.session_memory)
-        self.engine = Engine(models, method, config.max_context, store, session_memory, room)
-        self._check_processes(opened, models, config)
+        engine = Engine(models, method, config.max_context, store, session_memory, room)
+        devices = _check_processes(opened, engine, config)
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(opened.load, models, config.offload, self._cache_folder)
-            self._unreported_compile_s = self.engine.prepare()
-            self.model_params = loading.result()
-        self._unreported_compile_s += self.engine.calibrate(self.model_params)
+            self._unreported_compile_s = engine.prepare()
+            params = loading.result()
+        self._unreported_compile_s += engine.calibrate(params)
+        self._internals = Internals(engine, params, plan, devices)
         hosts.gather("loaded", True)
-
-    def _check_processes(self, opened: OpenModels, models: Models, config: EngineConfig) -> None:
-        """DistributedError where other processes have other settings, checkpoints or programs than this one."""
-        self.device_plan = None
-        if not hosts.several():
-            return
-        self.device_plan = describe_hosts(models.target.plan, models.draft and models.draft.plan)
-        given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        given |= {"method": self.engine.method, "devices": self.device_plan, **describe_programs(models.target.plan)}
-        given["the model"] = checkpoint_digest(opened.target.path, opened.target.config)
-        if opened.draft is not None:  # one made of the target's layers has no file: the settings name it
-            layers, path = opened.draft.layers, opened.draft.path
-            given["the draft"] = layers or checkpoint_digest(path, opened.draft.config)
-        given["the tokenizer"] = vocabulary_digest(opened.tokens)
-        del given["compile_cache"]  # a folder of each host
-        hosts.check_equal("settings", given)
 
     def follow(self) -> None:
         """The worker loop of a process other than 0: run the commands of process 0 until it ends."""
-        run_worker(self)
-
-    @property
-    def params(self) -> Params:
-        """The target's parameters, placed and padded."""
-        return self.model_params.target
-
-    @property
-    def layer_stream(self) -> LayerStream | None:
-        """The stream of the target's layers; None where they stay on the devices."""
-        layers = self.model_params.target["layers"]
-        return layers if isinstance(layers, LayerStream) else None
-
-    @property
-    def draft_params(self) -> Params | None:
-        """The draft's parameters, if there is one."""
-        return self.model_params.draft
-
-    @property
-    def kernels(self) -> Kernels:
-        """The kernels that the model's programs multiply and attend with."""
-        return self.engine.target.plan.kernels
+        run_worker(self._internals.engine, self._internals.params)
 
     def with_method(self, method: str | Method) -> "LLM":
         """Another decoding method, a name or an object, on the same weights, with functions and buffers of its own.
@@ -206,16 +204,10 @@ class LLM:
         Raises:
           ConfigError: an unknown method, or one that does not fit the models.
         """
-        other, engine = copy.copy(self), self.engine
-        resolved = resolve_method(method)
-        resolved.check(engine.models)
-        if hosts.several():
-            hosts.command("method", engine=engine.number, name=resolved.name, settings=method_settings(resolved))
-        other.engine = Engine(
-            engine.models, resolved, engine.given_context, engine.store, engine.session_memory, engine.check_room
-        )  # fmt: skip
-        other._unreported_compile_s = other.engine.prepare()
-        other._unreported_compile_s += other.engine.calibrate(self.model_params)
+        other, inner = copy.copy(self), self._internals
+        engine = inner.engine.with_method(resolve_method(method))
+        other._internals = inner._replace(engine=engine)
+        other._unreported_compile_s = engine.prepare() + engine.calibrate(inner.params)
         return other
 
     @overload
@@ -290,10 +282,11 @@ class LLM:
 
     def _check(self, ids: list[int], sampling: SamplingParams) -> SamplingParams:
         """Refuse what cannot be decoded; all tokens that end a text join `stop_token_ids`."""
-        vocab = self.engine.target.cfg.vocab_size
+        engine = self._internals.engine
+        vocab = engine.target.cfg.vocab_size
         ends = {*(sampling.stop_token_ids or ()), *(i for i in self.eos_ids if i < vocab and not sampling.ignore_eos)}
         checked = dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ends)))
-        self.engine.check_request(ids, checked)
+        engine.check_request(ids, checked)
         return checked
 
     def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
@@ -310,19 +303,19 @@ class LLM:
         self, ids: list[int], sampling: SamplingParams, aborted: Callable[[], bool]
     ) -> Generator[StreamEvent, None, None]:
         """Events of a text; where `aborted` is true after one of them, the next is the last."""
-        max_tokens = self.engine.token_limit(ids, sampling)
-        compile_s = self._unreported_compile_s + self.engine.prepare(len(ids) + max_tokens, sampling)
+        engine, params, stream = self._internals.engine, self._internals.params, self._internals.layer_stream
+        max_tokens = engine.token_limit(ids, sampling)
+        compile_s = self._unreported_compile_s + engine.prepare(len(ids) + max_tokens, sampling)
         self._unreported_compile_s = 0.0
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         text = TextStream(self.tokenizer, sampling.stop or (), sampling.stop_token_ids or (), max_tokens)
         clock = RoundClock()
         events = EventMaker(text, sampling)
         received: list[StepOutput] = []
-        stream = self.layer_stream
         counts = None if stream is None else stream.counts
         event: StreamEvent | None = None
         # A caller that stops listening keeps what the method found on the way.
-        with self.engine.open(self.model_params, ids, sampling, seed) as session:
+        with engine.open(params, ids, sampling, seed) as session:
             while event is None or event.finish_reason is None:
                 if event is not None:
                     yield event
@@ -335,20 +328,19 @@ class LLM:
                 event = events.push(output)
             report, cached = session.report(), session.num_cached
         assert event.finish_reason is not None
-        method = self.engine.method
+        method = engine.method
         num_tokens = len(text.token_ids)
         stats = clock.stats(len(ids), num_tokens, compile_s, session.seed if sampling.temperature > 0 else None)
-        stats = dataclasses.replace(stats, num_programs=self.engine.num_programs, cached_prompt_tokens=cached)
+        stats = dataclasses.replace(stats, num_programs=engine.num_programs, cached_prompt_tokens=cached)
         if stream is not None and counts is not None:
             stats = dataclasses.replace(stats, offload=stream.counts.since(counts))
         if method.num_rows > 1 and num_tokens:
             counters = count_speculation(received, num_tokens, method.num_rows - 1)
             stats = dataclasses.replace(stats, speculative_decoding=counters)
             if report is not None:
-                name = None if self.draft_path is None else str(self.draft_path.name)
-                draft = {"draft": name} if method.drafts else {}
-                draft |= {} if self._device_report is None else {"devices": dict(self._device_report)}
-                stats = dataclasses.replace(stats, choice=draft | report | {"rounds": counters["rounds_by_kind"]})
+                name = self.draft_path.name if self.draft_path is not None and method.drafts else None
+                known = {"draft": name, "devices": self._device_choice, "rounds": counters.rounds_by_kind}
+                stats = dataclasses.replace(stats, choice=dataclasses.replace(report, **known))
         completion = Completion(
             text=text.text,
             token_ids=text.token_ids,
@@ -406,6 +398,26 @@ def generate(
 
 
 _loaded: dict[tuple[Any, ...], LLM] = {}
+
+
+def _check_processes(opened: OpenModels, engine: Engine, config: EngineConfig) -> str | None:
+    """Devices of both models in all processes; None in one process.
+
+    DistributedError: other processes have other settings, checkpoints or programs than this one.
+    """
+    if not hosts.several():
+        return None
+    models = engine.models
+    devices = describe_hosts(models.target.plan, models.draft and models.draft.plan)
+    given = dataclasses.asdict(config) | {"method": engine.method, "devices": devices}
+    given |= describe_programs(models.target.plan)
+    given["the model"] = checkpoint_digest(opened.target.path, opened.target.config)
+    if (draft := opened.draft) is not None:  # one made of the target's layers has no file: the settings name it
+        given["the draft"] = draft.layers or checkpoint_digest(draft.path, draft.config)
+    given["the tokenizer"] = vocabulary_digest(opened.tokens)
+    del given["compile_cache"]  # a folder of each host
+    hosts.check_equal("settings", given)
+    return devices
 
 
 def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:

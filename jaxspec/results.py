@@ -2,8 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from jaxspec.methods.base import DeviceChoice
+    from jaxspec.offload.stream import OffloadStats
+    from jaxspec.trace.events import TraceSummary
 
 # "stop": a token or string that ends texts; "length": the last of `max_tokens`; "abort": the caller, as by Ctrl-C.
 FinishReason = Literal["stop", "length", "abort"]
@@ -72,12 +77,98 @@ class Stream(Iterator[StreamEvent]):
 
 
 @dataclasses.dataclass(frozen=True)
+class DraftTreeStats:
+    """Counts of a draft tree that outlives the rounds (docs/algorithms.md, "Re-rooting").
+
+    A generation's first round has no tree to hit: it is in no rate, and rates are None without another round. Nodes are
+    counted at each re-rooting, so a node that survives three rounds counts three times.
+
+    Attributes:
+      token_hit_rate: share of rounds whose new root was in the tree.
+      evaluated_hit_rate: share whose new root was evaluated too, so that a batch could be chosen at once.
+      exposed_passes_per_round: draft passes that the target waited for.
+      tokens_computed: tokens that went through the draft.
+      tokens_caught_up: those of them that were verified before the draft had seen them.
+      nodes_kept: evaluated nodes that stayed in the tree.
+      nodes_committed: those that joined the prefix.
+      nodes_dropped: those that were in neither.
+    """
+
+    token_hit_rate: float | None
+    evaluated_hit_rate: float | None
+    exposed_passes_per_round: float | None
+    tokens_computed: int
+    tokens_caught_up: int
+    nodes_kept: int
+    nodes_committed: int
+    nodes_dropped: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationStats:
+    """Counts of drafted and accepted tokens, under vLLM's names where it has one. A step is one target pass.
+
+    Tokens that a stop or `max_tokens` cut off are not counted.
+
+    Attributes:
+      num_spec_steps: target passes.
+      num_spec_tokens: the most tokens that the method verifies in a pass, the root not counted.
+      num_draft_tokens: draft tokens verified.
+      num_accepted_draft_tokens: draft tokens accepted.
+      mean_acceptance_length: tokens per step, the bonus token included: 1 + accepted tokens per step.
+      draft_acceptance_rate: accepted per verified draft token; None without drafts.
+      acceptance_histogram: number of steps that accepted 0, 1, 2, ... draft tokens.
+      acceptance_by_depth: for depth 1, 2, ..., the share of steps that accepted it, among those that accepted the depth
+        before it and drafted that far.
+      mean_tree_depth: depth of the verified tree, mean over steps.
+      mean_tree_size: tokens of the verified tree without its root, mean over steps.
+      budget_used: `mean_tree_size` over `num_spec_tokens`.
+      num_draft_passes: passes of the draft model.
+      rounds_by_kind: steps with a draft model's tokens ("drafted"), with copies ("copied") and without ("plain").
+      per_step_accepted: draft tokens accepted in each step, in order.
+      per_step_drafted: draft tokens verified in each step, in order.
+      draft_tree: counts of a tree that outlives the rounds; None where there is none.
+    """
+
+    num_spec_steps: int
+    num_spec_tokens: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    mean_acceptance_length: float
+    draft_acceptance_rate: float | None
+    acceptance_histogram: tuple[int, ...]
+    acceptance_by_depth: tuple[float, ...]
+    mean_tree_depth: float
+    mean_tree_size: float
+    budget_used: float
+    num_draft_passes: int
+    rounds_by_kind: Mapping[str, int]
+    per_step_accepted: tuple[int, ...]
+    per_step_drafted: tuple[int, ...]
+    draft_tree: DraftTreeStats | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A method's decisions and the figures behind them; each method that decides adds fields of its own.
+
+    Attributes:
+      draft: file or folder name of the draft model; None without one.
+      devices: choice of the devices of draft and target; None where it was not `auto`'s.
+      rounds: `SpeculationStats.rounds_by_kind`.
+    """
+
+    draft: str | None = None
+    devices: "DeviceChoice | None" = None
+    rounds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecodeStats:
     """Timings in seconds and counts of emitted tokens; compile time is in none of the other timings.
 
     Attributes:
       prompt_tokens: tokens of the prompt.
-      cached_prompt_tokens: those of them whose keys and values an earlier conversation left.
       completion_tokens: tokens emitted, an end-of-sequence token included.
       ttft_s: from the call to the first token. A text that ends leaves a round in flight, which the next call on the
         same device waits for.
@@ -85,13 +176,13 @@ class DecodeStats:
       tokens_per_s: emitted tokens after those of the first round, per second of `decode_s`; None where there are none.
       compile_s: tracing, compiling or loading compiled programs.
       seed: the seed that reproduces this text at temperature > 0; None for greedy decoding.
-      speculative_decoding: counters in vLLM's vocabulary; None for plain decoding.
-      choice: of method `auto`, what it did and why: the draft model (None without one), where its figures of costs come
-        from and what they are, and the number of rounds of each kind. Of method `swift`, see `Swift.explain`. None for
+      speculative_decoding: counts of drafted and accepted tokens; None for plain decoding.
+      choice: decisions of `auto` (`AutoChoice`), `swift` (`SwiftChoice`) or `swiftspec` (`SwiftSpecChoice`); None for
         other methods.
       num_programs: compiled programs of the method.
-      offload: where layers were streamed, what passed: see `offload.stream.StreamCounts`.
-      timeline: where a trace was taken, its summary; see `bench.timeline.Summary`.
+      timeline: summary of the trace, where one was taken.
+      cached_prompt_tokens: tokens of the prompt whose keys and values an earlier conversation left.
+      offload: what was read for the layers that were streamed; None where none were.
     """
 
     prompt_tokens: int
@@ -101,12 +192,12 @@ class DecodeStats:
     tokens_per_s: float | None
     compile_s: float
     seed: int | None = None
-    speculative_decoding: dict[str, Any] | None = None
-    choice: dict[str, Any] | None = None
+    speculative_decoding: SpeculationStats | None = None
+    choice: Choice | None = None
     num_programs: int = 0
-    timeline: dict[str, Any] | None = None
+    timeline: "TraceSummary | None" = None
     cached_prompt_tokens: int = 0
-    offload: dict[str, Any] | None = None
+    offload: "OffloadStats | None" = None
 
 
 @dataclasses.dataclass(frozen=True)

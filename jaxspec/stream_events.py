@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.round import DraftCounts, StepOutput
-from jaxspec.results import DecodeStats, StreamEvent, TopTokens
+from jaxspec.results import DecodeStats, DraftTreeStats, SpeculationStats, StreamEvent, TopTokens
 from jaxspec.text.stream import StreamPiece, TextStream
 
 
@@ -93,17 +93,10 @@ class EventMaker:
         )
 
 
-def count_speculation(rounds: Sequence[StepOutput], num_tokens: int, num_spec_tokens: int) -> dict[str, Any]:
-    """Count a generation's passes and its drafted and accepted tokens, in vLLM's words; a step is one target pass.
+def count_speculation(rounds: Sequence[StepOutput], num_tokens: int, num_spec_tokens: int) -> SpeculationStats:
+    """Count the target passes of a generation's first `num_tokens` tokens, and what was drafted and accepted in them.
 
-    Tokens after the first `num_tokens` are not counted. `num_spec_tokens` are the most that the method verifies in a
-    round, the root not counted; `num_draft_tokens` were verified and `num_accepted_draft_tokens` accepted.
-    `mean_acceptance_length` is 1 + accepted per step, the bonus token included; `draft_acceptance_rate` accepted per
-    drafted token (None without drafts); `acceptance_histogram` steps by number of accepted tokens.
-    `acceptance_by_depth` is, among the steps that accepted depth d - 1 and drafted depth d, the share that accepted
-    depth d. Means per step: `mean_tree_depth`; `mean_tree_size`, in tokens without the root; `budget_used`, that size
-    over `num_spec_tokens`. `rounds_by_kind` counts steps after a draft model's draft ("drafted"), copies of earlier
-    text ("copied"), none ("plain"). With one draft tree through all rounds, `draft_tree`: see `count_draft_tree`.
+    `num_spec_tokens` are the most tokens that the method verifies in a round, the root not counted.
     """
     kept = []
     for step in (step for output in rounds for step in output.passes()):
@@ -112,39 +105,31 @@ def count_speculation(rounds: Sequence[StepOutput], num_tokens: int, num_spec_to
         kept.append(step.cut(num_tokens))
         num_tokens -= len(kept[-1].tokens)
     steps = len(kept)
-    accepted, drafted = [r.accepted for r in kept], [r.drafted for r in kept]
+    accepted, drafted = tuple(r.accepted for r in kept), tuple(r.drafted for r in kept)
     histogram, kinds = Counter(accepted), Counter(map(_kind, kept))
     trees = [r.draft for r in kept if r.draft is not None]
-    return {
-        "num_spec_steps": steps,
-        "num_spec_tokens": num_spec_tokens,
-        "num_draft_tokens": sum(drafted),
-        "num_accepted_draft_tokens": sum(accepted),
-        "mean_acceptance_length": 1 + sum(accepted) / steps,
-        "draft_acceptance_rate": sum(accepted) / sum(drafted) if any(drafted) else None,
-        "acceptance_histogram": [histogram[n] for n in range(max(accepted) + 1)],
-        "acceptance_by_depth": _by_depth(kept),
-        "mean_tree_depth": sum(r.depth for r in kept) / steps,
-        "mean_tree_size": sum(drafted) / steps,
-        "budget_used": sum(drafted) / (steps * num_spec_tokens),
-        "num_draft_passes": sum(r.draft_passes for r in kept),
-        "rounds_by_kind": {kind: kinds[kind] for kind in ("plain", "copied", "drafted")},
-        "per_step_accepted": accepted,
-        "per_step_drafted": drafted,
-        **({"draft_tree": count_draft_tree([trees])} if trees else {}),
-    }
+    return SpeculationStats(
+        num_spec_steps=steps,
+        num_spec_tokens=num_spec_tokens,
+        num_draft_tokens=sum(drafted),
+        num_accepted_draft_tokens=sum(accepted),
+        mean_acceptance_length=1 + sum(accepted) / steps,
+        draft_acceptance_rate=sum(accepted) / sum(drafted) if any(drafted) else None,
+        acceptance_histogram=tuple(histogram[n] for n in range(max(accepted) + 1)),
+        acceptance_by_depth=tuple(_by_depth(kept)),
+        mean_tree_depth=sum(r.depth for r in kept) / steps,
+        mean_tree_size=sum(drafted) / steps,
+        budget_used=sum(drafted) / (steps * num_spec_tokens),
+        num_draft_passes=sum(r.draft_passes for r in kept),
+        rounds_by_kind={kind: kinds[kind] for kind in ("plain", "copied", "drafted")},
+        per_step_accepted=accepted,
+        per_step_drafted=drafted,
+        draft_tree=count_draft_tree([trees]) if trees else None,
+    )
 
 
-def count_draft_tree(generations: Sequence[Sequence[DraftCounts]]) -> dict[str, Any]:
-    """Count the nodes and hits of a draft tree that outlives the rounds (docs/algorithms.md, "Re-rooting").
-
-    A generation's first round has no tree to hit: it is in no rate, and rates are None without another round.
-    `token_hit_rate`: rounds whose new root was in the tree; `evaluated_hit_rate`: those in which it was evaluated too,
-    so that a batch could be chosen at once; `exposed_passes_per_round`: draft passes that the target waited for.
-    `tokens_computed` went through the draft; `tokens_caught_up` of them were verified before the draft had seen them.
-    Evaluated nodes at each re-rooting, summed over rounds (a node that survives three rounds counts three times):
-    `nodes_kept`, in the tree; `nodes_committed`, in the prefix; `nodes_dropped`, in neither.
-    """
+def count_draft_tree(generations: Sequence[Sequence[DraftCounts]]) -> DraftTreeStats:
+    """Count the nodes and hits of a draft tree that outlives the rounds, from the rounds of each generation."""
     everything = [counts for rounds in generations for counts in rounds]
     later = [counts for rounds in generations for counts in rounds[1:]]
 
@@ -154,16 +139,16 @@ def count_draft_tree(generations: Sequence[Sequence[DraftCounts]]) -> dict[str, 
     def rate(name: str) -> float | None:
         return sum(getattr(counts, name) for counts in later) / len(later) if later else None
 
-    return {
-        "token_hit_rate": rate("token_hit"),
-        "evaluated_hit_rate": rate("evaluated_hit"),
-        "exposed_passes_per_round": rate("exposed"),
-        "tokens_computed": total("computed"),
-        "tokens_caught_up": total("caught_up"),
-        "nodes_kept": total("kept"),
-        "nodes_committed": total("committed"),
-        "nodes_dropped": total("dropped"),
-    }
+    return DraftTreeStats(
+        token_hit_rate=rate("token_hit"),
+        evaluated_hit_rate=rate("evaluated_hit"),
+        exposed_passes_per_round=rate("exposed"),
+        tokens_computed=total("computed"),
+        tokens_caught_up=total("caught_up"),
+        nodes_kept=total("kept"),
+        nodes_committed=total("committed"),
+        nodes_dropped=total("dropped"),
+    )
 
 
 def _kind(output: StepOutput) -> str:

@@ -1,12 +1,12 @@
 """The worker loop of several processes: each but process 0 runs its commands (docs/several-hosts.md)."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxspec.engine import Session, read_sampling
+from jaxspec.engine import Engine, Session, read_sampling
+from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.registry import make_method
 from jaxspec.runtime import hosts
 from jaxspec.runtime.mesh import MeshPlan
@@ -14,37 +14,31 @@ from jaxspec.version import __version__
 from pallas_kernels.native import library
 
 
-def run_worker(llm: Any) -> None:
-    """Run the engine of an `LLM` as process 0 runs its own, until process 0 has no more commands.
+def run_worker(engine: Engine, params: ModelParams) -> None:
+    """Run an engine, and others of its models, as process 0 runs its own, until process 0 has no more commands.
 
     DistributedError: process 0 names an engine or a session that is not there.
     """
-    models: dict[int, Any] = {llm.engine.number: llm}
-    sessions: dict[int, Session] = {}
+    engines, sessions = {engine.number: engine}, dict[int, Session]()
     while (given := hosts.next_command())["do"] != "end":
         match given["do"]:
             case "method":
                 method = make_method(given["name"], read_settings(given["settings"]))
-                other = models[given["engine"]].with_method(method)
-                models[other.engine.number] = other
+                other = engines[given["engine"]].with_method(method)
+                engines[other.number] = other
+                other.prepare()
+                other.calibrate(params)
             case "prepare":
                 sampling = given["sampling"]
-                models[given["engine"]].engine.prepare(given["tokens"], sampling and read_sampling(sampling))
+                engines[given["engine"]].prepare(given["tokens"], sampling and read_sampling(sampling))
             case "open":
-                served = models[given["engine"]]
-                session = served.engine.open(
-                    served.model_params, given["prompt"], read_sampling(given["sampling"]), given["seed"]
-                )
+                request = given["prompt"], read_sampling(given["sampling"]), given["seed"]
+                session = engines[given["engine"]].open(params, *request)
                 sessions[session.number] = session
             case "step":
                 sessions[given["session"]].step()
             case "close":
                 sessions.pop(given["session"]).close()
-
-
-def method_settings(method: Any) -> dict[str, Any]:
-    """Settings of a method, for `read_settings`."""
-    return dataclasses.asdict(method)
 
 
 def read_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from jaxspec.errors import ConfigError, suggest
+from jaxspec.llm import internals
 from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.core.round import StepOutput
 from jaxspec.results import Completion, DecodeStats
+from jaxspec.stream_events import count_speculation
 from pallas_kernels.registry import Kernels
 
 
@@ -108,11 +111,11 @@ class FakeLLM:
     """
 
     model_path = "fake"
-    params = None
-    kernels = Kernels("xla", "cpu")
 
     def __init__(self, model=None, *, draft=None, method=None, calls=None, wrong=(), **options):
         self.engine = FakeEngine(method or Autoregressive())
+        inner = {"engine": self.engine, "params": SimpleNamespace(target=None), "kernels": Kernels("xla", "cpu")}
+        self._internals = SimpleNamespace(**inner, target=self.engine.target)
         self.tokenizer = FakeTokenizer()
         self.draft_path = draft
         self.calls = [] if calls is None else calls
@@ -157,16 +160,9 @@ def spec_stats(stats, accepted):
     steps = len(per_step)
     decode_s = 0.015 * (steps - 1)
     after_first = stats.completion_tokens - per_step[0] - 1
-    counters = {
-        "num_spec_steps": steps,
-        "num_spec_tokens": accepted,
-        "num_draft_tokens": 2 * accepted * steps,
-        "num_accepted_draft_tokens": sum(per_step),
-        "mean_acceptance_length": 1 + sum(per_step) / steps,
-        "per_step_accepted": per_step,
-        "per_step_drafted": [2 * accepted] * steps,
-        "num_draft_passes": 3 * steps if accepted else 0,
-    }
+    passes = 3 if accepted else 0
+    rounds = [StepOutput((0,) * (n + 1), (0.0,) * (n + 1), n, 2 * accepted, n, passes) for n in per_step]
+    counters = count_speculation(rounds, stats.completion_tokens, max(1, accepted))
     rate = after_first / decode_s if decode_s else None
     return dataclasses.replace(stats, decode_s=decode_s, tokens_per_s=rate, speculative_decoding=counters)
 
@@ -185,4 +181,4 @@ def install(monkeypatch):
 
 
 def time_passes(llm, context, rows):
-    return PassTimes(dict.fromkeys(rows, 0.009), 0.001 * llm.engine.method.drafts, 0.001)
+    return PassTimes(dict.fromkeys(rows, 0.009), 0.001 * internals(llm).engine.method.drafts, 0.001)

@@ -56,7 +56,7 @@ def test_stream_adds_up_to_the_completion(llm):
     assert tuple(t for e in events for t in e.token_ids) == completion.token_ids
     assert tuple(p for e in events for p in e.logprobs) == completion.logprobs
     assert len(completion.logprobs) == len(completion.token_ids) and max(completion.logprobs) <= 0
-    accepted = completion.stats.speculative_decoding["num_accepted_draft_tokens"]
+    accepted = completion.stats.speculative_decoding.num_accepted_draft_tokens
     assert sum(d for e in events for d in e.from_draft) == accepted
     assert events[-1].finish_reason == completion.finish_reason
 

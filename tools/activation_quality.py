@@ -28,6 +28,7 @@ import numpy as np
 import jaxspec
 from jaxspec.bench.prompts import load_prompts, select_prompts
 from jaxspec.bench.run import encode_prompt
+from jaxspec.llm import internals
 from jaxspec.models.kv_cache import commit_rows, init_cache
 from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.runtime.program import Program
@@ -90,7 +91,7 @@ def compare(model: str | None, text: str, tokens: int) -> dict[str, Any]:
             divergence += float((np.exp(exact) * (exact - rounded)).sum())
     perplexity = {name: math.exp(each / count) for name, each in loss.items()}
     return {
-        "weights": str(llms["int8"].engine.target.weights),
+        "weights": str(internals(llms["int8"]).target.weights),
         "tokens": count,
         "perplexity_float32": round(perplexity["float32"], 4),
         "perplexity_int8": round(perplexity["int8"], 4),
@@ -119,8 +120,8 @@ class Reader:
 
     def __init__(self, llm: jaxspec.LLM):
         """Compile."""
-        self._params = llm.params
-        self._placement = placement = llm.engine.target
+        self._params = internals(llm).params.target
+        self._placement = placement = internals(llm).target
 
         def run(params: Any, cache: Any, token: Any) -> Any:
             position = cache.length + jnp.arange(CHUNK, dtype=jnp.int32)

@@ -32,6 +32,7 @@ from harness import (
 import jaxspec
 from jaxspec.bench.microbench import roofline_pass, time_target_pass
 from jaxspec.checkpoint.shipped import default_model_path
+from jaxspec.llm import internals
 
 STEPS = 8  # per sample
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -62,11 +63,12 @@ def make_passes(contexts: list[int]) -> dict[str, Callable[[], float]]:
     for name, options in MODELS.items():
         llm = jaxspec.LLM(**options, session_memory=0)  # pyright: ignore[reportArgumentType]
         if name != "xla float32":
-            runs[f"pure pass {name.split()[1]}"] = roofline_pass(llm.params, llm.kernels, STEPS)
+            inner = internals(llm)
+            runs[f"pure pass {name.split()[1]}"] = roofline_pass(inner.params.target, inner.kernels, STEPS)
         runs[f"{name} decode"] = functools.partial(decode, llm, contexts[0])
         for context in contexts:
             for rows in ROWS:
-                run = time_target_pass(llm.engine.target, llm.params, rows, context)
+                run = time_target_pass(internals(llm).target, internals(llm).params.target, rows, context)
                 runs[f"{name} {rows} @ {context}"] = functools.partial(lambda run: run(STEPS) / STEPS, run)
     return runs
 

@@ -38,6 +38,7 @@ import jaxspec
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.bench.report import make_report
 from jaxspec.bench.run import BASELINE, Column, measure
+from jaxspec.llm import internals
 from jaxspec.methods.base import Method
 from jaxspec.methods.core.proposals import RANKINGS
 
@@ -142,7 +143,7 @@ def main(words: Sequence[str] | None = None) -> None:
             )
         return
     rows = count_methods(llm, methods, prompts, temperatures, arguments.max_tokens, arguments.log)
-    print(f"{llm.engine.target.weights}; {environment_line()}\n\n{length_table(rows)}")
+    print(f"{internals(llm).target.weights}; {environment_line()}\n\n{length_table(rows)}")
     write_report(arguments.json, draft=str(llm.draft_path), rows=[row._asdict() for row in rows])
     if arguments.plot:
         plot(rows, arguments.plot)
@@ -176,13 +177,13 @@ def count_methods(
 def answer(llm: Any, prompt: BenchPrompt, sampling: jaxspec.SamplingParams) -> dict[str, Any]:
     """Tokens of one answer, its target passes, and what its draft tree did."""
     completion = llm.chat(conversation(prompt), sampling)
-    counters = completion.stats.speculative_decoding or {}
-    tree = counters.get("draft_tree") or {}
+    counters = completion.stats.speculative_decoding
+    tree = counters and counters.draft_tree
     return {
         "tokens": list(completion.token_ids),
-        "passes": counters.get("num_spec_steps", len(completion.token_ids)),
-        "exposed": tree.get("exposed_passes_per_round"),
-        "hit": tree.get("evaluated_hit_rate"),
+        "passes": counters.num_spec_steps if counters else len(completion.token_ids),
+        "exposed": tree and tree.exposed_passes_per_round,
+        "hit": tree and tree.evaluated_hit_rate,
     }
 
 

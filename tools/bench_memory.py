@@ -63,6 +63,7 @@ def watch_start(model: str | None, draft: str | None, method: str, context: int)
     import numpy as np
 
     import jaxspec
+    from jaxspec.llm import internals
 
     phases = {"imported": read_memory()}
     most: dict[str, float] = {}
@@ -79,7 +80,7 @@ def watch_start(model: str | None, draft: str | None, method: str, context: int)
     llm = jaxspec.LLM(model, draft=draft, method=method)
     phases["loaded"], phases["most while loading"] = read_memory(), dict(most)
     most.clear()
-    vocab = llm.engine.target.cfg.vocab_size
+    vocab = internals(llm).target.cfg.vocab_size
     prompt = np.random.default_rng(0).integers(0, vocab, context).tolist()
     llm.generate(prompt, jaxspec.SamplingParams(max_tokens=64, ignore_eos=True))
     phases["after an answer"], phases["most while answering"] = read_memory(), dict(most)
@@ -87,8 +88,8 @@ def watch_start(model: str | None, draft: str | None, method: str, context: int)
     watcher.join()
     return {
         "file": llm.model_path.stat().st_size / 1e6 if llm.model_path.is_file() else None,
-        "weights": sum(map(count_bytes, filter(None, llm.model_params))) / 1e6,
-        "caches": sum(idle.num_bytes for idle in llm.engine._idle) / 1e6,
+        "weights": sum(map(count_bytes, filter(None, internals(llm).params))) / 1e6,
+        "caches": sum(idle.num_bytes for idle in internals(llm).engine._idle) / 1e6,
         "phases": phases,
     }
 

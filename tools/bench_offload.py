@@ -33,6 +33,7 @@ from harness import (
 
 import jaxspec
 from jaxspec.bench.prompts import BenchPrompt
+from jaxspec.llm import internals
 from jaxspec.methods.core.cost_model import USUAL_DEPTH
 from jaxspec.offload.stores import WeightStore
 from jaxspec.offload.stream import LayerStream
@@ -92,8 +93,9 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     methods, prompts = list_methods(arguments.budgets, arguments.overlapped), read_prompts(arguments)
     llm = jaxspec.LLM(method=jaxspec.SpecExec(1), offload="host", session_memory=0)
-    assert llm.offload_plan is not None
-    settings = {"model": llm.model_path.name, "max_tokens": arguments.max_tokens, "bytes": llm.offload_plan.pass_bytes}
+    plan = internals(llm).offload_plan
+    assert plan is not None
+    settings = {"model": llm.model_path.name, "max_tokens": arguments.max_tokens, "bytes": plan.pass_bytes}
     log = AnswerLog(arguments.log, settings)
     wanted = {
         (name, seconds, temperature): [Key(name, seconds, temperature, str(prompt.question_id)) for prompt in prompts]
@@ -131,9 +133,10 @@ def run(
     log: AnswerLog, max_tokens: int,
 ) -> None:  # fmt: skip
     """Answer the missing keys in order, and keep each answer."""
-    stream, by_id = llm.layer_stream, {str(prompt.question_id): prompt for prompt in prompts}
-    assert isinstance(stream, LayerStream) and llm.offload_plan is not None
-    store, nbytes = stream.store, llm.offload_plan.pass_bytes
+    stream, plan = internals(llm).layer_stream, internals(llm).offload_plan
+    by_id = {str(prompt.question_id): prompt for prompt in prompts}
+    assert isinstance(stream, LayerStream) and plan is not None
+    store, nbytes = stream.store, plan.pass_bytes
     for name, keys in itertools.groupby(missing, key=lambda key: key.method):
         decoder = llm.with_method(methods[name])
         decoder.generate("Warm up.", jaxspec.SamplingParams(max_tokens=4))
@@ -145,7 +148,7 @@ def run(
                 stats = decoder.chat(conversation(by_id[key.prompt]), sampling).stats
                 assert stats.offload is not None
                 tokens = round((stats.tokens_per_s or 0.0) * stats.decode_s)
-                log.add(key, Counts(tokens, stats.decode_s, stats.offload["passes"], stats.offload["pass_s"]))
+                log.add(key, Counts(tokens, stats.decode_s, stats.offload.passes, stats.offload.pass_s))
         stream.reset()
         stream.store = store
 

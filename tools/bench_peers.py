@@ -60,7 +60,8 @@ class Peer:
         """
         self.name, self.tokenizer = name, llm.tokenizer
         # Nothing is compiled ahead, and nothing runs after an answer.
-        self.engine = SimpleNamespace(prepare=lambda tokens: 0.0, settle=lambda: None)
+        engine = SimpleNamespace(prepare=lambda tokens: 0.0, settle=lambda: None)
+        self._internals = SimpleNamespace(engine=engine)
         self._llm, self._generate = llm, generate
 
     def chat(self, messages: Any, sampling: SamplingParams) -> Completion:

@@ -20,11 +20,12 @@ import time
 from pathlib import Path
 
 import jaxspec
-from jaxspec.bench.events import DRAFT, TARGET, TRANSFERS
-from jaxspec.bench.timeline import Timeline
 from jaxspec.engine import Session
+from jaxspec.llm import internals
 from jaxspec.methods.core.round import Models
 from jaxspec.runtime import hosts
+from jaxspec.trace.events import DRAFT, TARGET, TRANSFERS
+from jaxspec.trace.timeline import Timeline
 
 PROMPT = [3, 4, 5, 6, 7, 8] * 3
 SETTINGS = {
@@ -93,9 +94,9 @@ def measure(given: argparse.Namespace, where: dict | None) -> None:
     )
     if where is not None and where["process_id"]:
         llm.follow()  # the texts that are timed
-        with Timeline(llm.engine.models) as timeline:
+        with Timeline(internals(llm).models) as timeline:
             llm.follow()
-        merge(timeline, llm.engine.models)
+        merge(timeline, internals(llm).models)
         return
     rounds: list[float] = []
     dispatch: list[float] = []
@@ -127,10 +128,10 @@ def measure(given: argparse.Namespace, where: dict | None) -> None:
     medians = {name: 1e3 * statistics.median(samples) for name, samples in timed.items()}
     length = given.repeats * given.tokens / len(rounds)
     hosts.end_commands()
-    with Timeline(llm.engine.models) as timeline:
+    with Timeline(internals(llm).models) as timeline:
         llm.generate(PROMPT, sampling)
         hosts.end_commands()
-    merge(timeline, llm.engine.models)
+    merge(timeline, internals(llm).models)
     summary = timeline.summary()
     assert summary.transfer_s is not None
     medians |= {"transfers": 1e3 * summary.transfer_s, "overlap": summary.overlap}

@@ -49,6 +49,7 @@ from jaxspec import LLM
 from jaxspec.config import DType
 from jaxspec.errors import JaxspecError
 from jaxspec.files import vocabulary_digest
+from jaxspec.llm import internals
 from jaxspec.models.features import default_layers
 from jaxspec.models.params import Params
 
@@ -87,7 +88,7 @@ def sample(
     """Let the target write conversations, and keep its top logits."""
     settings = SampleSettings(branches, steps, top, longest, seed)
     llm = _open_target(model, target_dtype, get_args(DType))
-    last = llm.engine.target.cfg.num_layers
+    last = internals(llm).target.cfg.num_layers
     kept = [] if states is None else _parse_numbers("--states", states, last)
     shards = range(math.ceil(tokens / (branches * steps)))
     try:
@@ -157,8 +158,8 @@ def train(
         raise typer.BadParameter("--layers: a head has no layers of the target; --states says which it is fed")
     settings = TrainSettings(steps=steps, rows=rows, learning_rate=learning_rate, seed=seed, dtype=dtype)
     llm = _open_target(model, target_dtype)
-    vocab_size, digest = llm.engine.target.cfg.vocab_size, target_digest(llm)
-    num_layers = llm.engine.target.cfg.num_layers
+    vocab_size, digest = internals(llm).target.cfg.vocab_size, target_digest(llm)
+    num_layers = internals(llm).target.cfg.num_layers
     # A run with a checkpoint of its own needs the weights that it began with no more.
     begun = latest_step(run / CHECKPOINTS) is not None
     made_of: dict[str, Any] = {"kind": str(kind)}
@@ -276,7 +277,7 @@ def measure(
     length = len(prefix) - 1 + max(len(c.token) for c in conversations)
     opens = native_student if is_native(run) else _trained_student
     student, trained = opens(llm, run, length, [data])
-    vocab_size = llm.engine.target.cfg.vocab_size
+    vocab_size = internals(llm).target.cfg.vocab_size
     packer = Packer(prefix, length, np.array(student.cfg.head_ids or range(vocab_size), np.int32), vocab_size)
     try:
         quality = student.quality(trained, packer, conversations)

@@ -19,10 +19,11 @@ import jax
 import numpy as np
 
 import jaxspec
-from jaxspec.bench.events import DRAFT, HOST, TARGET, TRANSFERS, Event
-from jaxspec.bench.timeline import Timeline
+from jaxspec.llm import internals
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.trace import Launch, Read, recording
+from jaxspec.trace.events import DRAFT, HOST, TARGET, TRANSFERS, Event
+from jaxspec.trace.timeline import Timeline
 
 QUESTION = "How do I reverse a string in Python?"
 MAX_TOKENS = 72
@@ -209,7 +210,7 @@ def trace_rounds() -> list[Event]:
     llm = jaxspec.LLM(method=method, draft_devices=1)
     messages = [{"role": "user", "content": QUESTION}]
     llm.chat(messages, jaxspec.SamplingParams(max_tokens=24))
-    with Timeline(llm.engine.models) as timeline:
+    with Timeline(internals(llm).models) as timeline:
         llm.chat(messages, jaxspec.SamplingParams(max_tokens=96))
     return list(timeline.events)
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxspec.errors import ConfigError
+from jaxspec.llm import internals
 from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.kv_cache import init_cache
@@ -43,12 +44,13 @@ class PassTimes:
 
 def measure_passes(llm: "LLM", context: int, rows: Iterable[int], repeats: int = 9) -> PassTimes:
     """Time target passes of `rows` and the method's draft passes, with `context` tokens in the caches."""
-    method, models = llm.engine.method, llm.engine.models
-    timers: dict[Any, PassTimer] = {n: time_target_pass(models.target, llm.params, n, context) for n in rows}
-    if models.draft is not None and llm.draft_params is not None and method.drafts:
+    inner = internals(llm)
+    method, models, params = inner.engine.method, inner.models, inner.params
+    timers: dict[Any, PassTimer] = {n: time_target_pass(models.target, params.target, n, context) for n in rows}
+    if models.draft is not None and params.draft is not None and method.drafts:
         width, levels = method.draft_rows, method.max_path
-        timers["draft"] = time_pass(models.draft, llm.draft_params, width, context, levels=levels)
-        timers["root"] = time_pass(models.draft, llm.draft_params, 2, context)
+        timers["draft"] = time_pass(models.draft, params.draft, width, context, levels=levels)
+        timers["root"] = time_pass(models.draft, params.draft, 2, context)
     medians = median_times(timers, repeats)
     targets = {name: seconds for name, seconds in medians.items() if isinstance(name, int)}
     return PassTimes(targets, medians.get("draft", 0.0), medians.get("root", 0.0))

@@ -186,7 +186,8 @@ def _split(answers: list[Answer], column: Column, measured: Measurement, decode_
 
 
 def _counted(answers: list[Answer], name: str) -> int:
-    return sum((stats.speculative_decoding or {}).get(name, 0) for answer in answers for stats in answer.stats)
+    counters = [stats.speculative_decoding for answer in answers for stats in answer.stats]
+    return sum(getattr(each, name) for each in counters if each is not None)
 
 
 def _first_difference(answer: Answer, by_key: Index) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.llm import internals
 from jaxspec.results import DecodeStats
 from pallas_kernels.active_rows import computed_rows
 from pallas_kernels.registry import Kernels
@@ -78,8 +79,8 @@ class Answer:
     @property
     def timed_draft_passes(self) -> float:
         """Draft passes after the first dispatch, taking those of a turn as spread evenly over its target passes."""
-        pairs = ((stats.speculative_decoding or {}).get("num_draft_passes", 0) for stats in self.stats)
-        return sum(n * (1 - first_passes(s) / target_passes(s)) for n, s in zip(pairs, self.stats, strict=True) if n)
+        pairs = ((stats.speculative_decoding, stats) for stats in self.stats)
+        return sum(n.num_draft_passes * (1 - first_passes(s) / target_passes(s)) for n, s in pairs if n is not None)
 
     @property
     def decode_s(self) -> float:
@@ -122,7 +123,7 @@ class Measurement:
 def target_passes(stats: DecodeStats) -> int:
     """Target passes of a generation that brought tokens which the user received."""
     spec = stats.speculative_decoding
-    return stats.completion_tokens if spec is None else spec["num_spec_steps"]
+    return stats.completion_tokens if spec is None else spec.num_spec_steps
 
 
 def first_tokens(stats: DecodeStats) -> int:
@@ -132,15 +133,17 @@ def first_tokens(stats: DecodeStats) -> int:
 
 def first_passes(stats: DecodeStats) -> int:
     """Target passes of the first dispatch: one with a draft, else one per token."""
-    accepted = 0 if stats.speculative_decoding is None else (stats.speculative_decoding["per_step_accepted"] or [0])[0]
+    spec = stats.speculative_decoding
+    accepted = 0 if spec is None else spec.per_step_accepted[0]
     return min(target_passes(stats), max(1, first_tokens(stats) - accepted))
 
 
 def verified_rows(stats: DecodeStats, method: Any, kernels: Kernels) -> list[int]:
     """Rows of each target pass after the first dispatch, as they were computed."""
-    if stats.speculative_decoding is None:
+    spec = stats.speculative_decoding
+    if spec is None:
         return [1] * (target_passes(stats) - first_passes(stats))
-    drafted = stats.speculative_decoding["per_step_drafted"][first_passes(stats) :]
+    drafted = spec.per_step_drafted[first_passes(stats) :]
     return [computed_rows(1 + count, method.num_rows, kernels) for count in drafted]
 
 
@@ -176,7 +179,8 @@ def measure(
             raise KeyboardInterrupt
         on_progress(f"warming up {label}", 0, total)
         compile_s[label] = _warm_up(model, prompts, sampling, longest)
-    read_weights = roofline_pass(llm.params, llm.kernels, ROOFLINE_PASSES)
+    params, kernels = internals(llm).params.target, internals(llm).kernels
+    read_weights = roofline_pass(params, kernels, ROOFLINE_PASSES)
     read_weights()
 
     labels = list(models)
@@ -205,13 +209,13 @@ def measure(
         if column.model is None:
             on_progress(f"single passes of {column.label}", total, total)
             mine = [s for answer in answers if answer.label == column.label for s in answer.stats]
-            rows = {count for s in mine for count in verified_rows(s, column.method, llm.kernels)}
+            rows = {count for s in mine for count in verified_rows(s, column.method, kernels)}
             pass_times[column.label] = _time_passes(models[column.label], context, sorted(rows))
     answered = {answer.prompt.question_id for answer in answers}
     return Measurement(
         tuple(columns), tuple(p for p in prompts if p.question_id in answered), sampling, repeats, tuple(answers),
-        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(llm.params),
-        str(llm.engine.target.weights), llm.kernels, interrupted,
+        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(params),
+        str(internals(llm).target.weights), kernels, interrupted,
     )  # fmt: skip
 
 
@@ -221,7 +225,7 @@ def encode_prompt(llm: Any, prompt: BenchPrompt) -> list[int]:
 
 
 def _with_method(llm: "LLM", method: Any) -> Any:
-    return llm if llm.engine.method == method else llm.with_method(method)
+    return llm if internals(llm).engine.method == method else llm.with_method(method)
 
 
 def _time_passes(llm: Any, context: int, rows: Sequence[int]) -> "PassTimes":
@@ -236,17 +240,18 @@ def _most_tokens(llm: "LLM", prompt: BenchPrompt, max_tokens: int) -> int:
     for turn in prompt.turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
     tokens = len(_encode(llm, messages[:-1])) + len(prompt.turns) * max_tokens
-    if tokens > llm.engine.max_context:
+    context = internals(llm).engine.max_context
+    if tokens > context:
         raise ConfigError(
             f"prompt {prompt.question_id!r} comes to {tokens} tokens with answers of {max_tokens}, the context holds "
-            f"{llm.engine.max_context}: allow fewer tokens per answer or leave the prompt out"
+            f"{context}: allow fewer tokens per answer or leave the prompt out"
         )
     return tokens
 
 
 def _warm_up(llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, longest: int) -> float:
     """Compile for the longest conversation and generate once; returns seconds of compiling."""
-    compile_s = llm.engine.prepare(longest)
+    compile_s = internals(llm).engine.prepare(longest)
     short = dataclasses.replace(sampling, max_tokens=min(WARM_UP_TOKENS, sampling.max_tokens or 1), ignore_eos=True)
     # The longest first turn uses every size of prefill chunk that any of them needs, except for its remainder.
     prompt = max(prompts, key=lambda p: len(p.turns[0]))
@@ -263,7 +268,7 @@ def _answer(llm: Any, label: str, prompt: BenchPrompt, sampling: SamplingParams,
         else:
             completion = llm.generate(_plain_text(messages), sampling)
         # The round in flight belongs neither to this answer nor to the next measurement.
-        llm.engine.settle()
+        internals(llm).engine.settle()
         messages.append({"role": "assistant", "content": completion.text})
         completions.append(completion)
     token_ids, reasons, stats = zip(*((tuple(c.token_ids), c.finish_reason, c.stats) for c in completions), strict=True)

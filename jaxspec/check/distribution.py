@@ -246,6 +246,5 @@ def _find_cell(tokens: Cell, exact: dict[Cell, float], inner: set[Cell]) -> Cell
 
 def _first_accepted(completion: Any) -> int | None:
     """Draft tokens accepted in the first round, if the completion reports it."""
-    counters = getattr(getattr(completion, "stats", None), "speculative_decoding", None) or {}
-    per_step = counters.get("per_step_accepted")
-    return int(per_step[0]) if per_step else None
+    counters = getattr(getattr(completion, "stats", None), "speculative_decoding", None)
+    return None if counters is None else counters.per_step_accepted[0]

@@ -19,6 +19,7 @@ from jaxspec.check.distribution import DEPTH, Decoder, check_distribution, distr
 from jaxspec.check.reference_decoder import Cuts, Floats, ReferenceDecoder, Row, choice, margin, rounding
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.llm import internals
 
 # More ties per token than this are no accident. Added noise of rounding's size flips fewer than 0.03 % of tokens in
 # float32 and 0.9 % in bfloat16.
@@ -141,7 +142,7 @@ def check_method(
     everything for tables and JSON: `method`, `settings`, `exact`, `tokens` (a row per sampling), `distribution`
     (likewise), `lossless`, and `seconds_per_token`, the median over comparisons.
     """
-    method = speculative.engine.method
+    method: Any = internals(speculative).engine.method
     by_tokens = method.exact == "tokens"
     samplings = default_samplings(size.max_tokens, seed)
     samplings = samplings if size.every_sampling else [samplings[0], samplings[-1]]
@@ -192,7 +193,7 @@ def check_tokens(
     for sampling in samplings:
         if sampling.temperature > 0 and sampling.seed is None:
             raise ConfigError(f"sampling without a seed cannot be compared token by token: {describe(sampling)}")
-    reference = reference or ReferenceDecoder(plain.engine.target, plain.params)
+    reference = reference or ReferenceDecoder(internals(plain).target, internals(plain).params.target)
     comparisons = []
     for sampling in samplings:
         for index, prompt in enumerate(prompts):

@@ -87,7 +87,7 @@ def app(
     from jaxspec.bench.run import Column
     from jaxspec.check.reference_decoder import ReferenceDecoder
     from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
-    from jaxspec.llm import LLM
+    from jaxspec.llm import LLM, internals
 
     size = FULL if full else QUICK
     sizes = {"max_tokens": max_tokens, "max_prompts": max_prompts, "samples": samples}
@@ -101,21 +101,21 @@ def app(
     columns = [Column(each.name, each) for each in chosen]
     first = loading_method(columns, drafting, "draft_model" in given, apart)
     llm = LLM(**model_options(given), method=first, session_memory=0)
-    plain = llm if llm.engine.method.name == PLAIN else llm.with_method(PLAIN)
+    plain = llm if internals(llm).engine.method.name == PLAIN else llm.with_method(PLAIN)
+    target, kernels = internals(llm).target, internals(llm).kernels
     encoded = [_encode(plain, text, chat) for _, text in texts]
     report: dict[str, Any] = {
         "lossless": True, "model": str(llm.model_path), "draft": llm.draft_path and str(llm.draft_path),
-        "dtype": str(llm.engine.target.dtype), "activations": llm.engine.target.activations,
-        "kv_dtype": str(llm.engine.target.kv_dtype),
-        "weights": str(llm.engine.target.weights), "kernels": llm.kernels.name,
+        "dtype": str(target.dtype), "activations": target.activations, "kv_dtype": str(target.kv_dtype),
+        "weights": str(target.weights), "kernels": kernels.name,
         **{name: given.get(name) for name in ("target_devices", "draft_devices", "draft_platform")},
         **dataclasses.asdict(size), "seed": seed, "prompts": names, "methods": [], "skipped": skipped,
     }  # fmt: skip
 
     console = _console(json_)
     report["rows"] = _check_rows(plain, encoded[0], size.max_tokens)
-    console.print(_words_on_rows(report["rows"], plain.kernels.name), markup=False, highlight=False)
-    reference, remembered = ReferenceDecoder(plain.engine.target, plain.params), RememberedDecoder(plain)
+    console.print(_words_on_rows(report["rows"], kernels.name), markup=False, highlight=False)
+    reference, remembered = ReferenceDecoder(target, internals(llm).params.target), RememberedDecoder(plain)
     setup_s = 0.0
     for candidate in chosen:
         start = time.perf_counter()
@@ -134,15 +134,15 @@ def app(
         report["methods"].append(entry)
         _print_method(console, entry, names, plain)
     faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
-    if plain.kernels.native and report["rows"]["bitwise"] is False:
+    if kernels.native and report["rows"]["bitwise"] is False:
         faulty.append("passes of several rows")
-    kernels = given.get("kernels", "auto")
-    calls = llm.kernels.own_calls().values()
+    calls = kernels.own_calls().values()
     refused = [call.refused for call in calls if call.refused is not None]
     report["kernels_refused"] = refused
     unused = bool(refused) and not any(call.taken for call in calls)  # other kernels carried out the calls then
     report["lossless"] = not faulty and not unused
-    for name, reason in [*skipped.items(), *((f"kernels {kernels}", f"do not take {call}") for call in refused)]:
+    named = given.get("kernels", "auto")
+    for name, reason in [*skipped.items(), *((f"kernels {named}", f"do not take {call}") for call in refused)]:
         console.print(f"not checked: {name}: {reason}", markup=False, highlight=False)
     if not full and report["methods"]:
         every = [type(each) for each in _make_methods(ALL, [], drafting, apart, streamed)[0]]
@@ -155,7 +155,7 @@ def app(
     if faulty:
         raise JaxspecError(f"not lossless here: {', '.join(faulty)}")
     if unused:
-        raise JaxspecError(f"kernels {kernels!r} take no call of this model: others were checked; use auto or xla")
+        raise JaxspecError(f"kernels {named!r} take no call of this model: others were checked; use auto or xla")
 
 
 def main() -> None:
@@ -225,9 +225,11 @@ def _check_rows(plain: "LLM", prompt: list[int], max_tokens: int) -> dict[str, A
     """Logits of plain decoding's own text, one by one and verified together."""
     from jaxspec.check.invariance import measure_invariance
     from jaxspec.config import SamplingParams
+    from jaxspec.llm import internals
 
     answer = plain.generate(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    result = measure_invariance(plain.engine.target, plain.params, prompt, answer.token_ids)  # pyright: ignore[reportAttributeAccessIssue]
+    target, params = internals(plain).target, internals(plain).params.target
+    result = measure_invariance(target, params, prompt, answer.token_ids)  # pyright: ignore[reportAttributeAccessIssue]
     return {**dataclasses.asdict(result), "bitwise": result.bitwise}
 
 

@@ -38,9 +38,12 @@ from jaxspec.cli.run import command, interrupts_noted, leave_after_interrupt, ru
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.bench.timeline import Timeline
     from jaxspec.llm import LLM
-    from jaxspec.results import Completion, DecodeStats, StreamEvent
+    from jaxspec.methods.swift.runner import SwiftChoice
+    from jaxspec.offload.stream import OffloadStats
+    from jaxspec.results import Completion, DecodeStats, SpeculationStats, StreamEvent
+    from jaxspec.trace.events import TraceSummary
+    from jaxspec.trace.timeline import Timeline
 
 NAME = "jaxspec-decode"
 
@@ -133,8 +136,8 @@ def app(
         with _tracing(llm, out) as timeline, passes_shown(llm):
             completion = _stream(llm, prepared, sampling, lambda: show(None), quiet=json_, underline=show_drafted)
     if timeline is not None:
-        summary = dataclasses.asdict(timeline.summary())
-        completion = dataclasses.replace(completion, stats=dataclasses.replace(completion.stats, timeline=summary))
+        traced = dataclasses.replace(completion.stats, timeline=timeline.summary())
+        completion = dataclasses.replace(completion, stats=traced)
     if json_:
         print(json.dumps(completion.to_dict(), ensure_ascii=False))
     if stats:
@@ -206,11 +209,13 @@ def _messages(llm: "LLM", text: str, options: dict[str, Any]) -> Any:
 
 def _ready_for_comparison(llm: "LLM", show: Callable[[str], None]) -> "LLM":
     """Plain decoding with the same weights; all programs of both are compiled and loaded afterwards."""
+    from jaxspec.llm import internals
+
     show("loading the programs that draft")
-    llm.engine.settle()
+    internals(llm).engine.settle()
     show("compiling plain decoding")
     plain = llm.with_method("ar")
-    plain.engine.settle()
+    internals(plain).engine.settle()
     return plain
 
 
@@ -235,7 +240,7 @@ def _comparison(completion: "Completion", plain: "Completion") -> str:
 def _tokens_per_pass(stats: "DecodeStats") -> float | None:
     """New tokens per target pass; None for plain decoding."""
     counters = stats.speculative_decoding
-    return None if counters is None else stats.completion_tokens / counters["num_spec_steps"]
+    return None if counters is None else stats.completion_tokens / counters.num_spec_steps
 
 
 def _rate(tokens_per_s: float | None) -> str:
@@ -248,9 +253,10 @@ def _tracing(llm: "LLM", path: Path | None) -> Iterator["Timeline | None"]:
     if path is None:
         yield None
         return
-    from jaxspec.bench.timeline import Timeline
+    from jaxspec.llm import internals
+    from jaxspec.trace.timeline import Timeline
 
-    timeline = Timeline(llm.engine.models)
+    timeline = Timeline(internals(llm).models)
     try:
         with timeline:
             yield timeline
@@ -304,11 +310,10 @@ def _summary(completion: "Completion") -> str:
         f"ended by {completion.finish_reason}",
     ]
     if stats.speculative_decoding is not None:
-        counters = stats.speculative_decoding
+        tree = stats.speculative_decoding.draft_tree
         parts.append(f"{_tokens_per_pass(stats):.2f} tokens/pass")
-        if "draft_tree" in counters and counters["draft_tree"]["token_hit_rate"] is not None:
-            tree = counters["draft_tree"]
-            parts.append(f"hits {tree['token_hit_rate']:.0%}, evaluated {tree['evaluated_hit_rate']:.0%}")
+        if tree is not None and tree.token_hit_rate is not None:
+            parts.append(f"hits {tree.token_hit_rate:.0%}, evaluated {tree.evaluated_hit_rate:.0%}")
     parts.append(f"{stats.num_programs} programs")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
@@ -316,54 +321,54 @@ def _summary(completion: "Completion") -> str:
     if stats.offload is not None:
         lines.append(_offload_line(stats.offload))
     if completion.method == "swift" and stats.choice is not None and stats.speculative_decoding is not None:
-        lines.append(_swift_line(stats.choice, stats.speculative_decoding))
+        choice: Any = stats.choice
+        lines.append(_swift_line(choice, stats.speculative_decoding))
     if stats.timeline is not None:
         lines.append(_timeline_line(stats.timeline))
     return "\n".join(lines)
 
 
-def _offload_line(counts: dict[str, Any]) -> str:
-    rate = counts["bytes"] / counts["read_s"] / 1e9 if counts["read_s"] else 0.0
+def _offload_line(counts: "OffloadStats") -> str:
+    rate = counts.bytes / counts.read_s / 1e9 if counts.read_s else 0.0
     parts = [
-        f"streamed {counts['bytes'] / 1e9:.2f} GB in {counts['reads']} reads at {rate:.2f} GB/s",
-        f"{counts['passes']} passes of {counts['pass_s'] / max(counts['passes'], 1):.2f} s",
-        f"waited {counts['stalls']} times, {counts['stall_s']:.2f} s",
+        f"streamed {counts.bytes / 1e9:.2f} GB in {counts.reads} reads at {rate:.2f} GB/s",
+        f"{counts.passes} passes of {counts.pass_s / max(counts.passes, 1):.2f} s",
+        f"waited {counts.stalls} times, {counts.stall_s:.2f} s",
     ]
-    if counts["experts"]:
-        parts.append(f"{counts['experts_read']} of {counts['experts']} experts read")
-    return " · ".join(parts + ([] if counts["overlap"] is None else [f"overlap {counts['overlap']:.0%}"]))
+    if counts.experts:
+        parts.append(f"{counts.experts_read} of {counts.experts} experts read")
+    return " · ".join(parts + ([] if counts.overlap is None else [f"overlap {counts.overlap:.0%}"]))
 
 
-def _swift_line(choice: dict[str, Any], counters: dict[str, Any]) -> str:
-    parts = [f"{choice['num_skipped']} blocks skipped ({choice['layers']})"]
-    if choice.get("matchness") is not None:
-        parts.append(f"matchness {choice['matchness']:.0%} after {choice['steps']} steps")
-        known = [f"{step}: {score:.2f}" for step, score in choice["history"]]
-        parts.append("matchness over steps " + ", ".join(known[-SHOWN_HISTORY:]))
-    if choice.get("stopped") is not None:
-        parts.append(f"search ended: {choice['stopped']}")
-    parts.append(f"search {choice['search_share']:.1%} of the time")
-    if counters["num_draft_tokens"]:
-        parts.append(
-            f"{counters['num_accepted_draft_tokens'] / counters['num_draft_tokens']:.0%} of drafted tokens accepted"
-        )
-    if counters["num_draft_passes"]:
-        parts.append(f"{counters['num_accepted_draft_tokens'] / counters['num_draft_passes']:.0%} of draft steps")
-    gain = choice["gain"]
+def _swift_line(choice: "SwiftChoice", counters: "SpeculationStats") -> str:
+    parts = [f"{choice.num_skipped} blocks skipped ({choice.layers})"]
+    if choice.matchness is not None:
+        parts.append(f"matchness {choice.matchness:.0%} after {choice.steps} steps")
+        shown = [f"{step}: {score:.2f}" for step, score in choice.history]
+        parts.append("matchness over steps " + ", ".join(shown[-SHOWN_HISTORY:]))
+    if choice.stopped is not None:
+        parts.append(f"search ended: {choice.stopped}")
+    parts.append(f"search {choice.search_share:.1%} of the time")
+    accepted = counters.num_accepted_draft_tokens
+    if counters.num_draft_tokens:
+        parts.append(f"{accepted / counters.num_draft_tokens:.0%} of drafted tokens accepted")
+    if counters.num_draft_passes:
+        parts.append(f"{accepted / counters.num_draft_passes:.0%} of draft steps")
+    gain = choice.gain
     parts.append("no gain known yet" if gain is None else f"drafted rounds at {gain:.2f} times the plain speed")
     return " · ".join(parts)
 
 
-def _timeline_line(summary: dict[str, Any]) -> str:
-    rounds, passes = summary["rounds"], summary["passes"]
+def _timeline_line(summary: "TraceSummary") -> str:
+    rounds, passes = summary.rounds, summary.passes
     parts = [f"{rounds} rounds" if passes == rounds else f"{rounds} rounds of {passes} passes"]
-    times = {"each": "round_s", "pass": "pass_s", "sync": "sync_s", "transfers": "transfer_s", "host": "host_s"}
-    parts += [f"{what} {summary[key] * 1e3:.2f} ms" for what, key in times.items() if summary[key] is not None]
-    parts += [f"{name} {seconds * 1e3:.2f} ms" for name, seconds in summary["program_s"].items() if "->" not in name]
-    if summary["overlap"] is not None:
-        parts.append(f"overlap {summary['overlap']:.0%}")
-    parts += [f"{row} idle {share:.0%}" for row, share in summary["idle"].items()]
-    if summary["draft_tree"] is not None:
-        tree = summary["draft_tree"]
-        parts.append(f"nodes kept {tree['nodes_kept']}, dropped {tree['nodes_dropped']}")
+    times = {"each": summary.round_s, "pass": summary.pass_s, "sync": summary.sync_s}
+    times |= {"transfers": summary.transfer_s, "host": summary.host_s}
+    parts += [f"{what} {seconds * 1e3:.2f} ms" for what, seconds in times.items() if seconds is not None]
+    parts += [f"{name} {seconds * 1e3:.2f} ms" for name, seconds in summary.program_s.items() if "->" not in name]
+    if summary.overlap is not None:
+        parts.append(f"overlap {summary.overlap:.0%}")
+    parts += [f"{row} idle {share:.0%}" for row, share in summary.idle.items()]
+    if summary.draft_tree is not None:
+        parts.append(f"nodes kept {summary.draft_tree.nodes_kept}, dropped {summary.draft_tree.nodes_dropped}")
     return " · ".join(parts)

@@ -74,6 +74,7 @@ def _signals_noted(name: str) -> Iterator[list[int]]:
 
 def ran_as_worker(llm: "LLM", name: str) -> bool:
     """Run the worker loop if this is another process than 0, and return True; process 0 prints the plan."""
+    from jaxspec.llm import internals
     from jaxspec.runtime import distributed, hosts
 
     if not hosts.several():
@@ -84,5 +85,5 @@ def ran_as_worker(llm: "LLM", name: str) -> bool:
         if signal.SIGINT in noted:
             leave_after_interrupt()
         return True
-    print(f"{name}: {llm.device_plan}", file=sys.stderr, flush=True)
+    print(f"{name}: {internals(llm).device_plan}", file=sys.stderr, flush=True)
     return False

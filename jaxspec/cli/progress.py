@@ -54,7 +54,9 @@ def waiting(what: str) -> Iterator[Callable[[str | None], None]]:
 @contextlib.contextmanager
 def passes_shown(llm: "LLM") -> Iterator[None]:
     """Show how far a long pass over streamed weights is, while nothing else is printed: after the text so far."""
-    stream = llm.layer_stream
+    from jaxspec.llm import internals
+
+    stream = internals(llm).layer_stream
     if stream is None or not sys.stderr.isatty():
         yield
         return

@@ -73,7 +73,7 @@ def app(
         print_plan(options, decoding, {"--coordinator": options.get("coordinator")})
         return
     _need_extra()
-    from jaxspec.llm import LLM  # heavy imports only now: --help and usage errors answer at once
+    from jaxspec.llm import LLM, internals  # heavy imports only now: --help and usage errors answer at once
     from jaxspec.serve.app import LOOPBACK, ApiServer, Limits
     from jaxspec.serve.server import open_socket, serve
 
@@ -84,8 +84,9 @@ def app(
             llm = LLM(**model_options(options), method=decoding, distributed=distributed)
             if ran_as_worker(llm, NAME):
                 return
-            llm.engine.traced = True  # the live view shows each round
-            llm.engine.prepare()
+            engine = internals(llm).engine
+            engine.traced = True  # the live view shows each round
+            engine.prepare()
         assert listening is not None
         name = served_model_name or Path(llm.model_path).stem
         hosts = LOOPBACK if host in ("127.0.0.1", "localhost", "::1") else ("*",)

@@ -119,7 +119,7 @@ def app(
     from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
 
     from jaxspec.bench.prompts import load_prompts, select_prompts
-    from jaxspec.llm import LLM
+    from jaxspec.llm import LLM, internals
     from jaxspec.tune.run import compare_methods, compare_streamed
     from jaxspec.tune.run import tune as find_fastest
 
@@ -140,7 +140,7 @@ def app(
             from jaxspec.tune.swift import LayerOptions, tune_layers
 
             llm = load(draft="none", method="ar", target_devices=target_devices)
-            store = layer_store(llm.engine.store, llm.engine.target.cfg, swift_layers or "")
+            store = layer_store(internals(llm).engine.store, internals(llm).target.cfg, swift_layers or "")
             if store is None:
                 raise ConfigError("without a compile cache layer sets need a file: name one with --swift-layers")
             store.check()

@@ -58,10 +58,17 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceChoice:
-    """The measured choice of method and devices; `report` says why, for the statistics of a generation."""
+    """The measured choice of method and devices.
+
+    Attributes:
+      best: the chosen placement; None where nothing was measured.
+      why: the reason, in words.
+      next: the best placement of the other kind (draft on devices of its own, or on the target's), in words.
+    """
 
     best: Measured | None
-    report: Mapping[str, Any]
+    why: str
+    next: str | None = None
 
 
 class Method(abc.ABC):

@@ -52,16 +52,19 @@ class StreamCounts:
     experts: int = 0
     experts_read: int = 0
 
-    def since(self, before: "StreamCounts") -> dict[str, Any]:
-        """Counts that were added to `before`, for the statistics of a generation.
-
-        `overlap` is the share of the reading that passes did not wait for; None where nothing was read.
-        """
+    def since(self, before: "StreamCounts") -> "OffloadStats":
+        """Counts that were added to `before`, for the statistics of a generation."""
         now, then = dataclasses.asdict(self), dataclasses.asdict(before)
-        found = {name: now[name] - then[name] for name in now}
-        read_s = found["read_s"]
-        found["overlap"] = max(0.0, 1 - found["stall_s"] / read_s) if read_s else None
-        return found
+        added = {name: now[name] - then[name] for name in now}
+        read_s = added["read_s"]
+        return OffloadStats(**added, overlap=max(0.0, 1 - added["stall_s"] / read_s) if read_s else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadStats(StreamCounts):
+    """Counts of one generation; `overlap` is the share of `read_s` that no pass waited for, None without reading."""
+
+    overlap: float | None = None
 
 
 class Buffer:

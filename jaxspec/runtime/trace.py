@@ -13,7 +13,7 @@ Read = Callable[..., Any]
 
 
 class Recorder(Protocol):
-    """Watches generations run; `bench.timeline.Timeline` is one."""
+    """Watches generations run; `trace.timeline.Timeline` is one."""
 
     # Begin a generation with `state`; returns watched forms of its launching and reading functions.
     def generation(self, state: Any, launch: Launch, read: Read) -> tuple[Launch, Read]: ...

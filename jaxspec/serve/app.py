@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import fresh_seed
-from jaxspec.llm import LLM
+from jaxspec.llm import LLM, internals
 from jaxspec.results import DecodeStats, StreamEvent
 from jaxspec.serve.answers import Answer, EventStream
 from jaxspec.serve.live import RoundWatcher
@@ -60,6 +60,7 @@ class ApiServer:
     ):
         """Serve `llm` under a name. `hosts` are the hosts whose requests are answered, "*" for any."""
         self.llm, self.name, self.limits = llm, name, limits
+        self._engine = internals(llm).engine
         self.metrics = Metrics(name)
         self.scheduler = Scheduler(self.metrics, limits.active, limits.waiting)
         self._key = api_key
@@ -112,7 +113,7 @@ class ApiServer:
             "object": "model",
             "created": self._created,
             "owned_by": "jaxspec",
-            "max_model_len": self.llm.engine.max_context,
+            "max_model_len": self._engine.max_context,
         }
 
     async def _chat(self, request: Request) -> Response:
@@ -144,7 +145,7 @@ class ApiServer:
         request = parse_request(body, chat="messages" in body)
         if request.sampling.get("seed") is None:
             request = dataclasses.replace(request, sampling=request.sampling | {"seed": fresh_seed()})
-        watcher = RoundWatcher(self.llm.tokenizer, self.llm.engine.models)
+        watcher = RoundWatcher(self.llm.tokenizer, self._engine.models)
         answer = await self._submit(request, watcher)
         return EventStream(answer, self._stream_rounds(answer, watcher, request if baseline else None))
 
@@ -152,7 +153,7 @@ class ApiServer:
         self, answer: Answer, watcher: RoundWatcher, again: ApiRequest | None
     ) -> AsyncIterator[bytes]:
         draft = self.llm.draft_path and self.llm.draft_path.name
-        yield event_line({"method": self.llm.engine.method.name, "draft": draft})
+        yield event_line({"method": self._engine.method.name, "draft": draft})
         tokens: tuple[int, ...] = ()
         async for event in answer.events():
             for happened in watcher.take():
@@ -183,14 +184,14 @@ class ApiServer:
     def _open_plain(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
         """Events of plain decoding, whose programs are compiled when it is first asked for."""
         if self._plain is None:
-            self._plain = self.llm if self.llm.engine.method.name == "ar" else self.llm.with_method("ar")
+            self._plain = self.llm if self._engine.method.name == "ar" else self.llm.with_method("ar")
         yield from self._plain.stream(ids, sampling)
 
     def _open(self, request: ApiRequest, stream: Callable[[list[int], SamplingParams], Any]) -> Any:
         where = "messages" if request.chat else "prompt"
         try:
             ids = self.llm.encode(request.prompt)
-            context = self.llm.engine.max_context
+            context = self._engine.max_context
             room, wanted = context - len(ids), request.max_tokens or 1
             if room < max(wanted, 1):
                 asked = "" if request.max_tokens is None else f", and max_tokens {wanted} more"

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.bench.events import HOST
-from jaxspec.bench.timeline import Timeline
 from jaxspec.methods.core.round import Models, StepOutput
 from jaxspec.methods.core.verify import Draft
 from jaxspec.runtime import hosts
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.text.tokenizer import Tokenizer
+from jaxspec.trace.events import HOST
+from jaxspec.trace.timeline import Timeline
 
 MOST_NODES = 256  # of a tree that are shown
 TIMELINE_ROUNDS, TIMELINE_SECONDS = 6, 0.25  # latest rounds that are shown as a timeline, and how often

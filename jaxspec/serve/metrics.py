@@ -64,9 +64,9 @@ class Metrics:
         self._cache_hits.inc(stats.cached_prompt_tokens)
         if stats.speculative_decoding is not None:
             counters = stats.speculative_decoding
-            self._drafts.inc(counters["num_spec_steps"])
-            self._drafted.inc(counters["num_draft_tokens"])
-            self._accepted.inc(counters["num_accepted_draft_tokens"])
+            self._drafts.inc(counters.num_spec_steps)
+            self._drafted.inc(counters.num_draft_tokens)
+            self._accepted.inc(counters.num_accepted_draft_tokens)
         self._queued.observe(queued_s)
         self._first_token.observe(first_s)
         self._whole.observe(whole_s)

@@ -137,7 +137,7 @@ def timings_of(completion: Completion) -> dict[str, Any]:
     }
     if stats.speculative_decoding is not None:
         counters = stats.speculative_decoding
-        timings |= {"draft_n": counters["num_draft_tokens"], "draft_n_accepted": counters["num_accepted_draft_tokens"]}
+        timings |= {"draft_n": counters.num_draft_tokens, "draft_n_accepted": counters.num_accepted_draft_tokens}
     return timings
 
 

@@ -15,6 +15,7 @@ from jaxspec.bench.report import MIN_RATED_TOKENS, make_report
 from jaxspec.bench.run import BASELINE, Column, encode_prompt, measure
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.llm import internals
 from jaxspec.methods.auto.settings import Auto, stream_speeds
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import Measured, Method
@@ -140,7 +141,7 @@ def tune(
             del trial
             gc.collect()
             continue
-        draft, tensor = trial.llm.draft_path, trial.llm.engine.target.plan.tensor
+        draft, tensor = trial.llm.draft_path, internals(trial.llm).target.plan.tensor
         report = make_report(measured, command, str(trial.llm.model_path), draft and str(draft), tensor)
         rows = report["overall"]["columns"]
         if rows[BASELINE]["tokens_per_s"] is None:
@@ -191,11 +192,12 @@ def compare_methods(
 ) -> Iterator[Trial]:
     """The trial of methods on models as they are loaded: `name`, or all in `COMPARED` that fit."""
     progress("costs of rounds", 0, 1)
-    engine = llm.with_method(Auto()).engine
+    engine, params = internals(llm.with_method(Auto())).engine, internals(llm).params
     engine.settle()
-    engine.calibrate(llm.model_params)  # where programs still loaded before, and where `auto` measures at all
-    costs = engine.runner.costs
-    drafting = llm.draft_params is not None
+    engine.calibrate(params)  # where programs still loaded before, and where `auto` measures at all
+    runner: Any = engine.runner
+    costs = runner.costs
+    drafting = params.draft is not None
     acceptance = measure_acceptance(llm, prompts, sampling, progress) if drafting else ()
     passes = ", ".join(f"{cost:.2f}" for cost in costs.passes)
     lines = [f"costs ({costs.source}), in one-row passes: target pass by rows {passes}; round {costs.round:.3f}"]
@@ -203,7 +205,7 @@ def compare_methods(
         lines.append(f"draft pass: {costs.draft:.3f}")
         lines.append("accepted by depth of a chain: " + ", ".join(f"{share:.2f}" for share in acceptance))
     yield Trial(
-        llm, list_candidates(llm.engine.models, name, costs, acceptance),
+        llm, list_candidates(engine.models, name, costs, acceptance),
         known={"costs": costs.report(), "acceptance": acceptance}, lines=lines,
     )  # fmt: skip
 
@@ -216,7 +218,9 @@ def compare_streamed(
     Predictions are those that `auto` chooses by. Trees for which the memory of `device_memory` does not suffice are
     left out, with a line that says so.
     """
-    models, plan = llm.engine.models, llm.offload_plan
+    engine, plan = internals(llm).engine, internals(llm).offload_plan
+    assert plan is not None
+    models = engine.models
     if name not in (None, "specexec", "auto"):
         methods = make_method(name).variants(models)
         yield Trial(llm, [Candidate(label_of(method), method) for method in methods])
@@ -230,7 +234,7 @@ def compare_streamed(
     speeds, left_out = stream_speeds(models, plan.stream_ratio, plan.expert_share), []
     for budget in BUDGETS:
         method = SpecExec(budget)
-        if _fits(llm.engine, method):
+        if _fits(engine, method):
             candidates.append(Candidate(label_of(method), method, round(speeds[budget], 3)))
         else:
             left_out.append(budget)
@@ -249,7 +253,7 @@ def measure_acceptance(
     for index, prompt in enumerate(prompts):
         progress("acceptance of a chain", index, len(prompts))
         counters = chain.generate(encode_prompt(chain, prompt), sampling).stats.speculative_decoding
-        for drafted, count in zip(counters["per_step_drafted"], counters["per_step_accepted"], strict=True):
+        for drafted, count in zip(counters.per_step_drafted, counters.per_step_accepted, strict=True):
             for depth in range(min(drafted, count + 1)):
                 tried[depth] += 1
                 accepted[depth] += depth < count

@@ -12,6 +12,7 @@ from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.bench.run import encode_prompt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.llm import internals
 from jaxspec.methods.core.cost_model import ROUND_COST, pass_costs, relative_set_cost
 from jaxspec.methods.core.sequence import ModelSequence, SequenceState, cache_slots
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings, matchness_program
@@ -121,7 +122,7 @@ def tune_layers(
     three serve the search, the third the judgement; a few serve both. `llm` decodes plainly. `store` keeps the sets
     that were found. Raises `ConfigError` if no answer is long enough for a window, or a ratio leaves nothing to choose.
     """
-    target, steps = llm.engine.target, options.steps
+    target, steps = internals(llm).target, options.steps
     searches = [
         SearchSettings(ratio=ratio, steps=steps, interval=options.interval, tolerance=steps) for ratio in options.ratios
     ]
@@ -137,7 +138,7 @@ def tune_layers(
     few = len(passages) < 3
     seen = passages if few else [passage for index, passage in enumerate(passages) if index % 3]
     judged = all_windows(passages if few else passages[::3], width)
-    scorer = LayerScorer(target, llm.params, max(len(passage.tokens) for passage in passages), width)
+    scorer = LayerScorer(target, internals(llm).params.target, max(len(passage.tokens) for passage in passages), width)
     uniform = scorer.matchness(judged, uniform_layers(target.cfg.num_layers))
     candidates, known, lines = [], [], [f"matchness of the uniform set: {uniform:.3f}"]
     for settings in searches:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxspec.bench.microbench import PassTimer, median_times, time_pass, time_target_pass
+from jaxspec.llm import internals
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swiftspec.schedule import waited_passes
@@ -95,12 +96,13 @@ def split_devices(load: Load, devices: int, progress: Progress, refuse: Refuse =
 
 def time_split(llm: Any) -> SplitTimes:
     """Time verify(bs) and expand(w), in turn; several passes in one program, so that dispatch is not counted."""
-    models = llm.engine.models
+    models, params = internals(llm).models, internals(llm).params
+    assert models.draft is not None and params.draft is not None
     timers: dict[Any, PassTimer] = {
-        ("verify", rows): time_target_pass(models.target, llm.params, rows, CONTEXT) for rows in ROWS
+        ("verify", rows): time_target_pass(models.target, params.target, rows, CONTEXT) for rows in ROWS
     }
     timers |= {
-        ("expand", width): time_pass(models.draft, llm.draft_params, width, CONTEXT, levels=PASSES) for width in WIDTHS
+        ("expand", width): time_pass(models.draft, params.draft, width, CONTEXT, levels=PASSES) for width in WIDTHS
     }
     medians = median_times(timers, PASS_REPEATS, PASSES)
     return SplitTimes({n: medians["verify", n] for n in ROWS}, {w: medians["expand", w] for w in WIDTHS})
@@ -108,10 +110,10 @@ def time_split(llm: Any) -> SplitTimes:
 
 def time_budgets(llm: Any) -> dict[int, float]:
     """Seconds of target passes of one row, then of ever larger budgets until one is over the knee."""
-    target, found = llm.engine.models.target, {}
+    target, params, found = internals(llm).target, internals(llm).params.target, {}
     for rows in (1, *(budget + 1 for budget in BUDGETS)):
         try:
-            timer = time_target_pass(target, llm.params, rows, CONTEXT)
+            timer = time_target_pass(target, params, rows, CONTEXT)
             found[rows] = median_times({rows: timer}, PASS_REPEATS)[rows]
         except (MemoryError, RuntimeError) as error:
             if rows == 1 or not is_out_of_memory(error):

@@ -79,7 +79,7 @@ def test_everything_is_warm_and_every_column_begins_in_turn():
     three = columns("lookup", "specexec")
     measured = measure(llm, three, PROMPTS, GREEDY, 2, lambda *progress: seen.append(progress))
     # The longest conversation: 60 + 9 characters and two answers of 40 tokens.
-    assert llm.engine.prepared == [60 + 9 + 2 * 40]
+    assert internals(llm).engine.prepared == [60 + 9 + 2 * 40]
     assert measured.compile_s == {"ar": 0.5, "lookup": 0.5, "specexec": 0.5}
     assert [call[2].max_tokens for call in calls[:6]] == [16] * 6  # two turns per column
     orders = [[a.label for a in measured.answers[i : i + 3]] for i in range(0, 18, 3)]

@@ -17,6 +17,7 @@ from jaxspec.check.run import PlainDistribution, check_tokens, count_verdicts, d
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
+from jaxspec.llm import Internals, internals
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import ModelParams, Models
 
@@ -31,14 +32,14 @@ class TinyLLM:
     """The part of `LLM` that checks need, on a tiny random model; without end-of-sequence tokens."""
 
     def __init__(self, engine, params):
-        self.engine = engine
-        self.params = params
+        self._internals = Internals(engine, ModelParams(params))
 
     def generate(self, prompt, sampling):
-        self.engine.check_request(prompt, sampling)
-        self.engine.prepare(len(prompt) + sampling.max_tokens)
+        engine, params, *_ = self._internals
+        engine.check_request(prompt, sampling)
+        engine.prepare(len(prompt) + sampling.max_tokens)
         tokens = []
-        with self.engine.open(ModelParams(self.params), prompt, sampling, sampling.seed or 0) as session:
+        with engine.open(params, prompt, sampling, sampling.seed or 0) as session:
             while not session.done:
                 tokens += session.step().tokens
         return SimpleNamespace(token_ids=tuple(tokens))
@@ -97,15 +98,15 @@ def plain():
 
 @pytest.fixture(scope="module")
 def reference(plain):
-    return ReferenceDecoder(plain.engine.target, plain.params)
+    return ReferenceDecoder(internals(plain).target, internals(plain).params.target)
 
 
 def with_twin(plain, reference, token, gap=0.0):
     """The same model with a second token of the same logit, but for a relative `gap`; and its reference."""
-    twin, head = token + 1, plain.params["head"]
+    twin, head = token + 1, internals(plain).params.target["head"]
     other = copy.copy(reference)
-    other._params = {**plain.params, "head": head.at[twin].set(head[token] * (1 - gap))}
-    return TinyLLM(plain.engine, other._params), other, twin
+    other._params = {**internals(plain).params.target, "head": head.at[twin].set(head[token] * (1 - gap))}
+    return TinyLLM(internals(plain).engine, other._params), other, twin
 
 
 def noisy(plain, size):
@@ -115,7 +116,7 @@ def noisy(plain, size):
     def off(leaf):
         return leaf * (1 + size * rng.normal(size=leaf.shape).astype(np.float32))
 
-    return TinyLLM(plain.engine, jax.tree.map(off, plain.params))
+    return TinyLLM(internals(plain).engine, jax.tree.map(off, internals(plain).params.target))
 
 
 def test_plain_decoding_equals_itself(plain, reference):

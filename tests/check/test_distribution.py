@@ -122,7 +122,7 @@ class Toy:
             path, last = self.walk(rng, (*prompt, *tokens)[-1])
             tokens += [*path, last]
             accepted.append(len(path))
-        counters = {"per_step_accepted": accepted} if self.reports else None
+        counters = SimpleNamespace(per_step_accepted=accepted) if self.reports else None
         return SimpleNamespace(
             token_ids=tokens[: sampling.max_tokens], stats=SimpleNamespace(speculative_decoding=counters)
         )

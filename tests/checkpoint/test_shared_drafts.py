@@ -23,7 +23,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.files import vocabulary_digest
-from jaxspec.llm import LLM
+from jaxspec.llm import LLM, internals
 from jaxspec.loading import check_vocabulary
 from jaxspec.methods.chain import Chain
 from jaxspec.models.params import declare_params, leaf_name
@@ -320,21 +320,22 @@ def test_a_draft_decodes_with_its_target(tmp_path, load, model, drafts):
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=4, ignore_eos=True)
     found = load(method=Chain(3))
     assert found.draft_path == drafts / "small"
-    if found.kernels.native:
-        assert found.engine.models.draft.weights == Storage("q8_0")
-    assert found.draft_params["embed"] is found.params["embed"]
+    if internals(found).kernels.native:
+        assert internals(found).models.draft.weights == Storage("q8_0")
+    assert internals(found).params.draft["embed"] is internals(found).params.target["embed"]
     one = found.generate("w3 w1 w4", sampling)
     plain = found.with_method("ar").generate("w3 w1 w4", sampling)
     assert one.token_ids == plain.token_ids
-    assert one.stats.speculative_decoding["num_draft_tokens"] > 0
-    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(found.draft_params))
+    assert one.stats.speculative_decoding.num_draft_tokens > 0
+    leaves = jax.tree.leaves(internals(found).params.draft)
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in leaves)
 
 
 def test_a_model_loaded_without_the_shipped_draft_has_none_for_other_methods_either(load, drafts, uncompiled):
     write_draft(drafts / "small")
     assert load().draft_path == drafts / "small" and load(draft="none").draft_path is None
     llm = load(method="ar").with_method("auto")
-    assert (llm.draft_path, llm.engine.method.name) == (None, "auto")
+    assert (llm.draft_path, internals(llm).engine.method.name) == (None, "auto")
     with pytest.raises(ConfigError, match="needs a draft model"):
         llm.with_method("chain")
 
@@ -365,7 +366,7 @@ def test_a_damaged_shipped_draft_stops_only_methods_that_need_it(drafts, load, u
         load(draft=drafts / "small")
     assert not caplog.records
     llm = load()
-    assert (llm.draft_path, llm.draft_params, llm.engine.models.draft) == (None, None, None)
-    assert llm.model_params.draft is None and llm.params["embed"].shape == (VOCAB, TARGET.embed_dim)
+    assert (llm.draft_path, internals(llm).params.draft, internals(llm).models.draft) == (None, None, None)
+    assert internals(llm).params.target["embed"].shape == (VOCAB, TARGET.embed_dim)
     (record,) = caplog.records
     assert "the draft small, which ships with jaxspec, is damaged and left out: " in record.getMessage()

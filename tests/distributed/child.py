@@ -18,6 +18,7 @@ def main() -> None:
 
     import jaxspec
     from jaxspec.engine import Session
+    from jaxspec.llm import internals
     from jaxspec.methods.registry import make_method
     from jaxspec.runtime import hosts, sharding, transfer
     from jaxspec.runtime.program import Program
@@ -54,7 +55,7 @@ def main() -> None:
         start, read = time.monotonic(), sharding.bytes_read()
         load["method"] = first = make_method(*load["method"])
         llm = jaxspec.LLM(**load, distributed=None if plan is not None else where)
-        placements = [placement for placement in llm.engine.models if placement is not None]
+        placements = [placement for placement in internals(llm).models if placement is not None]
         expected = sum(
             sharding.share_of(shapes) * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
             for shapes in (placement.own_params() for placement in placements)
@@ -64,7 +65,7 @@ def main() -> None:
         if given["process"]:
             llm.follow()
         else:
-            print(f"{llm.device_plan}; loaded after {time.monotonic() - start:.1f} s", file=sys.stderr)
+            print(f"{internals(llm).device_plan}; loaded after {time.monotonic() - start:.1f} s", file=sys.stderr)
             for name, settings in methods:
                 method = make_method(name, settings)
                 chosen = llm if method == first else llm.with_method(method)
@@ -75,7 +76,7 @@ def main() -> None:
                 print(json.dumps([name, results]), flush=True)
                 print(f"{name} after {time.monotonic() - start:.1f} s", file=sys.stderr)
             hosts.end_commands()
-        if (stream := llm.layer_stream) is not None:
+        if (stream := internals(llm).layer_stream) is not None:
             counts = stream.counts
             streamed = hosts.gather("streamed", [stream.nbytes, counts.passes, counts.bytes])
             print(f"streamed: {streamed}", file=sys.stderr)

@@ -13,6 +13,7 @@ from native_models import write_native, write_tokenizer
 
 import jaxspec
 from jaxspec.check.reference_decoder import ReferenceDecoder, margin, rounding
+from jaxspec.llm import internals
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.program import Program
 from pallas_kernels import selection
@@ -62,14 +63,14 @@ def load(model, kernels, method, dtype):
 
 def assert_comes_to_kernels(llm, text):
     """The first implementation of each operation that the set has one for; all of them take this model."""
-    assert llm.kernels.candidates("tree_attention")
-    for operation, _ in llm.kernels.implementations:
-        assert CALLS[llm.kernels.candidates(operation)[0]] in text
+    assert internals(llm).kernels.candidates("tree_attention")
+    for operation, _ in internals(llm).kernels.implementations:
+        assert CALLS[internals(llm).kernels.candidates(operation)[0]] in text
 
 
 def score(llm, tokens):
     """Rows of scores after the prompt and each token of a given text."""
-    return list(ReferenceDecoder(llm.engine.target, llm.params).rows(PROMPT, tokens, SAMPLING))
+    return list(ReferenceDecoder(internals(llm).target, internals(llm).params.target).rows(PROMPT, tokens, SAMPLING))
 
 
 def test_xla_comes_to_no_kernels(gpu, model):

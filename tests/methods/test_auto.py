@@ -232,7 +232,7 @@ def test_a_draft_that_is_never_sure_is_left_alone(draft):
 def test_rounds_are_counted_by_whether_the_draft_ran():
     rounds = decode(LLAMA_AUTO_LONG, PROMPT, 150, "random", 1)
     counts = count_speculation(rounds, 150, num_spec_tokens=LLAMA_AUTO_LONG.method.num_draft_tokens)
-    assert all(counts["rounds_by_kind"][kind] for kind in ("plain", "copied", "drafted"))
+    assert all(counts.rounds_by_kind[kind] for kind in ("plain", "copied", "drafted"))
 
 
 def test_a_draft_that_is_tried_again_catches_up_in_chunks():

@@ -113,32 +113,32 @@ def test_the_figures_are_those_of_the_times():
 def test_rounds_are_measured_once_and_kept(clocked, store):
     engine, clock = clocked
     params = params_of(CASE, "copy")
-    assert not engine.runner.calibrated and engine.runner.report()["figures"] == "built in"
+    assert not engine.runner.calibrated and engine.runner.report().figures == "built in"
     engine.calibrate(params)
     assert engine.runner.calibrated and clock.samples == 1 + cost_profile.MOST_SAMPLES
     report = engine.runner.report()
     expected = fill_rows({rows: 1 + (rows - 1) * ROW_S / PLAIN_S for rows in measured_rows(16)})
-    assert report["figures"] == "measured"
-    np.testing.assert_allclose(report["pass_cost"], expected, atol=2e-3)
-    assert report["draft_cost"] == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
-    assert report["round_cost"] == pytest.approx((ROW_S + SEARCH_S) / PLAIN_S, abs=1e-3)
+    assert report.figures == "measured"
+    np.testing.assert_allclose(report.pass_cost, expected, atol=2e-3)
+    assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
+    assert report.round_cost == pytest.approx((ROW_S + SEARCH_S) / PLAIN_S, abs=1e-3)
     # The device weighs with what the report says, and not with what the measurement needed.
-    np.testing.assert_allclose(engine.runner.drafter.operands.rounds[1], expected[1] + report["round_cost"], rtol=1e-3)
+    np.testing.assert_allclose(engine.runner.drafter.operands.rounds[1], expected[1] + report.round_cost, rtol=1e-3)
     engine.calibrate(params)
     assert clock.samples == 1 + cost_profile.MOST_SAMPLES, "once"
     again = make_engine(store)
     assert again.runner.calibrated and again.runner.report() == report
     # Figures of one's own come first, and nothing is measured where all are given.
     own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
-    assert own["figures"] == "given, rest measured" and own["round_cost"] == 0.5
-    assert own["pass_cost"] == report["pass_cost"]
+    assert own.figures == "given, rest measured" and own.round_cost == 0.5
+    assert own.pass_cost == report.pass_cost
 
 
 def test_the_tokens_are_plain_decodings_after_a_measurement(clocked):
     engine, _ = clocked
     params = params_of(CASE, "copy")
     rounds = run(engine, params, PROMPT, 40, seed=3)  # opening a text measures first
-    assert engine.runner.report()["figures"] == "measured"
+    assert engine.runner.report().figures == "measured"
     assert tokens_of(rounds)[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
     assert engine.runner.timer.gain is None or engine.runner.timer.gain > 0
 
@@ -148,7 +148,7 @@ def test_a_machine_that_is_too_slow_is_not_measured_on(clocked, tmp_path):
     clock.slow = 1e3
     engine.calibrate(params_of(CASE, "copy"))
     assert engine.runner.calibrated and clock.samples == 1
-    assert engine.runner.report()["figures"] == "built in"
+    assert engine.runner.report().figures == "built in"
     assert not (tmp_path / profiles.FOLDER).exists()
 
 
@@ -157,8 +157,8 @@ def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
     clock.saved = SEARCH_S / 2
     engine.calibrate(params_of(CASE, "copy"))
     report = engine.runner.report()
-    assert report["round_cost"] == pytest.approx((ROW_S + SEARCH_S / 2) / PLAIN_S, abs=1e-3)
-    assert report["draft_cost"] == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
+    assert report.round_cost == pytest.approx((ROW_S + SEARCH_S / 2) / PLAIN_S, abs=1e-3)
+    assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
 
 
 def test_a_slow_machine_is_measured_less_often(clocked):
@@ -178,7 +178,7 @@ def test_times_that_vary_are_used_but_not_kept(clocked, tmp_path):
 
     engine.runner.prefill = prefill
     engine.calibrate(params_of(CASE, "copy"))
-    assert engine.runner.report()["figures"] == "measured"
+    assert engine.runner.report().figures == "measured"
     assert not (tmp_path / profiles.FOLDER).exists()
 
 
@@ -246,4 +246,4 @@ def test_without_a_draft_verifications_are_measured(store):
     engine = make_engine(store, case)
     engine.calibrate(params_of(case, "copy"))
     report = engine.runner.report()
-    assert report["figures"] == "measured" and "draft_cost" not in report
+    assert report.figures == "measured" and report.draft_cost is None

@@ -7,6 +7,7 @@ import pytest
 import jaxspec
 from jaxspec import Chain, PromptLookup, SamplingParams, SpecExec, SpecInfer, Swift
 from jaxspec.checkpoint.shipped import default_model_path
+from jaxspec.llm import internals
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
@@ -38,7 +39,7 @@ def speculating(request, drafted):
 
 
 def exact_here(llm, sampling):
-    return sampling.temperature == 0 or llm.engine.method.exact == "tokens"
+    return sampling.temperature == 0 or internals(llm).engine.method.exact == "tokens"
 
 
 def test_the_text_is_that_of_plain_decoding(llm, speculating):
@@ -65,7 +66,7 @@ def test_an_end_token_may_fall_anywhere_on_an_accepted_path(llm, speculating):
         out = other.generate(TEXT, SAMPLINGS[0])
         assert out.token_ids == tokens[: place + 1] and out.finish_reason == "stop"
         counts = out.stats.speculative_decoding
-        accepted = counts["per_step_accepted"]
+        accepted = counts.per_step_accepted
         inside = place + 1 - sum(n + 1 for n in accepted[:-1])
         assert inside >= 1 and accepted[-1] in (inside, inside - 1)
         places.add((inside, accepted[-1]))
@@ -83,11 +84,11 @@ def test_streamed_tokens_say_where_they_come_from(speculating):
         assert "".join(text for text, _ in event.spans) == event.text
     # Drafts and bonus tokens are told apart in the text as well.
     assert {drafted for event in events for _, drafted in event.spans} == {True, False}
-    assert sum(from_draft) == counts["num_accepted_draft_tokens"] > 0
-    steps = counts["num_spec_steps"]  # of the last one, the bonus token may be cut
+    assert sum(from_draft) == counts.num_accepted_draft_tokens > 0
+    steps = counts.num_spec_steps  # of the last one, the bonus token may be cut
     assert len(from_draft) - sum(from_draft) in (steps - 1, steps)
-    assert counts["num_spec_tokens"] == speculating.engine.method.num_rows - 1
-    assert completion.method == speculating.engine.method.name
+    assert counts.num_spec_tokens == internals(speculating).engine.method.num_rows - 1
+    assert completion.method == internals(speculating).engine.method.name
 
 
 def test_swiftspec_with_the_shipped_draft_on_a_device_of_its_own(llm):
@@ -97,4 +98,4 @@ def test_swiftspec_with_the_shipped_draft_on_a_device_of_its_own(llm):
         for sampling in SAMPLINGS:
             out = apart.generate(prompt, sampling)
             assert out.token_ids == llm.generate(prompt, sampling).token_ids
-            assert out.stats.speculative_decoding["num_accepted_draft_tokens"] > 0
+            assert out.stats.speculative_decoding.num_accepted_draft_tokens > 0

@@ -7,7 +7,7 @@ import pytest
 from native_models import LLAMA, write_native, write_tokenizer
 
 from jaxspec.config import SamplingParams
-from jaxspec.llm import LLM
+from jaxspec.llm import LLM, internals
 from jaxspec.loading import explain_offload
 from jaxspec.methods.auto.profiles import load_profile, profile_path, save_profile, weigh_devices
 from jaxspec.methods.auto.settings import Auto
@@ -27,18 +27,17 @@ def weighed(tmp_path, *rows, devices=8):
 def test_the_fastest_placement_is_taken(tmp_path):
     found = weighed(tmp_path, PLAIN, CHAIN, SPLIT)
     assert found.best == SPLIT
-    assert found.report == {
-        "why": "measured: swiftspec on 6/2 devices, 31.2 tokens/s", "next": "chain on 8 devices, 25.0 tokens/s",
-    }  # fmt: skip
+    assert found.why == "measured: swiftspec on 6/2 devices, 31.2 tokens/s"
+    assert found.next == "chain on 8 devices, 25.0 tokens/s"
     slow = Measured("swiftspec", {}, 6, 2, 25.3)
     assert weighed(tmp_path, PLAIN, CHAIN, slow).best == CHAIN, "a gain within the noise is none"
-    assert weighed(tmp_path, SPLIT).report["next"] is None
+    assert weighed(tmp_path, SPLIT).next is None
 
 
 def test_without_a_profile_nothing_is_weighed(tmp_path, caplog):
     for path in (None, tmp_path / "none.json"):
         found = weigh_devices(path, 8)
-        assert found.best is None and "jaxspec-tune --method swiftspec measures one" in found.report["why"]
+        assert found.best is None and "jaxspec-tune --method swiftspec measures one" in found.why
     assert weighed(tmp_path, SPLIT, devices=4).best is None
     assert caplog.text == ""
     damaged = tmp_path / "it.json"
@@ -68,25 +67,25 @@ def test_auto_follows_the_profile(tmp_path, monkeypatch):
     options = {"draft": folder, "compile_cache": str(tmp_path / "cache")}
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
     llm = LLM(folder, **options)
-    assert llm.engine.method == SwiftSpec(3, 2, depth=3)
-    assert [model.plan.devices for model in llm.engine.models] == [(jax.devices()[0],), (jax.devices()[1],)]
+    assert internals(llm).engine.method == SwiftSpec(3, 2, depth=3)
+    assert [model.plan.devices for model in internals(llm).models] == [(jax.devices()[0],), (jax.devices()[1],)]
     out = llm.generate("w1 w2 w3", sampling)
-    assert out.stats.choice["devices"]["why"] == "measured: swiftspec on 1/1 devices, 30.0 tokens/s"
-    assert out.stats.choice["depth"] == 3
+    assert out.stats.choice.devices.why == "measured: swiftspec on 1/1 devices, 30.0 tokens/s"
+    assert out.stats.choice.depth == 3
     assert out.token_ids == llm.with_method("ar").generate("w1 w2 w3", sampling).token_ids
     # A number of devices that was given is kept, and so is the method on it.
     kept = LLM(folder, target_devices=1, **options)
-    assert kept.engine.method == Auto()
-    assert "devices" not in kept.generate("w1 w2 w3", sampling).stats.choice
+    assert internals(kept).engine.method == Auto()
+    assert kept.generate("w1 w2 w3", sampling).stats.choice.devices is None
     # What changes the speed of a pass has a profile of its own.
     assert profile_path(tmp_path / "cache", folder, folder, **settings | {"kv_dtype": "float16"}) != path
-    assert LLM(folder, kv_dtype="float16", **options).engine.method == Auto()
+    assert internals(LLM(folder, kv_dtype="float16", **options)).engine.method == Auto()
     # Streamed layers are loaded as their plan says: the profile is of resident ones.
     streamed = LLM(folder, offload="host", resident_layers=1, **options)
-    assert streamed.engine.target.plan.tensor == 1 and streamed.engine.method.name != "swiftspec"
+    assert internals(streamed).target.plan.tensor == 1 and internals(streamed).engine.method.name != "swiftspec"
     planned = explain_offload(folder, offload="host", resident_layers=1, **options)
-    assert streamed.offload_plan is not None
-    assert [line for line in streamed.offload_plan.lines() if "together" in line] == [
+    assert internals(streamed).offload_plan is not None
+    assert [line for line in internals(streamed).offload_plan.lines() if "together" in line] == [
         line for line in planned if "together" in line
     ]
 

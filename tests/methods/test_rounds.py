@@ -25,7 +25,6 @@ from method_cases import (
 )
 from tiny_models import FAMILIES
 
-from jaxspec.bench.timeline import Timeline
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.chain import Chain
@@ -34,6 +33,7 @@ from jaxspec.methods.core.round import ROUND_HEADER, Round, read_rounds
 from jaxspec.methods.core.runner import MOST_ROWS, ROUNDS_PER_DISPATCH, share_dispatches
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
+from jaxspec.trace.timeline import Timeline
 
 CASES = [LLAMA_CHAIN, LLAMA_LOOKUP, LLAMA_SPECEXEC, LLAMA_SPECINFER, LLAMA_AUTO]
 

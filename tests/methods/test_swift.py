@@ -149,7 +149,7 @@ def test_a_fixed_set_is_used_and_nothing_is_searched():
     runner = runner_of(engine)
     assert "matchness" not in {program.name for program in runner.programs}
     report = runner.report()
-    assert report["layers"] == "attention=1,3;mlp=2" and report["search_passes"] == 0 and "steps" not in report
+    assert report.layers == "attention=1,3;mlp=2" and report.search_passes == 0 and report.steps is None
 
 
 @pytest.mark.parametrize(("family", "method"), [("llama", EAGER), ("mistral", EACH)])
@@ -296,7 +296,7 @@ def test_models_without_layers_to_skip():
     engine.prepare()
     rounds = run(engine, ModelParams(tiny_params("llama")), PROMPT, 30)
     assert not any(output.draft_passes for output in rounds) and len(rounds) < 15
-    assert runner_of(engine).report()["stopped"] == "there is nothing to choose"
+    assert runner_of(engine).report().stopped == "there is nothing to choose"
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def test_an_end_token_may_fall_anywhere_on_an_accepted_path(pair_and_plain):
             other.eos_ids = (tokens[place],)
             out = other.generate("w1 w2 w3", sampling)
             assert out.token_ids == tokens[: place + 1] and out.finish_reason == "stop"
-            accepted = out.stats.speculative_decoding["per_step_accepted"]
+            accepted = out.stats.speculative_decoding.per_step_accepted
             last = place + 1 - sum(n + 1 for n in accepted[:-1])
             assert last >= 1 and accepted[-1] in (last, last - 1)
             places.add(place)

@@ -10,6 +10,7 @@ from swiftspec_cases import BASIC, Case, Rounds, engine_of, models_of, params_of
 
 from jaxspec.engine import Engine
 from jaxspec.methods.swiftspec import runner as runners
+from jaxspec.methods.swiftspec.runner import SwiftSpecChoice
 from jaxspec.methods.swiftspec.schedule import choose_schedule, longest_mean, waited_passes
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 
@@ -100,7 +101,7 @@ def test_a_depth_is_measured_where_none_is_given(monkeypatch):
     assert not engine.runner.calibrated and engine.runner.report() is None
     monkeypatch.setattr(runners, "time_in_turn", lambda steps: {"verify": 5.5, "grow": runners.PROBE_PASSES * 1.0})
     engine.calibrate(params_of(BASIC))
-    assert engine.runner.report() == {"depth": 5, "refill": 1, "draft_passes_per_verification": 5.5}
+    assert engine.runner.report() == SwiftSpecChoice(depth=5, refill=1, draft_passes_per_verification=5.5)
     with engine.open(params_of(BASIC), PROMPT, runners.SamplingParams(max_tokens=30), 0) as session:
         rounds = list(itertools.takewhile(lambda _: not session.done, (session.step() for _ in range(30))))
     later = [output.draft for output in rounds[1:]]

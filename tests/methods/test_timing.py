@@ -52,7 +52,7 @@ def test_gain_is_tokens_per_time(timer, clock):
     run(timer, clock, 40, drafted_s=1.25)
     assert timer.plain_s == 1.0
     assert timer.gain == pytest.approx(2 / 1.25)
-    assert timer.report() == {"gain": pytest.approx(2 / 1.25)}
+    assert timer.total_gain == pytest.approx(2 / 1.25)
 
 
 def test_drafts_that_lose_pause_and_are_tried_again(timer, clock):

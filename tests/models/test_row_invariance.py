@@ -13,6 +13,7 @@ from tiny_models import ALL_FAMILIES, FAMILIES, MORE_FAMILIES, RandomSource, pla
 import jaxspec
 from jaxspec.check.invariance import measure_invariance
 from jaxspec.checkpoint.load import load_foreign
+from jaxspec.llm import internals
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward, prefill, vocab_logits
@@ -108,13 +109,14 @@ def test_native_and_xla_agree_within_rounding(family, degree):
 def test_default_model_bitwise(llm):
     """64 greedy tokens, one by one against chains and trees, from the file's blocks and from float32: all the same."""
     whole, exact = jaxspec.LLM(dtype="float32"), jaxspec.LLM(activations="float32")
-    assert "q4_1" in str(exact.engine.target.weights) and str(whole.engine.target.weights) == "float32"
-    assert llm.engine.target.activations == "int16"
+    assert "q4_1" in str(internals(exact).target.weights) and str(internals(whole).target.weights) == "float32"
+    assert internals(llm).target.activations == "int16"
     for model in (llm, exact):
-        assert sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) < 100e6
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(internals(model).params.target)) < 100e6
     ids = llm.encode([{"role": "user", "content": "Why is the sky blue?"}])
     sampling = jaxspec.SamplingParams(max_tokens=64, ignore_eos=True, logprobs=True)
     blocks, floats = (model.generate(ids, sampling) for model in (exact, whole))
     assert blocks.token_ids == floats.token_ids and blocks.logprobs == floats.logprobs
     for model in (llm, exact, whole):
-        assert measure_invariance(model.engine.target, model.params, ids, blocks.token_ids).bitwise
+        target, params = internals(model).target, internals(model).params.target
+        assert measure_invariance(target, params, ids, blocks.token_ids).bitwise

@@ -152,4 +152,4 @@ def test_the_default_model(llm):
     one, other = llm.with_method("ar").generate(text, options), streamed.generate(text, options)
     assert other.token_ids == one.token_ids
     assert other.top_logprobs == one.top_logprobs and other.logprobs == one.logprobs
-    assert other.stats.offload["passes"] >= 16
+    assert other.stats.offload.passes >= 16

@@ -114,11 +114,11 @@ def test_bytes_are_those_of_the_experts_that_rows_were_sent_to(folder, kind, met
     read = [(layer, expert) for layer, leaf, expert in record.filled if expert is not None and leaf == 0]
     assert sorted(read) == sorted(needed) and needed
     counts = stream.counts.since(before)
-    assert counts["experts"] == counts["experts_read"] == len(needed)
+    assert counts.experts == counts.experts_read == len(needed)
     passing = [layer for layer, leaf, expert in record.filled if expert is None and leaf == 0]
     expected = sum(file_bytes(pair, path, layer, expert) for layer, expert in needed)
     expected += sum(file_bytes(pair, path, layer, None) for layer in passing)
-    assert counts["bytes"] == expected
+    assert counts.bytes == expected
     per_token = pair.engine.target.cfg.experts.per_token
     for layer, choice in record.asked:
         rows = (choice >= 0).all(axis=1)

@@ -171,13 +171,13 @@ def test_bytes_of_a_pass(folder):
         before = stream.counts
         decode(pair, prompt=PROMPT * 4, count=8)
         counts = stream.counts.since(before)
-        assert counts["passes"] == 9  # the prompt, and each token
+        assert counts.passes == 9  # the prompt, and each token
         weights = open_weights(checkpoint(folder, kind))
         sizes = [
             sum(weights.file_bytes(leaf.name, leaf.info) for leaf in stream.store.layouts[layer].leaves)
             for layer in sorted(stream.store.layouts)
         ]
         wait([future for _, _, futures in stream._coming for future in futures])
-        read = stream.counts.since(before)["bytes"]
+        read = stream.counts.since(before).bytes
         assert read == 9 * sum(sizes) + sum(sizes[: stream.num_buffers])
         stream.close()

@@ -7,7 +7,7 @@ import pytest
 from native_models import LLAMA, write_native, write_tokenizer
 from serving import Running
 
-from jaxspec.llm import LLM
+from jaxspec.llm import LLM, internals
 from jaxspec.serve.app import Limits
 
 CONTEXT = 400
@@ -29,8 +29,8 @@ def served_llm(served_model):
 @pytest.fixture(scope="session")
 def cold_llm(served_llm):
     """The same programs and weights, without what earlier requests left."""
-    llm = served_llm.with_method(served_llm.engine.method)
-    llm.engine.session_memory = 0
+    llm = served_llm.with_method(internals(served_llm).engine.method)
+    internals(llm).engine.session_memory = 0
     return llm
 
 

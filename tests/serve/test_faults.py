@@ -15,6 +15,7 @@ import pytest
 from serving import Rounds
 
 from jaxspec.config import SamplingParams
+from jaxspec.llm import internals
 from jaxspec.serve import answers
 from jaxspec.serve.app import Limits
 
@@ -162,7 +163,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one(server, monkeypatch):
 
 def test_an_error_inside_ends_one_request(server, monkeypatch):
     wanted = server.post(prompt="w1 w2").json()["choices"]
-    monkeypatch.setattr(server.api.llm.engine, "open", lambda *_: 1 / 0)
+    monkeypatch.setattr(internals(server.api.llm).engine, "open", lambda *_: 1 / 0)
     failed = server.post(prompt="w1 w2")
     assert failed.status_code == 500 and "ZeroDivision" not in failed.text
     monkeypatch.undo()
@@ -230,7 +231,7 @@ def resident():
 def test_load_leaves_nothing(server, served_llm, cold_llm, monkeypatch):
     """What each request leaves adds up in every batch; pages that the allocator takes once do not."""
     # Caches of earlier texts are kept up to this size, on purpose; the first requests fill it.
-    monkeypatch.setattr(served_llm.engine, "session_memory", 2**22)
+    monkeypatch.setattr(internals(served_llm).engine, "session_memory", 2**22)
     load(server, cold_llm, 30, seed=1)
     gc.collect()
     files, memory = len(os.listdir("/proc/self/fd")), [resident()]

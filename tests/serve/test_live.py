@@ -9,6 +9,7 @@ from serving import Running
 
 import jaxspec
 from jaxspec.config import SamplingParams
+from jaxspec.llm import internals
 
 
 def test_the_page_is_whole(server):
@@ -30,7 +31,7 @@ def test_every_round_is_described(drafting):
         sampling = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": 3}
         lines = server.post("/v1/live", prompt="w1 w2", baseline=True, **sampling).text.split("\n\n")
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert events[0]["method"] == drafting.engine.method.name and events[0]["draft"] == "tiny"
+    assert events[0]["method"] == internals(drafting).engine.method.name and events[0]["draft"] == "tiny"
     rounds = [event["round"] for event in events if "round" in event]
     wanted = drafting.generate("w1 w2", SamplingParams(**sampling))
     assert "".join(token for round_ in rounds for token in round_["tokens"]) == wanted.text
@@ -41,7 +42,7 @@ def test_every_round_is_described(drafting):
         assert path[1:] == round_["tokens"][: round_["accepted"]] and len(path) == round_["accepted"] + 1
     assert any(round_["accepted"] for round_ in rounds)
     timelines = [event["timeline"] for event in events if "timeline" in event]
-    apart = set(drafting.engine.models.draft.plan.devices) != set(drafting.engine.models.target.plan.devices)
+    apart = set(internals(drafting).models.draft.plan.devices) != set(internals(drafting).models.target.plan.devices)
     assert bool(timelines) == apart
     if apart:
         rows = {row for row, *_ in timelines[-1]}

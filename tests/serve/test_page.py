@@ -9,6 +9,7 @@ from serving import Running
 
 import jaxspec
 from jaxspec.config import SamplingParams
+from jaxspec.llm import internals
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")
 
@@ -80,7 +81,7 @@ def test_an_answer_streams_with_its_trees(page, llm):
     assert len(partial) > 3 and all(wanted.text.startswith(text) for text in partial)
     numbers = text_of(page, "numbers")
     assert f"tokens{len(wanted.token_ids)}ended by" in numbers and "the same tokensyes" in numbers
-    assert "tokens/s of plain decoding" in numbers and "method" + llm.engine.method.name in numbers
+    assert "tokens/s of plain decoding" in numbers and "method" + internals(llm).engine.method.name in numbers
     assert count(page, "#answer .accepted")
     drawn = page.run("document.querySelector('#tree svg').getAttribute('aria-label')").split()
     drafted, accepted = int(drawn[0]), int(drawn[3])

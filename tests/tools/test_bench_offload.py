@@ -1,5 +1,7 @@
 """The table of streamed targets: its questions, that a stopped run goes on, and its arithmetic."""
 
+from types import SimpleNamespace
+
 import bench_offload
 import pytest
 from bench_offload import PLAIN, Counts, list_methods, summarise
@@ -10,7 +12,7 @@ class FakeModel:
 
     def __init__(self, **options):
         self.model_path = type("Path", (), {"name": "m"})()
-        self.offload_plan = type("Plan", (), {"pass_bytes": 100})()
+        self._internals = SimpleNamespace(offload_plan=SimpleNamespace(pass_bytes=100))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from jaxspec.bench.report import make_report
 from jaxspec.bench.run import Column, measure
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
+from jaxspec.llm import internals
 
 SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [BenchPrompt(name, "chat", (name * 50,)) for name in "abc"]
@@ -45,7 +46,8 @@ def test_a_peer_answers_like_an_llm(monkeypatch):
     assert asked == [([1] * 4, 12)] and completion.token_ids == tuple(range(12)) and completion.text == "text"
     stats = completion.stats
     assert (stats.prompt_tokens, stats.completion_tokens, stats.ttft_s, stats.decode_s) == (4, 12, 0.5, 5.5)
-    assert stats.tokens_per_s == 2 and peer.engine.prepare(100) == 0 and peer.engine.settle() is None
+    engine = internals(peer).engine
+    assert stats.tokens_per_s == 2 and engine.prepare(100) == 0 and engine.settle() is None
 
     for given in (0, 11, 13):
         peer = Peer("other", bench_fakes.FakeLLM(), lambda ids, count, given=given: iter(range(given)))

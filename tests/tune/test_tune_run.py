@@ -53,7 +53,7 @@ class Model(SimpleNamespace):
 
 def model(**known):
     target = SimpleNamespace(plan=SimpleNamespace(tensor=1))
-    return Model(draft_path=None, model_path="m", engine=SimpleNamespace(target=target, models=PLAIN), **known)
+    return Model(draft_path=None, model_path="m", _internals=SimpleNamespace(target=target), **known)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_predictions_of_chains():
 
 
 def test_acceptance_by_depth_counts_what_the_target_looked_at():
-    counters = {"per_step_drafted": [3, 3, 0, 2], "per_step_accepted": [3, 1, 0, 0]}
+    counters = SimpleNamespace(per_step_drafted=[3, 3, 0, 2], per_step_accepted=[3, 1, 0, 0])
     completion = SimpleNamespace(stats=SimpleNamespace(speculative_decoding=counters))
     chain = SimpleNamespace(
         tokenizer=SimpleNamespace(has_chat_template=True), encode=lambda prompt: [1], generate=lambda *_: completion
@@ -204,7 +204,8 @@ def test_the_budget_is_at_the_knee(monkeypatch):
     timed = []
     monkeypatch.setattr(splits, "time_target_pass", lambda placement, params, rows, context: timed.append(rows))
     monkeypatch.setattr(splits, "median_times", lambda timers, repeats: {rows: costs[rows] for rows in timers})
-    times = splits.time_budgets(SimpleNamespace(engine=SimpleNamespace(models=SimpleNamespace(target=0)), params=0))
+    inner = SimpleNamespace(target=0, params=SimpleNamespace(target=0))
+    times = splits.time_budgets(SimpleNamespace(_internals=inner))
     assert timed == [1, 17, 65, 257], "nothing beyond the knee is timed"
     assert splits.knee(times) == 64
     assert splits.knee({1: 1.0, 17: 3.0}) == 16

@@ -13,6 +13,7 @@ import typer
 
 from jaxspec import LLM
 from jaxspec.files import vocabulary_digest
+from jaxspec.llm import internals
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
 from train.eagle import HeadTrainer, fed_config, head_config, init_fed, init_head, measure_head
@@ -37,7 +38,8 @@ FED = (Kind.EAGLE3, Kind.ADDED)
 
 def _head_rows(llm: LLM, head_ids: np.ndarray) -> jax.Array:
     """The target's rows of a student's head, [V_head, D]."""
-    return jnp.asarray(np.asarray(llm.params.get("head", llm.params["embed"]))[head_ids])
+    params = internals(llm).params.target
+    return jnp.asarray(np.asarray(params.get("head", params["embed"]))[head_ids])
 
 
 @dataclasses.dataclass
@@ -81,17 +83,17 @@ def open_student(
     Without a length its states cannot be asked for. They are those that `sample` kept in one of the folders `data`,
     where it did.
     """
-    target, layers = llm.engine.target.cfg, settings.get("layers", ())
+    target, own, layers = internals(llm).target.cfg, internals(llm).params.target, settings.get("layers", ())
     head_ids = settings["head_ids"]
-    embed, head = llm.params["embed"], _head_rows(llm, np.array(head_ids or range(target.vocab_size), np.int32))
+    embed, head = own["embed"], _head_rows(llm, np.array(head_ids or range(target.vocab_size), np.int32))
     if settings["kind"] == Kind.LAYERS:
-        return Student(student_config(target, layers, head_ids), init_student(llm.params, layers), embed, head)
+        return Student(student_config(target, layers, head_ids), init_student(own, layers), embed, head)
     if settings["kind"] == Kind.EAGLE3:
         cfg = head_config(target, settings["states"], head_ids)
-        params = init_head(llm.params, cfg) | ({"head": head.astype(jnp.float32)} if settings["learn_head"] else {})
+        params = init_head(own, cfg) | ({"head": head.astype(jnp.float32)} if settings["learn_head"] else {})
     else:
         cfg = fed_config(target, layers, settings["states"], head_ids)
-        params = init_fed(llm.params, cfg, layers)
+        params = init_fed(own, cfg, layers)
     states = _states_of(llm, settings["states"], length, keep_states, data)
     return Student(cfg, params, embed, head, states, settings["unroll"])
 
@@ -101,7 +103,7 @@ def native_student(llm: LLM, path: Path, length: int, data: Sequence[Path]) -> t
     cfg, params = read_native(path, vocabulary_digest(llm.tokenizer.token_strings()))
     ids = np.array(cfg.head_ids or range(cfg.vocab_size), np.int32)
     states = None if cfg.features is None else _states_of(llm, cfg.features.layers, length, None, data)
-    return Student(cfg, params, llm.params["embed"], _head_rows(llm, ids), states), params
+    return Student(cfg, params, internals(llm).params.target["embed"], _head_rows(llm, ids), states), params
 
 
 def _states_of(

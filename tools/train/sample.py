@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import LLM
+from jaxspec.llm import internals
 from jaxspec.models.kv_cache import KVCache, init_cache
 from jaxspec.models.transformer import forward_with_states, prefill, prefill_with_states, vocab_logits
 from jaxspec.runtime.program import Program
@@ -160,7 +161,7 @@ class Sampler:
         self.turns = find_turns(llm)
         _check_settings(settings, self.turns, llm)
         self.documents = Documents(prose)
-        target, cfg = llm.engine.target, llm.engine.target.cfg
+        target, cfg = internals(llm).target, internals(llm).target.cfg
         B, K = settings.branches, settings.top
         window = B * settings.steps
         self.shared = np.array(self.turns.prefix[:-1], np.int32)  # what every conversation begins with
@@ -209,7 +210,7 @@ class Sampler:
         turns = dataclasses.asdict(self.turns)
         settings = dataclasses.asdict(self.settings)
         made_of = {"documents": self.documents.digest, "target": target_digest(self.llm)}
-        if (weights := str(self.llm.engine.target.weights)) != "float32":
+        if (weights := str(internals(self.llm).target.weights)) != "float32":
             made_of["weights"] = weights
         return settings | {name: list(ids) for name, ids in turns.items()} | made_of
 
@@ -221,7 +222,7 @@ class Sampler:
         def begin(step: int) -> Branch:
             return Branch(draw_opening(rng, self.documents), llm, self.turns, settings.longest, step)
 
-        cache, first = self._create(llm.params, self.shared)
+        cache, first = self._create(internals(llm).params.target, self.shared)
         first = None if first is None else np.asarray(first)
 
         def finish(branch: Branch) -> Conversation:
@@ -232,7 +233,8 @@ class Sampler:
         for step in range(settings.steps):
             token = np.array([b.next_token for b in branches], np.int32)
             started = np.array([b.started for b in branches], np.int32)
-            cache, ids, logprob, states = self._step(llm.params, cache, token, np.int32(step), started)
+            params = internals(llm).params.target
+            cache, ids, logprob, states = self._step(params, cache, token, np.int32(step), started)
             ids, logprob = np.asarray(ids).astype(self._id_type), np.array(logprob)
             states = None if states is None else np.array(states)
             for i, branch in enumerate(branches):
@@ -247,7 +249,7 @@ class Sampler:
 
 
 def _check_settings(settings: SampleSettings, turns: Turns, llm: LLM) -> None:
-    cfg = llm.engine.target.cfg
+    cfg = internals(llm).target.cfg
     # The first token of a question's turn, the template's text after it, and a token of an answer, at least.
     shortest, longest = 2 + len(turns.suffix), cfg.max_context - len(turns.prefix) + 1
     if not shortest <= settings.longest <= longest:

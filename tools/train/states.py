@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxspec import LLM
 from jaxspec.files import vocabulary_digest
+from jaxspec.llm import internals
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.program import Program
@@ -33,15 +34,16 @@ def target_digest(llm: LLM) -> str:
     """The identity of a target: its vocabulary, its geometry and a few of its weights."""
     digest = hashlib.sha256(vocabulary_digest(llm.tokenizer.token_strings()).encode())
     # No target has this field, and text that was sampled before there was one stays valid.
-    digest.update(repr(llm.engine.target.cfg).replace(", features=None", "").encode())
-    for leaf in jax.tree.leaves([llm.params["final_norm"], llm.params["layers"][0]["attn_norm"]]):
+    digest.update(repr(internals(llm).target.cfg).replace(", features=None", "").encode())
+    params = internals(llm).params.target
+    for leaf in jax.tree.leaves([params["final_norm"], params["layers"][0]["attn_norm"]]):
         digest.update(np.asarray(leaf, np.float32).tobytes())
     return digest.hexdigest()
 
 
 def states_meta(llm: LLM, layers: Sequence[int]) -> dict[str, Any]:
     """Settings that determine the states of a text."""
-    target = llm.engine.target
+    target = internals(llm).target
     made_of = {"target": target_digest(llm), "layers": list(layers)}
     named = {"dtype": jnp.dtype(target.dtype).name, "weights": str(target.weights), "activations": target.activations}
     made_of |= {name: value for name, value in named.items() if value != "float32"}
@@ -62,9 +64,9 @@ class TargetStates:
     def __init__(self, llm: LLM, layers: Sequence[int], length: int):
         """Compile for rows of `length` tokens; `layers` are those of `forward_with_states`."""
         self.layers = tuple(layers)
-        self._params = llm.params
+        self._params = internals(llm).params.target
         self.made_of = states_meta(llm, layers)
-        target, cfg = llm.engine.target, llm.engine.target.cfg
+        target, cfg = internals(llm).target, internals(llm).target.cfg
 
         def run(params, token, position, segment):
             order = jnp.arange(length)

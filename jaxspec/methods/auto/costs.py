@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, first_ve
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import time_turns
 from jaxspec.methods.core.verify import Draft
+from jaxspec.results import Choice
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place
 from jaxspec.tree.tree import Batch
@@ -35,6 +36,25 @@ TOGETHER = 2
 LEAST_SAMPLES, MOST_SAMPLES, ENOUGH_S, TOO_LONG_S = 2, 6, 2.0, 8.0
 # Median over least time from which on other programs are taken to disturb the measurement.
 UNSTEADY = 1.3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoChoice(Choice):
+    """The costs by which `auto` decides; their unit is a target pass of one row.
+
+    Attributes:
+      figures: source of the costs: "given", "measured" or "built in".
+      pass_cost: costs of target passes of 1, 2, ... rows.
+      round_cost: cost of a round apart from its passes.
+      draft_cost: cost of a draft pass; None without a draft model.
+      gain: speed of drafted rounds over plain decoding; None before both were measured.
+    """
+
+    figures: str
+    pass_cost: Sequence[float]
+    round_cost: float
+    draft_cost: float | None = None
+    gain: float | None = None
 
 
 def measured_rows(num_rows: int) -> list[int]:
@@ -125,8 +145,8 @@ class MeasuringRunner(SpeculativeRunner):
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
-    def report(self) -> dict[str, Any]:
-        return self.costs.report() | ({} if self.timer is None else self.timer.report())
+    def report(self) -> AutoChoice:
+        return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)
 
 
 def _sample(

@@ -112,14 +112,14 @@ def weigh_devices(path: Path | None, devices: int) -> DeviceChoice:
     rows = [row for row in rows if row.target_devices + (row.draft_devices or 0) <= devices]
     if not rows:
         why = f"no profile of this pair on these {devices} devices: jaxspec-tune --method swiftspec measures one"
-        return DeviceChoice(None, {"why": why})
+        return DeviceChoice(None, why)
     beside = max((r for r in rows if r.draft_devices is not None), key=_speed, default=None)
     together = max((r for r in rows if r.draft_devices is None), key=_speed, default=None)
     best = max(filter(None, (beside, together)), key=_speed)
     if together is not None and best is beside and best.tokens_per_s < LEAST_GAIN * together.tokens_per_s:
         best = together
     other = together if best is beside else beside
-    return DeviceChoice(best, {"why": f"measured: {best}", "next": None if other is None else str(other)})
+    return DeviceChoice(best, f"measured: {best}", None if other is None else str(other))
 
 
 def _speed(row: Measured) -> float:

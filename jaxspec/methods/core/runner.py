@@ -27,6 +27,7 @@ from jaxspec.methods.core.round import (
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Rule
+from jaxspec.results import Choice
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
@@ -109,7 +110,7 @@ class Runner(abc.ABC):
         """Take in the rounds of one dispatch, which the host has read; those of one sequence come in order."""
         return None
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> Choice | None:
         """The method's choice and the reasons, for `DecodeStats.choice`."""
         return None
 

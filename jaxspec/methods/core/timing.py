@@ -145,10 +145,11 @@ class RoundTimer:
         elif not allowed:
             self._plain.append(seconds / tokens)
 
-    def report(self) -> dict[str, Any]:
-        """For the statistics of a generation: what all drafted rounds so far gained over plain decoding."""
+    @property
+    def total_gain(self) -> float | None:
+        """Speed of all drafted rounds so far over that of plain decoding; None before both were measured."""
         tokens, seconds = self._ever
-        return {"gain": tokens / seconds * self.plain_s if seconds and self.plain_s is not None else None}
+        return tokens / seconds * self.plain_s if seconds and self.plain_s is not None else None
 
     def _usual(self, tokens: int, drafted: bool) -> float:
         plain_s = None if self.plain_s is None else self.plain_s * (1 if drafted else tokens)

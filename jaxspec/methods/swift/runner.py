@@ -17,6 +17,7 @@ from jaxspec.methods.swift.search import LayerSearch, matchness_program
 from jaxspec.methods.swift.self_draft import SelfDrafter, SpineSettings
 from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.layer_set import LayerSet
+from jaxspec.results import Choice
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.request import Request
 
@@ -38,6 +39,33 @@ class DraftTimer(RoundTimer):
 
     def may_draft(self) -> bool:
         return not self.adaptive or (super().may_draft() and self.draft_cost < 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwiftChoice(Choice):
+    """The set of skipped layers, and the search that found it.
+
+    Attributes:
+      layers: the skipped blocks, as the setting `layers` takes them.
+      num_skipped: number of skipped blocks.
+      matchness: share of tokens that the set predicts; None for given layers, and before a set was found.
+      steps: candidates that were scored; None for given layers.
+      stopped: why the search ended; None while it goes on.
+      history: step and matchness of every best set so far.
+      search_passes: passes that scored a candidate.
+      search_share: share of the time that scoring took while the search went on.
+      gain: speed of drafted rounds over plain decoding; None before both were measured.
+    """
+
+    layers: str
+    num_skipped: int
+    matchness: float | None = None
+    steps: int | None = None
+    stopped: str | None = None
+    history: tuple[tuple[int, float], ...] = ()
+    search_passes: int
+    search_share: float
+    gain: float | None
 
 
 class SwiftRunner(SpeculativeRunner):
@@ -122,19 +150,17 @@ class SwiftRunner(SpeculativeRunner):
         if scored:
             self._read_scores(text)
 
-    def report(self) -> dict[str, Any]:
-        """What drafts and how it was found: `layers` that are skipped, and `num_skipped`.
-
-        Of a search: the `matchness` of its set, `steps`, `history`, why it has `stopped`, `search_passes`, the
-        `search_share` of the time while it went on. `gain` is that of rounds with a draft over plain decoding; None
-        before both were measured.
-        """
+    def report(self) -> SwiftChoice:
         search, layers = self.search, self._fixed or self.search.layers
-        known: dict[str, Any] = {"layers": str(layers), "num_skipped": layers.num_skipped}
+        found: dict[str, Any] = {}
         if self._fixed is None:
-            known |= {name: getattr(search, name) for name in ("matchness", "steps", "stopped", "history")}
-        share = search.spent_s / search.decoded_s if search.decoded_s else 0.0
-        return known | self.timer.report() | {"search_passes": self.timer.passes, "search_share": share}
+            found = {name: getattr(search, name) for name in ("matchness", "steps", "stopped")}
+            found["history"] = tuple(search.history)
+        return SwiftChoice(
+            layers=str(layers), num_skipped=layers.num_skipped, search_passes=self.timer.passes,
+            search_share=search.spent_s / search.decoded_s if search.decoded_s else 0.0,
+            gain=self.timer.total_gain, **found,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End a generation; stores the search."""

@@ -20,6 +20,7 @@ from jaxspec.methods.core.verify import Draft
 from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, TreeDrafter
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, unpack_batch
 from jaxspec.methods.swiftspec.schedule import Schedule, choose_schedule, longest_mean, time_in_turn
+from jaxspec.results import Choice
 from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.program import Program, compile_programs
@@ -42,6 +43,21 @@ class SwiftSpecState:
     target: SequenceState
     draft: DraftTreeState
     verified: Any  # see `pack_verified`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwiftSpecChoice(Choice):
+    """The schedule of draft passes, as given or as measured.
+
+    Attributes:
+      depth: draft passes during a verification.
+      refill: draft passes before a verification whose tree is too small.
+      draft_passes_per_verification: draft passes that take as long as a verification; None where it was not measured.
+    """
+
+    depth: int
+    refill: int
+    draft_passes_per_verification: float | None
 
 
 class SwiftSpecRunner(Runner):
@@ -178,12 +194,12 @@ class SwiftSpecRunner(Runner):
         seconds = time_in_turn({"verify": verify, "grow": grow})
         return held[0], seconds["verify"] * passes / max(seconds["grow"], 1e-9)
 
-    def report(self) -> dict[str, Any] | None:
+    def report(self) -> SwiftSpecChoice | None:
         schedule = self.schedule
         if schedule is None:
             return None
         ratio = None if schedule.ratio is None else round(schedule.ratio, 2)
-        return {"depth": schedule.depth, "refill": schedule.refill, "draft_passes_per_verification": ratio}
+        return SwiftSpecChoice(depth=schedule.depth, refill=schedule.refill, draft_passes_per_verification=ratio)
 
     def start(self, root: int, state: SwiftSpecState | None) -> SwiftSpecState:
         return SwiftSpecState(

@@ -17,6 +17,7 @@ from train.sample import Branch, Sampler, SampleSettings, Turns, _draw, answers_
 from train.shards import read_meta, read_shard, shard_path, write_shard
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.llm import internals
 from jaxspec.models.transformer import forward, vocab_logits
 
 pytestmark = pytest.mark.usefixtures("tiny_corpus")
@@ -95,7 +96,7 @@ def check_teacher(llm, conversations, top):
     for c in conversations:
         text = np.zeros(ROOM, np.int32)
         text[: len(text_of(c))] = text_of(c)
-        logits = whole_text_logits(llm.engine.target.cfg)(llm.params, text)
+        logits = whole_text_logits(internals(llm).target.cfg)(internals(llm).params.target, text)
         own = np.asarray(jax.nn.log_softmax(logits))[len(PREFIX) - 1 :][: len(c.token)]
         kept = c.teacher_logprob.astype(np.float32)
         # Half precision, and another order of summation.

@@ -41,6 +41,7 @@ from train.train import (
 )
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.llm import internals
 
 HEAD = np.arange(6, 30, dtype=np.int32)  # what the student scores
 LENGTH = 40
@@ -302,15 +303,15 @@ def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, 
     assert "MB" in succeed(command("export", finished, draft))
     llm = LLM(chat_model, draft=draft, method="chain", dtype="float32")
     settings = settings_of(finished)
-    assert llm.engine.models.draft.cfg == student_config(LLAMA, [0], settings["head_ids"])
+    assert internals(llm).models.draft.cfg == student_config(LLAMA, [0], settings["head_ids"])
     assert len(settings["head_ids"]) == 24
     params = restore_params(start(), TrainSettings(steps=6, rows=2), finished / "checkpoints")
-    assert_same(params, {name: llm.draft_params[name] for name in params})
+    assert_same(params, {name: internals(llm).params.draft[name] for name in params})
     for prompt in ([0, 10, 11, 1, 20, 21, 2, 3], [1, 33]):
         sampling = SamplingParams(max_tokens=24, ignore_eos=True)
         completion = llm.generate(prompt, sampling)
         assert completion.token_ids == chat_llm.generate(prompt, sampling).token_ids
-        assert completion.stats.speculative_decoding["num_draft_tokens"] > 0
+        assert completion.stats.speculative_decoding.num_draft_tokens > 0
     result = command("export", finished, draft)
     assert result.exit_code == 2 and "exists already" in " ".join(result.output.split())
 

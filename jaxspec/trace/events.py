@@ -5,9 +5,9 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from jaxspec.methods.core.round import DraftCounts
+from jaxspec.results import DraftTreeStats
 from jaxspec.stream_events import count_draft_tree
 
 TARGET, DRAFT, SHARED = "target", "draft", "devices"
@@ -55,7 +55,7 @@ class TraceSummary:
     host_s: float | None  # median time of a round that Python was busy, caller's work included; None with one round
     dispatch_s: float  # median of the dispatch in it
     read_s: float  # median of the reading in it
-    draft_tree: dict[str, Any] | None = None  # `metrics.count_draft_tree`; None without a tree that outlives the rounds
+    draft_tree: DraftTreeStats | None = None  # None without a tree that outlives the rounds
 
 
 def is_verifying(program: str) -> bool:

@@ -20,12 +20,12 @@ from typing import Any
 
 import jax
 
-from jaxspec.bench import events
-from jaxspec.bench.events import DISPATCH, HOST, READ, TRANSFERS, WAIT, Event, TraceSummary
 from jaxspec.files import write_whole
 from jaxspec.methods.core.round import Models, StepOutput
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.trace import Launch, Read, recording
+from jaxspec.trace import events
+from jaxspec.trace.events import DISPATCH, HOST, READ, TRANSFERS, WAIT, Event, TraceSummary
 
 # Generations whose latest results are kept, to tell which program made an input.
 GENERATIONS = 32
@@ -78,7 +78,7 @@ class _Watcher:
 class Timeline:
     """A `runtime.trace.Recorder` of the generations that run while it is entered; a process can have one at a time.
 
-    >>> with Timeline(llm.engine.models) as timeline:
+    >>> with Timeline(models) as timeline:
     ...     llm.generate("The sea is")
     >>> timeline.summary().overlap, timeline.write("out.json")
     """

@@ -10,8 +10,6 @@ import pytest
 from pause import slow_models
 from tiny_models import FAMILIES, RandomSource, place, tiny_params
 
-from jaxspec.bench.events import Event, summarise
-from jaxspec.bench.timeline import Timeline
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
@@ -22,6 +20,8 @@ from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.runtime import trace as recording
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
+from jaxspec.trace.events import Event, summarise
+from jaxspec.trace.timeline import Timeline
 
 PROMPT = [5, 0, 17, 3, 0, 42]
 TOKENS = 24
@@ -196,7 +196,7 @@ def test_growth_happens_during_verification(parallel, tmp_path):
     assert summary.rounds == len(parallel.rounds) and summary.overlap >= 0.9
     # A busy machine notes some completions late, which shortens the programs after them.
     assert summary.program_s["verify"] > 0.9 * VERIFY_S and summary.program_s["expand"] > 0.9 * GROW_S
-    assert summary.draft_tree["tokens_computed"] == sum(r.draft.computed for r in parallel.rounds)
+    assert summary.draft_tree.tokens_computed == sum(r.draft.computed for r in parallel.rounds)
 
 
 def test_in_turn_nothing_overlaps(serial, tmp_path):
