@@ -14,7 +14,7 @@ PLAYED = ["Name the three primary colours.", "Which of them is the colour of the
 
 
 def questions() -> Iterator[str]:
-    """What the user types, or the short conversation."""
+    """The lines that the user types, or the short conversation."""
     if not sys.stdin.isatty():
         for question in PLAYED:
             print(f"> {question}")

@@ -195,12 +195,12 @@ class EngineConfig:
             if get_origin(hint) is Literal and (not isinstance(value, str) or value not in get_args(hint)):
                 *others, last = get_args(hint)
                 raise ConfigError(f"{name} {shown(value)} is not supported; use {', '.join(others)} or {last}")
-        for name, least in (("target_devices", 1), ("draft_devices", 1), ("max_context", 2), ("resident_layers", 0)):
+        for name, minimum in (("target_devices", 1), ("draft_devices", 1), ("max_context", 2), ("resident_layers", 0)):
             if (value := getattr(self, name)) is not None:
-                check_int(name, value, least)
-        for name, least in (("session_memory", 0), ("device_memory", 1)):
+                check_int(name, value, minimum)
+        for name, minimum in (("session_memory", 0), ("device_memory", 1)):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, parse_bytes(name, value, least))
+                object.__setattr__(self, name, parse_bytes(name, value, minimum))
         if not isinstance(self.expert_parallel, bool):
             raise ConfigError(f"expert_parallel must be true or false, got {shown(self.expert_parallel)}")
         if self.draft_platform is not None and (not isinstance(self.draft_platform, str) or not self.draft_platform):
@@ -262,15 +262,15 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def parse_bytes(name: str, value: object, least: int = 1) -> int:
+def parse_bytes(name: str, value: object, minimum: int = 1) -> int:
     """A number of bytes: an integer, or a text such as "6GiB", "512M" (1024² each) or "1.5GB"; else ConfigError."""
     if not isinstance(value, str):
-        return check_int(name, value, least, 2**63 - 1)
+        return check_int(name, value, minimum, 2**63 - 1)
     found = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]{0,3})\s*", value)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise ConfigError(f"{name} must be a number of bytes such as 6GiB, 512M or 1.5GB, got {shown(value)}")
-    return check_int(name, int(float(found[1]) * unit), least, 2**63 - 1)
+    return check_int(name, int(float(found[1]) * unit), minimum, 2**63 - 1)
 
 
 def check_length(name: str, values: Any) -> None:

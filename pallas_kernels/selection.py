@@ -23,7 +23,7 @@ AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What an implementation of GPU kernels runs on.
+    """Requirements of an implementation of GPU kernels.
 
     Attributes:
       lowest: lowest compute capability.
@@ -160,7 +160,7 @@ def _dotted(capability: Capability) -> str:
 
 @functools.cache
 def find_failure(operation: str, implementation: str, base: Kernels, device: Any) -> str | None:
-    """What is wrong with a GPU kernel, or None. A few tiny calls find it out, once per process.
+    """The fault of a GPU kernel, or None. A few tiny calls find it, once per process.
 
     Args:
       operation: name of its folder.
@@ -182,7 +182,7 @@ def find_failure(operation: str, implementation: str, base: Kernels, device: Any
 
 @functools.cache
 def find_native_problem() -> str | None:
-    """What is wrong with the native CPU library, or None. It is found out once per process."""
+    """The fault of the native CPU library, or None. It is looked for once per process."""
     found = library.load()
     if found.problem is not None:
         return found.problem

@@ -60,5 +60,5 @@ def list_files(folder: Path) -> None:
 
 
 def without_kernel_note(stderr):
-    """What a command wrote, less the one line that says why there are no native kernels, where there are none."""
+    """The output of a command, less the one line that says why there are no native kernels, where there are none."""
     return "".join(line for line in stderr.splitlines(keepends=True) if "no native CPU kernels" not in line)

@@ -11,7 +11,7 @@ from jaxspec.config import SamplingParams
 def process_reference(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int], vocab_size: int
 ) -> np.ndarray:
-    """What `processors.process` computes for one row.
+    """The reference of `processors.process`, for one row.
 
     Args:
       logits: [V_padded]

@@ -1,4 +1,4 @@
-"""What an installation and a source distribution hold."""
+"""The files of an installation and of a source distribution."""
 
 import ast
 import importlib.metadata

@@ -128,7 +128,7 @@ def _fetch(name: HubName) -> Path:
 
 
 def _fetch_cached(name: HubName, reason: Exception) -> Path:
-    """What the cache holds of a model while the hub cannot be reached."""
+    """The cached files of a model, for while the hub cannot be reached."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -284,7 +284,7 @@ def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[
 
 
 def _difference(comparison: "Comparison", names: Sequence[str], llm: "LLM") -> list[str]:
-    """Where two texts differ: prompt, position, both tokens, the margin and the largest margin of a tie."""
+    """Cells of the first difference: prompt, position, both tokens, the margin and the largest margin of a tie."""
 
     def show(token: int | None) -> str:
         # A faulty method may emit an id that is no token.

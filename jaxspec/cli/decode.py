@@ -288,7 +288,7 @@ def _stream(
 
 
 def _shower(underline: bool) -> Callable[["StreamEvent"], None]:
-    """What prints a piece of an answer."""
+    """A function that prints a piece of an answer."""
 
     def show(event: "StreamEvent") -> None:
         for text, drafted in event.spans:

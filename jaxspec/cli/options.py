@@ -74,7 +74,7 @@ def options_of(cls: Any, *names: str, **defaults: Any) -> dict[str, Option]:
 
 
 def _types_of(hint: Any) -> OptionTypes:
-    """What TOML may give for a field of this type."""
+    """Types that TOML may give for a field of this type."""
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         parts = (_types_of(part) for part in typing.get_args(hint) if part is not types.NoneType)

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while there is no output yet; nothing is shown anywhere else."""
+"""Progress at a terminal while there is no output yet; nothing is shown anywhere else."""
 
 import contextlib
 import sys

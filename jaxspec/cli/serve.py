@@ -64,7 +64,7 @@ def app(
     """
     options = {"session_memory": "1G"} | merge_options(given, config, set_ or [], FLAGS, method_options)
     most_body = parse_bytes("--max-body", max_body)
-    options["session_memory"] = parse_bytes("--session-memory", options["session_memory"], least=0)
+    options["session_memory"] = parse_bytes("--session-memory", options["session_memory"], minimum=0)
     if api_key == "":
         raise ConfigError(f"the API key is empty; leave {KEY_VARIABLE} unset for none")
     decoding = method_from(options)

@@ -37,7 +37,7 @@ class SharedEmbedding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where and in which dtype a model of one geometry lives; everything but the weights."""
+    """Devices, dtypes and shapes of a model of one geometry; everything but the weights."""
 
     cfg: ModelConfig  # geometry, unpadded
     plan: MeshPlan  # devices

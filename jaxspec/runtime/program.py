@@ -111,7 +111,7 @@ class Program:
             return None
 
     def digest(self, variant: Hashable = None) -> str | None:
-        """What the program is stored under; None where it is not stored."""
+        """The key that the program is stored under; None where it is not stored."""
         if not program_files.is_used():
             return None
         from jaxspec.runtime.store.fingerprint import UnknownError, program_digest

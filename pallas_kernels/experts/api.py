@@ -176,7 +176,7 @@ def _check_biases(gate_up: Weight, down: Weight, gate_up_bias: jax.Array | None,
 
 
 def _shape(weight: Weight) -> tuple[int, int, int]:
-    """Of the values of the experts' weights."""
+    """Shape of the experts' weights, counted in values."""
     shape = weight.shape
     if isinstance(weight, Blocks):
         known = find_format(weight.format)

@@ -99,7 +99,7 @@ def dequantise_planes(blocks: Blocks) -> jax.Array:  # [..., I / values, nbytes]
 
 
 def upper_bytes(layout: Planes) -> jax.Array:
-    """Of each byte of a group's codes the byte of its upper bits, int32 `[group]`."""
+    """The byte of upper bits that belongs to each byte of a group's codes, int32 `[group]`."""
     return jnp.arange(layout.group) % layout.upper
 
 

@@ -67,7 +67,7 @@ def swiglu(
 
 
 class _Call(NamedTuple):
-    """What is static of a call: the layout of the weight, groups of codes in a row and in a step, and block sizes.
+    """The static part of a call: the layout of the weight, groups of codes in a row and in a step, and block sizes.
 
     `dtype` is that of the result.
     """

@@ -102,7 +102,7 @@ def _flags(level: str) -> list[str]:
 
 
 def _weight(unit: tuple[Path, str]) -> int:
-    """What compiles longest comes first: the handlers with XLA's headers, then the products."""
+    """Order of compiling, the longest first: the handlers with XLA's headers, then the products."""
     source, level = unit
     return 3 if source.name == "handlers.cc" else 2 if source.name.startswith("packed") else 1 if level else 0
 

@@ -29,7 +29,7 @@ BUILD = f"install a C++17 compiler (such as g++) and {REINSTALL}"
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """What `load` found.
+    """The result of `load`.
 
     Attributes:
       level: instruction set of the library in use, or None.

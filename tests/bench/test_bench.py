@@ -20,6 +20,7 @@ from jaxspec.bench.report import bootstrap_interval, make_report
 from jaxspec.bench.run import measure
 from jaxspec.bench.tables import GLOSSARY, print_report
 from jaxspec.errors import ConfigError
+from jaxspec.llm import internals
 from pallas_kernels.registry import Kernels
 from pallas_kernels.selection import choose
 

@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
 
 
 class Source:
-    """What `check_accounted` asks of a checkpoint."""
+    """The part of a checkpoint that `check_accounted` reads."""
 
     path = Path("published")
     eos_ids = ()

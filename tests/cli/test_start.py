@@ -15,7 +15,7 @@ PYTHON = [sys.executable, "-m", "jaxspec"]
 
 @pytest.mark.parametrize("command", ["decode", "convert", "bench", "check", "tune", "serve"])
 def test_an_interrupt_before_anything_is_imported(command):
-    """What a signal finds in the first tenths of a second is imports, in which an exception would get lost."""
+    """A signal in the first tenths of a second falls into imports, in which an exception would get lost."""
     for delay in (0, 0.02):
         assert interrupt_after(delay, command) == (130, "", "")
 

@@ -100,7 +100,7 @@ class Commands:
             process.wait()
 
     def log(self, number: int) -> list[str]:
-        """What the engine of a process has run."""
+        """The programs that the engine of a process has run."""
         file = self._folder / f"log{number}"
         return file.read_text().splitlines() if file.exists() else []
 

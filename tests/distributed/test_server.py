@@ -14,7 +14,7 @@ LONG = {"ignore_eos": True, "max_tokens": 240}
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    """What one process decodes."""
+    """The text that one process decodes."""
     llm = jaxspec.LLM(pair[0], method="ar", max_context=256)
     return llm.generate(PROMPT, jaxspec.SamplingParams(max_tokens=24, ignore_eos=True))
 

@@ -140,7 +140,7 @@ def test_active_rows(gpu, implementation, dtype, model):
 @pytest.mark.parametrize(("implementation", "dtype"), [("triton", "bfloat16"), ("triton", "float32")])
 @pytest.mark.parametrize("model", [(2, 4, 64)])
 def test_sequences_in_a_batch(gpu, implementation, dtype, model):
-    """Of different lengths; the caches are given away, as engines do."""
+    """Sequences have different lengths; the caches are given away, as engines do."""
     kernels = kernels_for(ATTENTION[implementation], gpu, "tree_attention", implementation)
     rng = np.random.default_rng(7)
     lengths = (10, 150)

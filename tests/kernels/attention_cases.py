@@ -44,7 +44,7 @@ class Case:
 
     @property
     def first_slot(self):
-        """Where row 0 is written."""
+        """The slot into which row 0 is written."""
         return self.length + (self.offset or 0)
 
     @property

@@ -126,7 +126,7 @@ def parts_of(kernels, rows, weight):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_in_parts(dtype):
-    """Where there are few outputs; of one row, of many, and on a CPU there is one part."""
+    """Products of few outputs have several parts; one row, many rows, and a CPU have one."""
     weight = jnp.asarray(np.random.default_rng(0).normal(size=(72, 1024)), dtype)
     parts, whole = parts_of(XLA, 3, weight)
     assert parts.shape == (4, 3, 72) and parts.dtype == np.float32
@@ -138,7 +138,7 @@ def test_products_in_parts(dtype):
 
 
 def test_as_many_parts_as_xla_takes():
-    """Of Llama-3-8B's products on an H100; nothing is cut where inputs cannot be."""
+    """Parts of Llama-3-8B's products on an H100; nothing is cut where inputs cannot be."""
     shapes = {(6144, 4096): 4, (4096, 4096): 8, (4096, 14336): 8, (28672, 4096): 1, (64, 511): 1, (64, 3 * 256): 2}
     assert {shape: count_parts(*shape, multiprocessors=132) for shape in shapes} == shapes
 

@@ -1,4 +1,4 @@
-"""What is compiled, and what is not compiled again."""
+"""Files that are compiled, and files that are not compiled again."""
 
 import shutil
 

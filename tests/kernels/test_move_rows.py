@@ -33,7 +33,7 @@ def caches(*shapes, dtype=np.float32):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_moves(name, rows):
-    """Of every layer, of heads of two kinds, of a width that is no power of two; all else stays."""
+    """Rows of every layer move, for heads of two kinds and a width that is no power of two; all else stays."""
     given = caches((2, 40, 24), (1, 40, 24), (2, 40, 24))
     rng = np.random.default_rng(rows)
     source = (8 + rng.integers(0, 20, rows)).astype(np.int32)

@@ -32,7 +32,7 @@ def operands(name, outputs, activations, rows=35):
 
 
 def round_rows(x, activations):
-    """What rounded activations stand for, float64: 32 inputs share a scale, the largest one is 127, or 127 * 256."""
+    """Values of rounded activations, float64: 32 inputs share a scale, the largest one is 127, or 127 * 256."""
     most = np.float32(BITS[activations])
     units = x.reshape(*x.shape[:-1], -1, 32)
     largest = np.abs(units).max(-1, keepdims=True)

@@ -136,7 +136,7 @@ DRAFT_TIGHT = {
 
 
 def case_id(case):
-    """Of pytest."""
+    """The name of the test case."""
     method = case.method
     shape = {k: v for k, v in dataclasses.asdict(method).items() if getattr(type(method), k, None) != v}
     return f"{case.family}-tp{case.degree}-{case.geometry}-{method.name}({','.join(map(str, shape.values()))})"
@@ -376,7 +376,7 @@ def logprobs_of(rounds):
 
 
 def check_counts(case, rounds):
-    """What holds for the counters of every round; the last one may be cut."""
+    """Check the counters of every round; the last one may be cut."""
     method = case.method
     for emitted in rounds:
         assert len(emitted.tokens) == len(emitted.logprobs)
@@ -421,7 +421,7 @@ class Steps:
         return list(self.output.tokens)
 
     def caches(self):
-        """Of the target and, if there is one, of the draft."""
+        """Caches of the target and, if there is one, of the draft."""
         found = {"target": self.state.target.cache}
         if self.case.method.drafts and self.case.geometry != "none":
             found["draft"] = self.state.draft.sequence.cache
@@ -458,5 +458,5 @@ def _counting(wrong):
 
 
 def count_on(root, count):
-    """What the counting model writes after `root`."""
+    """The tokens that the counting model writes after `root`."""
     return [(root + 1 + i) % VOCAB for i in range(count)]

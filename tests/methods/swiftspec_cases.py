@@ -83,7 +83,7 @@ CASES = [
 
 
 def case_id(case):
-    """Of pytest: the constant's name says what is special about it."""
+    """The name of the test case: the constant's name says what is special about it."""
     return next(name.lower() for name, value in globals().items() if value is case)
 
 
@@ -129,7 +129,7 @@ def params_of(case, draft="copy"):
 
 @functools.cache
 def draft_params(family, degree, offset, geometry, kind):
-    """Of a kind of `method_cases.DRAFTS`; or "certain", a copy that gives nearly all of the mass to one token."""
+    """Parameters of a kind of `method_cases.DRAFTS`; "certain" is a copy that gives nearly all mass to one token."""
     config = draft_config(family, "layer" if geometry == "shared" else geometry)
     resized = geometry in ("small", "large")
 
@@ -161,12 +161,12 @@ def decode(case, prompt, count, draft="copy", seed=0, **sampling):
 
 
 def expected_tokens(case, prompt, count, seed=0, **sampling):
-    """What plain decoding says."""
+    """The tokens of plain decoding."""
     return tokens_of(plain(case.family, prompt, count, seed, **sampling))
 
 
 def check_rounds(case, rounds):
-    """What holds for the counters of every round; the last one may be cut."""
+    """Check the counters of every round; the last one may be cut."""
     method, before = case.method, None
     for emitted in rounds[:-1]:
         assert len(emitted.tokens) == len(emitted.logprobs) == emitted.accepted + 1
@@ -187,7 +187,7 @@ def check_rounds(case, rounds):
 
 
 def check_counts(case, counts, before):
-    """What holds for a draft's counts, given those of the batch before, if there was one."""
+    """Check a draft's counts, given those of the batch before, if there was one."""
     method, first = case.method, before is None
     missed = counts.caught_up > 0
     assert 0 <= counts.caught_up <= 2 and counts.evaluated_hit == (not missed)
@@ -268,5 +268,5 @@ class Rounds:
         return DraftCounts(*np.array(round_.draft).tolist())
 
     def caches(self):
-        """Of target and draft."""
+        """Caches of target and draft."""
         return {"target": self.state.target.cache, "draft": self.state.draft.sequence.cache}

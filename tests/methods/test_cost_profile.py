@@ -1,4 +1,4 @@
-"""What rounds cost on this machine: measured with a clock of the test, kept, read again, and used by `auto`."""
+"""Costs of rounds on this machine: measured with a clock of the test, kept, read again, and used by `auto`."""
 
 import dataclasses
 import json

@@ -44,7 +44,7 @@ def occurrences(text, method):
 
 
 def continuations(text, method):
-    """What followed each of them; a passage that reaches the end goes on with itself."""
+    """The tokens that followed each of them; a passage that reaches the end goes on with itself."""
     copies = []
     for _, end in occurrences(text, method):
         period = text[end + 1 :]

@@ -272,7 +272,7 @@ def test_interleaved_generations_do_not_disturb_each_other(case):
 
 @pytest.mark.slow
 def test_many_generations_leave_nothing_behind():
-    """Of any length, closed or ended; with fixed depth every one of a kind counts the same as well."""
+    """Texts have any length and are closed or end; with fixed depth every one of a kind counts the same as well."""
     engine, params = engine_of(BASIC), params_of(BASIC, "first layer")
     first, sizes = {}, []
     for turn in range(1000):

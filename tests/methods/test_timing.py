@@ -95,7 +95,7 @@ def test_a_pass_beside_a_round_is_not_the_rounds(timer, clock):
 
 
 def test_rounds_of_one_dispatch_share_its_time(timer, clock):
-    """What its rounds without a draft take is that of plain decoding."""
+    """Its rounds without a draft take the time of plain decoding."""
     for seconds, outputs, allowed in (
         (4.0, [PLAIN], False),
         (4.0, [PLAIN], False),

@@ -135,7 +135,7 @@ def decode(case, sampling, seed):
 
 
 def check_cache(case, state, text):
-    """What the rounds left in the cache is what a prefill of the same text computes."""
+    """The cache after the rounds is the one that a prefill of the same text computes."""
     length = len(text) - 1
     assert int(state.cache.length) == length and int(state.root) == text[-1]
     fresh = begin(case, text)

@@ -74,7 +74,7 @@ def write_folder(folder, config, tensors):
 
 
 def effective(name, tensor):
-    """What the toy multiplies with: powers of two and sums of float32 numbers, so that not a bit differs."""
+    """The toy's factors: powers of two and sums of float32 numbers, so that not a bit differs."""
     if name.endswith("norm.weight"):
         return tensor + np.float32(1)
     return tensor * np.float32(4) if name == "model.embed_tokens.weight" else tensor

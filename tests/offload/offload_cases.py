@@ -155,7 +155,7 @@ def make_pair(
 
 
 def decode(pair, prompt=PROMPT, count=24, seed=1, **sampling):
-    """What an engine gives: tokens, their log-probabilities, the most probable tokens at each place."""
+    """The output of an engine: tokens, their log-probabilities, the most probable tokens at each place."""
     options = SamplingParams(max_tokens=count, logprobs=5, **sampling)
     rounds = []
     with pair.engine.open(pair.params, prompt, options, seed) as session:

@@ -123,7 +123,7 @@ def test_a_streamed_target_feeds_what_a_resident_one_does(folder):
 
 @pytest.mark.parametrize("method", [Autoregressive(), Chain(3)], ids=["plain", "fed chain"])
 def test_a_longer_prompt_goes_on_from_the_shorter_one(folder, method):
-    """What an earlier text left in the caches is not computed again; the bits are those of a cold run."""
+    """Tokens that an earlier text left in the caches are not computed again; the bits are those of a cold run."""
     path, draft = checkpoint(folder, "q4_0"), checkpoint(folder, "fed") if method.drafts else None
     streamed = make_pair(path, method, offload="host", draft=draft)
     cold = decode(streamed, prompt=PROMPT + PROMPT[:9])

@@ -66,7 +66,7 @@ def test_the_bits_of_the_resident_model(folder, kind, method, offload, kept):
 
 
 class Record:
-    """What passes asked for: layers with the choices of their rows; and the fills of a store."""
+    """The record of passes: layers with the choices of their rows; and the fills of a store."""
 
     def __init__(self, monkeypatch, stream):
         self.asked, self.filled = [], []
@@ -130,7 +130,7 @@ def test_bytes_are_those_of_the_experts_that_rows_were_sent_to(folder, kind, met
 
 
 def test_experts_that_were_used_last_stay(folder, monkeypatch):
-    """What is read is what a cache of each layer does not hold, as a list says that is moved by hand."""
+    """Exactly the experts are read that a cache of each layer does not hold, as a list says that is moved by hand."""
     pair = streamed(folder, "qwen3 moe", "ar", offload="host", kept=2)
     record = Record(monkeypatch, stream_of(pair))
     expected = decode(resident(folder, "qwen3 moe", "ar"), count=16)

@@ -106,7 +106,7 @@ def test_a_draft_that_does_not_fit_its_own_devices_is_refused(folder):
 
 
 def test_the_draft_tokens_that_auto_chooses_are_planned(folder):
-    """Where a pass takes long, `auto` becomes SpecExec: its tree takes memory, and less is left for layers."""
+    """A long pass makes `auto` SpecExec: its tree takes memory, and less is left for layers."""
     method = Auto()
     models, placed, _ = opened(folder, method)
     config = EngineConfig(offload="host", max_context=CONTEXT, session_memory=0)

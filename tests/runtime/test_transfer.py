@@ -1,4 +1,4 @@
-"""What crosses between target and draft goes from device to device: the host sees a round's result and nothing else."""
+"""Transfers between target and draft go from device to device: the host sees a round's result and nothing else."""
 
 import jax
 import jax.numpy as jnp

@@ -68,7 +68,7 @@ TARGET, DRAFT = _tables()
 
 
 class Setting(NamedTuple):
-    """What is the same for a whole generation; `fault` is a planted mistake, for modes that know some."""
+    """The constants of a whole generation; `fault` is a planted mistake, for modes that know some."""
 
     mode: "Mode"
     vocab: VocabShard
@@ -77,7 +77,7 @@ class Setting(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What a draft hands over: a batch, log q of its inner rows if it drew them, and the text's history."""
+    """The message of a draft: a batch, log q of its inner rows if it drew them, and the text's history."""
 
     batch: Batch
     draft_logprob: jax.Array
@@ -114,7 +114,7 @@ class Mode:
 
 
 class Generated(NamedTuple):
-    """What came of the seeds.
+    """The outcomes of the seeds.
 
     Attributes:
       tokens: int32 [N, ROUNDS], the first ones of each.

@@ -58,7 +58,7 @@ def test_threefry_is_fold_in():
 
 
 def test_threefry_is_random123s():
-    """What a seed means must never change: the test vectors published with the generator."""
+    """The meaning of a seed must never change: the test vectors published with the generator."""
     assert _threefry([0, 0], 0, 0) == [0x6B200159, 0x99BA4EFE]
     assert _threefry([2**32 - 1] * 2, 2**32 - 1, 2**32 - 1) == [0x1CB996FC, 0xBB002BE7]
 

@@ -15,7 +15,7 @@ SHARDS = (0, 2, 4, 8)  # 0: no mesh at all
 
 
 def expected_top(values, k):
-    """Of the comparison `>`, to which -0 and 0 are a tie."""
+    """The order of the comparison `>`, to which -0 and 0 are a tie."""
     ids = np.argsort(-values, axis=-1, kind="stable")[:, :k]
     return np.take_along_axis(values, ids, axis=-1), ids
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: intervals, ratios, files of answers."""
+"""The parts that the benchmarks share: intervals, ratios, files of answers."""
 
 import json
 

@@ -139,7 +139,7 @@ class PlainTree:
 
 
 def assert_same(tree, plain, scores=np.testing.assert_array_equal):
-    """What a tree promises of its used rows, and that unused rows propose nothing."""
+    """Check a tree's promises for its used rows, and that unused rows propose nothing."""
     n = len(plain.token)
     assert tree.size == n
     np.testing.assert_array_equal(tree.token[:n], plain.token)

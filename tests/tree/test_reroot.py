@@ -204,7 +204,7 @@ def empty_tree(rows, branch):
 
 
 def label(text):
-    """What a cache row of the last token of `text` would hold: a function of everything up to it."""
+    """The content of the cache row of the last token of `text`: a function of everything up to it."""
     value = 0
     for token in text:
         value = (value * 31 + token + 1) % 1_000_003

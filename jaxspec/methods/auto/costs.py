@@ -85,7 +85,7 @@ def measure_rounds(
         return sample
 
     samples = time_turns(
-        turn, MOST_SAMPLES, least=LEAST_SAMPLES, enough_s=ENOUGH_S, too_long_s=TOO_LONG_S, now=now
+        turn, MOST_SAMPLES, at_least=LEAST_SAMPLES, enough_s=ENOUGH_S, too_long_s=TOO_LONG_S, now=now
     )  # fmt: skip
     if not samples:
         return None

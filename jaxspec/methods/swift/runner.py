@@ -14,7 +14,7 @@ from jaxspec.methods.core.runner import HostState, SpeculativeRunner, Speculativ
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
 from jaxspec.methods.swift.search import LayerSearch, matchness_program
-from jaxspec.methods.swift.self_draft import SelfDrafter, SpineSettings
+from jaxspec.methods.swift.self_draft import ChainSettings, SelfDrafter
 from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.results import Choice
@@ -24,7 +24,7 @@ from jaxspec.sampling.request import Request
 
 @dataclasses.dataclass(eq=False)
 class HostText(HostState):
-    """What the host knows of one generation."""
+    """The host's record of one generation."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)  # prompt and verified ones, one round late
     prompt: int = 1  # how many of them are the prompt's
@@ -75,7 +75,7 @@ class SwiftRunner(SpeculativeRunner):
     timer: DraftTimer
 
     def __init__(
-        self, target: Placement, tokens: int, search: LayerSearch, timer: DraftTimer, spine: SpineSettings, *,
+        self, target: Placement, tokens: int, search: LayerSearch, timer: DraftTimer, chain: ChainSettings, *,
         fixed: LayerSet | None, file: LayerStore | None, task: str,
         share: float, branching: bool,
     ):  # fmt: skip
@@ -86,13 +86,13 @@ class SwiftRunner(SpeculativeRunner):
         """
         self.search, self._fixed, self._file, self._task = search, fixed, file, task
         self.share, self._searches = share, fixed is None and share != 0 and search.has_choice
-        timer.adaptive = spine.adaptive
-        window, costs = search.settings.window, CostModel(pass_costs(target, spine.num_rows))
+        timer.adaptive = chain.adaptive
+        window, costs = search.settings.window, CostModel(pass_costs(target, chain.num_rows))
         layers = fixed or search.layers
         super().__init__(
             target, tokens,
-            lambda verified: SelfDrafter(target, self.slots, verified, spine, costs, layers, branching),
-            max_path=spine.length + 1, num_rows=max(spine.num_rows, window), rule=match, dynamic_rows=True, timer=timer,
+            lambda verified: SelfDrafter(target, self.slots, verified, chain, costs, layers, branching),
+            max_path=chain.length + 1, num_rows=max(chain.num_rows, window), rule=match, dynamic_rows=True, timer=timer,
         )  # fmt: skip
         timer.draft_cost, self._pass_cost = self.drafter.cost, float(pass_costs(target, window)[-1])
         self._pending: collections.deque[tuple[HostText, LayerSet, jax.Array]] = collections.deque()

@@ -98,7 +98,7 @@ class LayerSearch:
             self.stopped = f"{settings.tolerance} steps without a better set"
 
     def save(self) -> dict[str, Any]:
-        """What another process needs to go on, as JSON."""
+        """The state of the search as JSON, with which another process can go on."""
         bits = [("".join("01"[int(unit)] for unit in skipped), round(score, 5)) for skipped, score in self._observed]
         return {
             "layers": str(self.layers), "matchness": self.matchness, "steps": self.steps, "stale": self.stale,

@@ -1,4 +1,4 @@
-"""Drafting with the target itself, some of its blocks skipped (SWIFT, arXiv 2410.06916): a spine with siblings.
+"""Drafting with the target itself, some of its blocks skipped (SWIFT, arXiv 2410.06916): a chain with siblings.
 
 The draft has the target's parameters and its cache. Blocks that run find the keys and values of all verified tokens
 there. Drafted rows go to the tree window, which verification writes again for all layers. So there is no second cache.
@@ -52,7 +52,7 @@ FIRST_PATIENCE, LONGEST_PATIENCE = 8, 256
 
 
 @dataclasses.dataclass(frozen=True)
-class SpineSettings:
+class ChainSettings:
     """How drafts are grown; `Swift` documents the fields."""
 
     length: int
@@ -67,8 +67,8 @@ class SpineSettings:
 
 
 @struct.dataclass
-class SpineMemory:
-    """What is known of the draft, and its last spine."""
+class ChainMemory:
+    """Statistics of the draft's hits, and its last chain."""
 
     acceptance: AcceptanceStats  # of first choices
     ranks: jax.Array  # float32 [2, k - 1], refusals of a first choice, and how often each further one was right then
@@ -80,10 +80,10 @@ class SpineMemory:
 
 
 @struct.dataclass
-class Spine:
-    """A draft in the making; `token`, `kind` and `count` as in `SpineMemory`."""
+class GrownChain:
+    """A draft in the making; `token`, `kind` and `count` as in `ChainMemory`."""
 
-    cache: KVCache  # the root and all spine tokens but the last are rows of its window
+    cache: KVCache  # the root and all chain tokens but the last are rows of its window
     token: jax.Array
     kind: jax.Array
     score: jax.Array  # float32 [n, k], log chance that the target accepts the token and all before it; -inf for none
@@ -116,7 +116,7 @@ class SelfDrafter(Drafter):
     idle_steps = STEPS_PER_DISPATCH
 
     def __init__(
-        self, target: Placement, slots: int, verified: Verified, spine: SpineSettings, costs: CostModel,
+        self, target: Placement, slots: int, verified: Verified, chain: ChainSettings, costs: CostModel,
         layers: LayerSet, branching: bool,
     ):  # fmt: skip
         """Declare the programs, for a cache of `slots`, shapes `verified` by a round, and its `costs`.
@@ -125,15 +125,15 @@ class SelfDrafter(Drafter):
         """
         self._target, self._branching = target, branching
         plan, state = target.plan, sequence_shapes(target, slots)
-        self.shapes = draft_shapes(target, spine.num_rows)
-        self.state = memory = target.replicated(jax.eval_shape(lambda: init_memory(spine)))
+        self.shapes = draft_shapes(target, chain.num_rows)
+        self.state = memory = target.replicated(jax.eval_shape(lambda: init_memory(chain)))
         choice = (target.array((target.cfg.num_layers, 2), jnp.bool_), target.array((), jnp.float32))
         args = [target.params(), state, memory, verified, request_shapes(target), *choice]
 
         def declare(known: LayerSet | None) -> Program:
             def draft(params, state, memory, verified, request, units, cost):
                 runs = units if known is None else known
-                return draft_spine(params, target, state, memory, verified, request, runs, cost, spine, costs)
+                return draft_chain(params, target, state, memory, verified, request, runs, cost, chain, costs)
 
             return Program("draft", draft, plan, args, (state, memory, self.shapes), donate=[1, 2])
 
@@ -149,7 +149,7 @@ class SelfDrafter(Drafter):
             idle = memory.idle + verified.count
             return dataclasses.replace(learn(memory, verified), count=jnp.int32(0), idle=idle)
 
-        self._create = Program("draft create", lambda: init_memory(spine), plan, [], memory)
+        self._create = Program("draft create", lambda: init_memory(chain), plan, [], memory)
         self._restart = Program("draft restart", restart, plan, [memory], memory, donate=[0])
         self._skip = Program("draft skip", skip, plan, [memory, verified], memory, donate=[0])
         self._drafts = {None if branching else layers: declare(None if branching else layers)}
@@ -163,21 +163,21 @@ class SelfDrafter(Drafter):
     def programs(self) -> Sequence[Program]:
         return (self._create, self._restart, self._skip, *self._drafts.values())
 
-    def start(self, root: int, state: SpineMemory | None) -> SpineMemory:
+    def start(self, root: int, state: ChainMemory | None) -> ChainMemory:
         """Begin a text; what was learned of the draft in earlier ones counts."""
         return self._create() if state is None else self._restart(state)
 
     def prefill(
-        self, params: ModelParams, state: SpineMemory, tokens: np.ndarray, states: PromptStates | None = None
-    ) -> SpineMemory:
+        self, params: ModelParams, state: ChainMemory, tokens: np.ndarray, states: PromptStates | None = None
+    ) -> ChainMemory:
         return state  # only the target has a cache
 
     def draft(
-        self, params: ModelParams, target: SequenceState, state: SpineMemory, verified: Verified, request: Request
-    ) -> tuple[SequenceState, SpineMemory, Draft]:
+        self, params: ModelParams, target: SequenceState, state: ChainMemory, verified: Verified, request: Request
+    ) -> tuple[SequenceState, ChainMemory, Draft]:
         return self._draft(params.target, target, state, verified, request, *self._choice)
 
-    def skip(self, params: ModelParams, state: SpineMemory, verified: Verified) -> SpineMemory:
+    def skip(self, params: ModelParams, state: ChainMemory, verified: Verified) -> ChainMemory:
         return self._skip(state, verified)
 
     def adopt(self, layers: LayerSet) -> bool:
@@ -205,16 +205,16 @@ class SelfDrafter(Drafter):
         self._choice = [place(value, shape.sharding) for value, shape in values]
 
 
-def init_memory(spine: SpineSettings) -> SpineMemory:
+def init_memory(chain: ChainSettings) -> ChainMemory:
     """Nothing known but that most first choices are accepted."""
-    n, k, zero = spine.length, spine.branch, jnp.int32(0)
+    n, k, zero = chain.length, chain.branch, jnp.int32(0)
     token, kind, ranks = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32), jnp.zeros((2, k - 1))
     surest = jnp.where(jnp.arange(2 * CLASSES) == CLASSES - 1, ACCEPTED_BEFORE, 0.0)
-    return SpineMemory(AcceptanceStats(surest, surest), ranks, token, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
+    return ChainMemory(AcceptanceStats(surest, surest), ranks, token, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
 
 
-def learn(memory: SpineMemory, verified: Verified) -> SpineMemory:
-    """Compare the last spine with the verified text, whether the batch held it or not."""
+def learn(memory: ChainMemory, verified: Verified) -> ChainMemory:
+    """Compare the last chain with the verified text, whether the batch held it or not."""
     hit = memory.token == verified.tokens[: memory.token.shape[0], None]
     seen = chain_outcome(memory.token[:, 0], memory.count, verified.tokens, verified.count)
     refused = seen & ~hit[:, 0]  # at most one
@@ -228,10 +228,10 @@ def learn(memory: SpineMemory, verified: Verified) -> SpineMemory:
     )
 
 
-def draft_spine(
-    params: Params, target: Placement, state: SequenceState, memory: SpineMemory, verified: Verified, request: Request,
-    units: LayerSet | jax.Array, cost: jax.Array, spine: SpineSettings, costs: CostModel,
-) -> tuple[SequenceState, SpineMemory, Draft]:  # fmt: skip
+def draft_chain(
+    params: Params, target: Placement, state: SequenceState, memory: ChainMemory, verified: Verified, request: Request,
+    units: LayerSet | jax.Array, cost: jax.Array, chain: ChainSettings, costs: CostModel,
+) -> tuple[SequenceState, ChainMemory, Draft]:  # fmt: skip
     """Learn from what the last round `verified`, and draft; for one shard.
 
     Only window slots of the state's cache change. `units` are the blocks that run, as data bool [L, 2]. `cost` is that
@@ -239,21 +239,21 @@ def draft_spine(
     """
     assert state.root is not None
     root, idle, memory = state.root, memory.idle + verified.count, learn(memory, verified)
-    tokens, round_cost, mean = jnp.arange(1, spine.length + 1), jnp.asarray(costs.rounds), memory.acceptance.mean_rate()
+    tokens, round_cost, mean = jnp.arange(1, chain.length + 1), jnp.asarray(costs.rounds), memory.acceptance.mean_rate()
     rate = (1 + jnp.cumsum(mean**tokens)) / (round_cost[tokens] + cost * tokens)
-    pays = jnp.max(rate) > 1 / round_cost[0] if spine.adaptive else jnp.bool_(True)
+    pays = jnp.max(rate) > 1 / round_cost[0] if chain.adaptive else jnp.bool_(True)
     retry = ~pays & (idle >= memory.patience)
     should_draft = pays | retry
-    grown = grow_spine(params, target, state, memory, request, units, cost, should_draft, spine, round_cost)
+    grown = grow_chain(params, target, state, memory, request, units, cost, should_draft, chain, round_cost)
 
     def pack() -> Batch:
         candidates = grown.candidates()
-        if spine.adaptive:
+        if chain.adaptive:
             candidates, _ = keep_worthwhile(candidates, round_cost + cost * grown.count)
-        return pack_best(root, candidates, spine.num_rows)
+        return pack_best(root, candidates, chain.num_rows)
 
     # Most rounds that draft nothing should not sort empty lists.
-    batch = jax.lax.cond(should_draft, pack, lambda: root_alone(root, spine.num_rows))
+    batch = jax.lax.cond(should_draft, pack, lambda: root_alone(root, chain.num_rows))
     backoff = jnp.where(retry, jnp.minimum(2 * memory.patience, LONGEST_PATIENCE), memory.patience)
     memory = dataclasses.replace(
         memory, token=grown.token, kind=grown.kind, count=grown.count, idle=jnp.where(should_draft, 0, idle),
@@ -262,30 +262,30 @@ def draft_spine(
     return dataclasses.replace(state, cache=grown.cache), memory, Draft(batch, grown.count)
 
 
-def grow_spine(
-    params: Params, target: Placement, state: SequenceState, memory: SpineMemory, request: Request,
-    units: LayerSet | jax.Array, cost: jax.Array, should_draft: jax.Array, spine: SpineSettings, round_cost: jax.Array,
-) -> Spine:  # fmt: skip
+def grow_chain(
+    params: Params, target: Placement, state: SequenceState, memory: ChainMemory, request: Request,
+    units: LayerSet | jax.Array, cost: jax.Array, should_draft: jax.Array, chain: ChainSettings, round_cost: jax.Array,
+) -> GrownChain:  # fmt: skip
     """Draft token by token while the draft is confident and, if it is adaptive, while a further pass pays."""
     assert state.root is not None and state.history is not None
     cfg, vocab, root, text = target.cfg, target.vocab, state.root, state.history
-    n, k = spine.length, spine.branch
+    n, k = chain.length, chain.branch
     place, mean = jnp.arange(n, dtype=jnp.int32), memory.acceptance.mean_rate()
     tried, right = memory.ranks
     # Of each further choice where the first one is wrong; their sum is below 1.
     ranks = (right + PRIOR_WEIGHT * PRIOR_SECOND * PRIOR_DECAY ** jnp.arange(k - 1)) / (tried + PRIOR_WEIGHT)
 
-    def go_on(done: Spine) -> jax.Array:
+    def go_on(done: GrownChain) -> jax.Array:
         def rate(gain: jax.Array, tokens: jax.Array) -> jax.Array:
             return gain / (round_cost[tokens] + cost * tokens)
 
-        more = should_draft & (done.count < n) & (done.confidence >= spine.threshold)
-        if spine.adaptive:
+        more = should_draft & (done.count < n) & (done.confidence >= chain.threshold)
+        if chain.adaptive:
             further = rate(done.gain + done.chance * mean, jnp.minimum(done.count + 1, n))
             more &= (done.count == 0) | (further > rate(done.gain, done.count))  # the first pass has been decided on
         return more
 
-    def extend(done: Spine) -> Spine:
+    def extend(done: GrownChain) -> GrownChain:
         at, cache = done.count, done.cache
         token = jnp.where(at > 0, done.token[jnp.maximum(at - 1, 0), 0], root)[None]
         hidden, cache = forward(
@@ -300,13 +300,13 @@ def grow_spine(
         kind = class_of(jnp.log(confidence[0]))
         first = memory.acceptance.rate(kind)
         chance = done.chance * jnp.concatenate([first[None], (1 - first) * ranks])
-        children = jnp.array(spine.siblings)[(confidence[0] < jnp.array(LEVELS)).sum()]
+        children = jnp.array(chain.siblings)[(confidence[0] < jnp.array(LEVELS)).sum()]
         child = possible[0] & (jnp.arange(k) < children)
         score = done.score.at[at].set(jnp.where(child, jnp.log(chance), -jnp.inf))
         token, kind = done.token.at[at].set(choices[0]), done.kind.at[at].set(kind)
-        return Spine(cache, token, kind, score, confidence[0], at + 1)
+        return GrownChain(cache, token, kind, score, confidence[0], at + 1)
 
     token, kind = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32)
-    start = Spine(state.cache, token, kind, jnp.full((n, k), -jnp.inf), jnp.float32(1), jnp.int32(0))
+    start = GrownChain(state.cache, token, kind, jnp.full((n, k), -jnp.inf), jnp.float32(1), jnp.int32(0))
     with jax.named_scope("draft/grow"):
         return jax.lax.while_loop(go_on, extend, start)

@@ -13,7 +13,7 @@ from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_flag, check_range, log_threshold
 from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
-from jaxspec.methods.swift.self_draft import LEVELS, SpineSettings
+from jaxspec.methods.swift.self_draft import LEVELS, ChainSettings
 from jaxspec.methods.swift.store import LayerStore
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layer_set import LayerSet, parse_layers
@@ -99,21 +99,21 @@ class Swift(Method):
 
     @property
     def num_rows(self) -> int:
-        return self._spine.num_rows
+        return self._chain.num_rows
 
     @property
     def max_path(self) -> int:
-        return self.length + 1  # the spine and the bonus token
+        return self.length + 1  # the chain and the bonus token
 
     @property
-    def _spine(self) -> SpineSettings:
+    def _chain(self) -> ChainSettings:
         threshold = (ADAPTIVE_THRESHOLD if self.adaptive else THRESHOLD) if self.threshold is None else self.threshold
         # All steps but the last have some confidence, and so no more children than that allows.
         bounds = zip(self.siblings, (math.inf, *LEVELS), strict=True)
         rows = 1 + (self.length - 1) * max(count for count, below in bounds if below > threshold) + max(self.siblings)
         most = max(ADAPTIVE_ROWS, self.length + 1) if self.adaptive else rows
         most = most if self.num_draft_tokens is None else self.num_draft_tokens + 1
-        return SpineSettings(self.length, threshold, self.siblings, self.adaptive, min(rows, most))
+        return ChainSettings(self.length, threshold, self.siblings, self.adaptive, min(rows, most))
 
     def check(self, models: Models) -> None:
         if models.target.resident_layers is not None:
@@ -141,7 +141,7 @@ class Swift(Method):
             if file is not None:
                 file.load(self.task, search)
         return SwiftRunner(
-            target, tokens, search, timer, self._spine, fixed=self._fixed(target), file=file, task=self.task,
+            target, tokens, search, timer, self._chain, fixed=self._fixed(target), file=file, task=self.task,
             share=self.share, branching=self._branches(target),
         )  # fmt: skip
 

@@ -39,6 +39,7 @@ from train.train import restore_params
 from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint.load import open_weights
 from jaxspec.files import vocabulary_digest
+from jaxspec.llm import internals
 from jaxspec.models.feature_draft import forward_draft, fuse, prefill_draft
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.mesh import plan_mesh
@@ -187,7 +188,7 @@ def test_states_are_those_of_each_text_alone(chat_model):
             places = np.flatnonzero(rows.segment[r] == number)
             token = np.zeros(LENGTH, np.int32)
             token[: len(places)] = rows.token[r, places]
-            expected = np.asarray(run(llm.params, token))[: len(places)]
+            expected = np.asarray(run(internals(llm).params.target, token))[: len(places)]
             assert relative_error(found[r, places], expected) < 1e-2  # bfloat16
 
 

@@ -180,7 +180,7 @@ def test_batches_go_on_epoch_after_epoch():
 
 @functools.cache
 def own_logprobs(length):
-    """Of a student, for one text alone."""
+    """Log-probabilities of a student, for one text alone."""
     embed, head = tables()
 
     def run(params, token):
@@ -335,7 +335,7 @@ def test_a_stopped_run_goes_on(command, data, finished, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory):
-    """Of the same geometry, vocabulary and template."""
+    """Another target of the same geometry, vocabulary and template."""
     folder = tmp_path_factory.mktemp("distil") / "other"
     write_native(folder, LLAMA, seed=9)
     write_chat_tokenizer(folder, LLAMA.vocab_size)
