@@ -2,7 +2,7 @@
 
 import importlib
 
-from jaxspec.version import __version__
+__version__ = "0.1.0"
 
 TYPE_CHECKING = False  # as in `typing`, whose import would be half of what `import jaxspec` takes
 

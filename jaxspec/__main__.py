@@ -2,8 +2,8 @@
 
 import sys
 
+from jaxspec import __version__
 from jaxspec.cli import start
-from jaxspec.version import __version__
 
 COMMANDS = {
     "decode": "a prompt in, streamed text out",

@@ -353,48 +353,46 @@ class LLM:
         yield dataclasses.replace(event, completion=completion)
 
 
-@overload
-def generate(
-    prompt: Prompt, sampling_params: SamplingParams | None = None, *, model: str | PathLike[str] | None = None,
-    draft: str | PathLike[str] | None = None, method: str | Method = "auto", revision: str | None = None,
-    **settings: Unpack[EngineSettings],
-) -> Completion: ...  # fmt: skip
+class ModelOptions(EngineSettings, total=False):
+    """The keywords of `generate`: those of `LLM` in one process."""
+
+    model: str | PathLike[str] | None
+    draft: str | PathLike[str] | None
+    method: str | Method
+    revision: str | None
 
 
 @overload
 def generate(
-    prompt: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-    model: str | PathLike[str] | None = None, draft: str | PathLike[str] | None = None, method: str | Method = "auto",
-    revision: str | None = None, **settings: Unpack[EngineSettings],
+    prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[ModelOptions]
+) -> Completion: ...
+
+
+@overload
+def generate(
+    prompt: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    **options: Unpack[ModelOptions],
 ) -> list[Completion]: ...  # fmt: skip
 
 
-def generate(
-    prompt: Prompt | Sequence[Prompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    *,
-    model: str | PathLike[str] | None = None,
-    draft: str | PathLike[str] | None = None,
-    method: str | Method = "auto",
-    revision: str | None = None,
-    **settings: Unpack[EngineSettings],
-) -> Completion | list[Completion]:
+def generate(prompt: Any, sampling_params: Any = None, **options: Unpack[ModelOptions]) -> Any:
     """Complete a prompt with the default model, or `model`; a second call with the same options reuses that model.
 
     Args:
       prompt, sampling_params: see `LLM.generate`: one prompt gives a `Completion`, a list of prompts a list of them.
-      model, draft, method, revision, **settings: see `LLM`.
+      **options: the keywords of `LLM`: model, draft, method, revision, and the fields of `EngineConfig`.
     """
-    options = {"draft": draft, "method": method, "revision": revision, **settings}
-    key = (None if model is None else check_path("model", model), tuple(sorted(options.items())))
+    given: dict[str, Any] = {"model": None, "draft": None, "method": "auto", "revision": None, **options}
+    if given["model"] is not None:
+        given["model"] = check_path("model", given["model"])
     try:
-        hash(key)
+        hash(key := tuple(sorted(given.items())))
     except TypeError as error:
         raise ConfigError(f"an option of generate has a value that no option takes: {shown(options)}") from error
     if key not in _loaded:
         _loaded.clear()  # before the new one comes: two models may not fit into memory
-        _loaded[key] = LLM(model, draft=draft, method=method, revision=revision, **settings)
-    return _loaded[key].generate(prompt, sampling_params)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        _loaded[key] = LLM(**given)
+    return _loaded[key].generate(prompt, sampling_params)
 
 
 _loaded: dict[tuple[Any, ...], LLM] = {}

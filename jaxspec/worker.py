@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec import __version__
 from jaxspec.engine import Engine, Session, read_sampling
 from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.registry import make_method
 from jaxspec.runtime import hosts
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.version import __version__
 from pallas_kernels.native import library
 
 

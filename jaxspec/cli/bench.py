@@ -1,6 +1,5 @@
 """`jaxspec-bench`: decoding methods side by side on the same prompts."""
 
-import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -25,14 +24,12 @@ from jaxspec.cli.options import (
     setting_types,
 )
 from jaxspec.cli.processes import processes_from, ran_as_worker
-from jaxspec.cli.progress import Bar
-from jaxspec.cli.run import command, interrupts_noted, leave_after_interrupt, run_app
+from jaxspec.cli.progress import Bar, table_console, write_report
+from jaxspec.cli.run import command, interrupts_noted, leave_after_interrupt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 
 NAME = "jaxspec-bench"
-
-PIPE_WIDTH = 132  # tables need this much room; a file or a pipe has it
 
 SAMPLED = options_of(
     SamplingParams, "max_tokens", "temperature", "top_p", "seed", "ignore_eos",
@@ -67,8 +64,7 @@ def app(
     An interrupt (Ctrl-C) ends the run after the answer in progress and reports what is complete.
     """
     out = check_output(json_)
-    from rich.console import Console  # heavy imports only now: --help and usage errors answer at once
-
+    # Heavy imports only now: --help and usage errors answer at once.
     from jaxspec.bench.columns import default_methods, loading_method, make_columns
     from jaxspec.bench.prompts import load_prompts, select_prompts
     from jaxspec.bench.report import make_report
@@ -94,24 +90,12 @@ def app(
     draft = None if llm.draft_path is None else str(llm.draft_path)
     line = shlex.join([NAME, *sys.argv[1:]])
     report = make_report(measured, line, str(llm.model_path), draft, given["target_devices"])
-    to_stdout = out is not None and str(out) == "-"
-    console = Console(stderr=to_stdout)
-    if not console.is_terminal:
-        console = Console(stderr=to_stdout, width=PIPE_WIDTH)
     try:
-        # Before the tables: their reader may leave early, as `head` does. A full disk must not cost the tables.
-        if out is not None:
-            text = json.dumps(report, ensure_ascii=False, allow_nan=False, default=str)
-            print(text) if to_stdout else out.write_text(text + "\n", encoding="utf-8")
+        write_report(report, out)  # before the tables: their reader may leave early, as `head` does
     finally:
-        print_report(report, console, glossary)
+        print_report(report, table_console(out), glossary)  # a full disk must not cost the tables
     if measured.interrupted:
         leave_after_interrupt()
-
-
-def main() -> None:
-    """Entry point."""
-    run_app(app, NAME)
 
 
 def _split_list(text: str, option: str) -> list[str]:

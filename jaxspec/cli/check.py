@@ -1,7 +1,6 @@
 """`jaxspec-check`: is speculation lossless here?"""
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,8 @@ from jaxspec.cli.options import (
     setting_types,
 )
 from jaxspec.cli.processes import refuse_several
-from jaxspec.cli.progress import Bar
-from jaxspec.cli.run import command, run_app
+from jaxspec.cli.progress import Bar, table_console, write_report
+from jaxspec.cli.run import command
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.methods.registry import METHODS, make_method, method_class
 
@@ -112,7 +111,7 @@ def app(
         **dataclasses.asdict(size), "seed": seed, "prompts": names, "methods": [], "skipped": skipped,
     }  # fmt: skip
 
-    console = _console(json_)
+    console = table_console(json_, PIPE_WIDTH)
     report["rows"] = _check_rows(plain, encoded[0], size.max_tokens)
     console.print(_words_on_rows(report["rows"], kernels.name), markup=False, highlight=False)
     reference, remembered = ReferenceDecoder(target, internals(llm).params.target), RememberedDecoder(plain)
@@ -149,18 +148,11 @@ def app(
         minutes = max(1, round(estimate_full(report["methods"], setup_s, every) / 60))
         text = f"this was the quick check; --full checks {len(every)} methods with more texts, in about {minutes} min"
         console.print(text, markup=False, highlight=False)
-    if json_ is not None:
-        text = json.dumps(_jsonable(report), ensure_ascii=False, allow_nan=False)
-        print(text) if str(json_) == "-" else json_.write_text(text + "\n", encoding="utf-8")
+    write_report(_jsonable(report), json_)
     if faulty:
         raise JaxspecError(f"not lossless here: {', '.join(faulty)}")
     if unused:
         raise JaxspecError(f"kernels {named!r} take no call of this model: others were checked; use auto or xla")
-
-
-def main() -> None:
-    """Entry point."""
-    run_app(app, NAME)
 
 
 def _check_prompts(given: Sequence[str], file: Path | None) -> None:
@@ -321,14 +313,6 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | None) else str(value)
-
-
-def _console(json_: Path | None) -> "Console":
-    from rich.console import Console
-
-    to_stdout = str(json_) != "-"
-    console = Console(stderr=not to_stdout)
-    return console if console.is_terminal else Console(stderr=not to_stdout, width=PIPE_WIDTH)
 
 
 def _counter(bar: Bar, name: str) -> Callable[[str, int], None]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jaxspec.cli.run import command, interrupts_noted, run_app
+from jaxspec.cli.run import command, interrupts_noted
 from jaxspec.errors import ConfigError
 
 NAME = "jaxspec-convert"
@@ -49,11 +49,6 @@ def app(
         raise ConfigError(f"give SRC and DST, or --verify and a folder; {NAME} --help says more")
     else:
         _run(src, dst, dtype, quantize, layers)
-
-
-def main() -> None:
-    """Entry point."""
-    run_app(app, NAME)
 
 
 def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | None) -> None:

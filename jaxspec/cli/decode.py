@@ -34,7 +34,7 @@ from jaxspec.cli.options import (
 )
 from jaxspec.cli.processes import asks_for_several, is_worker, processes_from, ran_as_worker
 from jaxspec.cli.progress import passes_shown, waiting
-from jaxspec.cli.run import command, interrupts_noted, leave_after_interrupt, run_app, without_collection
+from jaxspec.cli.run import command, interrupts_noted, leave_after_interrupt, without_collection
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,11 +148,6 @@ def app(
     if plain is not None:
         sys.stdout.flush()
         print(_comparison(completion, _decode_plainly(plain, prepared, sampling, completion)), file=sys.stderr)
-
-
-def main() -> None:
-    """Entry point."""
-    run_app(app, NAME)
 
 
 def _check_interactive(options: dict[str, Any], prompt: bool, json_: bool, trace: Path | None) -> None:

@@ -1,11 +1,15 @@
-"""Progress at a terminal while there is no output yet; nothing is shown anywhere else."""
+"""Progress at a terminal while there is no output yet, and the tables and the report at the end."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from jaxspec.llm import LLM
 
 # A pass over streamed weights is shown once it has taken so long.
@@ -34,6 +38,22 @@ class Bar:
 
     def show(self, what: str, done: int, total: int) -> None:
         self._progress.update(self._task, description=what.replace("[", "\\["), completed=done, total=total)
+
+
+def table_console(json_: Path | None = None, width: int = 132) -> "Console":
+    """Where tables go: standard output, or standard error if a report goes there; `width` is for files and pipes."""
+    from rich.console import Console
+
+    stderr = str(json_) == "-"
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=width)
+
+
+def write_report(report: Any, path: Path | None) -> None:
+    """Write one JSON object to a file, or to standard output for "-"; None writes nothing."""
+    if path is not None:
+        text = json.dumps(report, ensure_ascii=False, allow_nan=False, default=str)
+        print(text) if str(path) == "-" else path.write_text(text + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -16,11 +16,11 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from jaxspec import __version__
 from jaxspec.cli.options import Options
 from jaxspec.cli.start import INTERRUPTED, STDERR, STDOUT, begin, leave_interrupted
 from jaxspec.errors import ConfigError, JaxspecError, one_line
 from jaxspec.foreign import option_hint
-from jaxspec.version import __version__
 
 
 def _print_version(context: typer.Context, wanted: bool) -> None:

@@ -25,7 +25,7 @@ from jaxspec.cli.options import (
 )
 from jaxspec.cli.processes import is_worker, processes_from, ran_as_worker
 from jaxspec.cli.progress import waiting
-from jaxspec.cli.run import command, run_app
+from jaxspec.cli.run import command
 from jaxspec.config import parse_bytes
 from jaxspec.errors import ConfigError
 
@@ -94,11 +94,6 @@ def app(
         where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         print(f"{NAME}: {name} at {where}/v1, live view at {where}/", file=sys.stderr, flush=True)
         serve(ApiServer(llm, name, limits, api_key, hosts), listening, shutdown_timeout)
-
-
-def main() -> None:
-    """Entry point."""
-    run_app(app, NAME)
 
 
 def _context_of(arguments: Mapping[str, Any]) -> int:

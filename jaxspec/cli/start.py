@@ -78,4 +78,5 @@ def tune() -> None:
 def run(command: str) -> None:
     """Run a command by name."""
     begin()
-    importlib.import_module(f"jaxspec.cli.{command}").main()
+    app = importlib.import_module(f"jaxspec.cli.{command}").app
+    importlib.import_module("jaxspec.cli.run").run_app(app, f"jaxspec-{command}")

@@ -1,7 +1,6 @@
 """`jaxspec-tune`: what decodes fastest on this machine, written as a preset for `jaxspec-decode --config`."""
 
 import importlib.util
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,8 @@ from jaxspec.cli.options import (
     sampling_options,
 )
 from jaxspec.cli.processes import refuse_several
-from jaxspec.cli.progress import Bar
-from jaxspec.cli.run import command, run_app
+from jaxspec.cli.progress import Bar, table_console, write_report
+from jaxspec.cli.run import command
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError, suggest
 from jaxspec.methods.registry import METHODS
@@ -36,7 +35,6 @@ NAME = "jaxspec-tune"
 
 # For swift. Offline, a Bayesian proposal costs no more than a pass: there are more of them than while decoding.
 RATIOS, STEPS, INTERVAL, TASK = "0.2,0.3,0.45", 300, 8, "default"
-PIPE_WIDTH = 132  # tables need this much room; a file or a pipe has it
 
 LEAST_TOKENS = 8  # of an answer: shorter ones cannot be timed
 SAMPLED = options_of(
@@ -155,8 +153,7 @@ def app(
             models["target_devices"] = target_devices
         tuning = find_fastest(trials, chosen, sampling, repeats, command_line, bar.show)
 
-    console = Console(stderr=str(out) == "-")
-    _print(tuning, console if console.is_terminal else Console(stderr=str(out) == "-", width=PIPE_WIDTH))
+    _print(tuning, table_console(out))
     notes = Console(stderr=True)
     if method == "swiftspec" and (path := _save_profile(tuning, files, command_line)) is not None:
         notes.print(f"method auto will use this profile: {path}", highlight=False, soft_wrap=True)
@@ -169,14 +166,7 @@ def app(
     if preset is not None:
         preset.write_text(tuning.preset(models, command_line), encoding="utf-8")
         notes.print(f"wrote {preset}; use it with: jaxspec-decode --config {preset}", highlight=False, soft_wrap=True)
-    if out is not None:
-        numbers = json.dumps(tuning.report(), allow_nan=False, default=str)
-        print(numbers) if str(out) == "-" else out.write_text(numbers + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    """Entry point."""
-    run_app(app, NAME)
+    write_report(tuning.report(), out)
 
 
 def _check_method(
@@ -221,7 +211,6 @@ def _count_devices(devices: int | None) -> int:
 
 
 def _print_plan(files: tuple[Any, ...], devices: int | None, device_memory: int | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from jaxspec.tune.plan import PairFiles, list_splits, memory_limit, plan_lines
@@ -234,8 +223,7 @@ def _print_plan(files: tuple[Any, ...], devices: int | None, device_memory: int 
         table.add_column(name, justify="left" if index < 2 else "right")
     for row in rows:
         table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
+    table_console().print(table)
 
 
 def _split_devices(

@@ -1,6 +1,5 @@
 """Shared by the tests of commands."""
 
-import importlib
 import io
 import json
 import signal
@@ -11,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 from native_models import LLAMA, write_native, write_tokenizer
+
+from jaxspec.cli import start
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +48,7 @@ def command(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [f"jaxspec-{name}", *map(str, words)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as left:
-            importlib.import_module(f"jaxspec.cli.{name}").main()
+            start.run(name)
         return Done(left.value.code or 0, *capsys.readouterr())
 
     yield run
@@ -58,7 +59,7 @@ def command(monkeypatch, capsys):
 INTERRUPTED = """
 import os, signal, sys
 import jaxspec.llm
-from jaxspec.cli.decode import main
+from jaxspec.cli import start
 from jaxspec.results import Stream
 
 class Interrupted(Stream):
@@ -73,7 +74,7 @@ class Interrupted(Stream):
 
 jaxspec.llm.Stream = Interrupted
 sys.argv = ["jaxspec-decode", *sys.argv[1:]]
-main()
+start.run("decode")
 """
 
 

@@ -8,6 +8,7 @@ import pytest
 from native_models import write_native, write_tokenizer
 
 from jaxspec.cli import check as command
+from jaxspec.cli import start
 from jaxspec.models.config import ModelConfig
 from pallas_kernels import registry, selection
 from pallas_kernels.registry import Kernels
@@ -47,7 +48,7 @@ def check(monkeypatch, capsys, model):
         words = ["--model", model, "--raw", "--kernels", kernels, "--json", "-", *words, "w1 w2 w1 w2 w1"]
         monkeypatch.setattr(sys, "argv", [command.NAME, *words])
         with pytest.raises(SystemExit) as left:
-            command.main()
+            start.run("check")
         out, err = capsys.readouterr()
         return left.value.code, json.loads(out), err
 

@@ -23,8 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import pallas_kernels
+from jaxspec import __version__
 from jaxspec.files import digest_text
-from jaxspec.version import __version__
 
 PACKAGES = Path(__file__).parents[2], Path(str(pallas_kernels.__file__)).parent
 KNOWN = ("jaxspec", "pallas_kernels", "jax", "jaxlib", "numpy", "functools", "builtins", "ml_dtypes", "flax")
