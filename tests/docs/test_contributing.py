@@ -74,9 +74,10 @@ def test_the_example_family_is_found_by_its_line(tmp_path, monkeypatch):
 
 # Reports what `LLM` and each command would open a model with, and goes no further.
 REPORTING = """
-import contextlib, importlib, json, sys
+import contextlib, json, sys
 sys.meta_path.sort(key=lambda finder: "Editable" in str(finder))  # the copy comes before the installed package
 import jaxspec.llm
+from jaxspec.cli import start
 from jaxspec.errors import ConfigError
 
 def report(config, method, opened):
@@ -91,7 +92,7 @@ except ConfigError as error:
 for name, words in json.loads(sys.argv[1]).items():
     sys.argv = [f"jaxspec-{name}", *words]
     with contextlib.suppress(SystemExit):
-        importlib.import_module(f"jaxspec.cli.{name}").main()
+        start.run(name)
 """
 WORDS = {
     "decode": ["--warm-up", "3", "w1"],

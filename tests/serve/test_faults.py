@@ -229,7 +229,7 @@ def resident():
 
 
 def test_load_leaves_nothing(server, served_llm, cold_llm, monkeypatch):
-    """What each request leaves adds up in every batch; pages that the allocator takes once do not."""
+    """A leak of each request adds up in every batch; pages that the allocator takes once do not."""
     # Caches of earlier texts are kept up to this size, on purpose; the first requests fill it.
     monkeypatch.setattr(internals(served_llm).engine, "session_memory", 2**22)
     load(server, cold_llm, 30, seed=1)
