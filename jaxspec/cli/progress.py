@@ -41,7 +41,7 @@ class Bar:
 
 
 def table_console(json_: Path | None = None, width: int = 132) -> "Console":
-    """The console of tables: standard output, or standard error if a report goes there; `width` is for files and pipes."""
+    """The console for tables: standard error if the report takes standard output; `width` is for files and pipes."""
     from rich.console import Console
 
     stderr = str(json_) == "-"
