@@ -330,17 +330,19 @@ class LLM:
         assert event.finish_reason is not None
         method = engine.method
         num_tokens = len(text.token_ids)
-        stats = clock.stats(len(ids), num_tokens, compile_s, session.seed if sampling.temperature > 0 else None)
-        stats = dataclasses.replace(stats, num_programs=engine.num_programs, cached_prompt_tokens=cached)
-        if stream is not None and counts is not None:
-            stats = dataclasses.replace(stats, offload=stream.counts.since(counts))
+        counters = choice = None
+        offload = None if stream is None or counts is None else stream.counts.since(counts)
         if method.num_rows > 1 and num_tokens:
             counters = count_speculation(received, num_tokens, method.num_rows - 1)
-            stats = dataclasses.replace(stats, speculative_decoding=counters)
             if report is not None:
                 name = self.draft_path.name if self.draft_path is not None and method.drafts else None
                 known = {"draft": name, "devices": self._device_choice, "rounds": counters.rounds_by_kind}
-                stats = dataclasses.replace(stats, choice=dataclasses.replace(report, **known))
+                choice = dataclasses.replace(report, **known)
+        stats = clock.stats(
+            len(ids), num_tokens, compile_s=compile_s, seed=session.seed if sampling.temperature > 0 else None,
+            speculative_decoding=counters, choice=choice, num_programs=engine.num_programs,
+            cached_prompt_tokens=cached, offload=offload,
+        )  # fmt: skip
         completion = Completion(
             text=text.text,
             token_ids=text.token_ids,

@@ -28,7 +28,8 @@ class RoundClock:
             self._first = self._last
             self._first_tokens = tokens
 
-    def stats(self, prompt_tokens: int, tokens: int, compile_s: float, seed: int | None) -> DecodeStats:
+    def stats(self, prompt_tokens: int, tokens: int, **known: Any) -> DecodeStats:
+        """Statistics with these times and the `known` fields."""
         assert self._first is not None
         decode_s = self._last - self._first
         after_first = max(0, tokens - self._first_tokens)  # what a stop cut off was not received
@@ -38,8 +39,7 @@ class RoundClock:
             ttft_s=self._first - self._start,
             decode_s=decode_s,
             tokens_per_s=after_first / decode_s if after_first else None,
-            compile_s=compile_s,
-            seed=seed,
+            **known,
         )
 
 

@@ -203,7 +203,7 @@ def merge_options(
 
 def setting_types(method: Any) -> dict[str, OptionTypes]:
     """Types that a method's settings may be given as: by its class, as some values are derived."""
-    return {field.name: _field_types(field) for field in dataclasses.fields(method)}
+    return {field.name: _types_of(field.type) for field in dataclasses.fields(method)}
 
 
 def method_options() -> dict[str, OptionTypes]:
@@ -211,7 +211,7 @@ def method_options() -> dict[str, OptionTypes]:
     known: dict[str, OptionTypes] = {}
     for method in METHODS:
         for name, field in setting_fields(method).items():
-            known[name] = tuple(dict.fromkeys(known.get(name, ()) + _field_types(field)))
+            known[name] = tuple(dict.fromkeys(known.get(name, ()) + _types_of(field.type)))
     return known
 
 
@@ -226,16 +226,6 @@ def method_from(options: Mapping[str, Any]) -> "Method":
             raise ConfigError("--swift-layers and layers_file both name a file of layer sets: give one")
         settings["layers_file"] = options["swift_layers"]
     return make_method(method, settings)
-
-
-def _field_types(field: Any) -> OptionTypes:
-    default = field.default
-    if default is None:
-        known = typing.get_args(field.type)
-        return (bool,) if bool in known else (int, float) if float in known else (int,)
-    if isinstance(default, float):
-        return (int, float)
-    return (list,) if isinstance(default, tuple) else (type(default),)
 
 
 def check_output(path: Path | None, what: str = "--json") -> Path | None:

@@ -6,6 +6,7 @@ or a library that prints would write into it.
 """
 
 import atexit
+import functools
 import importlib
 import os
 import signal
@@ -45,38 +46,14 @@ def leave_interrupted() -> "NoReturn":
         os._exit(INTERRUPTED)
 
 
-def bench() -> None:
-    """Entry point of `jaxspec-bench`."""
-    run("bench")
-
-
-def check() -> None:
-    """Entry point of `jaxspec-check`."""
-    run("check")
-
-
-def convert() -> None:
-    """Entry point of `jaxspec-convert`."""
-    run("convert")
-
-
-def decode() -> None:
-    """Entry point of `jaxspec-decode`."""
-    run("decode")
-
-
-def serve() -> None:
-    """Entry point of `jaxspec-serve`."""
-    run("serve")
-
-
-def tune() -> None:
-    """Entry point of `jaxspec-tune`."""
-    run("tune")
-
-
 def run(command: str) -> None:
     """Run a command by name."""
     begin()
     app = importlib.import_module(f"jaxspec.cli.{command}").app
     importlib.import_module("jaxspec.cli.run").run_app(app, f"jaxspec-{command}")
+
+
+# The entry points of the scripts `jaxspec-bench` and so on.
+bench, check, convert, decode, serve, tune = (
+    functools.partial(run, command) for command in ("bench", "check", "convert", "decode", "serve", "tune")
+)

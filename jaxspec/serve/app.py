@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -72,8 +73,8 @@ class ApiServer:
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
-            Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
-            Route("/v1/completions", self._answering(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", self._answering(partial(self._answer, chat=True)), methods=["POST"]),
+            Route("/v1/completions", self._answering(partial(self._answer, chat=False)), methods=["POST"]),
             Route("/v1/live", self._answering(self._live), methods=["POST"]),
         ]
         guard = Middleware(_KnownHosts, hosts=hosts, refuse=self._error)
@@ -115,12 +116,6 @@ class ApiServer:
             "owned_by": "jaxspec",
             "max_model_len": self._engine.max_context,
         }
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, chat=True)
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, chat=False)
 
     async def _answer(self, http: Request, *, chat: bool) -> Response:
         body = await self._read_json(http)

@@ -1,5 +1,8 @@
 """Prometheus metrics, under vLLM's names."""
 
+import functools
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jaxspec.results import Completion
@@ -17,15 +20,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
 
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"vllm:{name}", what, list(self._labels), registry=self.registry).labels(**self._labels)
-
-        def counter(name: str, what: str) -> Counter:
-            return Counter(f"vllm:{name}", what, list(self._labels), registry=self.registry).labels(**self._labels)
+        def make(kind: Any, name: str, what: str, **more: Any) -> Any:
+            return kind(f"vllm:{name}", what, [*self._labels], registry=self.registry, **more).labels(**self._labels)
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", what, list(self._labels), registry=self.registry, buckets=buckets)
-            return made.labels(**self._labels)
+            return make(Histogram, name, what, buckets=buckets)
+
+        gauge, counter = functools.partial(make, Gauge), functools.partial(make, Counter)
 
         self.running = gauge("num_requests_running", "Requests that are decoded.")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
