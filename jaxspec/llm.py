@@ -32,7 +32,7 @@ from jaxspec.runtime import hosts
 from jaxspec.runtime.distributed import Distributed
 from jaxspec.runtime.distributed import initialize as join_processes
 from jaxspec.runtime.distributed import resolve as resolve_processes
-from jaxspec.runtime.mesh import MeshPlan, describe_hosts
+from jaxspec.runtime.mesh import describe_hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.store.folder import enable_compile_cache
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
@@ -125,11 +125,11 @@ class LLM:
                 raise ConfigError("offload 'disk' needs one process, which reads whole arrays; give offload 'host'")
         join_processes(distributed)
         opened = open_models(model, draft, resolved, revision)
-        plans = plan_meshes(config, resolved, opened)
+        plan_meshes(config, resolved, opened)  # devices that are not there are refused before anything else
         self.model_path, self.tokenizer = opened.target.path, opened.tokenizer
         self._cache_folder = enable_compile_cache(config.compile_cache)
-        asked = resolved, plans, config
         self._device_choice: DeviceChoice | None = None
+        chosen, placed = resolved, config
         if (
             config.target_devices is None
             and opened.draft is not None
@@ -143,33 +143,29 @@ class LLM:
                     self._cache_folder, opened.target.path, opened.draft.path, dtype=config.dtype,
                     kernels=config.kernels, activations=config.activations, kv_dtype=config.kv_dtype,
                 )  # fmt: skip
-            choice = resolved.choose_devices(profile, devices)
-            self._device_choice = choice
+            self._device_choice = choice = resolved.choose_devices(profile, devices)
             if choice is not None and (best := choice.best) is not None:
                 own = {"target_devices": best.target_devices, "draft_devices": best.draft_devices}
-                config = dataclasses.replace(config, **own)
+                placed = dataclasses.replace(config, **own)
                 # What drafts on shared devices is weighed round by round.
                 if best.method not in ("ar", "chain"):
-                    resolved = make_method(best.method, best.settings)
-                plans = plan_meshes(config, resolved, opened)
+                    chosen = make_method(best.method, best.settings)
         self.eos_ids = tuple(sorted({*opened.target.eos_ids, *self.tokenizer.eos_ids}))
         try:
-            self._assemble(opened, resolved, plans, config)
+            self._assemble(opened, chosen, placed)
             return
         except DamagedDraftError as error:
-            resolved, plans, config = asked
             if not opened.is_shipped or opened.draft is None or resolved.needs_draft:
                 raise
             warn_of_damage(opened.draft.path, str(error))
         # Not while the error is handled: it holds on to what was loaded.
-        self._assemble(dataclasses.replace(opened, draft=None), resolved, plans, config)
+        self._assemble(dataclasses.replace(opened, draft=None), resolved, config)
 
-    def _assemble(
-        self, opened: OpenModels, method: Method, plans: tuple[MeshPlan, MeshPlan], config: EngineConfig
-    ) -> None:
+    def _assemble(self, opened: OpenModels, method: Method, config: EngineConfig) -> None:
         """Place, compile and load."""
         self.draft_path = None if opened.draft is None else opened.draft.path
         store = Store(opened.target.path, self._cache_folder)
+        plans = plan_meshes(config, method, opened)
         models = opened.place(*plans, config.dtype, config.activations, config.kv_dtype)
         room, plan = None, None
         if config.offload != "none":
