@@ -22,7 +22,7 @@ BUDGETS = {
     "jaxspec/checkpoint": 4_430,
     "jaxspec/runtime": 2_280,
     "jaxspec/text": 1_600,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_925,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_888,
     "pallas_kernels": 5_510,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_580,
     "tools": 8_480,

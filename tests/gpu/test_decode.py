@@ -124,4 +124,4 @@ def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(gpu, model):
         for sampling in (SAMPLING, dataclasses.replace(SAMPLING, temperature=1.0, seed=3)):
             got, expected = pair.generate(PROMPT, sampling), plain.generate(PROMPT, sampling)
             assert got.token_ids == expected.token_ids
-            assert got.stats.speculative_decoding["num_accepted_draft_tokens"] > 0
+            assert got.stats.speculative_decoding.num_accepted_draft_tokens > 0

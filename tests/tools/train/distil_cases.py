@@ -75,7 +75,7 @@ SAMPLE = "--branches 8 --steps 80 --top 12 --longest 32 --seed 2 --tokens 1920".
 
 
 def output_of(result):
-    """What a command printed, in one line."""
+    """The output of a command, in one line."""
     return " ".join(result.output.replace("│", " ").split())
 
 
@@ -92,7 +92,7 @@ def refuse(result, *said):
 
 
 def settings_of(run):
-    """What a run notes of itself."""
+    """The settings that a run notes of itself."""
     return json.loads((run / "settings.json").read_text())
 
 
