@@ -13,20 +13,20 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_615,
-    "jaxspec/*.py": 2_440,
-    "jaxspec/methods": 6_230,
+    "jaxspec": 30_704,
+    "jaxspec/*.py": 2_502,
+    "jaxspec/methods": 6_292,
     "jaxspec/sampling jaxspec/tree": 1_450,
     "jaxspec/models": 3_310,
     "jaxspec/offload": 2_100,
     "jaxspec/checkpoint": 4_430,
     "jaxspec/runtime": 2_280,
     "jaxspec/text": 1_600,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_888,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_889,
     "pallas_kernels": 5_510,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_580,
-    "tools": 8_480,
-    "tests": 31_150,
+    "tools": 8_490,
+    "tests": 31_262,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
 
