@@ -23,10 +23,10 @@ BUDGETS = {
     "jaxspec/runtime": 2_280,
     "jaxspec/text": 1_600,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_889,
-    "pallas_kernels": 5_510,
-    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_580,
-    "tools": 8_490,
-    "tests": 31_262,
+    "pallas_kernels": 5_520,
+    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_750,
+    "tools": 8_605,
+    "tests": 31_410,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
 

@@ -6,7 +6,7 @@ Builds tests/native/fuzz.cc for each instruction set and runs the same cases wit
 1 at the first that fails; `build/fuzz/<level>-<sanitizer>/<part> NUMBER 1` repeats it. Levels whose products are fused
 must give the same bits. A few minutes find what a change may have broken; CI runs a few seconds of it (tests/native).
 
-  levels      best, all that this machine runs, or names: portable, avx2, avx512
+  levels      best, all that this machine runs, or names: portable, avx2, avxvnni, avx512, vnni
   sanitizer   address (and undefined behaviour), thread, or none, as the kernels are built for use
 """
 
@@ -23,17 +23,14 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pallas_kernels.native.build import LEVELS
+from pallas_kernels.native.library import supported_levels
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "tests/native/fuzz.cc"
 
-# As in pallas_kernels/native/build.py.
-LEVELS = {
-    "portable": [],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
-}
-LEVELS["vnni"] = [*LEVELS["avx512"], "-mavx512vnni"]
-FUSED = {"avx2", "avx512", "vnni"}
+# Levels whose products are fused, on an x86 processor.
+FUSED = {"avx2", "avxvnni", "avx512", "vnni"}
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-pthread", "-w"]
 SANITIZERS = {
     # For short compilation: calls in place of inlined checks, and without two that AddressSanitizer makes superfluous.
@@ -126,7 +123,7 @@ def choose_levels(names: str, best: str) -> list[str]:
     Raises:
       UnavailableError: this machine does not run one of them, or there is no such level.
     """
-    supported = list(LEVELS)[: list(LEVELS).index(best) + 1]
+    supported = supported_levels(best)
     chosen = {"all": supported, "best": [best]}.get(names, names.split(","))
     for level in chosen:
         if level not in supported:

@@ -1,10 +1,10 @@
 // Rows of activations of eight or sixteen bits times a packed weight.
 //
-// A row is quantised by itself: 32 consecutive inputs share the scale `max|x| / 127`, or `max|x| / (127 * 256)` for sixteen
-// bits, and each is rounded to the nearest integer, ties to even. Sixteen bits are two planes of eight: code = 256 * high +
-// low. Their sums are shifted and added as integers. One (row, output) pair is one float accumulator: for every 32 inputs in ascending order the exact
-// integer sum of codes times codes is multiplied by the weight's scale and added, times the activations' scale, by one
-// fused product. No other row takes part, so the bits of a pair depend neither on the number of rows nor on threads.
+// A row is quantised by itself: 32 consecutive inputs share the scale `max|x| / 127`, or `max|x| / (127 * 256)` for
+// sixteen bits, and each is rounded to the nearest integer, ties to even. One (row, output) pair is one float accumulator:
+// for every 32 inputs in ascending order the exact integer sum of codes times codes is multiplied by the weight's scale
+// and added, times the activations' scale, by one fused product. No other row takes part, so the bits of a pair depend
+// neither on the number of rows nor on threads.
 #pragma once
 
 #include "../native/parallel.h"
@@ -13,22 +13,29 @@
 
 namespace jaxspec {
 
-// Rows that share one pass over a group: two accumulators each must fit into the registers.
+// Rows of a tile, which share one pass over a group. Up to `kDirect` rows meet a unit's codes as they are unpacked. For
+// more rows these are unpacked once, and `kChunk` rows at a time, as many as registers have room for, read them again.
+constexpr int kChunk = 4;
 #if defined(__AVX512F__)
-constexpr int kPackedRows = 8;
+constexpr int kPackedRows = 8, kDirect = 8;
 #elif defined(__AVX2__)
-constexpr int kPackedRows = 2;
+constexpr int kPackedRows = 16, kDirect = 3;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kPackedRows = 4, kDirect = 4;
 #else
-constexpr int kPackedRows = 1;
+constexpr int kPackedRows = 1, kDirect = 1;
 #endif
+
+// A lambda whose indices are constants must not become a call.
+#define JAXSPEC_INLINE __attribute__((always_inline))
 
 namespace detail {
 
 struct WideGroupTag;
 
-// A tile of `rows` quantised rows. For each unit of 32 inputs and each row in turn: 32 codes of each plane, the higher one
-// first; the scale; the sum of the numbers that the codes stand for; and for each part of a unit what is added to an
-// integer sum, which takes the weights' code that means zero into account.
+// A tile of `rows` quantised rows. For each unit of 32 inputs and each row in turn: 32 codes of one byte, or of two as
+// `store_rounded_16` writes them; the scale; the sum of the numbers that the codes stand for; and for each part of a
+// unit what is added to an integer sum, which takes the weights' code that means zero into account.
 struct Quantised {
   int8_t* codes;
   float *scale, *sum;
@@ -39,6 +46,15 @@ struct Quantised {
         scale(base + rows * units * (planes * kUnit / 4)),
         sum(scale + rows * units),
         start(reinterpret_cast<int32_t*>(sum + rows * units)) {}
+
+  // Go to a later row of a unit; after a tile's last row comes the first one of the next unit.
+  template <int kPlanes, int kParts>
+  void skip(int64_t rows) {
+    codes += rows * kPlanes * kUnit;
+    scale += rows;
+    sum += rows;
+    start += rows * kParts;
+  }
 };
 
 // Largest magnitude of a unit, as the bits of a float: a NaN is above everything else.
@@ -76,7 +92,7 @@ void quantise_unit(const WeightFormat& format, const float* x, int64_t unit, int
       if constexpr (kPlanes == 1) {
         sums[half] = store_rounded(codes + kLanes * half, exact);
       } else {
-        sums[half] = store_planes(codes + kLanes * half, codes + kUnit + kLanes * half, exact);
+        sums[half] = store_rounded_16(codes, kLanes * half, kUnit, exact);
       }
     }
   }
@@ -137,75 +153,158 @@ template <class Format>
   }
 }
 
-// y[r * y_stride + o] for `kRows` rows and the first `count` outputs of a group. Meanwhile
-// `step` bytes from `ahead` on are fetched for each unit, into the second-level cache.
+// sums[r] += `kQuads` quads of codes below 2^kBits, which `codes` gives, times the bytes at x + r * stride.
+template <int kBits, int kQuads, int kRows, class Codes>
+[[gnu::always_inline]] inline void add_products(Int32s (&sums)[kRows], const Codes& codes, const int8_t* x,
+                                                int stride) {
+  if constexpr (kPairs && kBits == 8) {
+    // Halves of four bits, the upper ones first.
+    Int32s upper[kRows];
+    for (int r = 0; r < kRows; r++) upper[r] = set_ints(0);
+    add_products<4, kQuads>(upper, [&](int i) JAXSPEC_INLINE { return keep(shift_right(codes(i), 4), 15); }, x, stride);
+    for (int r = 0; r < kRows; r++) sums[r] = sums[r] + shift_left(upper[r], 4);
+    add_products<4, kQuads>(sums, [&](int i) JAXSPEC_INLINE { return keep(codes(i), 15); }, x, stride);
+  } else if constexpr (kPairs) {
+    // Sixteen bits hold so many sums of two products, each up to 2 * 127 * (2^kBits - 1).
+    constexpr int kTogether = std::min(kQuads, kBits == 4 ? 8 : kBits == 5 ? 4 : 2);
+#pragma GCC unroll 8
+    for (int first = 0; first < kQuads; first += kTogether) {
+      Bytes pairs[kRows];
+#pragma GCC unroll 8
+      for (int quad = first; quad < first + kTogether; quad++) {
+        const Bytes weights = held(codes(quad));
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) {
+          const Bytes two = multiply_pairs(weights, load_four(x + r * stride + 4 * quad));
+          pairs[r] = held(quad == first ? two : add_pairs(pairs[r], two));
+        }
+      }
+      for (int r = 0; r < kRows; r++) sums[r] = dot_wide(sums[r], pairs[r], 0x00010001);
+    }
+  } else {
+    // One row alone would wait for each of its sums: it gets two.
+    Int32s other = set_ints(0);
+#pragma GCC unroll 8
+    for (int quad = 0; quad < kQuads; quad++) {
+      const Bytes weights = held(codes(quad));
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; r++) {
+        Int32s& sum = kRows == 1 && quad % 2 ? other : sums[r];
+        sum = dot<kBits>(sum, weights, load_four(x + r * stride + 4 * quad));
+      }
+    }
+    if (kRows == 1) sums[0] = sums[0] + other;
+  }
+}
+
+// What the products of a unit are scaled by, and what is added to them.
+template <class Format>
+struct UnitScales {
+  Lanes scale[Format::kParts], zero_point, minimum;
+
+  UnitScales(const uint8_t* group, Lanes d, Lanes zero_point_, int unit) : zero_point(zero_point_), minimum(zero()) {
+    for (int part = 0; part < Format::kParts; part++) {
+      scale[part] = d;
+      if constexpr (Format::kSuper)
+        scale[part] = d * load_int8(group + kGroup * (Format::kScales + unit * Format::kParts + part));
+    }
+    if constexpr (Format::kMinimum) {
+      minimum = load_half(group + 2 * kGroup);
+      if constexpr (Format::kSuper)
+        minimum = zero() - minimum * to_float(load_codes(group + kGroup * (Format::kMinima + unit)));
+    }
+  }
+};
+
+// total[r] += a unit of a group times row r of `x`.
+template <class Format, int kPlanes, int kRows, class Codes>
+[[gnu::always_inline]] inline void multiply_unit(const Codes& codes, const UnitScales<Format>& w, const Quantised& x,
+                                                 Lanes* total) {
+  constexpr int kParts = Format::kParts, kQuads = 8 / kParts, kStride = kPlanes * kUnit;
+  constexpr int kBits = Format::kTable ? 5 : Format::kBits;
+  Lanes products[kRows];
+#pragma GCC unroll 2
+  for (int part = 0; part < kParts; part++) {
+    const auto start = [&](int r) JAXSPEC_INLINE { return set_ints(Format::kZero ? x.start[r * kParts + part] : 0); };
+    Int32s sums[kRows];
+    if constexpr (kPlanes == 2 && kPairs) {
+      for (int r = 0; r < kRows; r++) sums[r] = start(r);
+#pragma GCC unroll 16
+      for (int i = 2 * part * kQuads; i < 2 * (part + 1) * kQuads; i++) {
+        const Bytes weights = held(codes(i));
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++)
+          sums[r] = held(dot_wide(sums[r], weights, load_four(x.codes + r * kStride + 4 * i)));
+      }
+    } else {
+      const auto from_part = [&](int i) JAXSPEC_INLINE { return codes(part * kQuads + i); };
+      const int8_t* inputs = x.codes + 4 * kQuads * part;
+      for (int r = 0; r < kRows; r++) sums[r] = kPlanes == 1 ? start(r) : set_ints(0);
+      add_products<kBits, kQuads>(sums, from_part, inputs, kStride);
+      if constexpr (kPlanes == 2) {
+        for (int r = 0; r < kRows; r++) sums[r] = shift_left(sums[r], 8) + start(r);
+        add_products<kBits, kQuads>(sums, from_part, inputs + kUnit, kStride);
+      }
+    }
+    for (int r = 0; r < kRows; r++) {
+      Lanes exact = to_float(sums[r]);
+      if constexpr (Format::kZeroPoint) exact = fma(w.zero_point, set(-x.sum[r]), exact);
+      products[r] = part == 0 ? exact * w.scale[0] : fma(exact, w.scale[part], products[r]);
+    }
+  }
+  for (int r = 0; r < kRows; r++) total[r] = fma(products[r], set(x.scale[r]), total[r]);
+  if constexpr (Format::kMinimum)
+    for (int r = 0; r < kRows; r++) total[r] = fma(w.minimum, set(x.sum[r]), total[r]);
+}
+
+// `multiply_unit` for `rows` rows, `kRows` at a time as long as there are so many.
+template <class Format, int kPlanes, int kRows, class Codes>
+[[gnu::always_inline]] inline void multiply_unit_rows(int64_t rows, const Codes& codes, const UnitScales<Format>& w,
+                                                      Quantised x, Lanes* total) {
+  for (; rows >= kRows; rows -= kRows, total += kRows) {
+    multiply_unit<Format, kPlanes, kRows>(codes, w, x, total);
+    x.skip<kPlanes, Format::kParts>(kRows);
+  }
+  if constexpr (kRows > 1) multiply_unit_rows<Format, kPlanes, kRows - 1>(rows, codes, w, x, total);
+}
+
+// y[r * y_stride + o] for `rows` rows and the first `count` outputs of a group. `kRows` is `rows`, or `kPackedRows` for
+// all numbers above `kDirect`. Meanwhile `step` bytes from `ahead` on are fetched for each unit, into the second-level
+// cache.
 template <class Format, int kPlanes, int kRows>
-void multiply_group(const Quantised& x, const uint8_t* group, int64_t blocks, const uint8_t* ahead, int64_t step,
+void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blocks, const uint8_t* ahead, int64_t step,
                     float* y, int64_t y_stride, int64_t skip, int64_t count) {
-  constexpr int kBlock = kGroup * Format::kBytes, kUnits = Format::kUnits, kParts = Format::kParts;
+  constexpr bool kWide = kPairs && kPlanes == 2;
   Lanes total[kRows];
-  for (int r = 0; r < kRows; r++) total[r] = zero();
-  const int8_t* codes = x.codes;
-  const float *scale = x.scale, *sum = x.sum;
-  const int32_t* start = x.start;
-  for (int64_t block = 0; block < blocks; block++, group += kBlock) {
+  for (Lanes& one : total) one = zero();
+  for (int64_t block = 0; block < blocks; block++, group += kGroup * Format::kBytes) {
     const Lanes d = load_scale<Format>(group), zero_point = load_zero_point<Format>(group);
-    for (int unit = 0; unit < kUnits; unit++) {
+    for (int unit = 0; unit < Format::kUnits; unit++) {
       for (int64_t line = 0; line < step; line += 64) prefetch(ahead + line);
       ahead += step;
       const uint8_t* low = group + kGroup * Format::kLowBits + unit * 64 * Format::kLow;
       const uint8_t* high = group + kGroup * Format::kHighBits + unit * 64 * Format::kHigh;
-      Lanes products[kRows];
-#pragma GCC unroll 8
-      for (int part = 0; part < kParts; part++) {
-        constexpr int kQuads = 8 / kParts;
-        // One row alone would wait for each of its sums: it gets two.
-        constexpr int kChains = kRows == 1 ? 2 : 1;
-        Int32s sums[kRows][kChains];
-        for (int r = 0; r < kRows; r++) {
-          sums[r][0] = set_ints(Format::kZero && kPlanes == 1 ? start[r * kParts + part] : 0);
-          if (kChains > 1) sums[r][kChains - 1] = set_ints(0);
-        }
-#pragma GCC unroll 8
-        for (int plane = 0; plane < kPlanes; plane++) {
-          if (plane == 1) {
-            for (int r = 0; r < kRows; r++) {
-              for (int chain = 0; chain < kChains; chain++) sums[r][chain] = times_256(sums[r][chain]);
-              if (Format::kZero) sums[r][0] = sums[r][0] + set_ints(start[r * kParts + part]);
-            }
-          }
-#pragma GCC unroll 8
-          for (int quad = part * kQuads; quad < (part + 1) * kQuads; quad++) {
-            const Bytes weights = codes_of<Format>(low, high, quad);
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; r++)
-              sums[r][quad % kChains] = dot<Format::kBits>(sums[r][quad % kChains], weights,
-                                                           load_four(codes + (r * kPlanes + plane) * kUnit + 4 * quad));
-          }
-        }
-        Lanes weight_scale = d;
-        if constexpr (Format::kSuper)
-          weight_scale = d * load_int8(group + kGroup * (Format::kScales + unit * kParts + part));
-        for (int r = 0; r < kRows; r++) {
-          Lanes exact = to_float(kChains > 1 ? sums[r][0] + sums[r][kChains - 1] : sums[r][0]);
-          if constexpr (Format::kZeroPoint) exact = fma(zero_point, set(-sum[r]), exact);
-          products[r] = part == 0 ? exact * weight_scale : fma(exact, weight_scale, products[r]);
-        }
+      const UnitScales<Format> scales(group, d, zero_point, unit);
+      // A quad of codes, or for `dot_wide` the even or odd ones of a quad.
+      const auto unpack = [&](int i) JAXSPEC_INLINE {
+        const Bytes quad = codes_of<Format>(low, high, kWide ? i / 2 : i);
+        if constexpr (kWide) return i % 2 ? odd_bytes(quad) : even_bytes(quad);
+        return quad;
+      };
+      if constexpr (kRows <= kDirect) {
+        multiply_unit<Format, kPlanes, kRows>(unpack, scales, x, total);
+        x.skip<kPlanes, Format::kParts>(kRows);
+      } else {
+        Bytes codes[kWide ? 16 : 8];
+#pragma GCC unroll 16
+        for (int i = 0; i < (kWide ? 16 : 8); i++) codes[i] = unpack(i);
+        const auto unpacked = [&](int i) JAXSPEC_INLINE { return codes[i]; };
+        multiply_unit_rows<Format, kPlanes, kChunk>(rows, unpacked, scales, x, total);
+        x.skip<kPlanes, Format::kParts>(rows);
       }
-      for (int r = 0; r < kRows; r++) total[r] = fma(products[r], set(scale[r]), total[r]);
-      if constexpr (Format::kMinimum) {
-        Lanes minimum = load_half(group + 2 * kGroup);
-        if constexpr (Format::kSuper)
-          minimum = zero() - minimum * to_float(load_codes(group + kGroup * (Format::kMinima + unit)));
-        for (int r = 0; r < kRows; r++) total[r] = fma(minimum, set(sum[r]), total[r]);
-      }
-      codes += kRows * kPlanes * kUnit;
-      scale += kRows;
-      sum += kRows;
-      start += kRows * kParts;
     }
   }
-  for (int r = 0; r < kRows; r++) {
+  for (int r = 0; r < (kRows <= kDirect ? kRows : rows); r++) {
     if (count == kGroup) {
       store(y + r * y_stride, total[r]);
     } else {
@@ -216,11 +315,13 @@ void multiply_group(const Quantised& x, const uint8_t* group, int64_t blocks, co
   }
 }
 
-template <class Format, int kPlanes, int kRows = kPackedRows>
+template <class Format, int kPlanes, int kRows = kDirect>
 void multiply_group_rows(int64_t rows, const Quantised& x, const uint8_t* group, int64_t blocks, const uint8_t* ahead,
                          int64_t step, float* y, int64_t y_stride, int64_t skip, int64_t count) {
-  if (rows == kRows) {
-    multiply_group<Format, kPlanes, kRows>(x, group, blocks, ahead, step, y, y_stride, skip, count);
+  if (rows >= kRows) {
+    constexpr int kMost = kRows == kDirect ? kPackedRows : kRows;
+    (rows == kRows ? multiply_group<Format, kPlanes, kRows> : multiply_group<Format, kPlanes, kMost>)(
+        rows, x, group, blocks, ahead, step, y, y_stride, skip, count);
   } else if constexpr (kRows > 1) {
     multiply_group_rows<Format, kPlanes, kRows - 1>(rows, x, group, blocks, ahead, step, y, y_stride, skip, count);
   }
@@ -228,8 +329,8 @@ void multiply_group_rows(int64_t rows, const Quantised& x, const uint8_t* group,
 
 }  // namespace detail
 
-// y[r * y_stride + o] = row r times output `first + o`, for o below `count`. Rows lie in tiles: as many full ones as there
-// are, then the rest.
+// y[r * y_stride + o] = row r times output `first + o`, for o below `count`. Rows lie in tiles: as many full ones as
+// there are, then the rest.
 template <class Format, int kPlanes>
 void multiply_packed(const float* x, int64_t rows, const Matrix& w, int64_t first, int64_t count, float* y,
                      int64_t y_stride) {

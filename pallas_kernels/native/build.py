@@ -28,12 +28,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# From the one that every machine runs to the best.
-LEVELS: dict[str, list[str]] = {"portable": []}
-if platform.machine() in ("x86_64", "AMD64"):
-    LEVELS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
-    LEVELS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *LEVELS["avx2"]]
-    LEVELS["vnni"] = [*LEVELS["avx512"], "-mavx512vnni"]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *_AVX2]
+# Options of the instruction sets, by kind of machine. `level.cc` knows the best one that a machine runs.
+ALL_LEVELS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {
+        "portable": [],
+        "avx2": _AVX2,
+        "avxvnni": [*_AVX2, "-mavxvnni"],
+        "avx512": _AVX512,
+        "vnni": [*_AVX512, "-mavx512vnni"],
+    },
+    "aarch64": {
+        "portable": [],
+        "dotprod": ["-march=armv8.2-a+dotprod"],
+        "i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
+    },
+}
+_MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+LEVELS = ALL_LEVELS.get(_MACHINE, {"portable": []})
 # Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler.
 FLAGS = ["-std=c++17", "-g0", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"

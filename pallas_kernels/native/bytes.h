@@ -14,17 +14,14 @@ inline int32_t load_four(const int8_t* p) {
   return four;
 }
 
-// Write integers as 256 times those at `high` plus those at `low`; returns their sum.
-inline int32_t split_planes(int8_t* high, int8_t* low, const int32_t (&x)[kLanes]) {
-  int32_t sum = 0;
-  for (int i = 0; i < kLanes; i++) {
-    const int32_t upper = (x[i] + 128) >> 8;
-    high[i] = static_cast<int8_t>(upper);
-    low[i] = static_cast<int8_t>(x[i] - upper * 256);
-    sum += x[i];
-  }
-  return sum;
-}
+// Where no instruction adds four products of bytes to 32 bits, pairs of products are added in 16 bits, as many as fit.
+// Activations of sixteen bits are integers of 16 bits then, of each four the first, third, second and fourth one, and
+// two planes of bytes elsewhere.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
 
 #if defined(__AVX512F__)
 
@@ -48,22 +45,8 @@ inline Bytes look_up(const uint8_t* table, Bytes a) {
 inline Int32s set_ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Int32s operator+(Int32s a, Int32s b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Lanes to_float(Int32s a) { return {_mm512_cvtepi32_ps(a.v)}; }
-// Write sixteen numbers below 128 in magnitude as the nearest integers, ties to even; returns their sum.
-inline int32_t store_rounded(int8_t* p, Lanes a) {
-  __m512i rounded = _mm512_cvtps_epi32(a.v);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(rounded));
-  return _mm512_reduce_add_epi32(rounded);
-}
-// Likewise numbers below 2^15, as 256 times the integers at `high` plus those at `low`.
-inline int32_t store_planes(int8_t* high, int8_t* low, Lanes a) {
-  __m512i rounded = _mm512_cvtps_epi32(a.v);
-  __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)), 8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(upper));
-  __m512i lower = _mm512_sub_epi32(rounded, _mm512_slli_epi32(upper, 8));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(lower));
-  return _mm512_reduce_add_epi32(rounded);
-}
-inline Int32s times_256(Int32s a) { return {_mm512_slli_epi32(a.v, 8)}; }
+inline void round_to(int32_t (&rounded)[kLanes], Lanes a) { _mm512_storeu_si512(rounded, _mm512_cvtps_epi32(a.v)); }
+inline Int32s shift_left(Int32s a, int n) { return {_mm512_slli_epi32(a.v, n)}; }
 
 #if defined(__AVX512VNNI__)
 template <int kBits>
@@ -71,12 +54,18 @@ inline Int32s dot(Int32s sum, Bytes codes, int32_t inputs) {
   return {_mm512_dpbusd_epi32(sum.v, codes.v, _mm512_set1_epi32(inputs))};
 }
 #else
-// Pairs of products are added in sixteen bits, where two products of a code below 128 fit.
-inline Int32s dot_small(Int32s sum, Bytes codes, int32_t inputs) {
-  __m512i pairs = _mm512_maddubs_epi16(codes.v, _mm512_set1_epi32(inputs));
-  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+// Two products, added, in each sixteen bits.
+inline Bytes multiply_pairs(Bytes codes, int32_t inputs) {
+  return {_mm512_maddubs_epi16(codes.v, _mm512_set1_epi32(inputs))};
 }
-inline Int32s times_128(Int32s a) { return {_mm512_slli_epi32(a.v, 7)}; }
+inline Bytes add_pairs(Bytes a, Bytes b) { return {_mm512_add_epi16(a.v, b.v)}; }
+// Two numbers of sixteen bits times two inputs of sixteen bits.
+inline Int32s dot_wide(Int32s sum, Bytes pairs, int32_t inputs) {
+  return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs.v, _mm512_set1_epi32(inputs)))};
+}
+// The bytes of even and of odd inputs as numbers of sixteen bits.
+inline Bytes even_bytes(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi16(255))}; }
+inline Bytes odd_bytes(Bytes a) { return {_mm512_srli_epi16(a.v, 8)}; }
 #endif
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -108,31 +97,36 @@ inline Int32s operator+(Int32s a, Int32s b) {
   return {_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])};
 }
 inline Lanes to_float(Int32s a) { return {_mm256_cvtepi32_ps(a.v[0]), _mm256_cvtepi32_ps(a.v[1])}; }
-inline int32_t store_rounded(int8_t* p, Lanes a) {
-  int32_t rounded[kLanes], sum = 0;
+inline void round_to(int32_t (&rounded)[kLanes], Lanes a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(rounded), _mm256_cvtps_epi32(a.v[0]));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(rounded + 8), _mm256_cvtps_epi32(a.v[1]));
-  for (int i = 0; i < kLanes; i++) {
-    p[i] = static_cast<int8_t>(rounded[i]);
-    sum += rounded[i];
-  }
-  return sum;
 }
-inline int32_t store_planes(int8_t* high, int8_t* low, Lanes a) {
-  int32_t rounded[kLanes];
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(rounded), _mm256_cvtps_epi32(a.v[0]));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(rounded + 8), _mm256_cvtps_epi32(a.v[1]));
-  return split_planes(high, low, rounded);
+inline Int32s shift_left(Int32s a, int n) { return {_mm256_slli_epi32(a.v[0], n), _mm256_slli_epi32(a.v[1], n)}; }
+#if defined(__AVXVNNI__)
+template <int kBits>
+inline Int32s dot(Int32s sum, Bytes codes, int32_t inputs) {
+  const __m256i x = _mm256_set1_epi32(inputs);
+  return {_mm256_dpbusd_avx_epi32(sum.v[0], codes.v[0], x), _mm256_dpbusd_avx_epi32(sum.v[1], codes.v[1], x)};
 }
-inline Int32s times_256(Int32s a) { return {_mm256_slli_epi32(a.v[0], 8), _mm256_slli_epi32(a.v[1], 8)}; }
-inline __m256i dot_half(__m256i sum, __m256i codes, int32_t inputs) {
-  __m256i pairs = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(inputs));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#else
+inline Bytes multiply_pairs(Bytes codes, int32_t inputs) {
+  const __m256i x = _mm256_set1_epi32(inputs);
+  return {_mm256_maddubs_epi16(codes.v[0], x), _mm256_maddubs_epi16(codes.v[1], x)};
 }
-inline Int32s dot_small(Int32s sum, Bytes codes, int32_t inputs) {
-  return {dot_half(sum.v[0], codes.v[0], inputs), dot_half(sum.v[1], codes.v[1], inputs)};
+inline Bytes add_pairs(Bytes a, Bytes b) {
+  return {_mm256_add_epi16(a.v[0], b.v[0]), _mm256_add_epi16(a.v[1], b.v[1])};
 }
-inline Int32s times_128(Int32s a) { return {_mm256_slli_epi32(a.v[0], 7), _mm256_slli_epi32(a.v[1], 7)}; }
+inline Int32s dot_wide(Int32s sum, Bytes pairs, int32_t inputs) {
+  const __m256i x = _mm256_set1_epi32(inputs);
+  return {_mm256_add_epi32(sum.v[0], _mm256_madd_epi16(pairs.v[0], x)),
+          _mm256_add_epi32(sum.v[1], _mm256_madd_epi16(pairs.v[1], x))};
+}
+inline Bytes even_bytes(Bytes a) {
+  const __m256i low = _mm256_set1_epi16(255);
+  return {_mm256_and_si256(a.v[0], low), _mm256_and_si256(a.v[1], low)};
+}
+inline Bytes odd_bytes(Bytes a) { return {_mm256_srli_epi16(a.v[0], 8), _mm256_srli_epi16(a.v[1], 8)}; }
+#endif
 
 #else
 
@@ -168,31 +162,32 @@ inline Bytes look_up(const uint8_t* table, Bytes a) {
 inline Int32s set_ints(int32_t x) { return each_four<Int32s>([=](int) { return FourInts{x, x, x, x}; }); }
 inline Int32s operator+(Int32s a, Int32s b) { return each_four<Int32s>([&](int i) { return a.v[i] + b.v[i]; }); }
 inline Lanes to_float(Int32s a) { return each([&](int i) { return __builtin_convertvector(a.v[i], Four); }); }
-inline Int32s times_256(Int32s a) { return each_four<Int32s>([&](int i) { return a.v[i] << 8; }); }
+inline Int32s shift_left(Int32s a, int n) { return each_four<Int32s>([&](int i) { return a.v[i] << n; }); }
 // The nearest integers, ties to even, of numbers below 2^22.
 inline void round_to(int32_t (&rounded)[kLanes], Lanes a) {
   float numbers[kLanes];
   store(numbers, round(a));
   for (int i = 0; i < kLanes; i++) rounded[i] = static_cast<int32_t>(numbers[i]);
 }
-inline int32_t store_planes(int8_t* high, int8_t* low, Lanes a) {
-  int32_t rounded[kLanes];
-  round_to(rounded, a);
-  return split_planes(high, low, rounded);
-}
-inline int32_t store_rounded(int8_t* p, Lanes a) {
-  int32_t rounded[kLanes], sum = 0;
-  round_to(rounded, a);
-  for (int i = 0; i < kLanes; i++) {
-    p[i] = static_cast<int8_t>(rounded[i]);
-    sum += rounded[i];
-  }
-  return sum;
-}
 template <int kBits>
 inline Int32s dot(Int32s sum, Bytes codes, int32_t inputs) {
   const FourInts all = {inputs, inputs, inputs, inputs};
-#if defined(__SSE2__)
+#if defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t x = bits_as<int8x16_t>(all);
+  return each_four<Int32s>([&](int i) {
+    const int32x4_t before = bits_as<int32x4_t>(sum.v[i]);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return bits_as<FourInts>(vusdotq_s32(before, bits_as<uint8x16_t>(codes.v[i]), x));
+#else
+    const int8x16_t c = bits_as<int8x16_t>(codes.v[i]);
+    if constexpr (kBits < 8) return bits_as<FourInts>(vdotq_s32(before, c, x));
+    // Both factors are signed: codes less 128, and twice 64.
+    const int8x16_t half = vdupq_n_s8(64);
+    const int32x4_t centred = vdotq_s32(before, veorq_s8(c, vdupq_n_s8(-128)), x);
+    return bits_as<FourInts>(vdotq_s32(vdotq_s32(centred, half, x), half, x));
+#endif
+  });
+#elif defined(__SSE2__)
   // Sixteen bits hold a byte of either kind; one instruction multiplies and adds two of them.
   const __m128i x = bits_as<__m128i>(all);
   const __m128i even = _mm_srai_epi16(_mm_slli_epi16(x, 8), 8), odd = _mm_srai_epi16(x, 8);
@@ -213,13 +208,56 @@ inline Int32s dot(Int32s sum, Bytes codes, int32_t inputs) {
 
 #endif
 
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// A level has the products above or those below.
 template <int kBits>
-inline Int32s dot(Int32s sum, Bytes codes, int32_t inputs) {
-  if constexpr (kBits < 8) return dot_small(sum, codes, inputs);
-  return dot_small(sum + times_128(dot_small(set_ints(0), keep(shift_right(codes, 7), 1), inputs)), keep(codes, 127),
-                   inputs);
-}
+Int32s dot(Int32s sum, Bytes codes, int32_t inputs);
+Bytes multiply_pairs(Bytes codes, int32_t inputs);
+Bytes add_pairs(Bytes a, Bytes b);
+Int32s dot_wide(Int32s sum, Bytes pairs, int32_t inputs);
+Bytes even_bytes(Bytes a);
+Bytes odd_bytes(Bytes a);
+
+// Keep a sum in its registers. GCC would reorder the sums of several products, and run out of registers.
+template <class T>
+[[gnu::always_inline]] inline T held(T a) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(a.v));
+#elif defined(__AVX2__)
+  asm("" : "+x"(a.v[0]), "+x"(a.v[1]));
 #endif
+  return a;
+}
+
+// Write sixteen numbers below 128 in magnitude as the nearest integers, ties to even; returns their sum.
+inline int32_t store_rounded(int8_t* p, Lanes a) {
+  int32_t rounded[kLanes], sum = 0;
+  round_to(rounded, a);
+  for (int i = 0; i < kLanes; i++) {
+    p[i] = static_cast<int8_t>(rounded[i]);
+    sum += rounded[i];
+  }
+  return sum;
+}
+
+// Likewise numbers below 2^15: number `at` and the next ones of a row of `count`, as `kPairs` says. Two planes of bytes
+// are 256 times the first one plus the second one.
+inline int32_t store_rounded_16(int8_t* row, int at, int count, Lanes a) {
+  int32_t rounded[kLanes], sum = 0;
+  round_to(rounded, a);
+  if constexpr (kPairs) {
+    int16_t narrow[kLanes];
+    for (int i = 0; i < kLanes; i += 4)
+      for (int j = 0; j < 4; j++) narrow[i + j] = static_cast<int16_t>(rounded[i + (j & 1) * 2 + j / 2]);
+    std::memcpy(row + 2 * at, narrow, sizeof narrow);
+  } else {
+    for (int i = 0; i < kLanes; i++) {
+      const int32_t upper = (rounded[i] + 128) >> 8;
+      row[at + i] = static_cast<int8_t>(upper);
+      row[count + at + i] = static_cast<int8_t>(rounded[i] - upper * 256);
+    }
+  }
+  for (int32_t one : rounded) sum += one;
+  return sum;
+}
 
 }  // namespace jaxspec

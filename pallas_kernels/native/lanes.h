@@ -1,8 +1,9 @@
 // Sixteen float lanes, for AVX-512, AVX2 and anything else.
 //
-// Every sum over an input dimension in these kernels is sixteen partial sums, one per lane, which `sum` adds in one fixed
-// order: what a result is does not depend on which rows are computed beside it, and AVX2 and AVX-512 agree in every bit.
-// The portable lanes add in the same order, but without a fused product (x86's baseline has none) they round differently.
+// Every sum over an input dimension in these kernels is sixteen partial sums, one per lane, which `sum` adds in one
+// fixed order: a result does not depend on which rows are computed beside it, and AVX2 and AVX-512 agree in every bit.
+// So do the portable lanes on Arm. On x86, whose baseline has no fused product, they add in the same order, but round
+// differently.
 #pragma once
 
 #include <cmath>
@@ -13,6 +14,8 @@
 #include <immintrin.h>
 #elif defined(__SSE2__)
 #include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jaxspec {
@@ -243,9 +246,8 @@ inline To bits_as(const From& from) {
 }
 // A fused product where the machine has one; a library call per lane would be fifty times slower.
 inline Four multiply_add(Four a, Four b, Four c) {
-#if defined(FP_FAST_FMAF) || defined(__FP_FAST_FMAF)
-  return Four{__builtin_fmaf(a[0], b[0], c[0]), __builtin_fmaf(a[1], b[1], c[1]), __builtin_fmaf(a[2], b[2], c[2]),
-              __builtin_fmaf(a[3], b[3], c[3])};
+#if defined(__aarch64__)
+  return bits_as<Four>(vfmaq_f32(bits_as<float32x4_t>(c), bits_as<float32x4_t>(a), bits_as<float32x4_t>(b)));
 #else
   return a * b + c;
 #endif
@@ -310,6 +312,11 @@ inline Codes set_where(Codes a, uint32_t lanes, int value) {
 inline Lanes to_float(Codes a) { return each([&](int i) { return __builtin_convertvector(a.v[i], Four); }); }
 inline Lanes load_int8(const void* p) { return to_float(widen<int8_t>(p)); }
 inline Lanes load_half(const void* p) {
+#if defined(__aarch64__)
+  float16x4_t narrow[4];
+  std::memcpy(narrow, p, sizeof narrow);
+  return each([&](int i) { return bits_as<Four>(vcvt_f32_f16(narrow[i])); });
+#else
   const Codes halves = widen<uint16_t>(p);
   return each([&](int i) {
     const FourInts h = halves.v[i], exponent = (h >> 10) & 31, fraction = h & 0x3FF, sign = (h & 0x8000) << 16;
@@ -318,6 +325,7 @@ inline Lanes load_half(const void* p) {
     const FourInts wide = (exponent + 112 + (112 & (exponent == 31))) << 23 | fraction << 13;
     return bits_as<Four>(sign | (exponent == 0 ? tiny : wide));
   });
+#endif
 }
 inline float half_to_float(uint16_t h) {
   const uint16_t one[kLanes] = {h};

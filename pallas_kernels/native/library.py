@@ -21,7 +21,7 @@ TARGETS = (
 )  # fmt: skip
 
 # From the best to the one that every machine can run.
-LEVELS = ("vnni", "avx512", "avx2", "portable")
+LEVELS = ("vnni", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "portable")
 
 REINSTALL = "reinstall jaxspec"
 BUILD = f"install a C++17 compiler (such as g++) and {REINSTALL}"
@@ -49,8 +49,7 @@ def load() -> Library:
     if not paths:
         return Library(None, f"they were not built when jaxspec was installed; {BUILD}")
     try:
-        supported = _supported_level(paths)
-        for level in LEVELS[LEVELS.index(supported) :]:
+        for level in supported_levels(_best_level(paths)):
             if level in paths:
                 return _register(level, paths[level])
     except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
@@ -99,7 +98,13 @@ def row_count(active_rows: jax.Array | None, x: jax.Array) -> jax.Array:
     return jnp.int32(x.shape[0]) if active_rows is None else active_rows.astype(jnp.int32)
 
 
-def _supported_level(paths: dict[str, Path]) -> str:
+def supported_levels(best: str) -> list[str]:
+    """The levels that a machine runs, the best one first: that one and those below it."""
+    # Many machines with AVX-512 have no AVX-VNNI.
+    return [level for level in LEVELS[LEVELS.index(best) :] if level != "avxvnni" or level == best]
+
+
+def _best_level(paths: dict[str, Path]) -> str:
     # Every library has this function, which uses no special instruction.
     level = ctypes.CDLL(str(paths.get("portable", next(iter(paths.values()))))).jaxspec_level
     level.restype = ctypes.c_char_p

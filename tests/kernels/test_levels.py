@@ -36,7 +36,7 @@ OWN_PREFIX = library.TARGET_PREFIX
 LEVELS = ()
 
 if library.load().problem is None:
-    LEVELS = library.LEVELS[library.LEVELS.index(library._supported_level(library.find())) :]
+    LEVELS = library.supported_levels(library._best_level(library.find()))
     LEVELS = tuple(level for level in LEVELS if level in library.find())
 
 
