@@ -6,13 +6,12 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize as quantize_rows
-from make import random_tensors, tiny_config, write_gguf, write_hf
+from make import tiny_config, write_gguf, write_hf
 from marks import fast_part
 
 from jaxspec.checkpoint import convert as module
@@ -233,16 +232,6 @@ def test_a_vocabulary_is_padded_with_zero_blocks(tmp_path):
     placement = dataclasses.replace(place(weights, 3), vocab_rows=100)
     embed = weights.load(placement)["embed"]
     assert embed.shape == (102, 2, 20) and not embed.data[72:].any()
-
-
-def test_folders_keep_their_dtypes(tmp_path, converted):
-    cfg = tiny_config("qwen2")
-    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in random_tensors(cfg).items()}
-    weights = open_weights(write_hf(tmp_path / "hf", cfg, tensors, dtype=ml_dtypes.bfloat16))
-    assert weights.own_storage == Storage("bfloat16")
-    layer = weights.load(place(weights, 1))["layers"][0]
-    assert layer["qkv"].dtype == layer["down"].dtype == ml_dtypes.bfloat16
-    assert layer["qkv_bias"].dtype == layer["attn_norm"].dtype == np.float32
 
 
 def test_blocks_that_are_not_there_are_refused(tmp_path, converted):

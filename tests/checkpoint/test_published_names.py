@@ -2,7 +2,7 @@
 
 tests/data/published_families.json has their settings, the names and shapes of their tensors (those of one layer and of
 one expert stand for all), and the number of parameters that their publishers state. A tensor of MXFP4 codes holds two
-parameters a byte, its scales are none.
+parameters a byte, its scales are none. published_quantised.json has quantised ones and the number of their tensors.
 """
 
 import json
@@ -15,13 +15,16 @@ import pytest
 
 from jaxspec.checkpoint.experts_together import split_experts
 from jaxspec.checkpoint.hf import read_config
-from jaxspec.checkpoint.keymaps import check_accounted, split_fused
+from jaxspec.checkpoint.keymaps import check_accounted, recipes, split_fused
 from jaxspec.checkpoint.quantised import mxfp4
+from jaxspec.checkpoint.quantised.dispatch import find_scheme
 from jaxspec.errors import CheckpointError
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.params import declare_leaves
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_families.json").read_text(encoding="utf-8"))
+DATA = Path(__file__).parents[1] / "data"
+PUBLISHED = json.loads((DATA / "published_families.json").read_text(encoding="utf-8"))
+QUANTISED = json.loads((DATA / "published_quantised.json").read_text(encoding="utf-8"))
 
 
 class Tensor(NamedTuple):
@@ -115,3 +118,29 @@ def test_what_the_settings_mean():
 def test_every_family_beyond_the_first_four_is_listed():
     listed = {model["config"]["model_type"] for model in PUBLISHED.values()}
     assert listed == set(FAMILIES) - {"llama", "mistral", "qwen2", "qwen3"}
+
+
+class Headers:
+    """The types and shapes of a quantised checkpoint's tensors."""
+
+    path = Path("published")
+
+    def __init__(self, tensors):
+        self.names, self.describe, self.read_raw = lambda: list(tensors), tensors.get, lambda name: None
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_tensors_have_a_place(name):
+    """Every tensor of the headers becomes part of a parameter of its declared shape, quantised ones in their blocks."""
+    model = QUANTISED[name]
+    config, tensors = model["config"], {n: (dtype, tuple(shape)) for n, (dtype, shape) in listed(model).items()}
+    assert len(tensors) == model["count"]
+    scheme = find_scheme(Path("published"), config, Path("config.json"))
+    assert scheme is not None
+    weights, unused = scheme.find_weights(Headers(tensors))
+    taken = {part for weight in weights.values() for part in weight.tensors}
+    assert not unused and {weight.format for weight in weights.values()} == {model["format"]}
+    found = {part: shape for part, (_, shape) in tensors.items() if part not in taken}
+    found |= {part: weight.shape for part, weight in weights.items()}
+    cfg = read_config(Path("config.json"), config, max_layers=len(tensors))
+    assert found == {source: shape for recipe in recipes(cfg).values() for source, shape in recipe.sources}

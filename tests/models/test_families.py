@@ -108,14 +108,6 @@ def test_its_own_key_is_required_and_others_are_refused(tmp_path, toy):
         open_hf(write_folder(tmp_path / "other", config | {"model_type": "qwen3"}, tensors))
 
 
-def test_without_its_line_it_is_unknown(tmp_path):
-    config = {"model_type": "toy", "embedding_multiplier": 4.0}
-    with pytest.raises(ConfigError, match="model_type is 'toy'; supported: llama, mistral, qwen2, qwen3"):
-        open_hf(write_folder(tmp_path / "toy", config, tensors_of(SAME_MODEL)))
-    with pytest.raises(ConfigError, match="model family 'toy' is not supported"):
-        ModelConfig("toy", 2, 32, 48, 4, 2, 8, 40, 64)
-
-
 def test_families_are_named_in_their_own_files_only():
     """No branch on a family's name in the readers of checkpoints or in the model."""
     inside = PACKAGE / "models" / "families"
