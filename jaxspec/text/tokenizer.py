@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxspec.checkpoint.gguf_header import read_header
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.detokenizer import Detokenizer, TokenBytes
 from jaxspec.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxspec.text.hf_tokenizer import (
@@ -115,18 +114,19 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
 
-    @functools.cached_property
-    def _chat_template(self) -> ChatTemplate:
-        if self._parts.chat_template is None:
-            raise ConfigError("the model has no chat template; give it plain text (generate, or --raw)")
-        return ChatTemplate(self._parts.chat_template, self._parts.special_tokens)
-
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation (dicts with `role` and `content`), as the model's template writes it.
 
         ConfigError: the model has no template, the messages are malformed, or the template refuses them.
         """
-        return self._chat_template.render(messages, add_generation_prompt)
+        if self._parts.chat_template is None:
+            raise ConfigError("the model has no chat template; give it plain text (generate, or --raw)")
+        # Imported here: Jinja takes tens of milliseconds, and some commands render nothing.
+        from jaxspec.text.chat_template import ChatTemplate
+
+        return ChatTemplate(self._parts.chat_template, self._parts.special_tokens).render(
+            messages, add_generation_prompt
+        )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """The token ids of a conversation; the template itself writes what special tokens it needs."""

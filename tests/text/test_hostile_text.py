@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers
 
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.text import render, sandbox, tokenizer_risks
+from jaxspec.text import chat_template, sandbox, tokenizer_risks
 from jaxspec.text.chat_template import ChatTemplate
 from jaxspec.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxspec.text.hf_tokenizer import load_folder_tokenizer
@@ -28,7 +28,7 @@ LETTERS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(render, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
     monkeypatch.setattr(sandbox, "_MAX_BYTES", 1 << 28)
     monkeypatch.setattr(tokenizer_risks, "ENCODE_SECONDS", 2.0)
 
