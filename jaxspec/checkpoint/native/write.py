@@ -26,13 +26,12 @@ def write_arrays(folder: Path, declared: Any, make: Callable[[str, ArrayInfo], n
     """Write declared arrays as the Orbax checkpoint `folder`/arrays; `make` gives each by name when its turn comes."""
     # Of blocks Orbax stores the bytes.
     stored = jax.tree.map(lambda x: x.data if _is_blocks(x) else x, declared, is_leaf=_is_blocks)
-    writer = _Writer(make)
-    registry = ocp.type_handlers.create_type_handler_registry((ArrayInfo, writer))
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, type_handler_registry=registry)
     # Orbax warns on the terminal of features that are not used here.
     logger, level = logging.getLogger("absl"), logging.getLogger("absl").level
     logger.setLevel(logging.ERROR)
     try:
+        registry = ocp.type_handlers.create_type_handler_registry((ArrayInfo, _Writer(make)))
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(stored))
     except _Interrupted:
