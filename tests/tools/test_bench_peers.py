@@ -154,7 +154,7 @@ def test_transformers_steps_with_its_cache(monkeypatch):
     assert list(load_transformers("model.gguf", 2)([1, 2], 4)) == [3, 6, 12, 24] and threads == [2]
 
 
-def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path, capsys):
+def test_one_table_of_peers_and_two_drafts(monkeypatch, tmp_path, capsys):
     opened = []
 
     class Opened(bench_fakes.FakeLLM):
@@ -164,10 +164,13 @@ def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path, caps
 
     monkeypatch.setattr("jaxspec.llm.LLM", Opened)
     monkeypatch.setattr("jaxspec.loading.has_draft", lambda model, draft: True)
+    monkeypatch.setattr(bench_peers, "missing_packages", lambda peers: [])
+    monkeypatch.setattr(bench_peers, "load_llama", lambda *_: lambda ids, count: iter(range(100, 100 + count)))
     out = tmp_path / "peers.md"
-    words = ["--peers", "", "--max-prompts", "2", "-n", "12", "--out", str(out), "--beside", "other"]
+    words = ["--peers", "llama.cpp", "--max-prompts", "2", "-n", "12", "--out", str(out), "--beside", "other"]
     main([*words, "--methods", "ar,specexec"])
     text = out.read_text()
+    assert text in capsys.readouterr().out and "| llama.cpp |" in text and "--max-prompts 2" in text
     assert [llm.draft_path for llm in opened] == [None, "other"]
     used = [{method.name for method, *_ in llm.calls} for llm in opened]
     assert used == [{"ar", "specexec"}, {"specexec"}]
@@ -175,15 +178,3 @@ def test_a_second_draft_is_measured_beside_the_first(monkeypatch, tmp_path, caps
     with pytest.raises(SystemExit) as refused:
         main([*words, "--methods", "ar,lookup"])
     assert refused.value.code == 2 and "none of --methods ar,lookup uses a draft" in capsys.readouterr().err
-
-
-def test_the_command_writes_one_table(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("jaxspec.llm.LLM", bench_fakes.FakeLLM)
-    monkeypatch.setattr("jaxspec.loading.has_draft", lambda model, draft: True)
-    monkeypatch.setattr(bench_peers, "missing_packages", lambda peers: [])
-    monkeypatch.setattr(bench_peers, "load_llama", lambda *_: lambda ids, count: iter(range(100, 100 + count)))
-    out = tmp_path / "peers.md"
-    main(["--methods", "ar,lookup", "--peers", "llama.cpp", "--max-prompts", "2", "-n", "12", "--out", str(out)])
-    text = out.read_text()
-    assert "| llama.cpp |" in text and "| lookup |" in text and "--max-prompts 2" in text
-    assert text in capsys.readouterr().out

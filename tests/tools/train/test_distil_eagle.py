@@ -348,7 +348,7 @@ def test_a_trained_draft_that_is_fed_states_loads(command, added, chat_model, ch
 
 
 def test_native_bases(command, added, chat_llm, tmp_path):
-    """An ordinary draft gives its layers, one that is fed states all that it has, and one step changes little of it."""
+    """An ordinary draft gives its layers, one that is fed states all that it has."""
     digest = vocabulary_digest(chat_llm.tokenizer.token_strings())
     begun = init_fed(target(), ADDED, (0, 1))
     taken, is_fed = begin_with_native(begun, ADDED, added / "base", digest)
@@ -359,10 +359,6 @@ def test_native_bases(command, added, chat_llm, tmp_path):
     taken, is_fed = begin_with_native(begun, cfg, tmp_path / "draft", digest)
     assert is_fed
     assert_same(taken, trained)
-    one = [word if word != "4" else "1" for word in ADD]
-    succeed(command("train", added / "fed", tmp_path / "run", *one, "--begin-with", tmp_path / "draft"))
-    pairs = zip(*map(jax.tree.leaves, (newest(tmp_path / "run")[1], trained)), strict=True)
-    assert 0 < max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs) < 0.05
     with pytest.raises(typer.BadParameter, match="another target"):
         begin_with_native(begun, ADDED, added / "base", "0")
     others = dataclasses.replace(cfg, features=dataclasses.replace(cfg.features, layers=(0, 2, 1)))

@@ -12,13 +12,11 @@ pytest.importorskip("optax")
 
 import jax
 import jax.numpy as jnp
-import train.kinds as kinds
 from distil_cases import (
     PREFIX,
     SAMPLE,
     K,
     assert_same,
-    curve_of,
     make_conversation,
     refuse,
     settings_of,
@@ -314,23 +312,6 @@ def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, 
         assert completion.stats.speculative_decoding.num_draft_tokens > 0
     result = command("export", finished, draft)
     assert result.exit_code == 2 and "exists already" in " ".join(result.output.split())
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on(command, data, finished, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    measure = kinds.measure_quality
-    with monkeypatch.context() as patch:
-        looks = iter([measure, measure])  # at the third, behind step 6, it is killed
-        patch.setattr("train.kinds.measure_quality", lambda *words: next(looks)(*words))
-        assert command("train", data, run, *TRAIN).exit_code == 1
-    succeed(command("train", data, run, *TRAIN))
-    settings = TrainSettings(steps=6, rows=2)
-    weights = [restore_params(start(), settings, folder / "checkpoints") for folder in (run, finished)]
-    assert_same(*weights)
-    assert curve_of(run) == curve_of(finished)
-    succeed(command("train", data, run, *TRAIN))  # nothing is left to do
-    assert curve_of(run) == curve_of(finished)
 
 
 @pytest.fixture(scope="module")
