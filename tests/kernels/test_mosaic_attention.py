@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import re
 
-import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +18,8 @@ from lowering import MODELS, abstract_attention, lower_for_cuda
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention import mosaic, tree_attention
-from pallas_kernels.tree_attention.mosaic import choose_config, merge_parts
+from pallas_kernels.tree_attention.mosaic import choose_config
 from pallas_kernels.tree_attention.mosaic_kernel import Config, shared_bytes
-from pallas_kernels.tree_attention.reference import MASKED
 
 KERNELS = registry.Kernels(
     "mosaic", "gpu", implementations=(("tree_attention", "mosaic"),), capability=(9, 0), interpret=True
@@ -96,21 +94,6 @@ def test_no_races(monkeypatch, capsys):
     # A config of its own, so that its program is traced here.
     assert_right(case, Config(2, 1, 2))
     assert "RACE" not in capsys.readouterr().out
-
-
-def test_merge_leaves_out_empty_parts():
-    rng = np.random.default_rng(7)
-    parts = rng.normal(size=(3, 2, 5, 4)).astype(np.float32)
-    lse = rng.normal(size=(3, 2, 5)).astype(np.float32) * 5
-    weights = np.exp2(lse)
-    weights[1] = 0
-    weights[:, 0, 0] = 0
-    lse = np.where(weights > 0, lse, MASKED)
-    parts = np.where(weights[..., None] > 0, parts, np.nan)
-    expected = np.einsum("pkr,pkrh->krh", weights, np.nan_to_num(parts)) / np.maximum(weights.sum(0), 1e-30)[..., None]
-    merge = jax.jit(merge_parts)
-    np.testing.assert_allclose(merge(parts, lse), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(merge(parts[1:2], lse[1:2]), 0)
 
 
 def lower(operands, **options):

@@ -23,7 +23,7 @@ from plain_trees import (
     step_drafts,
 )
 
-from jaxspec.tree.grow import is_complete, renew_root
+from jaxspec.tree.grow import renew_root
 from jaxspec.tree.select import select_batch
 from jaxspec.tree.tree import ancestor_matrix
 
@@ -118,20 +118,6 @@ def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
 
 
 # Extremes.
-
-
-def test_one_proposal_per_row_makes_a_chain():
-    draft = random_draft(np.random.default_rng(4), "law", depth=5, branch=1)
-
-    step = jax.jit(lambda tree: (expand(tree, draft, 3)[0], is_complete(tree, 100)))
-    tree, plain = jax.tree.map(np.asarray, jax.jit(lambda: start(draft, 1, 12))()), PlainTree(draft, 1)
-    for _ in range(8):  # two of three leaves are fillers, and the last steps find none
-        assert_same(tree, plain)
-        complete = not plain.leaves()
-        (tree, got), plain = jax.tree.map(np.asarray, step(tree)), plain.grow(3)
-        assert got == complete
-    assert tree.size == 6 and complete
-    np.testing.assert_array_equal(tree.depth[:6], np.arange(6))
 
 
 def test_a_tree_of_4096_rows():
