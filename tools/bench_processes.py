@@ -1,12 +1,11 @@
 """Host time of SwiftSpec's rounds in one process and with draft and target in different processes, on CPUs.
 
-    python tools/bench_processes.py MODEL DRAFT [--tokens 200] [--repeats 3] [--pauses 100,70]
+    python tools/bench_processes.py MODEL DRAFT [--tokens 200] [--repeats 3]
 
 Each setting decodes the same prompt of token ids greedily; tokens must agree. Columns: the time of a round from read to
 read, the host's time to dispatch one, and the time that the host waits for its result; medians, in milliseconds. Then,
 of one more text under a timeline: the time of a round's transfers between target and draft, from dispatch or the end of
-what made them to their arrival, and the share of tree growth that lies within verification. With `--pauses` a
-verification and a round's growth take so many milliseconds more, in which they use no core.
+what made them to their arrival, and the share of tree growth that lies within verification.
 """
 
 import argparse
@@ -17,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jaxspec
 from jaxspec.engine import Session
@@ -42,7 +40,6 @@ def main() -> None:
     parser.add_argument("draft")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--pauses", help="milliseconds of a verification and of a round's growth")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child is not None:
@@ -81,17 +78,8 @@ def start(count: int, draft_process: int | None) -> dict:
 
 def measure(given: argparse.Namespace, where: dict | None) -> None:
     """Decode in one of the processes, and print what process 0 measured."""
-    if given.pauses is not None:
-        sys.path.append(str(Path(__file__).parents[1] / "tests"))
-        from pause import slow_models  # pyright: ignore[reportMissingImports]
-
-        slow_models(setattr, *(float(text) / 1e3 for text in given.pauses.split(",")))
-    # A refill is growth in turn with the verification, and would have a pause, too.
-    method = jaxspec.SwiftSpec(depth=4, refill=1 if given.pauses is None else 0)
-    cache = None if given.pauses is None else ""  # a stored program would not have the pauses
-    llm = jaxspec.LLM(
-        given.model, draft=given.draft, method=method, distributed=where, session_memory=0, compile_cache=cache
-    )
+    method = jaxspec.SwiftSpec(depth=4, refill=1)
+    llm = jaxspec.LLM(given.model, draft=given.draft, method=method, distributed=where, session_memory=0)
     if where is not None and where["process_id"]:
         llm.follow()  # the texts that are timed
         with Timeline(internals(llm).models) as timeline:
