@@ -96,16 +96,11 @@ class RoundWatcher:
         spans = [event for event in timeline.events if event.row != HOST and event.round >= last]
         if spans:
             begun = min(span.start for span in spans)
-            shown = [
-                (
-                    span.row,
-                    span.name,
-                    round(1e3 * (span.start - begun), 3),
-                    round(1e3 * (span.end - begun), 3),
-                    span.round,
-                )
-                for span in spans
-            ]
+
+            def milliseconds(at: float) -> float:
+                return round(1e3 * (at - begun), 3)
+
+            shown = [(s.row, s.name, milliseconds(s.start), milliseconds(s.end), s.round) for s in spans]
             self._events.put({"timeline": shown})
 
     def _describe(self, output: StepOutput, batch: Any) -> dict[str, Any]:
