@@ -17,14 +17,19 @@ def default_methods(has_draft: bool, apart: bool = False, streamed: bool = False
     A draft `apart` has devices of its own, which rules out methods that draft on the target's. Methods that draft with
     the target's layers are ruled out where those are `streamed`.
     """
-    methods = {name: registry.method_class(name) for name in METHODS}
-    return [
-        name
-        for name, method in methods.items()
-        if (has_draft or not method.needs_draft)
-        and (method.own_devices or not (apart and method.drafts))
-        and not (streamed and method.own_layers)
-    ]
+    return [name for name in METHODS if why_unfit(name, has_draft, apart, streamed) is None]
+
+
+def why_unfit(name: str, has_draft: bool, apart: bool, streamed: bool) -> str | None:
+    """The reason why `default_methods` leaves a method out; None where it does not."""
+    method = registry.method_class(name)
+    if method.needs_draft and not has_draft:
+        return "needs a draft model (--draft-model)"
+    if streamed and method.own_layers:
+        return "drafts with the target's own layers, which --offload streams"
+    if apart and method.drafts and not method.own_devices:
+        return "runs the draft on the target's devices (--draft-devices, --draft-platform)"
+    return None
 
 
 def make_columns(

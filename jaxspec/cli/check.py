@@ -26,7 +26,7 @@ from jaxspec.cli.processes import refuse_several
 from jaxspec.cli.progress import Bar, table_console, write_report
 from jaxspec.cli.run import command
 from jaxspec.errors import ConfigError, JaxspecError
-from jaxspec.methods.registry import METHODS, make_method, method_class
+from jaxspec.methods.registry import METHODS, make_method
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -183,20 +183,14 @@ def _make_methods(
     text: str, assignments: Sequence[str], has_draft: bool, apart: bool, streamed: bool
 ) -> tuple[list[Any], dict[str, str]]:
     """The methods to check with their settings, and those that `ALL` leaves out, with the reason."""
-    from jaxspec.bench.columns import default_methods
+    from jaxspec.bench.columns import why_unfit
 
     names = [name.strip() for name in text.split(",")]
     skipped: dict[str, str] = {}
     if names == [ALL]:
-        names = default_methods(has_draft, apart, streamed)
-        for name in METHODS:
-            if name not in names:
-                needs = method_class(name).needs_draft and not has_draft
-                own = "runs the draft on the target's devices (--draft-devices, --draft-platform)"
-                if streamed and method_class(name).own_layers:
-                    own = "drafts with the target's own layers, which --offload streams"
-                skipped[name] = "needs a draft model (--draft-model)" if needs else own
-        names.remove(PLAIN)
+        reasons = {name: why_unfit(name, has_draft, apart, streamed) for name in METHODS}
+        skipped = {name: why for name, why in reasons.items() if why is not None}
+        names = [name for name in METHODS if name not in skipped and name != PLAIN]
         if not names:
             raise ConfigError(
                 f"no method but {PLAIN} fits these models; --methods {PLAIN} checks that it repeats itself"
