@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_704,
+    "jaxspec": 30_676,
     "jaxspec/*.py": 2_502,
     "jaxspec/methods": 6_292,
     "jaxspec/sampling jaxspec/tree": 1_450,
@@ -22,7 +22,7 @@ BUDGETS = {
     "jaxspec/checkpoint": 4_430,
     "jaxspec/runtime": 2_280,
     "jaxspec/text": 1_600,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_889,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_883,
     "pallas_kernels": 5_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_750,
     "tools": 8_600,
