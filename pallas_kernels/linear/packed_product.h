@@ -287,6 +287,8 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
       const UnitScales<Format> scales(group, d, zero_point, unit);
       // A quad of codes, or for `dot_wide` the even or odd ones of a quad.
       const auto unpack = [&](int i) JAXSPEC_INLINE {
+        if constexpr (kWide && Format::kBits == 4 && !Format::kTable)
+          return low_nibbles(shift_right(load_bytes(low + 64 * (i / 4)), i / 2 % 2 * 4 + i % 2 * 8));
         const Bytes quad = codes_of<Format>(low, high, kWide ? i / 2 : i);
         if constexpr (kWide) return i % 2 ? odd_bytes(quad) : even_bytes(quad);
         return quad;

@@ -63,9 +63,10 @@ inline Bytes add_pairs(Bytes a, Bytes b) { return {_mm512_add_epi16(a.v, b.v)}; 
 inline Int32s dot_wide(Int32s sum, Bytes pairs, int32_t inputs) {
   return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs.v, _mm512_set1_epi32(inputs)))};
 }
-// The bytes of even and of odd inputs as numbers of sixteen bits.
+// The bytes of even and of odd inputs as numbers of sixteen bits, and the lowest four bits of even ones.
 inline Bytes even_bytes(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi16(255))}; }
 inline Bytes odd_bytes(Bytes a) { return {_mm512_srli_epi16(a.v, 8)}; }
+inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi16(15))}; }
 #endif
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -123,6 +124,10 @@ inline Int32s dot_wide(Int32s sum, Bytes pairs, int32_t inputs) {
 }
 inline Bytes even_bytes(Bytes a) {
   const __m256i low = _mm256_set1_epi16(255);
+  return {_mm256_and_si256(a.v[0], low), _mm256_and_si256(a.v[1], low)};
+}
+inline Bytes low_nibbles(Bytes a) {
+  const __m256i low = _mm256_set1_epi16(15);
   return {_mm256_and_si256(a.v[0], low), _mm256_and_si256(a.v[1], low)};
 }
 inline Bytes odd_bytes(Bytes a) { return {_mm256_srli_epi16(a.v[0], 8), _mm256_srli_epi16(a.v[1], 8)}; }
@@ -216,6 +221,7 @@ Bytes add_pairs(Bytes a, Bytes b);
 Int32s dot_wide(Int32s sum, Bytes pairs, int32_t inputs);
 Bytes even_bytes(Bytes a);
 Bytes odd_bytes(Bytes a);
+Bytes low_nibbles(Bytes a);
 
 // Keep a sum in its registers. GCC would reorder the sums of several products, and run out of registers.
 template <class T>
