@@ -39,7 +39,7 @@ def check(pair, processes, devices, *loads):
         for first, load in zip(firsts, loads, strict=True)
     ]
     spec = {"devices": devices, "prompt": PROMPT, "samplings": SAMPLINGS, "loads": loads}
-    ended = run_processes([spec] * processes)
+    ended = run_processes([spec] * processes, limit_s=240 * len(loads))
     assert [process.status for process in ended] == [0] * processes, "\n".join(p.err[-2000:] for p in ended)
     found = results(ended[0])
     assert [name for name, _ in found] == [name for load in loads for name, _ in load["methods"]]
