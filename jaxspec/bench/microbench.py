@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxspec.errors import ConfigError
-from jaxspec.llm import internals
 from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.kv_cache import init_cache
@@ -44,6 +43,8 @@ class PassTimes:
 
 def measure_passes(llm: "LLM", context: int, rows: Iterable[int], repeats: int = 9) -> PassTimes:
     """Time target passes of `rows` and the method's draft passes, with `context` tokens in the caches."""
+    from jaxspec.llm import internals  # only here: a bare machine has no packages for checkpoints
+
     inner = internals(llm)
     method, models, params = inner.engine.method, inner.models, inner.params
     timers: dict[Any, PassTimer] = {n: time_target_pass(models.target, params.target, n, context) for n in rows}

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
-from jaxspec.llm import internals
 from jaxspec.results import DecodeStats
 from pallas_kernels.active_rows import computed_rows
 from pallas_kernels.registry import Kernels
 
 if TYPE_CHECKING:
     from jaxspec.bench.microbench import PassTimes
-    from jaxspec.llm import LLM
+    from jaxspec.llm import LLM, Internals
 
 BASELINE = "ar"
 
@@ -222,6 +221,13 @@ def measure(
 def encode_prompt(llm: Any, prompt: BenchPrompt) -> list[int]:
     """Token ids of a prompt's first turn, through the chat template if the model has one."""
     return _encode(llm, [{"role": "user", "content": prompt.turns[0]}])
+
+
+def internals(llm: "LLM") -> "Internals":
+    """See `jaxspec.llm`, which is imported only here: a bare machine has no packages for checkpoints."""
+    from jaxspec import llm as loaded
+
+    return loaded.internals(llm)
 
 
 def _with_method(llm: "LLM", method: Any) -> Any:
