@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_676,
+    "jaxspec": 30_683,
     "jaxspec/*.py": 2_502,
     "jaxspec/methods": 6_292,
     "jaxspec/sampling jaxspec/tree": 1_425,
@@ -22,11 +22,11 @@ BUDGETS = {
     "jaxspec/checkpoint": 4_415,
     "jaxspec/runtime": 2_265,
     "jaxspec/text": 1_570,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_883,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_890,
     "pallas_kernels": 5_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_760,
     "tools": 8_600,
-    "tests": 31_280,
+    "tests": 31_180,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
 
