@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
-from jaxspec.methods.core.best_first import BestFirstDrafter
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import same_draw
 from jaxspec.methods.core.round import Models
@@ -15,6 +14,7 @@ from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range, log_threshold
+from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
@@ -72,10 +72,9 @@ class Chain(Method):
             return SampledDrafter(draft, slots, shape, verified, replacement=True, min_score=min_score)
 
         def matched(verified: Verified) -> Drafter:
-            return BestFirstDrafter(
-                draft, slots, same_draw(draft.vocab, scored=min_score > -math.inf), verified,
-                num_rows=self.num_rows, width=1, branch=1, depth=self.num_draft_tokens, min_score=min_score,
-            )  # fmt: skip
+            settings = TreeSettings(self.num_rows, depth=self.num_draft_tokens, min_score=min_score)
+            propose = same_draw(draft.vocab, scored=min_score > -math.inf)
+            return TreeDrafter(draft, slots, settings, verified, propose=propose)
 
         exact = self.rule == "match"
         return SpeculativeRunner(

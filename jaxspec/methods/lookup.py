@@ -4,13 +4,14 @@ import dataclasses
 from typing import ClassVar
 
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.copies import LookupSettings, NGramDrafter
+from jaxspec.methods.core.copies import CopySettings
 from jaxspec.methods.core.cost_model import CostModel, pass_costs
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_flag, check_range
+from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
@@ -56,11 +57,13 @@ class PromptLookup(Method):
         return min(self.length, self.num_draft_tokens) + 1
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
-        target, costs = models.target, CostModel(pass_costs(models.target, self.num_rows))
-        settings = LookupSettings(self.num_rows, self.ngram, self.candidates, self.max_path - 1, self.adaptive)
+        target = models.target
+        costs = CostModel(pass_costs(target, self.num_rows)) if self.adaptive else None
+        copies = CopySettings(self.ngram, self.candidates, self.max_path - 1)
+        settings = TreeSettings(self.num_rows, copies=copies, weighs=self.adaptive)
 
         def make_drafter(verified: Verified) -> Drafter:
-            return NGramDrafter(target, cache_slots(tokens, self.num_rows), settings, costs, verified)
+            return TreeDrafter(target, cache_slots(tokens, self.num_rows), settings, verified, costs=costs)
 
         return SpeculativeRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True

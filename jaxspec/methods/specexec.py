@@ -9,13 +9,13 @@ from typing import ClassVar
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.best_first import BestFirstDrafter, tree_rows
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_branch, check_choice, check_range, log_threshold
+from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings, tree_rows
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
@@ -103,12 +103,13 @@ class SpecExec(Method):
         assert draft is not None and width is not None and branch is not None and depth is not None
         propose = tree_proposals(self.ranking, draft.vocab, branch, loss=math.log(self.decay))
 
+        settings = TreeSettings(
+            self.num_rows, width, branch, depth, min_score=log_threshold("min_probability", self.min_probability)
+        )
+        slots = cache_slots(tokens, settings.tree_rows + self.max_path)
+
         def make_drafter(verified: Verified) -> Drafter:
-            return BestFirstDrafter(
-                draft, cache_slots(tokens, tree_rows(width, depth) + self.max_path), propose, verified,
-                num_rows=self.num_rows, width=width, branch=branch, depth=depth,
-                min_score=log_threshold("min_probability", self.min_probability),
-            )  # fmt: skip
+            return TreeDrafter(draft, slots, settings, verified, propose=propose)
 
         return SpeculativeRunner(
             models.target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match,

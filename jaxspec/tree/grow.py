@@ -31,10 +31,18 @@ def leaf_scores(tree: Tree) -> Array:
     return jnp.where(tree.child_row < 0, tree.child_score, -jnp.inf).reshape(-1)
 
 
-def pick_leaves(tree: Tree, width: int, min_score: Array | float = -jnp.inf) -> Picked:
-    """The `width` leaves of highest score, if it is at least `min_score`; the earlier proposal on a tie."""
-    score, proposal = jax.lax.top_k(leaf_scores(tree), width)
-    score = jnp.where(score >= min_score, score, -jnp.inf)
+def pick_leaves(tree: Tree, width: int, min_score: Array | float = -jnp.inf, value: Array | None = None) -> Picked:
+    """The `width` leaves of highest score, if it is at least `min_score`; the earlier proposal on a tie.
+
+    `value`, float32 [M * k], ranks them in place of their scores, where given; those of value 0 are left.
+    """
+    scores = leaf_scores(tree)
+    if value is None:
+        score, proposal = jax.lax.top_k(scores, width)
+        score = jnp.where(score >= min_score, score, -jnp.inf)
+    else:
+        rank, proposal = jax.lax.top_k(value, width)
+        score = jnp.where(rank > 0, scores[proposal], -jnp.inf)
     parent = (proposal // tree.branch).astype(jnp.int32)
     return Picked(
         token=tree.child_token.reshape(-1)[proposal],

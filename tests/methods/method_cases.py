@@ -19,11 +19,12 @@ from jaxspec.engine import Engine
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core.best_first import tree_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, read_rounds
+from jaxspec.methods.core.runner import HostState
 from jaxspec.methods.core.sampled_tree import SampledShape
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.core.timing import RoundTimer
+from jaxspec.methods.core.tree_drafter import tree_rows
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
@@ -410,7 +411,14 @@ class Steps:
     def prefilled(self, text):
         """State of a new sequence: all tokens but the last are committed."""
         state = self.runner.start(text[-1], None)
-        return self.runner.prefill(self.params, state, np.array(text[:-1], np.int32))
+        state = self.runner.prefill(self.params, state, np.array(text[:-1], np.int32))
+        pending = getattr(state, "host", None) and state.host.pending
+        if pending is None:
+            return state
+        # The draft takes the prompt after the first round; here at once.
+        return dataclasses.replace(
+            state, draft=self.runner.drafter.fill(self.params, state.draft, pending), host=HostState()
+        )
 
     def step(self):
         """Run a round; returns its tokens."""

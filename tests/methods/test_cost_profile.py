@@ -38,9 +38,9 @@ class SlowRunner:
 
     def __init__(self, runner):
         self.seconds, self.runner, self.samples = 0.0, runner, 0
-        self.slow = 1.0
+        self.slow = 0.3
         self._verify, self._decode = runner.executor.verify, runner.executor.decode
-        self._draft, self._prefill, self._dispatch = runner.drafter.draft, runner.prefill, runner.dispatch_rounds
+        self._draft, self._start, self._dispatch = runner.drafter.draft, runner.start, runner.dispatch_rounds
         self.saved = 0.0  # seconds that a round costs less where it shares a dispatch
 
     def __call__(self):
@@ -61,9 +61,9 @@ class SlowRunner:
             self.seconds += self.slow * (SEARCH_S + DRAFT_S * int(out[2].passes))
             return out
 
-        def prefill(*arguments):
+        def start(*arguments):
             self.samples += 1
-            return self._prefill(*arguments)
+            return self._start(*arguments)
 
         def dispatch(*arguments):
             out = self._dispatch(*arguments)
@@ -76,7 +76,7 @@ class SlowRunner:
         monkeypatch.setattr(self.runner.executor, "verify", verify)
         monkeypatch.setattr(self.runner.executor, "decode", decode)
         monkeypatch.setattr(self.runner.drafter, "draft", draft)
-        monkeypatch.setattr(self.runner, "prefill", prefill)
+        monkeypatch.setattr(self.runner, "start", start)
 
 
 def make_engine(store, case=CASE):
@@ -115,7 +115,9 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     params = params_of(CASE, "copy")
     assert not engine.runner.calibrated and engine.runner.report().figures == "built in"
     engine.calibrate(params)
-    assert engine.runner.calibrated and clock.samples == 1 + cost_profile.MOST_SAMPLES
+    assert (
+        engine.runner.calibrated and clock.samples == 2 + cost_profile.MOST_SAMPLES
+    )  # the start of the texts to come among them
     report = engine.runner.report()
     expected = fill_rows({rows: 1 + (rows - 1) * ROW_S / PLAIN_S for rows in measured_rows(16)})
     assert report.figures == "measured"
@@ -125,7 +127,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     # The device weighs with what the report says, and not with what the measurement needed.
     np.testing.assert_allclose(engine.runner.drafter.operands.rounds[1], expected[1] + report.round_cost, rtol=1e-3)
     engine.calibrate(params)
-    assert clock.samples == 1 + cost_profile.MOST_SAMPLES, "once"
+    assert clock.samples == 2 + cost_profile.MOST_SAMPLES, "once"
     again = make_engine(store)
     assert again.runner.calibrated and again.runner.report() == report
     # Figures of one's own come first, and nothing is measured where all are given.
@@ -143,15 +145,6 @@ def test_the_tokens_are_plain_decodings_after_a_measurement(clocked):
     assert engine.runner.timer.gain is None or engine.runner.timer.gain > 0
 
 
-def test_a_machine_that_is_too_slow_is_not_measured_on(clocked, tmp_path):
-    engine, clock = clocked
-    clock.slow = 1e3
-    engine.calibrate(params_of(CASE, "copy"))
-    assert engine.runner.calibrated and clock.samples == 1
-    assert engine.runner.report().figures == "built in"
-    assert not (tmp_path / profiles.FOLDER).exists()
-
-
 def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
     engine, clock = clocked
     clock.saved = SEARCH_S / 2
@@ -161,22 +154,26 @@ def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
     assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
 
 
-def test_a_slow_machine_is_measured_less_often(clocked):
-    engine, clock = clocked
-    clock.slow = 5.0
-    engine.calibrate(params_of(CASE, "copy"))
-    assert 1 + cost_profile.LEAST_SAMPLES <= clock.samples < 1 + cost_profile.MOST_SAMPLES
+def test_a_slow_machine_is_measured_less_often(store, monkeypatch):
+    """A turn of about 0.4 s fills the time with the next one; one of 4 s is enough by itself."""
+    engine = make_engine(store)
+    clock = SlowRunner(engine.runner)
+    clock.patch(monkeypatch)
+    for slow, samples in ((2.0, 2), (20.0, 1)):
+        clock.slow, clock.samples = slow, 0
+        times = cost_profile.measure_rounds(engine.runner, params_of(CASE, "copy"), None, 16, 8, now=clock)
+        assert clock.samples == samples and times.plain_s == pytest.approx(slow * PLAIN_S)
 
 
 def test_times_that_vary_are_used_but_not_kept(clocked, tmp_path):
     engine, clock = clocked
-    vary = engine.runner.prefill
+    vary = engine.runner.start
 
-    def prefill(*arguments):
-        clock.slow = 1.0 if clock.samples < 2 else 3.0
+    def start(*arguments):
+        clock.slow = 0.1 if clock.samples < 2 else 0.3
         return vary(*arguments)
 
-    engine.runner.prefill = prefill
+    engine.runner.start = start
     engine.calibrate(params_of(CASE, "copy"))
     assert engine.runner.report().figures == "measured"
     assert not (tmp_path / profiles.FOLDER).exists()

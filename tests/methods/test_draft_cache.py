@@ -89,8 +89,8 @@ def test_lookup_holds_the_text():
         for _ in range(ROUNDS):
             known = list(steps.text)
             steps.step()
-        assert int(steps.state.draft.length) == len(known)
-        assert np.asarray(steps.state.draft.token)[: len(known)].tolist() == known
+        assert int(steps.state.draft.text.length) == len(known)
+        assert np.asarray(steps.state.draft.text.token)[: len(known)].tolist() == known
         fresh = steps.prefilled(steps.text)
         assert_prefix(steps.caches()["target"], fresh.target.cache, len(steps.text) - 1)
 
@@ -141,10 +141,11 @@ def test_garbage_after_the_prefix_is_never_read(case):
         sequence = dataclasses.replace(state.draft.sequence, cache=spoil(state.draft.sequence.cache))
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, sequence=sequence))
     else:
-        text = np.array(state.draft.token)
-        text[int(state.draft.length) :] = PROMPT[-1]
-        text = jax.device_put(text, state.draft.token.sharding)
-        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, token=text))
+        text = state.draft.text
+        token = np.array(text.token)
+        token[int(text.length) :] = PROMPT[-1]
+        text = dataclasses.replace(text, token=jax.device_put(token, text.token.sharding))
+        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, text=text))
     spoiled.state = state
     for _ in range(ROUNDS):
         assert spoiled.step() == clean.step()

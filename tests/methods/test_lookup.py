@@ -11,24 +11,29 @@ from method_cases import Case, count_on, counting, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
 
 from jaxspec.methods.core.copies import (
-    PRIOR_ACCEPTANCE,
-    LookupSettings,
-    NGramDrafter,
-    TokenBuffer,
-    acceptance,
+    CopySettings,
+    Nodes,
+    Text,
+    find_copies,
+    join,
     learn,
-    merge_matches,
+    path_terms,
+    proposal_hashes,
 )
-from jaxspec.methods.core.cost_model import CostModel, keep_worthwhile, pass_costs
+from jaxspec.methods.core.cost_model import CostModel, keep_best, pass_costs
+from jaxspec.methods.core.rates import COPIES, PRIOR_COPY, AcceptanceStats, copy_kind, init_acceptance
 from jaxspec.methods.core.round import ModelParams, first_verified, verified_shapes
+from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.sampling.accept import Verified
-from jaxspec.tree.select import Candidates, pack_best
+from jaxspec.tree.grow import plant
+from jaxspec.tree.select import Candidates, pack_best, proposals
+from jaxspec.tree.tree import init_tree
 
 CAPACITY = 96
 PLACEMENT = place(FAMILIES["llama"])
-GREEDY_DRAFT = LookupSettings(num_rows=64, ngram=3, candidates=4, length=6, adaptive=False)
-ADAPTIVE = LookupSettings(num_rows=16, ngram=8, candidates=8, length=15)
+GREEDY_DRAFT = TreeSettings(num_rows=64, copies=CopySettings(ngram=3, candidates=4, length=6))
+ADAPTIVE = TreeSettings(num_rows=16, copies=CopySettings(ngram=8, candidates=8, length=15), weighs=True)
 
 
 def occurrences(text, method):
@@ -63,21 +68,26 @@ def paths_of(batch):
     return paths
 
 
-def state_of(text, method, tried=None, accepted=None):
-    token = np.zeros(CAPACITY, np.int32)
-    token[: len(text)] = text
-    token[len(text) :] = text[-1]  # must not be taken for text
-    zeros = np.zeros(method.ngram + 1, np.float32)
-    rows = np.arange(method.num_rows, dtype=np.int32)
-    tried, accepted = (zeros if x is None else np.asarray(x, np.float32) for x in (tried, accepted))
-    return TokenBuffer(token, np.int32(len(text)), np.zeros_like(rows), rows, tried, accepted)
+def text_of(text, earlier=()):
+    """A `Text`; `earlier` are texts before it."""
+    before = [token for one in earlier for token in (*one, -1)]
+    token = np.full(CAPACITY, text[-1], np.int32)  # the rest must not be taken for text
+    token[: len(before) + len(text)] = [*before, *text]
+    return Text(token, np.int32(len(before) + len(text)), np.int32(len(before)))
 
 
-@functools.partial(jax.jit, static_argnames="method")
-def merged(state, method):
+def nothing_proposed(count=1):
+    zero = jnp.zeros(count, jnp.int32)
+    return Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf)), zero.astype(jnp.uint32), zero > 0
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def merged(text, settings):
     """Everything that was found, as a batch that holds it all."""
-    candidates, matched = merge_matches(state, acceptance(state), method)
-    return pack_best(jnp.int32(0), candidates, candidates.token.shape[0] + 1), candidates, matched
+    stats = init_acceptance()
+    copies = find_copies(text, stats, settings)
+    candidates, nodes = join(*nothing_proposed(), jnp.bool_(False), copies, stats)
+    return pack_best(jnp.int32(0), candidates, candidates.token.shape[0] + 1), candidates, nodes
 
 
 def texts():
@@ -87,10 +97,10 @@ def texts():
             yield rng.integers(0, kinds, length).tolist()
 
 
-@pytest.mark.parametrize("method", [GREEDY_DRAFT, LookupSettings(num_rows=64, ngram=1, candidates=7, length=3)])
+@pytest.mark.parametrize("method", [GREEDY_DRAFT.copies, CopySettings(ngram=1, candidates=7, length=3)])
 def test_finds_what_lists_find(method):
     for text in texts():
-        batch, _, _ = merged(state_of(text, method), method)
+        batch, _, _ = merged(text_of(text), method)
         paths = paths_of(batch)
         expected = {copy[:end] for copy in continuations(text, method) for end in range(method.length + 1)} | {()}
         assert len(paths) == len(set(paths))  # a token that several occurrences share is one row
@@ -98,11 +108,11 @@ def test_finds_what_lists_find(method):
 
 
 def test_the_longest_and_then_the_most_recent_match_comes_first():
-    chain = LookupSettings(num_rows=5, ngram=3, candidates=1, length=4, adaptive=False)
+    chain = TreeSettings(num_rows=5, copies=CopySettings(ngram=3, candidates=1, length=4))
     found = 0
     for text in texts():
         drafted = draft(text, chain)
-        copies = continuations(text, chain)
+        copies = continuations(text, chain.copies)
         found += bool(copies)
         assert paths_of(drafted.batch)[-1] == (copies[0] if copies else ())
         assert int(drafted.batch.token[0]) == text[-1]
@@ -111,9 +121,9 @@ def test_the_longest_and_then_the_most_recent_match_comes_first():
 
 @functools.cache
 def drafter_of(method):
-    verified = verified_shapes(PLACEMENT, method.length + 1)
-    costs = CostModel(pass_costs(PLACEMENT, method.num_rows), round=0.0)
-    return NGramDrafter(PLACEMENT, 128, method, costs, verified), verified
+    verified = verified_shapes(PLACEMENT, method.copies.length + 1)
+    costs = CostModel(pass_costs(PLACEMENT, method.num_rows), round=0.0) if method.weighs else None
+    return TreeDrafter(PLACEMENT, 128, method, verified, costs=costs), verified
 
 
 def draft(text, method):
@@ -125,13 +135,13 @@ def draft(text, method):
 
 def test_a_full_batch_is_closed_and_holds_the_best():
     """More was found than fits: the best-matched continuation is complete before others are dropped to their start."""
-    method = LookupSettings(num_rows=8, ngram=4, candidates=6, length=7, adaptive=False)
+    method = TreeSettings(num_rows=8, copies=CopySettings(ngram=4, candidates=6, length=7))
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 9, 3, 4, 11, 12, 13, 9, 4, 14, 2, 3, 4]
     drafted = draft(text, method)
     paths = paths_of(drafted.batch)
     assert len(paths) == 8
     assert (5,) in paths and (5, 6, 7) in paths  # after "2 3 4", the longest match
-    known = {copy[:end] for copy in continuations(text, method) for end in range(8)}
+    known = {copy[:end] for copy in continuations(text, method.copies) for end in range(8)}
     assert set(paths) <= known
 
 
@@ -142,46 +152,81 @@ def test_without_a_match_the_root_is_alone():
             assert int(drafted.batch.count) == 1 and int(drafted.passes) == 0
 
 
-def test_candidates_know_how_long_their_match_is():
+def test_nodes_know_how_long_their_match_is():
     text = [1, 2, 3, 9, 3, 8, 1, 2, 3]
-    _, candidates, matched = merged(state_of(text, GREEDY_DRAFT), GREEDY_DRAFT)
-    rows = zip(candidates.token, matched, candidates.score, candidates.depth, strict=True)
-    lengths = {(int(depth), int(token)): int(n) for token, n, score, depth in rows if score > -jnp.inf}
-    assert {key: n for key, n in lengths.items() if key[0] == 1} == {(1, 9): 3, (1, 8): 1}
-    # One longer after an accepted token, as far as matches are compared.
-    assert lengths[2, 3] == 3 and lengths[2, 1] == 2
+    _, candidates, nodes = merged(text_of(text), GREEDY_DRAFT.copies)
+    rows = zip(candidates.token[1:], nodes.kind, nodes.weight, candidates.depth[1:], strict=True)
+    kinds = {(int(depth), int(token)): int(kind) for token, kind, weight, depth in rows if weight > 0}
+    assert {key: kind for key, kind in kinds.items() if key[0] == 1} == {(1, 9): COPIES + 3, (1, 8): COPIES + 1}
+    # One longer after each accepted token.
+    assert kinds[2, 3] == COPIES + 4 and kinds[2, 1] == COPIES + 2
 
 
-def verified_path(rows):
-    """A round that accepted a path of batch rows."""
-    path = np.zeros(6, np.int32)
-    path[: len(rows)] = rows
-    return Verified(np.zeros(6, np.int32), np.int32(len(rows)), path, np.zeros(6, np.float32))
+def test_earlier_texts_are_searched_and_never_run_into_one_another():
+    settings = CopySettings(ngram=4, candidates=4, length=6)
+    batch, _, _ = merged(text_of([9, 1, 2], earlier=[[1, 2, 3, 4], [2, 5]]), settings)
+    assert set(paths_of(batch)) == {(), (3,), (3, 4), (5,)}
+    # The end of one text and the beginning of the next are no match, and nothing goes on past an end.
+    batch, _, _ = merged(text_of([8, 1], earlier=[[7, 8], [1, 5], [6, 1]]), settings)
+    assert set(paths_of(batch)) == {(), (5,)}
+    batch, _, _ = merged(text_of([4], earlier=[[4, 4]]), CopySettings(ngram=4, candidates=4, length=3))
+    assert set(paths_of(batch)) == {(), (4,)}
 
 
-def test_learning_counts_the_path_and_the_first_refusal():
-    method = LookupSettings(num_rows=6, ngram=4, candidates=2, length=5)
-    # Rows 1 - 2 - 3 below the root, and 4 and 5 below row 1; the walk takes 1 and leaves there.
-    parent = np.array([0, 0, 1, 2, 1, 1], np.int32)
-    matched = np.array([0, 2, 3, 4, 1, 1], np.int32)
-    state = state_of([1, 2], method).replace(parent=parent, matched=matched)
-    learned = jax.jit(learn)(state, verified_path([0, 1]))
-    assert np.asarray(learned.accepted).tolist() == [0, 0, 1, 0, 0]
-    assert np.asarray(learned.tried).tolist() == [0, 0, 1, 1, 0]  # the best child of row 1 had matched 3
-    # A walk that ends at a leaf refuses nothing.
-    learned = jax.jit(learn)(state, verified_path([0, 1, 2, 3]))
-    assert np.asarray(learned.accepted).tolist() == np.asarray(learned.tried).tolist() == [0, 0, 1, 1, 1]
+def hash_of(path):
+    depth = jnp.arange(1, len(path) + 1)
+    return path_terms(jnp.array(path, jnp.int32), depth).sum(dtype=jnp.uint32) if len(path) else jnp.uint32(0)
 
 
-def test_acceptance_follows_what_was_seen():
-    method = LookupSettings(num_rows=16, ngram=4, candidates=8, length=15)
-    fresh = np.asarray(acceptance(state_of([1], method)))
-    np.testing.assert_allclose(fresh, PRIOR_ACCEPTANCE[:5], rtol=1e-6)
-    tried = [0, 100, 100, 100, 100]
-    bad = np.asarray(acceptance(state_of([1], method, tried, [0, 1, 1, 1, 1])))
-    good = np.asarray(acceptance(state_of([1], method, tried, [0, 99, 99, 99, 99])))
-    assert bad[4] < 0.06 and good[1] > 0.9
-    assert (np.diff(bad) >= 0).all() and (np.diff(good) >= 0).all()
+def verified_tokens(tokens):
+    padded = np.zeros(6, np.int32)
+    padded[: len(tokens)] = tokens
+    return Verified(padded, np.int32(len(tokens)), np.zeros(6, np.int32), np.zeros(6, np.float32))
+
+
+def test_learning_counts_what_the_text_reached():
+    """Nodes 1, 1-2, 1-2-3 and 1-4, 1-5 below the root, and 6; the text goes on with 1, 4, 9."""
+    paths = [(1,), (1, 2), (1, 2, 3), (1, 4), (1, 5), (6,), (1,)]
+    weight = [1, 1, 1, 0.5, 0.5, 0.25, 0]  # the last one does not exist
+    columns = ([hash_of(path) for path in paths], [hash_of(path[:-1]) for path in paths])
+    kind = copy_kind(jnp.arange(1, 8))
+    nodes = Nodes(*map(jnp.stack, columns), jnp.array([*map(len, paths)]), kind, jnp.array(weight, jnp.float32))
+    stats = jax.jit(learn)(init_acceptance(), nodes, verified_tokens([1, 4, 9]))
+    tried, accepted = (np.asarray(x)[COPIES + 1 : COPIES + 8] for x in (stats.tried, stats.accepted))
+    assert tried.tolist() == [1, 1, 0, 0.5, 0.5, 0.25, 0] and accepted.tolist() == [1, 0, 0, 1, 0, 0, 0]
+    # A text that ends there says nothing of what lies below.
+    stats = jax.jit(learn)(init_acceptance(), nodes, verified_tokens([1]))
+    assert np.asarray(stats.tried)[COPIES + 1 : COPIES + 8].tolist() == [1, 0, 0, 0, 0, 0.25, 0]
+
+
+def test_longer_matches_are_never_worth_less():
+    kinds = copy_kind(jnp.arange(9))
+    np.testing.assert_allclose(init_acceptance().rate(kinds), PRIOR_COPY, rtol=1e-6)
+    for share, check in ((0.01, lambda rate: rate[4] < 0.06), (0.99, lambda rate: rate[1] > 0.9)):
+        tried = jnp.zeros_like(init_acceptance().tried).at[kinds[1:5]].set(100.0)
+        rate = np.asarray(AcceptanceStats(tried, share * tried).rate(kinds))
+        assert check(rate) and (np.diff(rate) >= 0).all()
+
+
+def test_what_two_sources_propose_is_one_node():
+    """A draft with children 3 and 7 of the root, and 8 below 3; the text offers 3-4 and 5."""
+    stats, settings = init_acceptance(), CopySettings(ngram=2, candidates=4, length=2)
+    copies = find_copies(text_of([1, 2, 3, 4, 2, 5, 6, 1, 2]), stats, settings)
+    tree = plant(init_tree(2, 2), jnp.int32(2), jnp.array([3, 7]), jnp.log(jnp.array([0.5, 0.25])))
+    has_row = jnp.zeros(4, bool)
+    candidates, nodes = join(proposals(tree), proposal_hashes(tree)[0], has_row, jnp.bool_(True), copies, stats)
+    batch = pack_best(jnp.int32(2), candidates, 16)
+    assert sorted(paths_of(batch)) == [(), (3,), (3, 4), (5,), (5, 6), (7,)]
+    score = {path: float(s) for path, s in zip(paths_of(batch)[1:], sorted_scores(candidates), strict=True)}
+    assert score[3,] == pytest.approx(np.log(0.5)) and score[3, 4] < score[3,] and score[5, 6] <= score[5,]
+    # The draft proposed other tokens than 5: the copy is worth less than without its word.
+    alone, _ = join(*nothing_proposed(), jnp.bool_(False), copies, stats)
+    assert score[5,] < float(alone.score.max())
+
+
+def sorted_scores(candidates):
+    """Scores of what is there, in the order of the rows of a batch that holds it all."""
+    return np.asarray(candidates.score)[np.asarray(candidates.score) > -np.inf]
 
 
 def test_what_does_not_pay_is_not_drafted():
@@ -190,7 +235,7 @@ def test_what_does_not_pay_is_not_drafted():
     for chance, worth in ((0.95, True), (0.01, False)):
         score = np.cumsum(np.full(15, np.log(chance), np.float32))
         candidates = Candidates(chain, chain - 1, chain + 1, score)
-        kept = np.asarray(keep_worthwhile(candidates, pass_costs(PLACEMENT, rows))[0].score) > -np.inf
+        kept = np.asarray(keep_best(candidates, jnp.array(pass_costs(PLACEMENT, rows)))[0].score) > -np.inf
         assert kept.any() == worth
         assert (np.diff(kept.astype(int)) <= 0).all()  # what is kept comes first
 

@@ -56,13 +56,14 @@ def test_are_the_rounds_of_single_dispatches(case, sampling, monkeypatch):
     """All but the last, which the end of the text cuts; an answer of n rounds takes a quarter of as many dispatches."""
     asked = counting_dispatches(monkeypatch, engine_of(case).runner)
     together = run(engine_of(case), params_of(case, "first layer"), PROMPT, 40, 3, **SAMPLINGS[sampling])
-    assert set(asked) <= {1, 2, 3, ROUNDS_PER_DISPATCH} and asked[0] == 1 and len(asked) <= len(together) / 4 + 4
+    assert set(asked) <= {1, 2, 3, ROUNDS_PER_DISPATCH} and len(asked) <= len(together) / 4 + 4
+    assert case == LLAMA_AUTO or asked[0] == 1  # the first round of `auto` is a plain one
     steps, alone = Steps(case, "first layer", PROMPT, 3, **SAMPLINGS[sampling], max_tokens=40), []
     while sum(len(output.tokens) for output in alone) < 40:
         steps.step()
         assert steps.output is not None
         alone.append(dataclasses.replace(steps.output, top=None))
-    if case != LLAMA_AUTO:  # which carries what it learned over to the next text
+    if case not in (LLAMA_AUTO, LLAMA_LOOKUP):  # which carry what they learned over to the next text
         assert together[:-1] == alone[: len(together) - 1]
     tokens = tokens_of(alone)
     assert tokens_of(together) == tokens[:40] and len(tokens) < 40 + case.method.max_path

@@ -111,13 +111,12 @@ def test_rounds_of_one_dispatch_share_its_time(timer, clock):
     ("seconds", "settings", "expected"),
     [
         ([9.0, 1.0, 1.0, 1.0, 1.0], {}, [2, 3, 4, 5]),
-        ([1.0, 1.0, 1.0], {"least": 2, "enough_s": 1.5}, [2, 3]),  # the time that the first turn took counts, too
-        ([1.0, 0.0, 0.0, 1.0], {"least": 2, "enough_s": 1.5}, [2, 3, 4]),
-        ([5.0], {"too_long_s": 4.0}, []),
+        ([1.0, 0.25, 0.5], {"enough_s": 1.5}, [2, 3]),  # the time that the first turn took counts, too
+        ([5.0], {"enough_s": 4.0}, [1]),
     ],
 )
 def test_turns_are_timed_until_there_are_enough(clock, seconds, settings, expected):
-    """The first turn warms up and is dropped; one that takes too long is the only one."""
+    """The first turn warms up and is dropped; one that takes long enough is the only one."""
     turns = iter(seconds)
 
     def turn():
@@ -126,5 +125,4 @@ def test_turns_are_timed_until_there_are_enough(clock, seconds, settings, expect
 
     samples = timing.time_turns(turn, 4, now=clock, **settings)
     assert [sample["pass"] for sample in samples] == expected
-    if samples:
-        assert timing.medians(samples) == {"pass": statistics.median(expected)}
+    assert timing.medians(samples) == {"pass": statistics.median(expected)}

@@ -1,7 +1,6 @@
 """Costs of a pair's rounds on this machine: measured once, and kept beside the compiled programs.
 
-The first start with compiled programs runs each kind of round a few times on a text of its own (`measure_rounds`), for
-a few seconds at most.
+The first start runs each kind of round a few times on a text of its own (`measure_rounds`), for half a second, or once.
 """
 
 import dataclasses
@@ -27,13 +26,14 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place
 from jaxspec.tree.tree import Batch
 
-# Verified rows that are timed, as far as a batch has so many, and tokens before them.
-ROWS, CONTEXT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64), 128
+# Verified rows that are timed, as far as a batch has so many.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Equal rounds that are dispatched together and make one sample: their dispatch is hidden, as while decoding.
 TOGETHER = 2
-# Samples of each kind of round at least and at most; no further ones after so many seconds. Where the first ones, which
-# warm up, take longer than the last figure, nothing is measured.
-LEAST_SAMPLES, MOST_SAMPLES, ENOUGH_S, TOO_LONG_S = 2, 6, 2.0, 8.0
+# Samples of each kind of round, after one that warms up; no further ones after so many seconds.
+MOST_SAMPLES, ENOUGH_S = 6, 0.5
+# Children of a node that the draft model proposes.
+BRANCH = 2
 # Median over least time from which on other programs are taken to disturb the measurement.
 UNSTEADY = 1.3
 
@@ -66,17 +66,17 @@ def can_measure(slots: int, num_rows: int) -> bool:
     """Whether all rounds of one sample fit into a cache of so many slots, whatever is accepted."""
     most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows)
     most += ROUNDS_PER_DISPATCH * STEPS_PER_DISPATCH
-    return slots >= CONTEXT + most + num_rows
+    return slots >= most + num_rows
 
 
 def measure_rounds(
     runner: SpeculativeRunner, params: ModelParams, state: SpeculativeState | None, num_rows: int, length: int,
     now: Callable[[], float] = time.perf_counter,
-) -> RoundTimes | None:  # fmt: skip
+) -> RoundTimes:  # fmt: skip
     """Time verifications, plain decoding and drafts in turn; `state` is donated.
 
-    `length` is that of the longest chain of the draft, 0 without one. Drafts are made as long as is wanted by the
-    figures that they are weighed with, which the caller sets anew afterwards. None if a sample takes too long.
+    `length` is the most passes of a draft, 0 without one. Drafts are made as long as is wanted by the figures that they
+    are weighed with, which the caller sets anew afterwards.
     """
 
     def turn() -> dict[Any, float]:
@@ -84,21 +84,18 @@ def measure_rounds(
         sample, state = _sample(runner, params, state, num_rows, length, now)
         return sample
 
-    samples = time_turns(
-        turn, MOST_SAMPLES, at_least=LEAST_SAMPLES, enough_s=ENOUGH_S, too_long_s=TOO_LONG_S, now=now
-    )  # fmt: skip
-    if not samples:
-        return None
+    samples = time_turns(turn, MOST_SAMPLES, enough_s=ENOUGH_S, now=now)
     # What else runs on the machine only adds to a time.
     least: dict[Any, float] = {}
     for sample in samples:
         least |= {name: min(seconds, least.get(name, seconds)) for name, seconds in sample.items()}
     verify_s = {name: seconds for name, seconds in least.items() if isinstance(name, int)}
-    short, long = least.get(("draft", min(length, 1))), least.get(("draft", length))
-    draft_s = 0.0
-    if short is not None and long is not None and length:
-        draft_s = max(0.0, (long - short) / (length - 1)) if length > 1 else short
-    search_s = 0.0 if short is None else max(0.0, short - draft_s)
+    search_s = draft_s = 0.0
+    if length:
+        few, many = (least.pop(("passes", wanted)) for wanted in (1, length))
+        short, long = least["draft", 1], least["draft", length]
+        draft_s = max(0.0, (long - short) / (many - few)) if many > few else short / max(few, 1)
+        search_s = max(0.0, short - few * draft_s)
     passes = least.pop("shared passes", 0.0)  # of the draft, in each of the rounds that shared a dispatch
     if "shared" in least:
         alone = search_s + verify_s[1] - least["plain"]
@@ -136,10 +133,7 @@ class MeasuringRunner(SpeculativeRunner):
         if self.calibrated or self._profile is None:
             return state
         self.times = measure_rounds(self, params, state, self._num_rows, self._length)
-        if self.times is None:
-            self._profile = None  # and not again in this process
-        else:
-            save_costs(self._profile, self.times)
+        save_costs(self._profile, self.times)
         self.costs = self._weigh(self.times)
         self.drafter.use_costs(self.costs)
         # The measured rounds say nothing of the texts to come.
@@ -156,10 +150,10 @@ def _sample(
     """Seconds of each kind of round, by number of rows or name, on a text that repeats nothing."""
     executor, drafter = runner.executor, runner.drafter
     limit = executor.placement.num_tokens
-    text = np.random.default_rng(0).integers(0, max(1, limit // 2), CONTEXT + 1, np.int32)
+    text = np.random.default_rng(0).integers(0, max(1, limit // 2), num_rows, np.int32)
     unseen = itertools.count(limit - 1, -1)  # tokens after which nothing can be copied
-    request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, len(text))
-    state = runner.prefill(params, runner.start(int(text[-1]), state), text[:-1])
+    request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, 1)
+    state = runner.start(int(text[0]), state)
     target, draft, verified = state.target, state.draft, state.verified
     jax.block_until_ready((target, draft))
     seconds: dict[Any, float] = {}
@@ -179,8 +173,8 @@ def _sample(
     jax.block_until_ready(round_)
     seconds["plain"] = (now() - start) / tokens
 
-    for wanted in (1, length) if length else (0,):
-        drafter.use_costs(_costs_of_chains(num_rows, wanted))
+    for wanted in sorted({1, length}) if length else ():
+        drafter.use_costs(_costs_of_drafts(num_rows, BRANCH * wanted))
         last = [first_verified(executor.verified, next(unseen)) for _ in range(TOGETHER)]
         jax.block_until_ready(last)
         start, passes = now(), []
@@ -189,11 +183,10 @@ def _sample(
             passes.append(drafted.passes)
         jax.block_until_ready(passes)
         spent = (now() - start) / TOGETHER
-        if sum(map(int, passes)) == wanted * TOGETHER:
-            seconds["draft", wanted] = spent
+        seconds["draft", wanted], seconds["passes", wanted] = spent, sum(map(int, passes)) / TOGETHER
     if runner.shared_rounds is not None:
         # Rounds that verify no draft: what each takes apart from its tokens, which are decoded plainly.
-        drafter.use_costs(_costs_of_chains(num_rows, 0))
+        drafter.use_costs(_costs_of_drafts(num_rows, 0))
         verified = first_verified(executor.verified, next(unseen))
         jax.block_until_ready(verified)
         start = now()
@@ -221,7 +214,7 @@ def _chain(placement: Placement, tokens: np.ndarray, num_rows: int) -> Draft:
     return jax.tree.map(lambda leaf: place(leaf, shape.sharding), Draft(batch, np.int32(0)))  # pyright: ignore[reportArgumentType]
 
 
-def _costs_of_chains(num_rows: int, length: int) -> CostModel:
-    """Figures by which a chain of `length` tokens always pays, and no other draft does."""
+def _costs_of_drafts(num_rows: int, tokens: int) -> CostModel:
+    """Figures by which a draft of so many tokens always pays, and no longer one does."""
     rows = np.arange(num_rows)
-    return CostModel(np.where(rows <= length, 1 / (rows + 1), 1e3), round=0.0)
+    return CostModel(np.where(rows <= tokens, 1 / (rows + 1), 1e3), round=0.0)

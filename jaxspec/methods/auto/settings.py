@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto.costs import MeasuringRunner
-from jaxspec.methods.auto.draft_chain import SYNC_ROWS
-from jaxspec.methods.auto.drafter import AutoDrafter
+from jaxspec.methods.auto.costs import BRANCH, MeasuringRunner
 from jaxspec.methods.auto.profiles import RoundTimes, find_costs, load_costs, weigh_devices
 from jaxspec.methods.base import NO_STORE, DeviceChoice, Method, Store
-from jaxspec.methods.core.copies import LookupSettings, NGramDrafter
+from jaxspec.methods.core.copies import CopySettings
 from jaxspec.methods.core.cost_model import (
     ROUND_COST,
     USUAL_RATES,
@@ -27,11 +25,13 @@ from jaxspec.methods.core.cost_model import (
     tree_passes,
 )
 from jaxspec.methods.core.drafter import Drafter
+from jaxspec.methods.core.proposals import tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range
 from jaxspec.methods.core.timing import RoundTimer
+from jaxspec.methods.core.tree_drafter import SYNC_ROWS, TreeDrafter, TreeSettings
 from jaxspec.methods.core.verify import match
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.sampling.accept import Verified
@@ -133,16 +133,16 @@ class Auto(Method):
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         length, (target, draft) = self.length, models
         assert length is not None
-        lookup = LookupSettings(self.num_rows, self.ngram, self.candidates, self.num_draft_tokens)
+        copies = CopySettings(self.ngram, self.candidates, self.num_draft_tokens)
+        settings = TreeSettings(self.num_rows, branch=BRANCH, depth=length, copies=copies, weighs=True)
+        propose = None if draft is None else tree_proposals("noise", draft.vocab, BRANCH)
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
         profile = None if given else find_costs(store.cache_folder, models, self.num_rows)
         times = previous.times if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
         slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows)), self.costs(models, times)
 
         def make_drafter(verified: Verified) -> Drafter:
-            if draft is None:
-                return NGramDrafter(target, slots, lookup, costs, verified)
-            return AutoDrafter(draft, slots, lookup, length, costs, verified)
+            return TreeDrafter(draft or target, slots, settings, verified, propose=propose, costs=costs)
 
         timer = previous.timer if isinstance(previous, SpeculativeRunner) else None
         return MeasuringRunner(

@@ -4,216 +4,104 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.cost_model import PRIOR_WEIGHT, CostModel, keep_worthwhile
-from jaxspec.methods.core.drafter import Drafter
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
-from jaxspec.methods.core.sequence import CHUNKS, PromptStates, SequenceState, split_chunks, usable_chunks
-from jaxspec.methods.core.verify import Draft, draft_shapes
-from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.program import Program
+from jaxspec.methods.core.rates import CONTRADICTED, AcceptanceStats, copy_kind
 from jaxspec.sampling.accept import Verified
-from jaxspec.sampling.request import Request
-from jaxspec.tree.select import Candidates, pack_best
-from jaxspec.tree.tree import Batch
+from jaxspec.tree.select import Candidates
+from jaxspec.tree.tree import Tree
 
-# How often the token that followed a match of n tokens follows again, before anything is known about this text.
-# Longer matches count as the longest one here.
-PRIOR_ACCEPTANCE = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
-# Observations lose weight each round, so that a copied passage after a free one is found worth trying again.
-FORGETTING = 0.99
+# Multipliers of path hashes, odd: one for tokens, one for each level of depth.
+_TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527
 
 
 @dataclasses.dataclass(frozen=True)
-class LookupSettings:
+class CopySettings:
     """Limits of what is compared and copied."""
 
-    num_rows: int  # bs
     ngram: int  # longest suffix that is compared
-    candidates: int  # earlier occurrences that are merged
-    length: int  # most tokens copied from each, below `num_rows`
-    adaptive: bool = True  # whether only what pays is drafted
+    candidates: int  # C, earlier occurrences that are merged
+    length: int  # L, most tokens copied from each
 
 
 @struct.dataclass
-class TokenBuffer:
-    """The text so far, and what became of earlier copies."""
+class Text:
+    """The text so far, and before it tokens of earlier texts, each of which ends with -1, which is no token."""
 
     token: Array  # int32 [S], verified tokens in order
-    length: Array  # int32 [], how many
-    matched: Array  # int32 [bs], for each row of the last batch, the length of the match that proposed it
-    parent: Array  # int32 [bs], of the last batch
-    tried: Array  # float32 [ngram + 1], drafted tokens that were reached, by length of match, with forgetting
-    accepted: Array  # float32 [ngram + 1], those that the target confirmed
+    length: Array  # int32 [], how many, those of earlier texts included
+    start: Array  # int32 [], how many of these belong to earlier texts
 
-    def forget_batch(self) -> "TokenBuffer":
-        """The next round verifies nothing that was copied."""
-        rows = jnp.arange(self.parent.shape[0], dtype=jnp.int32)
-        return dataclasses.replace(self, matched=jnp.full_like(rows, self.tried.shape[0]), parent=rows)
+    def append(self, verified: Verified) -> "Text":
+        """Add what a round verified."""
+        token = jax.lax.dynamic_update_slice(self.token, verified.tokens, (self.length,))
+        return dataclasses.replace(self, token=token, length=self.length + verified.count)
 
 
-class TokenText:
-    """Compiled functions that start a `TokenBuffer` and add a prompt to it; `state` holds its shapes."""
+@struct.dataclass
+class Copies:
+    """Continuations of C occurrences; a token that several occurrences share stands at the first one of them."""
 
-    def __init__(self, placement: Placement, slots: int, settings: LookupSettings, path: int):
-        """Declare the programs; `slots` is the longest text, padding included, `path` the tokens of a round."""
-        self._slots = slots
-        # Room for a padded chunk or path after the last token.
-        capacity = slots + max(CHUNKS) + path
-        plan, scalar = placement.plan, placement.array((), jnp.int32)
-
-        def create():
-            zeros, rows = jnp.zeros(settings.ngram + 1), jnp.arange(settings.num_rows, dtype=jnp.int32)
-            return TokenBuffer(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.zeros_like(rows), rows, zeros, zeros)
-
-        self.state = placement.replicated(jax.eval_shape(create))
-        self._create = Program("lookup create", create, plan, [], self.state)
-        self._fill = {}
-        for size in usable_chunks(slots):
-            args = [self.state, placement.array((size,), jnp.int32), scalar]
-            self._fill[size] = Program(f"lookup prefill {size}", append, plan, args, self.state, donate=[0])
-        self.programs = (self._create, *self._fill.values())
-
-    def start(self) -> TokenBuffer:
-        """An empty text."""
-        return self._create()
-
-    def prefill(self, state: TokenBuffer, tokens: np.ndarray) -> TokenBuffer:
-        """Add int32 `tokens` `[n]`."""
-        for chunk, count in split_chunks(tokens, self._slots):
-            state = self._fill[len(chunk)](state, chunk, np.int32(count))
-        return state
+    token: Array  # int32 [C, L]
+    first: Array  # int32 [C, L], the occurrence that stands for the token
+    own: Array  # bool [C, L], whether that is this one
+    hash: Array  # uint32 [C, L], of the path, see `path_terms`
+    kind: Array  # int32 [C, L], class of each, see `rates`
+    share: (
+        Array  # float32 [C, L], weight of the occurrences that go on like this, among those that share the path above
+    )
+    logprob: Array  # float32 [C, L], log of the chance of each where all before it was accepted
 
 
-class NGramDrafter(Drafter):
-    """Copies; it has no model."""
+@struct.dataclass
+class Nodes:
+    """All that was proposed in a round, N nodes: what the verified text says of each is learned from it."""
 
-    idle_steps = STEPS_PER_DISPATCH
-
-    def __init__(
-        self, placement: Placement, slots: int, settings: LookupSettings, costs: CostModel, verified: Verified
-    ):
-        """Declare the programs; `verified` are shapes."""
-        self._placement = placement
-        self.use_costs(costs)
-        self._text = TokenText(placement, slots, settings, verified.tokens.shape[0])
-        self.shapes = draft_shapes(placement, settings.num_rows)
-
-        def draft(state, verified, costs):
-            state, candidates, matched = find_candidates(state, verified, settings)
-            if settings.adaptive:
-                candidates, _ = keep_worthwhile(candidates, costs.rounds)
-            state, batch = draft_candidates(state, candidates, matched, settings)
-            return state, Draft(batch, jnp.int32(0))
-
-        def skip(state, verified):
-            return take_in(state, verified).forget_batch()
-
-        self.state = state = self._text.state
-        plan = placement.plan
-        args = [state, verified, costs.shapes(placement)]
-        self.draft_program = Program("lookup", draft, plan, args, (state, self.shapes), donate=[0])
-        self.propose = lambda _, state, verified, history, request, costs: draft(state, verified, costs)
-        self._skip = Program("lookup skip", skip, plan, [state, verified], state, donate=[0])
-        self.programs = (*self._text.programs, self.draft_program, self._skip)
-
-    def use_costs(self, costs: CostModel) -> None:
-        """Weigh copies with these figures from now on."""
-        self.operands = costs.place(self._placement)
-
-    def start(self, root: int, state: TokenBuffer | None) -> TokenBuffer:
-        return self._text.start()
-
-    def prefill(
-        self, params: ModelParams, state: TokenBuffer, tokens: np.ndarray, states: PromptStates | None = None
-    ) -> TokenBuffer:
-        return self._text.prefill(state, tokens)
-
-    def draft(
-        self, params: ModelParams, target: SequenceState, state: TokenBuffer, verified: Verified, request: Request
-    ) -> tuple[SequenceState, TokenBuffer, Draft]:
-        assert self.draft_program is not None
-        return target, *self.draft_program(state, verified, self.operands)
-
-    def skip(self, params: ModelParams, state: TokenBuffer, verified: Verified) -> TokenBuffer:
-        return self._skip(state, verified)
+    hash: Array  # uint32 [N], of the path
+    above: Array  # uint32 [N], of the parent's path
+    depth: Array  # int32 [N]
+    kind: Array  # int32 [N]
+    weight: Array  # float32 [N], how much each counts; 0 where there is none
 
 
-def append(state: TokenBuffer, token: Array, count: Array) -> TokenBuffer:
-    """Add the first `count` of `token` to the text."""
-    text = jax.lax.dynamic_update_slice(state.token, token, (state.length,))
-    return dataclasses.replace(state, token=text, length=state.length + count)
+def path_terms(token: Array, depth: Array) -> Array:
+    """Terms of path hashes, uint32: a node's hash is the sum over its path, root excluded.
 
-
-def take_in(state: TokenBuffer, verified: Verified) -> TokenBuffer:
-    """Learn from the last round, and add its tokens to the text."""
-    return append(learn(state, verified), verified.tokens, verified.count)
-
-
-def find_candidates(
-    state: TokenBuffer, verified: Verified, settings: LookupSettings
-) -> tuple[TokenBuffer, Candidates, Array]:
-    """Take in the last round, and merge what followed earlier occurrences of the text's end."""
-    state = take_in(state, verified)
-    return state, *merge_matches(state, acceptance(state), settings)
-
-
-def draft_candidates(
-    state: TokenBuffer, candidates: Candidates, matched: Array, settings: LookupSettings
-) -> tuple[TokenBuffer, Batch]:
-    """The best candidates as a batch, and a note of which match proposed which row; none proposed the root."""
-    batch = pack_best(state.token[state.length - 1], candidates, settings.num_rows)
-    # Which candidate became which row is known by path alone: ask the same selection for the match lengths.
-    lengths = dataclasses.replace(candidates, token=matched)
-    noted = pack_best(jnp.int32(settings.ngram + 1), lengths, settings.num_rows).token
-    return dataclasses.replace(state, matched=noted, parent=batch.parent), batch
-
-
-def learn(state: TokenBuffer, verified: Verified) -> TokenBuffer:
-    """Count, by length of match, the drafted tokens that the last walk reached and those that it accepted."""
-    ngram = state.tried.shape[0] - 1
-    rows = jnp.arange(state.parent.shape[0], dtype=jnp.int32)
-    steps = jnp.arange(verified.path.shape[0])
-    on_path = (steps >= 1) & (steps < verified.count)
-    accepted = jnp.where(on_path, state.matched[verified.path], ngram + 1)
-    # Where the walk left the tree, its best child was tried and refused.
-    last = verified.path[verified.count - 1]
-    refused = (state.parent == last) & (rows != state.parent)
-    refused_length = jnp.where(refused.any(), jnp.max(jnp.where(refused, state.matched, 0)), ngram + 1)
-    success = (state.accepted * FORGETTING).at[accepted].add(1.0, mode="drop")
-    tried = (state.tried * FORGETTING).at[accepted].add(1.0, mode="drop").at[refused_length].add(1.0, mode="drop")
-    return dataclasses.replace(state, tried=tried, accepted=success)
-
-
-def acceptance(state: TokenBuffer) -> Array:
-    """Estimated chance that a token after a match of n tokens is right, float32 [ngram + 1]; never decreasing in n."""
-    longest = len(PRIOR_ACCEPTANCE) - 1
-    prior = jnp.array(PRIOR_ACCEPTANCE)[jnp.minimum(jnp.arange(state.tried.shape[0]), longest)]
-    chance = (state.accepted + PRIOR_WEIGHT * prior) / (state.tried + PRIOR_WEIGHT)
-    return jax.lax.cummax(chance)
-
-
-def merge_matches(state: TokenBuffer, chance: Array, settings: LookupSettings) -> tuple[Candidates, Array]:
-    """Continuations of earlier occurrences of the text's suffix, merged into one tree.
-
-    Returns:
-      candidates: C * L of them, by occurrence and depth; a token shared by several occurrences is the first one's.
-      matched: int32 [C * L], length of the match that proposed each.
+    Nodes of equal paths have equal hashes. Others hardly ever have, and then a draft is worse for it, never a token.
     """
-    C, L = min(settings.candidates, state.token.shape[0]), settings.length
-    place = jnp.arange(state.token.shape[0], dtype=jnp.int32)
-    last = state.length - 1
+    powers = jnp.uint32(_DEPTH_FACTOR) * (2 * depth.astype(jnp.uint32) + 1)
+    mixed = (token.astype(jnp.uint32) + 1) * jnp.uint32(_TOKEN_FACTOR)
+    return (mixed ^ (mixed >> 15)) * powers
+
+
+def learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> AcceptanceStats:
+    """Count what the verified text says of the nodes: those below its path were tried, whether verified or not."""
+    depth = jnp.arange(1, verified.tokens.shape[0] + 1, dtype=jnp.int32)
+    path = jnp.cumsum(path_terms(verified.tokens, depth), dtype=jnp.uint32)
+    path = jnp.concatenate([jnp.zeros(1, jnp.uint32), path])
+    known = (nodes.depth <= verified.count) & (nodes.weight > 0)
+    place = jnp.where(known, nodes.depth, 1)
+    tried = known & (path[place - 1] == nodes.above)
+    accepted = tried & (path[place] == nodes.hash)
+    return stats.update(nodes.kind, jnp.where(tried, nodes.weight, 0.0), accepted)
+
+
+def find_copies(text: Text, stats: AcceptanceStats, settings: CopySettings) -> Copies:
+    """Continuations of earlier occurrences of the text's suffix: longest matches first, then the most recent."""
+    C, L = min(settings.candidates, text.token.shape[0]), settings.length
+    place = jnp.arange(text.token.shape[0], dtype=jnp.int32)
+    last = text.length - 1
     # An occurrence is known by its last position; it is compared backwards with the end of the text.
     matched, going = jnp.zeros_like(place), place < last
     for back in range(settings.ngram):
-        shifted = jnp.roll(state.token, back)
-        going &= (shifted == state.token[jnp.maximum(last - back, 0)]) & (place >= back)
+        shifted = jnp.roll(text.token, back)
+        # Nothing is compared past the beginning of this text or of an earlier one.
+        inside = (place >= back) & (last - back >= text.start)
+        going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & inside
         matched += going
-    # Longest first, then most recent. XLA sorts all of an array of integers on a CPU, and none of floats, which hold
-    # these integers exactly up to 2**24: for 8 tokens that match in a text of 1.8 million.
+    # XLA sorts all of an array of integers on a CPU, and none of floats, which hold these integers exactly up to 2**24:
+    # for 8 tokens that match in a text of 1.8 million.
     order = jnp.where(matched > 0, matched * place.size + place, -1).astype(jnp.float32)
     _, end = jax.lax.top_k(order, C)
     end = end.astype(jnp.int32)
@@ -221,26 +109,69 @@ def merge_matches(state: TokenBuffer, chance: Array, settings: LookupSettings) -
     # A passage that runs into the end of the text goes on with itself: the text repeats.
     period = jnp.maximum(last - end, 1)
     step = jnp.arange(L, dtype=jnp.int32)
-    copied = state.token[end[:, None] + 1 + step[None, :] % period[:, None]]  # [C, L]
+    token = text.token[end[:, None] + 1 + step[None, :] % period[:, None]]  # [C, L]
+    exists = (length > 0)[:, None] & (jnp.cumsum(token < 0, axis=1) == 0)  # an earlier text may end
 
+    hashes = jnp.cumsum(path_terms(token, step + 1), axis=1, dtype=jnp.uint32)
     # agree[c, e, d]: the first d + 1 tokens of c and e are the same.
-    agree = jnp.cumprod(copied[:, None] == copied[None, :], axis=-1).astype(bool)
-    agree &= ((length > 0)[:, None] & (length > 0)[None, :])[:, :, None]
-    first = jnp.argmax(agree, axis=1)  # [C, L], the occurrence that stands for the token
+    agree = (hashes[:, None] == hashes[None, :]) & exists[:, None] & exists[None, :]
+    first = jnp.argmax(agree, axis=1).astype(jnp.int32)
     weight = 2.0 ** (length - length.max()).astype(jnp.float32) * 0.9 ** jnp.arange(C)
     votes = jnp.einsum("ced,e->cd", agree.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
-    everyone = jnp.full((C, 1), jnp.sum(jnp.where(length > 0, weight, 0.0)))
-    share = votes / jnp.maximum(jnp.concatenate([everyone, votes[:, :-1]], axis=1), 1e-30)
-    depth_matched = jnp.minimum(length[first] + step[None, :], settings.ngram)
-    score = jnp.cumsum(jnp.log(chance[depth_matched]) + jnp.log(jnp.minimum(share, 1.0)), axis=1)
-    own = (first == jnp.arange(C)[:, None]) & (length > 0)[:, None]
+    all_votes = jnp.full((C, 1), jnp.sum(jnp.where(length > 0, weight, 0.0)))
+    share = votes / jnp.maximum(jnp.concatenate([all_votes, votes[:, :-1]], axis=1), 1e-30)
+    share = jnp.where(exists, jnp.minimum(share, 1.0), 0.0)
+    kind = copy_kind(length[first] + step[None, :])
+    own = (first == jnp.arange(C)[:, None]) & exists
+    logprob = jnp.log(stats.rate(kind)) + jnp.log(share)
+    return Copies(token, first, own, hashes, kind, share, logprob)
 
-    flat = jnp.arange(C * L, dtype=jnp.int32).reshape(C, L)
-    above = jnp.concatenate([jnp.full((C, 1), -1), first[:, :-1] * L + step[None, :-1]], axis=1)
-    candidates = Candidates(
-        token=copied.reshape(-1),
-        parent=above.reshape(-1).astype(jnp.int32),
-        depth=(flat % L + 1).reshape(-1),
-        score=jnp.where(own, score, -jnp.inf).reshape(-1),
-    )
-    return candidates, depth_matched.reshape(-1).astype(jnp.int32)
+
+def proposal_hashes(tree: Tree) -> tuple[Array, Array]:
+    """Hashes of the paths of a tree's proposals, and of their parents', uint32 [M * k] each."""
+    rows = jnp.where(tree.ancestors & (tree.depth > 0)[None], path_terms(tree.token, tree.depth)[None], 0)
+    above = jnp.repeat(rows.sum(axis=1, dtype=jnp.uint32), tree.branch)
+    depth = jnp.repeat(tree.depth + 1, tree.branch)
+    return above + path_terms(tree.child_token.reshape(-1), depth), above
+
+
+def join(
+    own: Candidates, own_hash: Array, has_row: Array, planted: Array, copies: Copies, stats: AcceptanceStats
+) -> tuple[Candidates, Nodes]:
+    """The proposals of a draft, N of them, and copies as one tree: what both propose is the draft's node.
+
+    `own_hash`, uint32 [N], are hashes of the proposals' paths. `has_row`, bool [N], marks those below which the draft
+    proposed something, too: what copies alone have there is contradicted; `planted`, bool [], is that of the root.
+    Returns candidates, N + C * L, and of the copies what is learned from.
+    """
+    C, L = copies.token.shape
+    total = own.token.shape[0]
+    same = (own_hash[None, None] == copies.hash[..., None]) & (own.score > -jnp.inf)[None, None]  # [C, L, N]
+    # A path that the draft has is one whose beginning it has: the first `met` tokens of each occurrence.
+    met = jnp.cumprod(same.any(axis=2) & (copies.token >= 0), axis=1).sum(axis=1)  # [C]
+    at = jnp.take_along_axis(jnp.argmax(same, axis=2), jnp.maximum(met - 1, 0)[:, None], axis=1)[:, 0]
+    above = jnp.where(met > 0, at, -1)  # [C], the draft's node that the rest goes on from
+    base = jnp.where(met > 0, own.score[at], 0.0)
+    refuted = jnp.where(met > 0, has_row[at], planted)
+    step = jnp.arange(L, dtype=jnp.int32)
+    meets = step[None] == met[:, None]
+    kind = copies.kind + CONTRADICTED * (meets & refuted[:, None])
+    logprob = jnp.where(meets & refuted[:, None], jnp.log(stats.rate(kind)) + jnp.log(copies.share), copies.logprob)
+    new = step[None] >= met[:, None]
+    score = base[:, None] + jnp.cumsum(jnp.where(new, logprob, 0.0), axis=1)
+    alone = new & copies.own
+    before = jnp.concatenate([jnp.full((C, 1), -1), copies.first[:, :-1] * L + step[None, :-1] + total], axis=1)
+    parent = jnp.where(meets, above[:, None], before)
+    depth = jnp.broadcast_to(step + 1, (C, L))
+
+    def both(first: Array, second: Array) -> Array:
+        return jnp.concatenate([first, second.reshape(-1).astype(first.dtype)])
+
+    joined = Candidates(
+        both(own.token, copies.token), both(own.parent, parent), both(own.depth, depth),
+        both(own.score, jnp.where(alone, score, -jnp.inf)),
+    )  # fmt: skip
+    above_hash = copies.hash - path_terms(copies.token, step + 1)
+    weight = jnp.where(alone, copies.share, 0.0)
+    flat = (array.reshape(-1) for array in (copies.hash, above_hash, depth, kind, weight))
+    return joined, Nodes(*flat)

@@ -2,15 +2,18 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.cost_model import CostModel
+from jaxspec.methods.core.proposals import DraftModel, PathHistory
 from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.verify import Draft, draft_shapes
@@ -23,12 +26,22 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import read_scalar
 from jaxspec.sampling.accept import Verified
-from jaxspec.sampling.processors import history_shapes
+from jaxspec.sampling.processors import History, history_shapes
 from jaxspec.sampling.request import Request, request_shapes
+from jaxspec.tree.grow import add_rows, pick_leaves, picked_mask, plant
+from jaxspec.tree.reroot import pending_tokens
+from jaxspec.tree.tree import Tree
 
 # How a drafter makes a batch, for one shard: (parameters of the draft, state, what the last round verified, history,
 # request, further operands) -> state, batch.
 Propose = Callable[..., tuple[Any, Draft]]
+
+
+class Pending(NamedTuple):
+    """A prompt that a draft model may take after the first token."""
+
+    tokens: np.ndarray  # int32 [n], all but the root
+    states: PromptStates | None  # the target's, of those of them that it computed, for a feature draft
 
 
 class Drafter(abc.ABC):
@@ -39,6 +52,7 @@ class Drafter(abc.ABC):
     programs: Sequence[Program]  # everything that it may call
     idle_steps: int = 0  # tokens that a round may decode where it proposed none; 0 verifies the root as a batch
     slots: int = 0  # of the draft's cache; 0 without a model
+    defers: bool = False  # whether its model takes a prompt with `fill`, which may come after the first token
     propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
     placement: Placement | None = None  # of its model
     operands: Any = ()  # what else `propose` takes
@@ -66,6 +80,10 @@ class Drafter(abc.ABC):
 
         `state` is donated. A draft made of the target's own layers runs in the target's cache: so is `target` then.
         """
+
+    def fill(self, params: ModelParams, state: Any, pending: Pending) -> Any:
+        """Run the rest of a prompt through the draft model, where `prefill` and `resume` leave it to be done later."""
+        return state
 
     def use_costs(self, costs: CostModel) -> None:
         """Weigh drafts with these figures from now on; the default weighs nothing."""
@@ -135,12 +153,12 @@ def catch_up(
     """Run the verified tokens that a draft has not seen, one or two, the last of which is the new root.
 
     The cache holds every verified token but `pending`, int32 [2], of which `num_pending` count. Returns the root, int32
-    []; the logits after it, [1, V_local]; and the cache, whose window slot 0 is the root.
+    []; what the head sees of it, float32 [1, D]; and the cache, whose window slot 0 is the root.
     """
     position = cache.length + jnp.arange(2, dtype=jnp.int32)
     hidden, cache = forward(params, cfg, pending, position, cache, jnp.tril(jnp.ones((2, 2), bool)))
-    logits = vocab_logits(params, cfg, jax.lax.dynamic_slice_in_dim(hidden, num_pending - 1, 1))
-    return pending[num_pending - 1], logits, commit_rows(cache, num_pending - 1)
+    hidden = jax.lax.dynamic_slice_in_dim(hidden, num_pending - 1, 1)
+    return pending[num_pending - 1], hidden, commit_rows(cache, num_pending - 1)
 
 
 def run_draft(
@@ -167,26 +185,34 @@ class Root(NamedTuple):
     """A draft's root, evaluated: what its tree begins with."""
 
     token: Array  # int32 []
-    logits: Array  # [1, V_local], after it
-    states: Array  # float32 [1, D], its own
+    hidden: Array  # float32 [1, D], what the head sees of it
+    states: Array | None  # float32 [1, D], its own, of a feature draft; else None
     sequence: SequenceState  # window slot 0 of its cache is the root
     produced: Array  # int32 [], position of its children in the text
 
 
-def take_verified(params: Params, cfg: ModelConfig, sequence: SequenceState, verified: Verified) -> Root:
-    """Run everything that was verified with the target's true states; for one shard.
+def run_root(params: Params, cfg: ModelConfig, sequence: SequenceState, verified: Verified, reached: Array) -> Root:
+    """Take in what was verified; for one shard. A plain draft knows `reached` rows of its window, see `follow`.
 
-    Rows that the draft ran with its own states are computed again: what they stand on were guesses.
+    A feature draft runs everything that was verified with the target's true states. Rows that it ran with its own
+    states are computed again: what they stand on were guesses.
     """
-    hidden, states, taken = run_verified(params, cfg, sequence, verified)
-    last = verified.count - 1
-    return Root(verified.tokens[last], vocab_logits(params, cfg, hidden), states, taken, taken.seen)
+    with jax.named_scope("draft/root"):
+        if cfg.features is None:
+            pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
+            token, hidden, cache = catch_up(params, cfg, sequence.cache, pending, num_pending)
+            return Root(token, hidden, None, dataclasses.replace(sequence, cache=cache), cache.length + 1)
+        hidden, own, sequence = run_verified(params, cfg, sequence, verified)
+        return Root(verified.tokens[verified.count - 1], hidden, own, sequence, sequence.seen)
 
 
 def run_verified(
     params: Params, cfg: ModelConfig, sequence: SequenceState, verified: Verified
 ) -> tuple[Array, Array, SequenceState]:
-    """`take_verified` without its head: what the head sees of the root, and its own state, float32 [1, D] each."""
+    """Run everything that was verified through a feature draft, see `run_root`.
+
+    Returns what the head sees of the root and the root's own state, float32 [1, D] each, and the sequence.
+    """
     # The root of the round before lies in the window, with true states.
     known = jnp.maximum(sequence.seen - 1, 0) - sequence.cache.length
     cache: KVCache = commit_rows(sequence.cache, known)
@@ -201,3 +227,79 @@ def run_verified(
     seen = sequence.seen + verified.count
     hidden, own = (jnp.take(x, last[None], axis=0, mode="clip") for x in (hidden, own))
     return hidden, own, dataclasses.replace(sequence, cache=commit_rows(cache, last), seen=seen)
+
+
+class Rows(NamedTuple):
+    """Evaluated rows of a tree whose children are to be proposed."""
+
+    token: Array  # int32 [M], tokens of the tree, the rows included
+    depth: Array  # int32 [M]
+    sees: Array  # bool [w, M], the rows' ancestors and they themselves
+    child_depth: Array  # int32 [w]
+
+
+# (rows, children int32 [w, k], log-probabilities float32 [w, k]) -> scores below each row, float32 [w, k] and at most
+# 0, and kinds, int32 [w, k]
+Correct = Callable[[Rows, Array, Array], tuple[Array, Array]]
+
+
+@struct.dataclass
+class Grown:
+    """A draft's cache, the tree in its window, and the states of its nodes."""
+
+    cache: KVCache
+    tree: Tree
+    states: Array | None  # float32 [M, D], own states of the rows of a feature draft; else None
+    kind: Array | None = None  # int32 [M, k], see `Correct`; None where scores are not corrected
+
+
+def plant_children(
+    model: DraftModel, tree: Tree, token: Array, hidden: Array, history: History, produced: Array,
+    correct: Correct | None = None,
+) -> tuple[Tree, Array | None]:  # fmt: skip
+    """A tree of the root `token`, int32 [], and its proposals, in the arrays of `tree`; also `Grown.kind`.
+
+    `hidden`, float32 [1, D], is what the head sees of the root; `produced` is the position of its children.
+    """
+    logits = vocab_logits(model.params, model.placement.cfg, hidden)
+    paths = PathHistory(history, tree.token, jnp.zeros((1, tree.rows), bool))
+    child_token, child_logprob = model.propose(logits, paths, model.request, produced[None])
+    kind = None
+    if correct is not None:
+        sees = jnp.arange(tree.rows)[None] == 0
+        rows = Rows(tree.token, jnp.zeros_like(tree.depth), sees, jnp.ones(1, jnp.int32))
+        child_logprob, first = correct(rows, child_token, child_logprob)
+        kind = jnp.zeros_like(tree.child_token).at[0].set(first[0])
+    return plant(tree, token, child_token[0], child_logprob[0]), kind
+
+
+def expand(
+    model: DraftModel, grown: Grown, history: History, produced: Array, *, width: int, min_score: float = -math.inf,
+    value: Array | None = None, correct: Correct | None = None,
+) -> Grown:  # fmt: skip
+    """Evaluate the `width` best leaves that score at least `min_score`; `tree.size + width` must not exceed M.
+
+    The tree's root is evaluated. The cache's prefix holds the verified text without the root, its window the tree;
+    `history` holds the root, too. `produced` is the position of the root's children in the text, int32 []. `value`,
+    float32 [M * k], ranks the leaves in place of their scores; those of value 0 are not evaluated.
+    """
+    cache, tree = grown.cache, grown.tree
+    picked = pick_leaves(tree, width, min_score, value)
+    mask = picked_mask(tree, picked)
+    # The rows see themselves, and are not in the tree yet.
+    token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
+    slot_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
+    above = None if grown.states is None else grown.states[picked.parent]
+    hidden, own, cache = run_draft(
+        model.params, model.placement.cfg, picked.token, above, cache.length + picked.depth, cache, mask,
+        window_position=cache.length + slot_depth, offset=tree.size,
+    )  # fmt: skip
+    paths = PathHistory(history, token, mask.at[:, 0].set(False))
+    logits = vocab_logits(model.params, model.placement.cfg, hidden)
+    child_token, child_logprob = model.propose(logits, paths, model.request, produced + picked.depth)
+    kind = grown.kind
+    if correct is not None and kind is not None:
+        child_logprob, new = correct(Rows(token, slot_depth, mask, picked.depth + 1), child_token, child_logprob)
+        kind = jax.lax.dynamic_update_slice(kind, new, (tree.size, jnp.int32(0)))
+    states = keep_states(grown.states, own, tree.size)
+    return Grown(cache, add_rows(tree, picked, mask, child_token, child_logprob), states, kind)

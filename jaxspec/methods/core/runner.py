@@ -13,7 +13,7 @@ from flax import struct
 from jax import Array
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.drafter import Drafter, Propose
+from jaxspec.methods.core.drafter import Drafter, Pending, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
 from jaxspec.methods.core.round import (
     STEPS_PER_DISPATCH,
@@ -37,6 +37,8 @@ from jaxspec.sampling.request import Request, request_shapes
 # Most rounds of one dispatch; most rows of a batch and bytes of the target: passes over more of them take so long that
 # a dispatch is little beside them, and tokens should not wait for each other.
 ROUNDS_PER_DISPATCH, MOST_ROWS, MOST_BYTES = 4, 32, 256 << 20
+# Tokens without a draft model after which a new prompt is not run through it at once.
+RESTING = 32
 
 
 class Runner(abc.ABC):
@@ -123,8 +125,9 @@ class Runner(abc.ABC):
 class HostState:
     """The host's part of one generation's state."""
 
-    # Of each dispatch that was not read yet, whether it could draft; None while programs were loaded.
+    # Of each dispatch that was not read yet, whether it could draft; None where its time says nothing.
     allowed: collections.deque[bool | None] = dataclasses.field(default_factory=collections.deque)
+    pending: Pending | None = None  # what the draft has still to take
 
 
 @struct.dataclass
@@ -157,6 +160,7 @@ class SpeculativeRunner(Runner):
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
         self.drafter, self.timer = make_drafter(verified), timer
         self._is_fed = bool(layers)
+        self._undrafted = 0  # tokens since the draft model ran, of all texts
         self.executor: TargetExecutor = make_executor(
             target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
             rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps, layers=layers,
@@ -188,7 +192,7 @@ class SpeculativeRunner(Runner):
     def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
         target, states = self.executor.prefill(params.target, state.target, tokens)
         draft = self.drafter.prefill(params, state.draft, tokens, states)
-        return SpeculativeState(target, draft, _with_states(state.verified, states), state.host)
+        return self._begin(params, target, draft, _with_states(state.verified, states), Pending(tokens, states))
 
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
@@ -196,8 +200,21 @@ class SpeculativeRunner(Runner):
         kept = self.num_cached(state, common, len(tokens) - 1)
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
         draft = self.drafter.resume(params, state.draft, tokens, kept, states)
-        verified = first_verified(self.executor.verified, int(tokens[-1]))
-        return SpeculativeState(target, draft, _with_states(verified, states), HostState())
+        verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
+        return self._begin(params, target, draft, verified, Pending(tokens[:-1], states))
+
+    def _begin(
+        self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, pending: Pending
+    ) -> SpeculativeState:
+        """The state before the first round; where that is a plain one, the draft takes the prompt after it."""
+        if self.timer is None or not self.drafter.defers:
+            return SpeculativeState(target, self.drafter.fill(params, draft, pending), verified, HostState())
+        return SpeculativeState(target, draft, verified, HostState(pending=pending))
+
+    @property
+    def _draft_rests(self) -> bool:
+        """Whether the draft has not run for so long that it need not take a prompt until it is asked again."""
+        return not self._is_fed and self._undrafted >= RESTING
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
         if self._is_fed:
@@ -215,11 +232,16 @@ class SpeculativeRunner(Runner):
         shares = self.shared_rounds is not None and trace.active is None
         wanted = self.programs if shares else (*self.programs, *self.single)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
-        allowed = not loading and (self.timer is None or self.timer.may_draft())
-        state.host.allowed.append(None if loading else allowed)
+        pending, state.host.pending = state.host.pending, None
+        unsettled = loading or pending is not None
+        allowed = not unsettled and (self.timer is None or self.timer.may_draft())
+        state.host.allowed.append(None if unsettled else allowed)
         if not allowed:
-            draft = self.drafter.skip(params, state.draft, state.verified)
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
+            draft = state.draft
+            if pending is not None and not self._draft_rests:
+                draft = self.drafter.fill(params, draft, pending)
+            draft = self.drafter.skip(params, draft, state.verified)
             return SpeculativeState(target, draft, verified, state.host), round_, min_tokens
         if shares:
             count = min(ROUNDS_PER_DISPATCH, room)
@@ -245,6 +267,8 @@ class SpeculativeRunner(Runner):
         allowed = state.host.allowed.popleft()
         if self.timer is None:
             return
+        for output in outputs:
+            self._undrafted = 0 if output.draft_passes else self._undrafted + len(output.tokens)
         if allowed is None:
             self.timer.leave_out()
         else:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.drafter import ModelDrafter, catch_up, keep_states, run_draft, take_verified
+from jaxspec.methods.core.drafter import ModelDrafter, keep_states, run_draft, run_root
 from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft, Rule
@@ -23,7 +23,6 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Decide, RowLogits, Verified, draw_children, rejection_rule
 from jaxspec.sampling.processors import History, process
 from jaxspec.sampling.request import Request
-from jaxspec.tree.reroot import pending_tokens
 from jaxspec.tree.tree import Batch
 
 
@@ -149,21 +148,15 @@ def draw_tree(
     above_rows = jnp.pad(parent, (0, width))
     ancestors = jnp.array(padded[:, :window])
 
-    sequence, states = state.sequence, None
+    sequence, reached = state.sequence, jnp.int32(0)
     if cfg.features is None:
         known = (verified.path < state.evaluated) & (jnp.arange(verified.path.shape[0]) < verified.count)
         reached = jnp.cumprod(known.astype(jnp.int32)).sum()
         with jax.named_scope("draft/commit"):
-            cache = commit_path(sequence.cache, verified.path, reached)
-        pending, num_pending = pending_tokens(verified.tokens, verified.count, reached)
-        with jax.named_scope("draft/root"):
-            root, logits, cache = catch_up(params, cfg, cache, pending, num_pending)
-        produced = cache.length + 1
-    else:
-        with jax.named_scope("draft/root"):
-            taken = take_verified(params, cfg, sequence, verified)
-        root, logits, sequence, produced = taken.token, taken.logits, taken.sequence, taken.produced
-        cache, states = sequence.cache, jnp.zeros((window, cfg.embed_dim)).at[0].set(taken.states[0])
+            sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, verified.path, reached))
+    root = run_root(params, cfg, sequence, verified, reached)
+    sequence, produced, cache = root.sequence, root.produced, root.sequence.cache
+    states = None if root.states is None else jnp.zeros((window, cfg.embed_dim)).at[0].set(root.states[0])
 
     def sample(growth: _Growth, level: Array, logits: Array, on_path: Array) -> _Growth:
         """Draw the children of a level from its rows' logits `[w, V_local]`."""
@@ -210,12 +203,12 @@ def draw_tree(
         return cache, states, sample(growth, level, vocab_logits(params, cfg, hidden), on_path), level + 1
 
     empty = _Growth(
-        token=jnp.zeros(shape.rows, jnp.int32).at[0].set(root),
+        token=jnp.zeros(shape.rows, jnp.int32).at[0].set(root.token),
         valid=jnp.arange(shape.rows) == 0,
         score=jnp.zeros(shape.rows),
         draft_logprob=jnp.full((window, columns), -jnp.inf),
     )
-    growth = sample(empty, jnp.int32(0), logits, jnp.zeros((1, shape.rows), bool))
+    growth = sample(empty, jnp.int32(0), vocab_logits(params, cfg, root.hidden), jnp.zeros((1, shape.rows), bool))
     with jax.named_scope("draft/levels"):
         start = (cache, states, growth, jnp.int32(1))
         cache, _, growth, passes = jax.lax.while_loop(go_on, run_level, start)

@@ -161,20 +161,23 @@ class ModelSequence:
         token[: len(kept)] = kept
         return self._rewind(state, token, np.int32(len(kept)), np.int32(root))
 
+    def rewind_to(self, state: SequenceState, tokens: np.ndarray, common: int) -> tuple[SequenceState, int]:
+        """Go back to what a sequence shares with int32 `tokens` `[n]`, the last of which is the new root.
+
+        `state`, which is donated, is that of a sequence with the same first `common` tokens, maybe of a smaller cache.
+        A draft's cache may hold fewer of them. Waits for what runs on `state`. The second result is the number of
+        tokens that are kept; `prefill` takes the others.
+        """
+        state, count = self._fit(state), len(tokens) - 1
+        kept = fit_kept(min(common, read_scalar(state.cache.length)), count, self.chunk_slots)
+        return self.rewind(state, tokens[:kept], tokens[-1]), kept
+
     def resume(
         self, params: Params, state: SequenceState, tokens: np.ndarray, common: int, states: PromptStates | None = None
     ) -> tuple[SequenceState, PromptStates | None]:
-        """Begin a sequence of int32 `tokens` `[n]`, the last of which is the root, computing only what is new.
-
-        `state`, which is donated, is that of a sequence with the same first `common` tokens, maybe of a smaller cache.
-        A draft's cache may hold fewer of them. Waits for what runs on `state`. For `states` and the rest of the result
-        see `prefill`.
-        """
-        state = self._fit(state)
-        text = tokens[:-1]
-        kept = fit_kept(min(common, read_scalar(state.cache.length)), len(text), self.chunk_slots)
-        state = self.rewind(state, text[:kept], tokens[-1])
-        return self.prefill(params, state, text[kept:], kept, states)
+        """`rewind_to` and `prefill`: begin a sequence of int32 `tokens` `[n]`, computing only what is new."""
+        state, kept = self.rewind_to(state, tokens, common)
+        return self.prefill(params, state, tokens[kept:-1], kept, states)
 
     def prefill(
         self, params: Params, state: SequenceState, tokens: np.ndarray, start: int = 0,

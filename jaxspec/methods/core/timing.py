@@ -24,21 +24,19 @@ OUTLIER = 10
 
 
 def time_turns(
-    turn: Callable[[], dict[Any, float]], most: int, *, at_least: int = 1, enough_s: float = math.inf,
-    too_long_s: float = math.inf, now: Callable[[], float] = time.perf_counter,
+    turn: Callable[[], dict[Any, float]], most: int, *, enough_s: float = math.inf,
+    now: Callable[[], float] = time.perf_counter,
 ) -> list[dict[Any, float]]:  # fmt: skip
     """Samples of `turn`, which times each kind of pass once, in seconds by name; those of its first call are dropped.
 
     Passes are timed in turn because a machine's speed drifts, and the first ones warm up. There are `most` samples, or
-    fewer once `enough_s` seconds have passed, but `at_least` so many; none if the first call took over `too_long_s`.
+    fewer once `enough_s` seconds have passed. Where the first call takes as long, its sample is the only one.
     """
-    start, samples = now(), []
-    turn()
-    if now() - start > too_long_s:
-        return []
-    while len(samples) < most and (len(samples) < at_least or now() - start <= enough_s):
+    start, first = now(), turn()
+    samples: list[dict[Any, float]] = []
+    while len(samples) < most and now() - start < enough_s:
         samples.append(turn())
-    return samples
+    return samples or [first]
 
 
 def medians(samples: Sequence[Mapping[Any, float]]) -> dict[Any, float]:

@@ -14,18 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.cost_model import (
-    CLASSES,
-    PRIOR_WEIGHT,
-    AcceptanceStats,
-    CostModel,
-    chain_outcome,
-    class_of,
-    keep_worthwhile,
-    relative_set_cost,
-)
+from jaxspec.methods.core.cost_model import CostModel, keep_best, relative_set_cost
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import PathHistory
+from jaxspec.methods.core.rates import CLASSES, KINDS, PRIOR_WEIGHT, AcceptanceStats, class_of
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, sequence_shapes
 from jaxspec.methods.core.verify import Draft, draft_shapes
@@ -209,7 +201,7 @@ def init_memory(chain: ChainSettings) -> ChainMemory:
     """Nothing known but that most first choices are accepted."""
     n, k, zero = chain.length, chain.branch, jnp.int32(0)
     token, kind, ranks = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32), jnp.zeros((2, k - 1))
-    surest = jnp.where(jnp.arange(2 * CLASSES) == CLASSES - 1, ACCEPTED_BEFORE, 0.0)
+    surest = jnp.where(jnp.arange(KINDS) == CLASSES - 1, ACCEPTED_BEFORE, 0.0)
     return ChainMemory(AcceptanceStats(surest, surest), ranks, token, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
 
 
@@ -226,6 +218,18 @@ def learn(memory: ChainMemory, verified: Verified) -> ChainMemory:
         acceptance=memory.acceptance.update(memory.kind, seen, seen & hit[:, 0]),
         ranks=ranks + jnp.stack([jnp.full_like(right, refused.any()), right]),
     )
+
+
+def chain_outcome(first: jax.Array, count: jax.Array, tokens: jax.Array, num_tokens: jax.Array) -> jax.Array:
+    """Which tokens of a drafted chain the verified text says something about, bool [n].
+
+    `first`, int32 [n], is the chain, of length `count`; `tokens`, int32 [P], are `num_tokens` verified ones, and P is
+    at least n.
+    """
+    n = first.shape[0]
+    hit = first == tokens[:n]
+    before = jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(hit[:-1]).astype(bool)])
+    return before & (jnp.arange(n) < jnp.minimum(count, num_tokens))
 
 
 def draft_chain(
@@ -249,7 +253,7 @@ def draft_chain(
     def pack() -> Batch:
         candidates = grown.candidates()
         if chain.adaptive:
-            candidates, _ = keep_worthwhile(candidates, round_cost + cost * grown.count)
+            candidates, _, _ = keep_best(candidates, round_cost + cost * grown.count)
         return pack_best(root, candidates, chain.num_rows)
 
     # Most rounds that draft nothing should not sort empty lists.

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.best_first import Grown, expand
-from jaxspec.methods.core.drafter import ModelDrafter, catch_up
+from jaxspec.methods.core.drafter import Grown, ModelDrafter, catch_up, expand
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
 from jaxspec.methods.core.round import DraftCounts
 from jaxspec.methods.core.sequence import SequenceState
@@ -255,7 +254,8 @@ def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, g
 
     def plant_root(carry: tuple) -> tuple:
         cache, tree, computed = carry
-        root, logits, cache = catch_up(model.params, model.placement.cfg, cache, moved.pending, moved.num_pending)
+        root, hidden, cache = catch_up(model.params, model.placement.cfg, cache, moved.pending, moved.num_pending)
+        logits = vocab_logits(model.params, model.placement.cfg, hidden)
         nowhere = jnp.zeros((1, tree.rows), bool)
         paths = PathHistory(state.sequence.history, tree.token, nowhere)
         child_token, child_logprob = model.propose(logits, paths, model.request, (cache.length + 1)[None])
