@@ -192,7 +192,8 @@ class SpeculativeRunner(Runner):
     def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
         target, states = self.executor.prefill(params.target, state.target, tokens)
         draft = self.drafter.prefill(params, state.draft, tokens, states)
-        return self._begin(params, target, draft, _with_states(state.verified, states), Pending(tokens, states))
+        verified = _with_states(state.verified, states)
+        return self._begin(params, SpeculativeState(target, draft, verified, state.host), Pending(tokens, states))
 
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
@@ -201,15 +202,14 @@ class SpeculativeRunner(Runner):
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
         draft = self.drafter.resume(params, state.draft, tokens, kept, states)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
-        return self._begin(params, target, draft, verified, Pending(tokens[:-1], states))
+        return self._begin(params, SpeculativeState(target, draft, verified, HostState()), Pending(tokens[:-1], states))
 
-    def _begin(
-        self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, pending: Pending
-    ) -> SpeculativeState:
+    def _begin(self, params: ModelParams, state: SpeculativeState, pending: Pending) -> SpeculativeState:
         """The state before the first round; where that is a plain one, the draft takes the prompt after it."""
-        if self.timer is None or not self.drafter.defers:
-            return SpeculativeState(target, self.drafter.fill(params, draft, pending), verified, HostState())
-        return SpeculativeState(target, draft, verified, HostState(pending=pending))
+        if self.timer is not None and self.drafter.defers:
+            state.host.pending = pending
+            return state
+        return dataclasses.replace(state, draft=self.drafter.fill(params, state.draft, pending))
 
     @property
     def _draft_rests(self) -> bool:
