@@ -229,6 +229,9 @@ class Turns:
     def observe(self, *outputs, allowed):
         return None
 
+    def leave_out(self):
+        return None
+
 
 def test_plain_rounds_feed_the_draft_too(monkeypatch):
     """Rounds of plain decoding, of one and of several tokens, leave the draft where drafted ones do."""

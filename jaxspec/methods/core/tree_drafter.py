@@ -27,7 +27,17 @@ from jaxspec.methods.core.copies import (
     proposal_hashes,
 )
 from jaxspec.methods.core.cost_model import CostModel, PlacedCosts, best_count, keep_best
-from jaxspec.methods.core.drafter import Drafter, Grown, Pending, Rows, expand, plant_children, run_root, run_verified
+from jaxspec.methods.core.drafter import (
+    Drafter,
+    Grown,
+    Pending,
+    Root,
+    Rows,
+    expand,
+    plant_children,
+    run_root,
+    run_verified,
+)
 from jaxspec.methods.core.proposals import DraftModel, Propose
 from jaxspec.methods.core.rates import AGREED, OTHERS, AcceptanceStats, class_of, init_acceptance
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
@@ -296,7 +306,7 @@ def draft_round(
     placement, params = (None, ()) if model is None else (model.placement, model.params)
     state, reached, root = take_in(params, placement, settings, state, verified)
     if model is not None and costs is None:
-        grown, sequence, passes = _search(model, settings, state, verified, history, reached)
+        grown, sequence, passes = _search(model, settings, state, verified, history, reached, root)
         batch = pack_best(grown.tree.token[0], proposals(grown.tree), settings.num_rows)
         sequence = dataclasses.replace(sequence, cache=grown.cache)
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
@@ -337,12 +347,19 @@ def _concatenate(first: Nodes, second: Nodes) -> Nodes:
 
 
 def _search(
-    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History, reached: Array
-) -> tuple[Grown, SequenceState, Array]:
-    """Plant the new root and grow until the best tokens of the batch are certain; also the number of draft passes."""
+    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History, reached: Array,
+    taken: tuple[Array, Array] | None,
+) -> tuple[Grown, SequenceState, Array]:  # fmt: skip
+    """Plant the new root and grow until the best tokens of the batch are certain; also the number of draft passes.
+
+    `reached` and `taken` are the results of `take_in`.
+    """
     assert state.sequence is not None and state.tree is not None
     budget, depth, min_score, tree = settings.num_rows - 1, settings.depth, settings.min_score, state.tree
-    root = run_root(model.params, model.placement.cfg, state.sequence, verified, reached)
+    if taken is None:
+        root = run_root(model.params, model.placement.cfg, state.sequence, verified, reached)
+    else:
+        root = Root(verified.tokens[verified.count - 1], *taken, state.sequence, state.sequence.seen)
     tree, _ = plant_children(model, tree, root.token, root.hidden, history, root.produced)
     states = spread_states(root.states, tree)
 
