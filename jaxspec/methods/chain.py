@@ -11,7 +11,7 @@ from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import same_draw
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
-from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
+from jaxspec.methods.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range, log_threshold
 from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings

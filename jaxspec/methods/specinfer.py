@@ -10,7 +10,7 @@ from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
-from jaxspec.methods.core.sampled_tree import SampledDrafter, SampledShape, rejection
+from jaxspec.methods.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_branch
 from jaxspec.sampling.accept import Verified

@@ -21,7 +21,7 @@ from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, read_rounds
 from jaxspec.methods.core.runner import HostState
-from jaxspec.methods.core.sampled_tree import SampledShape
+from jaxspec.methods.sampled_tree import SampledShape
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.tree_drafter import tree_rows

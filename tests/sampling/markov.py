@@ -20,7 +20,7 @@ from scipy import stats
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.proposals import PathHistory, most_probable, same_draw
-from jaxspec.methods.core.sampled_tree import SampledShape
+from jaxspec.methods.sampled_tree import SampledShape
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.accept import Decide, RowLogits, draw_children, match_rule, rejection_rule, walk
 from jaxspec.sampling.choose import choose
