@@ -11,11 +11,12 @@ from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import same_draw
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
-from jaxspec.methods.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range, log_threshold
-from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings
+from jaxspec.methods.core.tree_drafter import TreeDrafter
+from jaxspec.methods.core.tree_round import TreeSettings
 from jaxspec.methods.core.verify import match
+from jaxspec.methods.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.sampling.accept import Verified
 
 LONGEST = 64

@@ -11,7 +11,8 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_flag, check_range
-from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings
+from jaxspec.methods.core.tree_drafter import TreeDrafter
+from jaxspec.methods.core.tree_round import TreeSettings
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 

@@ -15,7 +15,8 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_branch, check_choice, check_range, log_threshold
-from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings, tree_rows
+from jaxspec.methods.core.tree_drafter import TreeDrafter
+from jaxspec.methods.core.tree_round import TreeSettings, tree_rows
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 

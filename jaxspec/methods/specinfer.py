@@ -10,9 +10,9 @@ from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
-from jaxspec.methods.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_branch
+from jaxspec.methods.sampled_tree import SampledDrafter, SampledShape, rejection
 from jaxspec.sampling.accept import Verified
 
 LARGEST_TREE = 1024

@@ -21,11 +21,11 @@ from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, read_rounds
 from jaxspec.methods.core.runner import HostState
-from jaxspec.methods.sampled_tree import SampledShape
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.tree_drafter import tree_rows
+from jaxspec.methods.core.tree_round import tree_rows
 from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.sampled_tree import SampledShape
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.models.features import NORMED, FeatureConfig

@@ -40,23 +40,26 @@ from method_cases import (
 from jaxspec.errors import ConfigError
 from jaxspec.methods.auto.settings import LONGEST_CHAIN, Auto, stream_speeds
 from jaxspec.methods.base import Store
-from jaxspec.methods.core.cost_model import FIXED_DRAFT_COST, USUAL_RATES, pass_costs, relative_draft_cost
-from jaxspec.methods.core.rates import (
+from jaxspec.methods.core.cost_model import (
     AGREED,
     CLASSES,
     COPIES,
     EDGES,
+    FIXED_DRAFT_COST,
     FORGETTING,
     KINDS,
     OTHERS,
     PRIOR_RATE,
     PRIOR_WEIGHT,
+    USUAL_RATES,
     AcceptanceStats,
     class_of,
     init_acceptance,
+    pass_costs,
+    relative_draft_cost,
 )
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
-from jaxspec.methods.core.tree_drafter import FIRST_PATIENCE, LONGEST_PATIENCE, SYNC_ROWS
+from jaxspec.methods.core.tree_round import FIRST_PATIENCE, LONGEST_PATIENCE, SYNC_ROWS
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh

@@ -20,10 +20,19 @@ from jaxspec.methods.core.copies import (
     path_terms,
     proposal_hashes,
 )
-from jaxspec.methods.core.cost_model import CostModel, keep_best, pass_costs
-from jaxspec.methods.core.rates import COPIES, PRIOR_COPY, AcceptanceStats, copy_kind, init_acceptance
+from jaxspec.methods.core.cost_model import (
+    COPIES,
+    PRIOR_COPY,
+    AcceptanceStats,
+    CostModel,
+    copy_kind,
+    init_acceptance,
+    keep_best,
+    pass_costs,
+)
 from jaxspec.methods.core.round import ModelParams, first_verified, verified_shapes
-from jaxspec.methods.core.tree_drafter import TreeDrafter, TreeSettings
+from jaxspec.methods.core.tree_drafter import TreeDrafter
+from jaxspec.methods.core.tree_round import TreeSettings
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.grow import plant

@@ -31,7 +31,8 @@ from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.tree_drafter import SYNC_ROWS, TreeDrafter, TreeSettings
+from jaxspec.methods.core.tree_drafter import TreeDrafter
+from jaxspec.methods.core.tree_round import SYNC_ROWS, TreeSettings
 from jaxspec.methods.core.verify import match
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.sampling.accept import Verified

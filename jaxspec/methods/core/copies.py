@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jaxspec.methods.core.rates import CONTRADICTED, AcceptanceStats, copy_kind
+from jaxspec.methods.core.cost_model import CONTRADICTED, AcceptanceStats, copy_kind
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.select import Candidates
 from jaxspec.tree.tree import Tree

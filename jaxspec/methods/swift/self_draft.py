@@ -14,10 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.methods.core.cost_model import CostModel, keep_best, relative_set_cost
+from jaxspec.methods.core.cost_model import (
+    CLASSES,
+    KINDS,
+    PRIOR_WEIGHT,
+    AcceptanceStats,
+    CostModel,
+    class_of,
+    keep_best,
+    relative_set_cost,
+)
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import PathHistory
-from jaxspec.methods.core.rates import CLASSES, KINDS, PRIOR_WEIGHT, AcceptanceStats, class_of
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, sequence_shapes
 from jaxspec.methods.core.verify import Draft, draft_shapes

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.methods.core.rates import PRIOR_MEAN
+from jaxspec.methods.core.cost_model import PRIOR_MEAN
 from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.runtime import hosts
 

@@ -1,0 +1,371 @@
+"""The programs of the tree drafter: a tree is grown from every source, as far as it is certain or pays."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jaxspec.methods.core.copies import (
+    Copies,
+    CopySettings,
+    Nodes,
+    Text,
+    find_copies,
+    join,
+    learn,
+    path_terms,
+    proposal_hashes,
+)
+from jaxspec.methods.core.cost_model import (
+    AGREED,
+    OTHERS,
+    AcceptanceStats,
+    PlacedCosts,
+    best_count,
+    class_of,
+    keep_best,
+)
+from jaxspec.methods.core.drafter import (
+    Grown,
+    Root,
+    Rows,
+    expand,
+    plant_children,
+    run_root,
+    run_verified,
+)
+from jaxspec.methods.core.proposals import DraftModel
+from jaxspec.methods.core.sequence import SequenceState
+from jaxspec.methods.core.verify import Draft
+from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
+from jaxspec.models.transformer import forward
+from jaxspec.runtime.placement import Placement
+from jaxspec.sampling.accept import Verified
+from jaxspec.sampling.processors import History
+from jaxspec.tree.grow import is_complete, leaf_scores
+from jaxspec.tree.reroot import follow
+from jaxspec.tree.select import Candidates, pack_best, proposals, root_alone
+from jaxspec.tree.tree import Tree, init_tree
+
+# Verified tokens that a draft which was left alone takes in one pass when it is asked again.
+SYNC_ROWS = 16
+# Tokens decoded without the draft model before it is tried again, though it seemed not to pay: the first time. Each
+# further time that it is tried for nothing doubles the number.
+FIRST_PATIENCE, LONGEST_PATIENCE = 8, 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSettings:
+    """Limits of a draft.
+
+    Attributes:
+      num_rows: bs, rows of a batch, the root included.
+      width: leaves that one draft pass evaluates; `branch` (k) children are proposed below each node.
+      depth: most draft passes, so that no token of the model lies deeper.
+      min_score: leaves that score below it are not evaluated, -inf for no bound.
+      copies: what is copied of earlier text; None for nothing.
+      weighs: whether only what pays is drafted, else as much as the batch holds.
+    """
+
+    num_rows: int
+    width: int = 1
+    branch: int = 1
+    depth: int = 1
+    min_score: float = -math.inf
+    copies: CopySettings | None = None
+    weighs: bool = False
+
+    @property
+    def tree_rows(self) -> int:
+        """M, see `tree_rows`."""
+        return tree_rows(self.width, self.depth)
+
+    @property
+    def learns(self) -> bool:
+        """Whether scores are corrected by what became of earlier ones; else they are the draft's own."""
+        return self.weighs or self.copies is not None
+
+
+def tree_rows(width: int, depth: int) -> int:
+    """M: the root, and `width` nodes in each further pass."""
+    return 1 + width * (depth - 1)
+
+
+@struct.dataclass
+class TreeState:
+    """State of the drafting half; parts that a drafter has no use for are None."""
+
+    text: Text  # the verified tokens
+    sequence: SequenceState | None  # the draft's; its cache may lack the last verified tokens
+    tree: Tree | None  # of the last round; its nodes lie in the cache's window
+    stats: AcceptanceStats | None
+    nodes: Nodes | None  # of the last round
+    idle: Array  # int32 [], tokens since the draft ran
+    patience: Array  # int32 [], after how many it is tried again, though it seems not to pay
+
+
+def blank_nodes(settings: TreeSettings, has_model: bool) -> Nodes:
+    """Nothing proposed."""
+    copies = settings.copies
+    count = settings.tree_rows * settings.branch if has_model else 1
+    count += copies.candidates * copies.length if copies is not None else 0
+    zeros = jnp.zeros(count, jnp.int32)
+    return Nodes(zeros.astype(jnp.uint32), zeros.astype(jnp.uint32), zeros, zeros, jnp.zeros(count))
+
+
+def take_in(
+    params: Any, placement: Placement | None, settings: TreeSettings, state: TreeState, verified: Verified
+) -> tuple[TreeState, Array, tuple[Array, Array] | None]:
+    """Learn from the last round and keep what the last tree knows of the verified path; for one shard.
+
+    Returns the state, the number of rows of the tree that were kept, and of a draft that is fed hidden states what the
+    head sees of the root, and the root's own state. Such a draft keeps no rows: they stand on states of its own.
+    """
+    text, stats, sequence = state.text.append(verified), state.stats, state.sequence
+    if stats is not None and state.nodes is not None:
+        stats = learn(stats, state.nodes, verified)
+    reached, root = jnp.int32(0), None
+    if placement is not None and sequence is not None and state.tree is not None:
+        if placement.cfg.features is None:
+            with jax.named_scope("draft/commit"):
+                path, reached = follow(state.tree, verified.tokens, verified.count)
+                # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
+                reached = jnp.minimum(reached, verified.count)
+                sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, path, reached))
+        else:
+            hidden, own, sequence = run_verified(params, placement.cfg, sequence, verified)
+            root = hidden, own
+    return dataclasses.replace(state, text=text, stats=stats, sequence=sequence), reached, root
+
+
+def draft_round(
+    model: DraftModel | None, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
+    costs: PlacedCosts | None,
+) -> tuple[TreeState, Draft]:  # fmt: skip
+    """Take in the last round, and propose a batch for the next; for one shard."""
+    placement, params = (None, ()) if model is None else (model.placement, model.params)
+    state, reached, root = take_in(params, placement, settings, state, verified)
+    if model is not None and costs is None:
+        grown, sequence, passes = _search(model, settings, state, verified, history, reached, root)
+        batch = pack_best(grown.tree.token[0], proposals(grown.tree), settings.num_rows)
+        sequence = dataclasses.replace(sequence, cache=grown.cache)
+        return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
+    copied = find_and_join(settings, state)
+    if model is not None and costs is not None:
+        return _weigh(model, settings, state, verified, history, costs, copied, root)
+    candidates = copied.candidates
+    if costs is not None:
+        candidates, _, _ = keep_best(candidates, costs.rounds)
+    batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
+    return dataclasses.replace(state, nodes=copied.nodes), Draft(batch, jnp.int32(0))
+
+
+class _Copied(NamedTuple):
+    """What is copied in a round."""
+
+    copies: Copies | None
+    candidates: Candidates  # the copies alone; in front, as many proposals that do not exist as a draft may make
+    nodes: Nodes
+
+
+def find_and_join(settings: TreeSettings, state: TreeState) -> _Copied:
+    """Copies of earlier text, without a draft's proposals."""
+    count = 1 if state.tree is None else state.tree.rows * state.tree.branch
+    zero = jnp.zeros(count, jnp.int32)
+    nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
+    none = Nodes(zero.astype(jnp.uint32), zero.astype(jnp.uint32), zero, zero, jnp.zeros(count))
+    if settings.copies is None:
+        return _Copied(None, nothing, none)
+    assert state.stats is not None
+    copies = find_copies(state.text, state.stats, settings.copies)
+    candidates, nodes = join(nothing, none.hash, zero > 0, jnp.bool_(False), copies, state.stats)
+    return _Copied(copies, candidates, _concatenate(none, nodes))
+
+
+def _concatenate(first: Nodes, second: Nodes) -> Nodes:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+
+
+def _search(
+    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History, reached: Array,
+    taken: tuple[Array, Array] | None,
+) -> tuple[Grown, SequenceState, Array]:  # fmt: skip
+    """Plant the new root and grow until the best tokens of the batch are certain; also the number of draft passes.
+
+    `reached` and `taken` are the results of `take_in`.
+    """
+    assert state.sequence is not None and state.tree is not None
+    budget, depth, min_score, tree = settings.num_rows - 1, settings.depth, settings.min_score, state.tree
+    if taken is None:
+        root = run_root(model.params, model.placement.cfg, state.sequence, verified, reached)
+    else:
+        root = Root(verified.tokens[verified.count - 1], *taken, state.sequence, state.sequence.seen)
+    tree, _ = plant_children(model, tree, root.token, root.hidden, history, root.produced)
+    states = spread_states(root.states, tree)
+
+    def go_on(carry: tuple) -> Array:
+        grown, passes = carry
+        return (passes < depth) & ~is_complete(grown.tree, budget, min_score)
+
+    def grow(carry: tuple) -> tuple:
+        grown, passes = carry
+        return expand(model, grown, history, root.produced, width=settings.width, min_score=min_score), passes + 1
+
+    with jax.named_scope("draft/grow"):
+        # A chain is complete after its last pass and never before, unless it stops at an improbable token.
+        start = Grown(root.sequence.cache, tree, states), jnp.int32(1)
+        chain = settings.width == 1 and settings.branch == 1 and min_score == -math.inf and budget >= depth
+        if depth > 1 and chain and not model.placement.plan.kernels.branches:
+            grown, passes = jax.lax.fori_loop(1, depth, lambda _, carry: grow(carry), start)
+        elif depth > 1:
+            # Accelerators loop until data says so, too: a pass that is spared saves more than the wait costs.
+            grown, passes = jax.lax.while_loop(go_on, grow, start)
+        else:
+            grown, passes = start
+    return grown, root.sequence, passes
+
+
+@struct.dataclass
+class _Weighed:
+    """A tree in the making, and what follows from the costs."""
+
+    grown: Grown
+    passes: Array  # int32 [], of the draft
+    candidates: Candidates  # those that are worth their rows
+    nodes: Nodes
+    value: Array  # float32 [M * k], expected tokens from evaluating each leaf
+    goes_on: Array  # bool [], whether a further pass is worth its time
+
+
+def _weigh(
+    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
+    costs: PlacedCosts, copied: _Copied, root: tuple[Array, Array] | None,
+) -> tuple[TreeState, Draft]:  # fmt: skip
+    """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
+    text, stats, sequence, tree = state.text, state.stats, state.sequence, state.tree
+    assert stats is not None and sequence is not None and tree is not None
+    num_rows, width, mean, copies = settings.num_rows, settings.width, stats.mean_rate(), copied.copies
+    num_copied, copy_gain = best_count(copied.candidates.score, costs.rounds)
+    first_copy = jnp.exp(copied.candidates.score.max())
+    # A chain of the model brings what the copies do not have.
+    length = jnp.arange(1, settings.depth + 1)
+    gain = copy_gain + jnp.cumsum(mean**length) * (1 - first_copy)
+    spent = costs.rounds[jnp.minimum(num_copied + length, num_rows - 1)] + costs.draft * length
+    pays = jnp.max(gain / spent) > copy_gain / costs.rounds[num_copied]
+    idle = state.idle + verified.count
+    retry = ~pays & (num_copied == 0) & (idle >= state.patience)
+    wanted = pays | retry
+
+    if root is None:
+        hidden, cache, passes = _catch_up(model, sequence.cache, text, wanted)
+        produced, own = cache.length + 1, None
+    else:
+        (hidden, own), cache, passes = root, sequence.cache, wanted.astype(jnp.int32)
+        produced = sequence.seen
+    known = None if copies is None else jnp.where(copies.own, copies.hash, 0).reshape(-1)
+
+    def correct(rows: Rows, token: Array, logprob: Array) -> tuple[Array, Array]:
+        """Log of the chance that each child is accepted, float32 [w, k], and its kind."""
+        terms = jnp.where(rows.sees & (rows.depth > 0)[None], path_terms(rows.token, rows.depth)[None], 0)
+        here = terms.sum(axis=1, dtype=jnp.uint32)[:, None] + path_terms(token, rows.child_depth[:, None])
+        kind = class_of(logprob) + jnp.where(jnp.arange(token.shape[1]) > 0, OTHERS, 0)
+        if known is not None:
+            kind += jnp.where((here[..., None] == known).any(axis=-1), AGREED, 0)
+        return jnp.where(logprob > -jnp.inf, jnp.log(stats.rate(kind)), -jnp.inf), kind
+
+    def judge(grown: Grown, passes: Array) -> _Weighed:
+        candidates, made = proposals(grown.tree), grown.tree
+        hashes, above = proposal_hashes(made)
+        assert grown.kind is not None
+        # A draft that finds nothing possible is wrong, too: each row's first choice counts.
+        first = (jnp.arange(made.rows) < made.size)[:, None] & (jnp.arange(made.branch) == 0)[None]
+        exists = (candidates.score > -jnp.inf) | first.reshape(-1)
+        nodes = Nodes(hashes, above, candidates.depth, grown.kind.reshape(-1), exists.astype(jnp.float32))
+        covered = jnp.zeros(hashes.shape)  # what copies have below each proposal
+        if copies is not None:
+            has_row = (made.child_row >= 0).reshape(-1)
+            candidates, others = join(candidates, hashes, has_row, made.size > 0, copies, stats)
+            nodes = _concatenate(nodes, others)
+            chance, parent = jnp.exp(candidates.score[hashes.size :]), candidates.parent[hashes.size :]
+            covered = covered.at[jnp.where(parent >= 0, parent, candidates.score.size)].max(chance, mode="drop")
+        spent = costs.rounds + costs.draft * passes
+        candidates, count, gain = keep_best(candidates, spent)
+        value = jnp.maximum(jnp.exp(leaf_scores(made)) * mean - covered, 0.0)
+        new = jax.lax.top_k(value, width)[0].sum()
+        further = costs.rounds[jnp.minimum(count + width, num_rows - 1)] + costs.draft * (passes + 1)
+        fits = made.size + width <= made.rows
+        return _Weighed(grown, passes, candidates, nodes, value, fits & ((gain + new) / further > gain / spent[count]))
+
+    def plant_tree() -> tuple[Tree, Array]:
+        planted = plant_children(model, tree, text.token[text.length - 1], hidden, history, produced, correct)
+        assert planted[1] is not None
+        return planted[0], planted[1]
+
+    empty = init_tree(tree.rows, tree.branch)
+    planted, kind = jax.lax.cond(wanted, plant_tree, lambda: (empty, empty.child_token))
+    start = Grown(cache, planted, spread_states(own, tree), kind)
+
+    def grow(weighed: _Weighed) -> _Weighed:
+        grown = expand(model, weighed.grown, history, produced, width=width, value=weighed.value, correct=correct)
+        return judge(grown, weighed.passes + 1)
+
+    def draft() -> tuple[Candidates, Nodes, Array, Array]:
+        judged = judge(start, passes)
+        return judged.candidates, judged.nodes, judged.value, judged.goes_on
+
+    def draft_nothing() -> tuple[Candidates, Nodes, Array, Array]:
+        candidates, _, _ = keep_best(copied.candidates, costs.rounds)
+        return candidates, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False)
+
+    with jax.named_scope("draft/grow"):
+        weighed = _Weighed(start, passes, *jax.lax.cond(wanted, draft, draft_nothing))
+        weighed = jax.lax.while_loop(lambda weighed: weighed.goes_on, grow, weighed)
+    alone = root_alone(text.token[text.length - 1], num_rows)
+    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
+    batch = jax.lax.cond(
+        wanted | (num_copied > 0), lambda: pack_best(alone.token[0], weighed.candidates, num_rows), lambda: alone
+    )
+    backoff = jnp.where(retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
+    state = dataclasses.replace(
+        state,
+        sequence=dataclasses.replace(sequence, cache=weighed.grown.cache),
+        tree=weighed.grown.tree,
+        nodes=weighed.nodes,
+        idle=jnp.where(wanted, 0, idle),
+        patience=jnp.where(pays, FIRST_PATIENCE, backoff),
+    )
+    return state, Draft(batch, weighed.passes)
+
+
+def spread_states(own: Array | None, tree: Tree) -> Array | None:
+    """The root's own state, float32 [1, D], in the first of M rows; None for a draft that is not fed any."""
+    return None if own is None else jnp.zeros((tree.rows, own.shape[1])).at[0].set(own[0])
+
+
+def _catch_up(model: DraftModel, cache: KVCache, text: Text, wanted: Array) -> tuple[Array, KVCache, Array]:
+    """Run the verified tokens that the draft's cache lacks, the root last, where `wanted`, bool [].
+
+    Returns what the head sees of the root, float32 [1, D]; the cache, whose window slot 0 is the root; and the number
+    of passes.
+    """
+    cfg = model.placement.cfg
+    mask = jnp.tril(jnp.ones((SYNC_ROWS, SYNC_ROWS), bool))
+
+    def run(carry: tuple[Array, KVCache, Array, Array]) -> tuple[Array, KVCache, Array, Array]:
+        _, cache, passes, _ = carry
+        left = text.length - text.start - cache.length
+        count = jnp.minimum(left, SYNC_ROWS)
+        token = jax.lax.dynamic_slice_in_dim(text.token, text.start + cache.length, SYNC_ROWS)
+        position = cache.length + jnp.arange(SYNC_ROWS, dtype=jnp.int32)
+        hidden, cache = forward(model.params, cfg, token, position, cache, mask, active_rows=count)
+        last, is_last = jax.lax.dynamic_slice_in_dim(hidden, count - 1, 1), left <= SYNC_ROWS
+        return last, commit_rows(cache, count - is_last), passes + 1, ~is_last
+
+    start = jnp.zeros((1, cfg.embed_dim)), cache, jnp.int32(0), wanted
+    with jax.named_scope("draft/catch_up"):
+        hidden, cache, passes, _ = jax.lax.while_loop(lambda carry: carry[3], run, start)
+    return hidden, cache, passes
