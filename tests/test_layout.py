@@ -13,10 +13,10 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_683,
+    "jaxspec": 30_775,
     "jaxspec/*.py": 2_502,
-    "jaxspec/methods": 6_292,
-    "jaxspec/sampling jaxspec/tree": 1_425,
+    "jaxspec/methods": 6_380,
+    "jaxspec/sampling jaxspec/tree": 1_430,
     "jaxspec/models": 3_305,
     "jaxspec/offload": 2_040,
     "jaxspec/checkpoint": 4_415,
