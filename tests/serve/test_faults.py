@@ -114,7 +114,7 @@ def test_a_full_queue_and_a_slow_answer(start):
 
 def test_who_waits_and_leaves_keeps_no_place(start):
     """A stream whose client leaves the queue, and one that is too late before its turn came."""
-    server = start(limits=Limits(active=1, waiting=1, seconds=2.0))
+    server = start(limits=Limits(active=1, waiting=1, seconds=20.0))
     slow_down(server, lambda: 0.03)
     body = {"prompt": "w1", "stream": True, **LONG}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as first:
