@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_775,
+    "jaxspec": 30_780,
     "jaxspec/*.py": 2_502,
     "jaxspec/methods": 6_380,
     "jaxspec/sampling jaxspec/tree": 1_430,
@@ -26,7 +26,7 @@ BUDGETS = {
     "pallas_kernels": 5_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_760,
     "tools": 8_600,
-    "tests": 31_180,
+    "tests": 31_240,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
 
