@@ -286,10 +286,16 @@ class AcceptanceStats:
         `tried`, float32 or bool [n], is how much each counts that the verified text could confirm or refute.
         """
         tried = tried.astype(jnp.float32)
-        kept = FORGETTING ** (accepted.sum() + (tried > 0).any())
+        copied = kind >= COPIES
+
+        def kept(own: Array) -> Array:
+            return FORGETTING ** ((accepted & own).sum() + ((tried > 0) & own).any())
+
+        # What becomes of copies makes nothing older that is known of the draft.
+        weight = jnp.where(jnp.arange(KINDS) < COPIES, kept(~copied), kept(copied))
         return AcceptanceStats(
-            tried=(self.tried * kept).at[kind].add(tried),
-            accepted=(self.accepted * kept).at[kind].add(accepted.astype(jnp.float32)),
+            tried=(self.tried * weight).at[kind].add(tried),
+            accepted=(self.accepted * weight).at[kind].add(accepted.astype(jnp.float32)),
         )
 
     def rates(self) -> Array:

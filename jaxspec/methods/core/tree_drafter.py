@@ -64,13 +64,11 @@ class TreeDrafter(Drafter):
           propose: turns logits into children of a node; None for no draft model.
           costs: what drafts are weighed with; needed where `settings` weigh.
         """
-        self._settings, self._plan = settings, placement.plan
+        has_model = propose is not None
         self.shapes = draft_shapes(placement, settings.num_rows)
-        self._home = placement
-        self._capacity = slots + verified.tokens.shape[0]
-        self._is_fed, has_model = False, propose is not None
-        sequence = tree = None
-        self.programs = ()
+        capacity = slots + verified.tokens.shape[0]
+        self._home, self._is_fed = placement, False
+        self.programs, sequence, tree = (), None, None
         if has_model:
             self.placement, self.slots, self.defers = placement, slots, True
             self._is_fed = placement.cfg.features is not None
@@ -82,7 +80,7 @@ class TreeDrafter(Drafter):
             self.idle_steps = STEPS_PER_DISPATCH if settings.copies else 0
 
         def begin(sequence, stats):
-            text = Text(jnp.zeros(self._capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
+            text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
             tree = init_tree(settings.tree_rows, settings.branch) if has_model else None
             first = jnp.int32(FIRST_PATIENCE)
             nodes = blank_nodes(settings, has_model) if settings.learns else None
@@ -113,7 +111,7 @@ class TreeDrafter(Drafter):
         if settings.learns:
             stats = placement.replicated(jax.eval_shape(init_acceptance))
             nodes = placement.replicated(jax.eval_shape(lambda: blank_nodes(settings, has_model)))
-        text = Text(placement.array((self._capacity,), jnp.int32), scalar, scalar)
+        text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar)
         self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
         kept = [sequence, stats, scalar, scalar]
@@ -189,7 +187,7 @@ class TreeDrafter(Drafter):
 
     def _place_text(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the devices."""
-        token = np.zeros(self._capacity, np.int32)
+        token = np.zeros(self.state.text.token.shape, np.int32)
         token[: len(tokens)] = tokens
         text = Text(token, np.int32(len(tokens)), np.int32(0))  # pyright: ignore[reportArgumentType]
         return jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), text, self.state.text)
