@@ -12,8 +12,8 @@ ffi::Error run_add_norm(Floats x, Floats parts, Floats scale, Scalar active_rows
   float* to = total->typed_data();
   add_parts(x.typed_data(), parts.typed_data(), parts.dimensions()[0], size, count * width, to);
   if (width) rms_norm(to, scale.typed_data(), epsilon, count, width, normed->typed_data());
-  std::fill(to + count * width, to + size, 0.0f);
-  std::fill(normed->typed_data() + count * width, normed->typed_data() + size, 0.0f);
+  clear(to + count * width, size - count * width);
+  clear(normed->typed_data() + count * width, size - count * width);
   return ffi::Error::Success();
 }
 

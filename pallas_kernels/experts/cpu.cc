@@ -152,7 +152,7 @@ ffi::Error mix(ThreadPool& pool, const Floats& x, const Routing& routing, const 
              });
   for (int64_t t = 0; t < rows; t++) {
     float* row = y + t * width;
-    std::fill_n(row, width, 0.0f);
+    clear(row, width);
     for (int64_t j = t * per_token; j < std::min((t + 1) * per_token, choices); j++) {
       if (routing.pair[j] < 0) continue;
       add_scaled(each + routing.pair[j] * width, routing.score[j], width, row);
@@ -189,7 +189,7 @@ ffi::Error run_choose(Floats logits, Scalar active_rows, ffi::ResultBuffer<ffi::
     choose_experts(logits.typed_data() + t * experts, experts, per_token, scores_named(scores), weight.data(),
                    choice->typed_data() + t * per_token, score->typed_data() + t * per_token);
   std::fill_n(choice->typed_data() + count * per_token, (rows - count) * per_token, -1);
-  std::fill_n(score->typed_data() + count * per_token, (rows - count) * per_token, 0.0f);
+  clear(score->typed_data() + count * per_token, (rows - count) * per_token);
   return ffi::Error::Success();
 }
 

@@ -20,8 +20,6 @@ ffi::Error with_weight(std::string_view name, const ffi::AnyBuffer& weight, int6
   return ffi::Error::Success();
 }
 
-void clear(float* y, int64_t from, int64_t to) { std::fill(y + from, y + to, 0.0f); }
-
 ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Scalar active_rows,
                       ffi::ResultBuffer<ffi::F32> y, std::string_view name, int64_t threads) {
   const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = weight.dimensions()[0];
@@ -30,7 +28,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Sca
   XlaThreads workers(pool);
   return with_weight(name, weight, inputs, [&](const WeightFormat& format, const Matrix& w) {
     linear(format, workers, threads, x.typed_data(), count, w, y->typed_data());
-    clear(y->typed_data(), count * outputs, rows * outputs);
+    clear(y->typed_data() + count * outputs, (rows - count) * outputs);
   });
 }
 
@@ -42,7 +40,7 @@ ffi::Error run_swiglu(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Sca
   XlaThreads workers(pool);
   return with_weight(name, weight, inputs, [&](const WeightFormat& format, const Matrix& w) {
     swiglu(format, workers, threads, x.typed_data(), count, w, y->typed_data());
-    clear(y->typed_data(), count * columns, rows * columns);
+    clear(y->typed_data() + count * columns, (rows - count) * columns);
   });
 }
 

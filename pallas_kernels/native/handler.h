@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 
@@ -26,6 +27,9 @@ inline const uint8_t* bytes(const ffi::AnyBuffer& buffer) { return static_cast<c
 inline int64_t count_active_rows(const Scalar& active_rows, int64_t rows) {
   return std::clamp<int64_t>(*active_rows.typed_data(), rows > 0 ? 1 : 0, rows);
 }
+
+// Zeros. Not a loop: handlers are compiled with few optimisations.
+inline void clear(float* y, int64_t count) { std::memset(y, 0, count * sizeof(float)); }
 
 // XLA's threads.
 class XlaThreads final : public ThreadPool {
