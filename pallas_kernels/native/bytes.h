@@ -234,36 +234,56 @@ template <class T>
   return a;
 }
 
+// Vectors that compilers cut into the registers there are; loops over so few integers would stay loops.
+using SixteenInts = int32_t __attribute__((vector_size(64)));
+using SixteenShorts = int16_t __attribute__((vector_size(32)));
+using SixteenBytes = int8_t __attribute__((vector_size(16)));
+
+template <class Narrow>
+inline void store_narrow(int8_t* p, const SixteenInts& x) {
+  const Narrow narrow = __builtin_convertvector(x, Narrow);
+  std::memcpy(p, &narrow, sizeof narrow);
+}
+
+template <int kCount>
+inline int32_t add_up(const int32_t* x) {
+  if constexpr (kCount == 1) return *x;
+  constexpr int kHalf = kCount > 1 ? kCount / 2 : 1;
+  int32_t half[kHalf];
+  for (int i = 0; i < kHalf; i++) half[i] = x[i] + x[i + kCount / 2];
+  return add_up<kHalf>(half);
+}
+
 // Write sixteen numbers below 128 in magnitude as the nearest integers, ties to even; returns their sum.
 inline int32_t store_rounded(int8_t* p, Lanes a) {
-  int32_t rounded[kLanes], sum = 0;
+  int32_t rounded[kLanes];
   round_to(rounded, a);
-  for (int i = 0; i < kLanes; i++) {
-    p[i] = static_cast<int8_t>(rounded[i]);
-    sum += rounded[i];
-  }
-  return sum;
+  SixteenInts x;
+  std::memcpy(&x, rounded, sizeof x);
+  store_narrow<SixteenBytes>(p, x);
+  return add_up<kLanes>(rounded);
 }
 
 // Likewise numbers below 2^15: number `at` and the next ones of a row of `count`, as `kPairs` says. Two planes of bytes
 // are 256 times the first one plus the second one.
 inline int32_t store_rounded_16(int8_t* row, int at, int count, Lanes a) {
-  int32_t rounded[kLanes], sum = 0;
+  int32_t rounded[kLanes];
   round_to(rounded, a);
+  SixteenInts x;
+  std::memcpy(&x, rounded, sizeof x);
   if constexpr (kPairs) {
-    int16_t narrow[kLanes];
-    for (int i = 0; i < kLanes; i += 4)
-      for (int j = 0; j < 4; j++) narrow[i + j] = static_cast<int16_t>(rounded[i + (j & 1) * 2 + j / 2]);
-    std::memcpy(row + 2 * at, narrow, sizeof narrow);
+#if defined(__clang__)
+    x = __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+#else
+    x = __builtin_shuffle(x, SixteenInts{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
+#endif
+    store_narrow<SixteenShorts>(row + 2 * at, x);
   } else {
-    for (int i = 0; i < kLanes; i++) {
-      const int32_t upper = (rounded[i] + 128) >> 8;
-      row[at + i] = static_cast<int8_t>(upper);
-      row[count + at + i] = static_cast<int8_t>(rounded[i] - upper * 256);
-    }
+    const SixteenInts upper = (x + 128) >> 8;
+    store_narrow<SixteenBytes>(row + at, upper);
+    store_narrow<SixteenBytes>(row + count + at, x - upper * 256);
   }
-  for (int32_t one : rounded) sum += one;
-  return sum;
+  return add_up<kLanes>(rounded);
 }
 
 }  // namespace jaxspec
