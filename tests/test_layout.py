@@ -24,11 +24,11 @@ BUDGETS = {
     "jaxspec/text": 1_570,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_890,
     "pallas_kernels": 5_520,
-    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_760,
+    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 8_600,
     "tests": 31_245,
 }
-MOST_ENTRIES = {"jaxspec/methods": 6_385, "jaxspec/methods/core": 13}
+MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
 
 
 def is_type_checking(node):
