@@ -1,5 +1,7 @@
 """The engine on a tiny model: lengths, capacity, buffers, late reading."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -64,7 +66,7 @@ def test_prefill_in_chunks_equals_token_by_token(engine, params, length):
     state = runner.start(prompt[0], None)
     for token in prompt[1:]:
         state = runner.prefill(ModelParams(params), state, np.array([int(state.root)], np.int32))
-        state = state.replace(root=jax.device_put(np.int32(token), state.root.sharding))
+        state = dataclasses.replace(state, root=jax.device_put(np.int32(token), state.root.sharding))
     chunked = runner.prefill(ModelParams(params), runner.start(prompt[-1], None), np.array(prompt[:-1], np.int32))
     assert int(chunked.cache.length) == int(state.cache.length) == length - 1
     for one, other in zip(chunked.cache.key, state.cache.key, strict=True):

@@ -13,8 +13,8 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_785,
-    "jaxspec/*.py": 2_502,
+    "jaxspec": 30_800,
+    "jaxspec/*.py": 2_520,
     "jaxspec/methods": 6_385,
     "jaxspec/sampling jaxspec/tree": 1_430,
     "jaxspec/models": 3_305,

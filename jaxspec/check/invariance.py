@@ -122,7 +122,8 @@ class _Passes:
             return token, length + depth, ancestors, active_rows
 
         def finish(params, state, hidden, cache, token, depth, ancestors, active_rows, path, count):
-            return state.replace(cache=commit_path(cache, path, count)), vocab_logits(params, cfg, hidden, active_rows)
+            state = dataclasses.replace(state, cache=commit_path(cache, path, count))
+            return state, vocab_logits(params, cfg, hidden, active_rows)
 
         self._verify = {}
         for size in {1, rows}:

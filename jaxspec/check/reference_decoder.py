@@ -108,7 +108,8 @@ class ReferenceDecoder:
                 process(logits, processors, seen, counts, vocab, position + 1),
                 gumbel_rows(request.key, position + 1, vocab),
             )
-            return state.replace(cache=commit_rows(cache, jnp.int32(1))), tuple(array[0] for array in scores)
+            state = dataclasses.replace(state, cache=commit_rows(cache, jnp.int32(1)))
+            return state, tuple(array[0] for array in scores)
 
         args = [target.array((), jnp.int32), history_shapes(target), request_shapes(target)]
         row = target.array((target.padded_vocab,), jnp.float32, TENSOR_AXIS)

@@ -7,7 +7,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.drafter import ModelDrafter, keep_states, run_draft, run_root
@@ -19,6 +18,7 @@ from jaxspec.models.kv_cache import commit_path
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import vocab_logits
 from jaxspec.models.vocab import VocabShard
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Decide, RowLogits, Verified, draw_children, rejection_rule
 from jaxspec.sampling.processors import History, process
@@ -85,7 +85,7 @@ class SampledShape:
         return matrix
 
 
-@struct.dataclass
+@pytree
 class SampledState:
     """The draft's sequence, and how many rows of the last batch lie in its cache's window (the first ones)."""
 
@@ -93,7 +93,7 @@ class SampledState:
     evaluated: Array
 
 
-@struct.dataclass
+@pytree
 class _Growth:
     """A tree half drawn: tokens, which rows exist, their cumulative log q, log q of the inner rows' children."""
 

@@ -9,14 +9,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxspec.models.config import ModelConfig
+from jaxspec.pytree import pytree
 from pallas_kernels import registry
 from pallas_kernels.move_rows import move_rows
 
 
-@struct.dataclass
+@pytree
 class KVCache:
     """Keys and values of one sequence.
 

@@ -4,21 +4,22 @@ A shard has a part of every expert, or, where it has fewer experts than there ar
 over shards.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.params import Params
+from jaxspec.pytree import pytree
 from pallas_kernels.experts import choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, as_matrix, linear
 from pallas_kernels.swiglu import swiglu
 
 
-@struct.dataclass
+@pytree
 class Routed:
     """Rows that were sent to their experts and have not passed them yet."""
 
@@ -30,7 +31,7 @@ class Routed:
     def keep_first(self, count: jax.Array) -> "Routed":
         """Rows from `count` (int32 []) on are sent nowhere."""
         kept = jnp.arange(self.choice.shape[0]) < count
-        return self.replace(choice=jnp.where(kept[:, None], self.choice, -1))  # pyright: ignore[reportAttributeAccessIssue]
+        return dataclasses.replace(self, choice=jnp.where(kept[:, None], self.choice, -1))
 
 
 def mix_rows(layer: Params, mixture: ExpertsConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:

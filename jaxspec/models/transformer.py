@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.experts import ExpertsConfig
@@ -26,6 +25,7 @@ from jaxspec.models.mixture import Routed, mix_routed_rows, mix_rows, route_rows
 from jaxspec.models.params import Params
 from jaxspec.models.quantization import PARTS
 from jaxspec.models.rope import RopeConfig, rope_frequencies
+from jaxspec.pytree import pytree
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
 from pallas_kernels.add_norm import add_norm
@@ -37,7 +37,7 @@ from pallas_kernels.swiglu import geglu, norm_swiglu, swiglu
 from pallas_kernels.tree_attention import tree_attention
 
 
-@struct.dataclass
+@pytree
 class Window:
     """The tree window as a pass sees it: `mask` bool [T, W], `position` int32 [W]; see `forward`."""
 
@@ -154,7 +154,7 @@ def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D]
     return jax.lax.psum(jnp.where(mine[:, None], rows, 0.0), TENSOR_AXIS)
 
 
-@struct.dataclass
+@pytree
 class Frame:
     """Arrays that all layers of a pass of T rows share; see `forward`. Without a window the rows are a causal chunk."""
 

@@ -234,8 +234,8 @@ def _run_in_turn(compiled: Any, plan: MeshPlan, *args: Any) -> Any:
 def compile_programs(programs: Sequence[Program], variant: Hashable = None, *, background: bool = False) -> float:
     """Compile what is not compiled yet for requests of a variant, in parallel; what is stored is loaded.
 
-    With `background`, loading goes on after the return, small files first: the large ones, of drafting, are needed
-    last. Returns the wall time in seconds, 0.0 if nothing was to do.
+    With `background`, loading goes on after the return, large files first: drafting needs the largest, and a call loads
+    a small one at once. Returns the wall time in seconds, 0.0 if nothing was to do.
     """
     waiting = [(one, one.fit(variant)) for one in programs if not one.is_ready(variant) and not one.is_coming()]
     if not waiting:
@@ -244,7 +244,7 @@ def compile_programs(programs: Sequence[Program], variant: Hashable = None, *, b
     keys = {key: key[0].digest(key[1]) for key in waiting}
     sizes = {key: program_files.size(digest) for key, digest in keys.items() if digest is not None}
     stored = [(size, key) for key, size in sizes.items() if size is not None]
-    for _, (program, fitted) in sorted(stored, key=lambda item: item[0]):
+    for _, (program, fitted) in sorted(stored, key=lambda item: item[0], reverse=True):
         program.load_later(str(keys[program, fitted]), fitted)
     missing = [key for key in waiting if sizes.get(key) is None]
     if missing:

@@ -23,11 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array, lax
 
 from jaxspec.config import MAX_LOGPROBS
 from jaxspec.models.vocab import VocabShard
+from jaxspec.pytree import pytree
 from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
 from jaxspec.sampling.processors import History, Processors, extend_history, process, update_history
@@ -39,7 +39,7 @@ from jaxspec.tree.tree import Batch, ancestor_matrix
 ACCEPT_ROLE, DRAFT_ROLE = 1, 2
 
 
-@struct.dataclass
+@pytree
 class Verified:
     """Decisions of a round."""
 

@@ -11,7 +11,6 @@ Letters: T rows, V_local columns of this device.
 
 from collections.abc import Callable, Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +22,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.vocab import VocabShard, sum_rows
+from jaxspec.pytree import pytree, static
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.variant import Variant, decide
 
@@ -34,7 +34,7 @@ _MASS_BITS = (12, 13, 13)
 _MOST_TOKENS = 2**19
 
 
-@flax.struct.dataclass
+@pytree
 class Processors:
     """Sampling parameters as traced values."""
 
@@ -53,14 +53,14 @@ class Processors:
     want_logprob: ArrayLike  # bool; False lets `choose` skip the log-probability of a greedy token
     num_logprobs: ArrayLike  # int32, most probable tokens to report at each place; 0 lets `rank_tokens` skip them
     # What of these the program is compiled for; None for a program that serves every request.
-    variant: Variant | None = flax.struct.field(pytree_node=False, default=None)
+    variant: Variant | None = static(default=None)
 
     def knows(self, name: str) -> bool | None:
         """A field of the variant, by name; None where there is none."""
         return None if self.variant is None else getattr(self.variant, name)
 
 
-@flax.struct.dataclass
+@pytree
 class History:
     """Which tokens a text contains, for penalties; columns are split like the logits'."""
 

@@ -5,18 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.noise import seed_key
 from jaxspec.sampling.processors import Processors, from_sampling, processor_specs
 from jaxspec.sampling.variant import Variant
 
 
-@struct.dataclass
+@pytree
 class Request:
     """Traced values, never a compile key."""
 

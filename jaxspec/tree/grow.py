@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
+from jaxspec.pytree import pytree
 from jaxspec.tree.tree import Tree
 
 
-@struct.dataclass
+@pytree
 class Picked:
     """Leaves to be evaluated next; those that are not valid are fillers."""
 

@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
+from jaxspec.pytree import pytree
 from jaxspec.tree.tree import Tree, init_tree
 from pallas_kernels import registry
 
@@ -59,7 +59,7 @@ def pending_tokens(tokens: Array, count: Array, reached: Array) -> tuple[Array, 
     return tokens[jnp.clip(first + jnp.arange(2), 0, last)], count - first
 
 
-@struct.dataclass
+@pytree
 class Rerooted:
     """A tree under its new root, and what the draft's cache must do."""
 

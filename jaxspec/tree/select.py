@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
+from jaxspec.pytree import pytree
 from jaxspec.tree.tree import Batch, Tree
 
 
-@struct.dataclass
+@pytree
 class Candidates:
     """Tokens of a tree below its root, N of them, parents before children."""
 

@@ -11,11 +11,12 @@ Breaking ties by that number therefore prefers ancestors, which keeps selections
 """
 
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
+from jaxspec.pytree import pytree
 
-@struct.dataclass
+
+@pytree
 class Tree:
     """A draft tree below the root, the last verified token; rows from `size` on are unused."""
 
@@ -40,7 +41,7 @@ class Tree:
         return self.child_token.shape[1]
 
 
-@struct.dataclass
+@pytree
 class Batch:
     """Verification batch: row 0 is the root, the others are tree tokens closed under parents."""
 

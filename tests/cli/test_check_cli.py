@@ -33,7 +33,7 @@ class Spoiled:
 
     def round(self, params, state, request, room):
         state, round_, least = self.runner.round(params, state, self.request(request), room)
-        return state, round_.replace(packed=self.packed(round_.packed)), least
+        return state, dataclasses.replace(round_, packed=self.packed(round_.packed)), least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Hot(Lawful):
     def bind(self, *arguments):
         def heat(request):
             hotter = jnp.asarray(request.processors.temperature) * 4
-            return request.replace(processors=request.processors.replace(temperature=hotter))
+            return dataclasses.replace(request, processors=dataclasses.replace(request.processors, temperature=hotter))
 
         return Spoiled(super().bind(*arguments), request=heat)
 

@@ -3,6 +3,8 @@
 The tree below a new root is kept (`reuse`), though it stands on guesses, or dropped and grown anew from true states.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 from marks import fast_part
@@ -80,7 +82,7 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(name, samp
         assert length == max(known - 2, 0)
         fresh = runner.prefill(steps.params, runner.start(steps.text[-1], None), np.array(steps.text[:-1], np.int32))
         rows = known - 1
-        assert_prefix(draft_side.sequence.cache.replace(length=rows), fresh.draft.sequence.cache, rows)
+        assert_prefix(dataclasses.replace(draft_side.sequence.cache, length=rows), fresh.draft.sequence.cache, rows)
         assert_prefix(steps.state.target.cache, fresh.target.cache, len(steps.text) - 1)
         packed, states = steps.state.verified
         count = int(np.asarray(packed)[0])

@@ -39,7 +39,7 @@ def chain(params, embed, tokens, states):
         for step in range(STEPS + 1):
             token, one = tokens[LENGTH - 1 + step, None], jnp.ones((1, 1), bool)
             hidden, state, cache = forward_draft(params, CFG, token, state, cache.length[None], cache, one)
-            cache = cache.replace(length=cache.length + 1)
+            cache = dataclasses.replace(cache, length=cache.length + 1)
             out.append(hidden[0])
         return jnp.stack(out)
 

@@ -3,6 +3,8 @@
 The reference keeps no cache: it runs all rows of a draft again for every step, as a training step would.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -160,7 +162,7 @@ def run_jaxspec(path, embedding, head, tokens, states, drafted):
         for token in [tokens[-1], *drafted]:
             one = jnp.ones((1, 1), bool)
             hidden, state, cache = forward_draft(params, cfg, token[None], state, cache.length[None], cache, one)
-            cache = cache.replace(length=cache.length + 1)
+            cache = dataclasses.replace(cache, length=cache.length + 1)
             out.append(vocab_logits(params, cfg, hidden)[0])
         return jnp.stack(out)
 

@@ -85,7 +85,7 @@ def nothing_moves(right):
 def window_order_stays(right):
     def reroot(tree, tokens, count, **options):
         moved = right(tree, tokens, count, **options)
-        return moved.replace(order=jnp.arange(moved.order.shape[0], dtype=jnp.int32))
+        return dataclasses.replace(moved, order=jnp.arange(moved.order.shape[0], dtype=jnp.int32))
 
     return reroot
 
@@ -137,7 +137,7 @@ def parents_may_be_missing(right):
     def pack_best(root, candidates, rows):
         # Of two candidates the later one first: children before their parents.
         score = candidates.score + 1e-3 * candidates.depth
-        return right(root, candidates.replace(score=score), rows)
+        return right(root, dataclasses.replace(candidates, score=score), rows)
 
     return pack_best
 

@@ -232,10 +232,10 @@ _POOR_DRAFT = np.roll(DRAFT, 3, axis=0)  # mistakes show most where much is reje
 def _plant(rule):
     def faulty(logits, grown, position, setting):
         fault, vocab, key = setting.fault, setting.vocab, setting.request.key
-        batch = grown.batch.replace(depth=jnp.where(fault == SAME_NUMBERS, 0, grown.batch.depth))
+        batch = dataclasses.replace(grown.batch, depth=jnp.where(fault == SAME_NUMBERS, 0, grown.batch.depth))
         processors, heat = setting.request.processors, setting.request.processors.temperature
-        unheated = processors.replace(temperature=jnp.where(fault == NO_TEMPERATURE, 1.0, heat))
-        setting = setting._replace(request=setting.request.replace(processors=unheated))
+        unheated = dataclasses.replace(processors, temperature=jnp.where(fault == NO_TEMPERATURE, 1.0, heat))
+        setting = setting._replace(request=dataclasses.replace(setting.request, processors=unheated))
         right = rule(logits, grown._replace(batch=batch), position, setting)
 
         def decide(row, history):

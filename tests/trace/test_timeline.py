@@ -150,7 +150,9 @@ def slow_trace(method):
 
     def slow_grow(*args):
         state = grow(*args)
-        return dataclasses.replace(state, tree=state.tree.replace(size=after_work(state.tree.size, GROW_TURNS)))
+        return dataclasses.replace(
+            state, tree=dataclasses.replace(state.tree, size=after_work(state.tree.size, GROW_TURNS))
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "verify", slow_verify)

@@ -1,5 +1,6 @@
 """Re-rooting equals a tree rebuilt from its survivors, for every verified sequence; the cache follows it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -248,9 +249,9 @@ def test_the_cache_holds_the_verified_text_after_any_number_of_rounds(loyalty):
         layers = [np.array(x) for x in (*cache.key, *cache.value)]
         for x in layers:
             x[0, at : at + len(labels), 0] = labels
-        return cache.replace(key=(layers[0],), value=(layers[1],))
+        return dataclasses.replace(cache, key=(layers[0],), value=(layers[1],))
 
-    cache = write(cache.replace(length=np.int32(0)), 0, window)
+    cache = write(dataclasses.replace(cache, length=np.int32(0)), 0, window)
 
     def grow_once(tree, cache):
         if int(tree.size) + WIDTH > rows:
@@ -290,7 +291,7 @@ def test_the_cache_holds_the_verified_text_after_any_number_of_rounds(loyalty):
             n = int(moved.num_pending)
             assert moved.pending[:n].tolist() == text[-n:]
             cache = write(cache, int(cache.length), [label(text[: len(text) - n + 1 + i]) for i in range(n)])
-            cache = cache.replace(length=cache.length + np.int32(n - 1))
+            cache = dataclasses.replace(cache, length=cache.length + np.int32(n - 1))
             tree = jax.tree.map(np.asarray, begin(tree, draft, np.int32(root_at), np.int32(text[-1])))
         assert cache.length == len(text) - 1
         held = [label(text[: i + 1]) for i in range(len(text) - 1)]

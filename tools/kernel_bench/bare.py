@@ -1,19 +1,16 @@
-"""Packages that a machine with JAX, numpy and a checkout lacks and the benchmark needs: two small stand-ins.
+"""A package that a machine with JAX, numpy and a checkout lacks and the benchmark needs: a small stand-in.
 
-Random weights in XLA's dtypes need no file formats, tokenizers or console. What is left are the classes of
-`flax.struct`, and the presets of `configs/`, which only an installation finds as a package. What is installed is used.
+Random weights in XLA's dtypes need no file formats, tokenizers or console. What is left are the presets of `configs/`,
+which only an installation finds as a package. What is installed is used.
 """
 
-import dataclasses
 import importlib.util
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that parts need beyond JAX and numpy: `decode` loads a model.
-NEEDED = {"decode": ("flax", "gguf", "safetensors", "tokenizers", "transformers")}
+NEEDED = {"decode": ("gguf", "safetensors", "tokenizers", "transformers")}
 _absent: set[str] = set()
 
 
@@ -29,12 +26,6 @@ def stand_in() -> None:
     for folder in (ROOT, ROOT / "tools"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    if _is_absent("flax"):
-        struct = types.ModuleType("flax.struct")
-        struct.__dict__.update(dataclass=_dataclass, field=_field)
-        flax = types.ModuleType("flax")
-        flax.__dict__.update(struct=struct)
-        sys.modules |= {"flax": flax, "flax.struct": struct}
     if _is_absent("jaxspec_configs"):
         folder = ROOT / "configs"
         # There is no such file: the package has nothing to run, and its resources lie beside it.
@@ -51,20 +42,3 @@ def _is_absent(name: str) -> bool:
         _absent.add(name)
         return True
     return False
-
-
-def _dataclass(cls: type) -> type:
-    """As `flax.struct.dataclass`: frozen, a pytree, with a method `replace`."""
-    import jax
-
-    made = dataclasses.dataclass(frozen=True)(cls)
-    fields: dict[bool, list[str]] = {True: [], False: []}
-    for field in dataclasses.fields(made):
-        fields[field.metadata.get("pytree_node", True)].append(field.name)
-    made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.tree_util.register_dataclass(made, fields[True], fields[False])
-
-
-def _field(pytree_node: bool = True, **options: Any) -> Any:
-    """As `flax.struct.field`."""
-    return dataclasses.field(metadata={"pytree_node": pytree_node}, **options)

@@ -4,10 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.cost_model import CONTRADICTED, AcceptanceStats, copy_kind
+from jaxspec.pytree import pytree
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.select import Candidates
 from jaxspec.tree.tree import Tree
@@ -25,7 +25,7 @@ class CopySettings:
     length: int  # L, most tokens copied from each
 
 
-@struct.dataclass
+@pytree
 class Text:
     """The text so far, and before it tokens of earlier texts, each of which ends with -1, which is no token."""
 
@@ -39,7 +39,7 @@ class Text:
         return dataclasses.replace(self, token=token, length=self.length + verified.count)
 
 
-@struct.dataclass
+@pytree
 class Copies:
     """Continuations of C occurrences; a token that several occurrences share stands at the first one of them."""
 
@@ -54,7 +54,7 @@ class Copies:
     logprob: Array  # float32 [C, L], log of the chance of each where all before it was accepted
 
 
-@struct.dataclass
+@pytree
 class Nodes:
     """All that was proposed in a round, N nodes: what the verified text says of each is learned from it."""
 

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH
 from jaxspec.models.experts import distinct_experts
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import MLP_PARAMS, ROUTED_PARAMS, Params
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place
 from jaxspec.tree.select import Candidates
@@ -73,7 +73,7 @@ OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PR
 KINDS = COPIES + 2 * CONTRADICTED
 
 
-@struct.dataclass
+@pytree
 class PlacedCosts:
     """A `CostModel` on the devices, where it is data: programs do not depend on what a machine's passes cost."""
 
@@ -273,7 +273,7 @@ def _priors() -> np.ndarray:
     return np.concatenate([model, model + AGREEMENT * (1 - model), copies, CONTRADICTION * copies]).astype(np.float32)
 
 
-@struct.dataclass
+@pytree
 class AcceptanceStats:
     """Observations of tokens of each kind."""
 

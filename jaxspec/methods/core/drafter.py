@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.cost_model import CostModel
@@ -22,6 +21,7 @@ from jaxspec.models.feature_draft import forward_draft, fuse
 from jaxspec.models.kv_cache import KVCache, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import read_scalar
@@ -243,7 +243,7 @@ class Rows(NamedTuple):
 Correct = Callable[[Rows, Array, Array], tuple[Array, Array]]
 
 
-@struct.dataclass
+@pytree
 class Grown:
     """A draft's cache, the tree in its window, and the states of its nodes."""
 

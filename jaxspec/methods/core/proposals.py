@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jaxspec.models.params import Params
 from jaxspec.models.vocab import VocabShard
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.choose import choose, choose_two, rank_draws
 from jaxspec.sampling.processors import History, Processors, clean, log_mass, penalise, shift, update_history
@@ -18,7 +18,7 @@ from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import decide
 
 
-@struct.dataclass
+@pytree
 class PathHistory:
     """Histories of w rows, in the form from which they can be made."""
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 
 from jaxspec.models.params import Params
+from jaxspec.pytree import pytree
 from jaxspec.results import TopTokens
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place
@@ -56,7 +56,7 @@ class DraftCounts(NamedTuple):
     nodes: Array | int  # evaluated nodes of the tree that the batch was chosen from
 
 
-@struct.dataclass
+@pytree
 class Round:
     """Results of a round that the host reads, one round late."""
 

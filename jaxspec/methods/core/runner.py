@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 
 from jaxspec.config import SamplingParams
@@ -27,6 +26,7 @@ from jaxspec.methods.core.round import (
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Rule
+from jaxspec.pytree import pytree, static
 from jaxspec.results import Choice
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
@@ -130,14 +130,14 @@ class HostState:
     pending: Pending | None = None  # what the draft has still to take
 
 
-@struct.dataclass
+@pytree
 class SpeculativeState:
     """State of both halves, what the last round verified, and what the host knows."""
 
     target: SequenceState
     draft: Any
     verified: Verified
-    host: HostState = struct.field(pytree_node=False)
+    host: HostState = static()
 
 
 class SpeculativeRunner(Runner):
@@ -230,7 +230,7 @@ class SpeculativeRunner(Runner):
     ) -> tuple[SpeculativeState, Round, int]:
         # A round that would wait for programs decodes plainly, and its time says nothing of the rounds to come.
         shares = self.shared_rounds is not None and trace.active is None
-        wanted = self.programs if shares else (*self.programs, *self.single)
+        wanted = (self.shared_rounds,) if shares else self.single
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         pending, state.host.pending = state.host.pending, None
         unsettled = loading or pending is not None

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
 
 from jaxspec.models.feature_draft import fuse, prefill_draft
@@ -15,6 +14,7 @@ from jaxspec.models.kv_cache import KVCache, init_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import prefill_with_states
 from jaxspec.models.vocab import VocabShard
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.sharding import round_up
@@ -28,7 +28,7 @@ CHUNKS = (64, 512)
 ABSENT: Any = None
 
 
-@struct.dataclass
+@pytree
 class SequenceState:
     """State of one model's side of a sequence with n verified tokens.
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.copies import (
@@ -43,6 +42,7 @@ from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.transformer import forward
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
@@ -95,7 +95,7 @@ def tree_rows(width: int, depth: int) -> int:
     return 1 + width * (depth - 1)
 
 
-@struct.dataclass
+@pytree
 class TreeState:
     """State of the drafting half; parts that a drafter has no use for are None."""
 
@@ -229,7 +229,7 @@ def _search(
     return grown, root.sequence, passes
 
 
-@struct.dataclass
+@pytree
 class _Weighed:
     """A tree in the making, and what follows from the costs."""
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.round import Round, pack_round
@@ -15,6 +14,7 @@ from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states, vocab_logits
 from jaxspec.models.vocab import VocabShard
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import Decide, RowLogits, Verified
@@ -30,7 +30,7 @@ LAZY_HEAD_ROWS = 128
 IDLE_ROUNDS = 4
 
 
-@struct.dataclass
+@pytree
 class Draft:
     """The batch that the draft's half hands to the target's."""
 

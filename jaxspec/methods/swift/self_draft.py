@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxspec.methods.core.cost_model import (
     CLASSES,
@@ -33,6 +32,7 @@ from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import place
@@ -66,7 +66,7 @@ class ChainSettings:
         return max(self.siblings)
 
 
-@struct.dataclass
+@pytree
 class ChainMemory:
     """Statistics of the draft's hits, and its last chain."""
 
@@ -79,7 +79,7 @@ class ChainMemory:
     patience: jax.Array  # int32 [], tokens after which a draft is made all the same
 
 
-@struct.dataclass
+@pytree
 class GrownChain:
     """A draft in the making; `token`, `kind` and `count` as in `ChainMemory`."""
 
@@ -143,7 +143,7 @@ class SelfDrafter(Drafter):
             return program
 
         def restart(memory):
-            return memory.replace(count=jnp.int32(0), idle=jnp.int32(0))
+            return dataclasses.replace(memory, count=jnp.int32(0), idle=jnp.int32(0))
 
         def skip(memory, verified):
             idle = memory.idle + verified.count

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 
 from jaxspec.methods.core.drafter import Grown, ModelDrafter, catch_up, expand
@@ -22,6 +21,7 @@ from jaxspec.methods.swiftspec.messages import batch_shapes, pack_batch, unpack_
 from jaxspec.models.feature_draft import forward_draft, fuse
 from jaxspec.models.kv_cache import commit_rows, permute_window
 from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.processors import update_history
@@ -63,7 +63,7 @@ class Growth:
         return max(hit, 1 + waited, self.num_rows + self.width) + self.room * self.width
 
 
-@struct.dataclass
+@pytree
 class DraftTreeState:
     """State of the draft's side."""
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.executor import make_executor, place_request
@@ -20,6 +19,7 @@ from jaxspec.methods.core.verify import Draft
 from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, TreeDrafter
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, unpack_batch
 from jaxspec.methods.swiftspec.schedule import Schedule, choose_schedule, longest_mean, time_in_turn
+from jaxspec.pytree import pytree
 from jaxspec.results import Choice
 from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.mesh import MeshPlan
@@ -36,7 +36,7 @@ class Requests(NamedTuple):
     draft: Request
 
 
-@struct.dataclass
+@pytree
 class SwiftSpecState:
     """State of both sides, and what the last round verified, packed, on the target's devices."""
 

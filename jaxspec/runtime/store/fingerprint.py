@@ -27,7 +27,7 @@ from jaxspec import __version__
 from jaxspec.files import digest_text
 
 PACKAGES = Path(__file__).parents[2], Path(str(pallas_kernels.__file__)).parent
-KNOWN = ("jaxspec", "pallas_kernels", "jax", "jaxlib", "numpy", "functools", "builtins", "ml_dtypes", "flax")
+KNOWN = ("jaxspec", "pallas_kernels", "jax", "jaxlib", "numpy", "functools", "builtins", "ml_dtypes")
 SOURCES = (".py", ".cc", ".h", ".so", ".json", ".toml")
 # Words in the names of JAX's settings that change no program.
 IRRELEVANT = ("cache", "log", "dump", "traceback", "pprint", "profil")
