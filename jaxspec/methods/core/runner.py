@@ -229,8 +229,8 @@ class SpeculativeRunner(Runner):
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
         # A round that would wait for programs decodes plainly, and its time says nothing of the rounds to come.
-        shares = self.shared_rounds is not None and trace.active is None
-        wanted = (self.shared_rounds,) if shares else self.single
+        shared = None if trace.active is not None else self.shared_rounds
+        wanted = self.single if shared is None else (shared,)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         pending, state.host.pending = state.host.pending, None
         unsettled = loading or pending is not None
@@ -243,7 +243,7 @@ class SpeculativeRunner(Runner):
                 draft = self.drafter.fill(params, draft, pending)
             draft = self.drafter.skip(params, draft, state.verified)
             return SpeculativeState(target, draft, verified, state.host), round_, min_tokens
-        if shares:
+        if shared is not None:
             count = min(ROUNDS_PER_DISPATCH, room)
             target, draft, verified, rounds = self.dispatch_rounds(
                 params, state.target, state.draft, state.verified, request, count
