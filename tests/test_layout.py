@@ -13,9 +13,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 30_800,
+    "jaxspec": 30_860,
     "jaxspec/*.py": 2_520,
-    "jaxspec/methods": 6_385,
+    "jaxspec/methods": 6_420,
     "jaxspec/sampling jaxspec/tree": 1_430,
     "jaxspec/models": 3_305,
     "jaxspec/offload": 2_040,
