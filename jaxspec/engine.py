@@ -333,10 +333,11 @@ class Session:
     def close(self) -> None:
         """End the session and give its buffers back; to be called once the text has ended, or to abort it."""
         hosts.command("close", session=self.number)
+        state = None if self._closed else self._state
         if not self._closed:
             self._closed = True
             self._engine.give_back(IdleSession(self._runner, self._params, tuple(self.tokens), self._state))
-        self._runner.close()
+        self._runner.close(state)
 
     abort = close
 

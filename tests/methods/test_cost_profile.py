@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,18 @@ from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
 from jaxspec.methods.auto.costs import can_measure, measured_rows
-from jaxspec.methods.auto.profiles import RoundTimes, find_costs, load_costs, save_costs
+from jaxspec.methods.auto.profiles import (
+    Learned,
+    RoundTimes,
+    find_costs,
+    load_costs,
+    load_learned,
+    save_costs,
+    save_learned,
+)
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
-from jaxspec.methods.core.cost_model import fill_rows
+from jaxspec.methods.core.cost_model import KINDS, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import program_files
@@ -165,18 +174,38 @@ def test_a_slow_machine_is_measured_less_often(store, monkeypatch):
         assert clock.samples == samples and times.plain_s == pytest.approx(slow * PLAIN_S)
 
 
-def test_times_that_vary_are_used_but_not_kept(clocked, tmp_path):
+def test_what_rounds_took_corrects_the_costs_and_is_kept_with_what_was_learned(clocked, store):
+    """What rounds cost above one row takes half as long again: the factor is 1.5, in this process and the next."""
     engine, clock = clocked
-    vary = engine.runner.start
+    params = params_of(CASE, "copy")
+    run(engine, params, PROMPT, 8, seed=3)
+    runner = engine.runner
+    before = np.array(runner.report().pass_cost)
+    for drafted in [1, 2, 4] * 40:
+        round_ = SimpleNamespace(drafted=drafted, draft_passes=drafted)
+        above = runner.costs.rounds[drafted] + drafted * runner.costs.draft - 1
+        # Another program slows all passes by a third.
+        runner.observe_drafted([round_], 1.3 * PLAIN_S * (1 + 1.5 * above))
+    run(engine, params, PROMPT, 200, seed=4)
+    after = np.array(runner.report().pass_cost)
+    np.testing.assert_allclose(after - 1, 1.5 * (before - 1), rtol=0.1)
+    again = make_engine(store)
+    np.testing.assert_allclose(again.runner.report().pass_cost, after, rtol=0.1)
+    kept = again.runner.drafter.learned
+    assert 0 < float(kept.accepted.sum()) <= float(kept.tried.sum())
+    assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
 
-    def start(*arguments):
-        clock.slow = 0.1 if clock.samples < 2 else 0.3
-        return vary(*arguments)
 
-    engine.runner.start = start
-    engine.calibrate(params_of(CASE, "copy"))
-    assert engine.runner.report().figures == "measured"
-    assert not (tmp_path / profiles.FOLDER).exists()
+def test_damaged_learned_rates_are_no_rates(store):
+    profile = find(store)
+    learned = Learned([2.0] * KINDS, [1.0] * KINDS, 1.5)
+    save_learned(profile, learned)
+    assert load_learned(profile) == learned
+    (path,) = profile.parent.iterdir()
+    good = json.loads(path.read_text())
+    for damaged in ("{", {**good, "tried": [1.0]}, {**good, "accepted": [3.0] * KINDS}, {**good, "correction": 0.0}):
+        path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+        assert load_learned(profile) is None, damaged
 
 
 def find(store, case=CASE, rows=16):

@@ -5,7 +5,6 @@ The first start runs each kind of round a few times on a text of its own (`measu
 
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ import jax
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.auto.profiles import RoundTimes, save_costs
-from jaxspec.methods.core.cost_model import CostModel
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, first_verified, read_rounds
+from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
+from jaxspec.methods.core.cost_model import AcceptanceStats, CostModel
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import time_turns
 from jaxspec.methods.core.verify import Draft
@@ -34,8 +33,11 @@ TOGETHER = 2
 MOST_SAMPLES, ENOUGH_S = 6, 0.5
 # Children of a node that the draft model proposes.
 BRANCH = 2
-# Median over least time from which on other programs are taken to disturb the measurement.
-UNSTEADY = 1.3
+# Rounds after which their times correct the costs, how much an older one counts less, and the least change and the
+# largest factor of a correction.
+ENOUGH_ROUNDS, OLDER, NOTICED, MOST_CORRECTION = 64, 0.995, 0.05, 2.0
+# Tokens after which what was learned is kept the first time; then each time that the number has doubled.
+WORTH_KEEPING = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,12 +102,14 @@ def measure_rounds(
     if "shared" in least:
         alone = search_s + verify_s[1] - least["plain"]
         search_s -= max(0.0, alone - least["shared"] + passes * draft_s)
-    usual = statistics.median(sum(sample[name] for name in least if name in sample) for sample in samples)
-    return RoundTimes(least["plain"], verify_s, search_s, draft_s, usual < UNSTEADY * sum(least.values()))
+    return RoundTimes(least["plain"], verify_s, search_s, draft_s)
 
 
 class MeasuringRunner(SpeculativeRunner):
-    """A `SpeculativeRunner` that measures what its rounds cost where nothing was measured yet."""
+    """A `SpeculativeRunner` that measures what its rounds cost where nothing was measured yet.
+
+    The rounds of texts correct what was measured, and what is learned of drafts is kept for later processes.
+    """
 
     def __init__(
         self, *arguments: Any, profile: Path | None, times: RoundTimes | None, length: int,
@@ -120,7 +124,18 @@ class MeasuringRunner(SpeculativeRunner):
         self._num_rows, self._length, self._weigh = num_rows, length, weigh
         self._profile = profile if can_measure(self.slots, num_rows) else None
         self.times = times
-        self.costs = weigh(times)
+        learned = None if profile is None else load_learned(profile)
+        self._correction = 1.0 if learned is None else learned.correction
+        # The normal equations of rounds' seconds by their passes of one row and by what they cost above these.
+        self._normal, self._rounds = np.zeros((2, 3)), 0.0
+        self._tokens, self._keep_at = 0, WORTH_KEEPING
+        self._measured = weigh(times)
+        self.costs = self._measured.corrected(self._correction)
+        if learned is not None:
+            # Arrays of the host: those on a device are donated to the first text.
+            rates: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
+            self.drafter.learned = AcceptanceStats(*rates)
+        self.drafter.use_costs(self.costs)
         if self._profile is not None and times is None:
             self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))
 
@@ -134,10 +149,53 @@ class MeasuringRunner(SpeculativeRunner):
             return state
         self.times = measure_rounds(self, params, state, self._num_rows, self._length)
         save_costs(self._profile, self.times)
-        self.costs = self._weigh(self.times)
+        self._correction = 1.0
+        self.costs = self._measured = self._weigh(self.times)
         self.drafter.use_costs(self.costs)
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
+
+    def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
+        self.correct()
+        return super().start(root, state)
+
+    def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
+        self.correct()
+        return super().resume(params, state, tokens, common)
+
+    def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
+        super().observe(state, outputs)
+        self._tokens += sum(len(output.tokens) for output in outputs)
+
+    def observe_drafted(self, outputs: Sequence[StepOutput], seconds: float) -> None:
+        if self.times is None:
+            return
+        costs, count = self._measured, len(outputs)
+        expected = sum(costs.rounds[output.drafted] + costs.draft * output.draft_passes for output in outputs)
+        known = np.array([count, expected - count])
+        self._normal = OLDER**count * self._normal + np.outer(known, [*known, seconds])
+        self._rounds = OLDER**count * self._rounds + count
+
+    def correct(self) -> None:
+        """Multiply what a round costs above a pass of one row by a factor, so that it fits what rounds took.
+
+        Both parts of a round's time are fitted: another program that slows all passes alike changes no costs.
+        """
+        one_row, above = np.linalg.lstsq(self._normal[:, :2], self._normal[:, 2])[0]
+        if self._rounds < ENOUGH_ROUNDS or one_row <= 0:
+            return
+        correction = float(np.clip(above / one_row, 1 / MOST_CORRECTION, MOST_CORRECTION))
+        if abs(correction / self._correction - 1) > NOTICED:
+            self._correction = correction
+            self.costs = self._measured.corrected(correction)
+            self.drafter.use_costs(self.costs)
+
+    def close(self, state: SpeculativeState | None) -> None:
+        if self._profile is None or state is None or self._tokens < self._keep_at:
+            return
+        self._keep_at = 2 * self._tokens
+        tried, accepted = (np.asarray(leaf).tolist() for leaf in (state.draft.stats.tried, state.draft.stats.accepted))
+        save_learned(self._profile, Learned(tried, accepted, self._correction))
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)

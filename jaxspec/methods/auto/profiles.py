@@ -16,7 +16,7 @@ import jax
 from jaxspec.errors import CheckpointError
 from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.base import DeviceChoice, Measured
-from jaxspec.methods.core.cost_model import fill_rows
+from jaxspec.methods.core.cost_model import KINDS, fill_rows
 from jaxspec.methods.core.round import Models
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
@@ -26,7 +26,7 @@ from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 LOG = logging.getLogger(__name__)
 
 FOLDER = "profiles"
-COSTS, DEVICES = "jaxspec cost profile 1", "jaxspec device profile 1"
+COSTS, LEARNED, DEVICES = "jaxspec cost profile 1", "jaxspec learned rates 1", "jaxspec device profile 1"
 # Settings of several devices have to gain so much over those of fewer: less is noise.
 LEAST_GAIN = 1.02
 
@@ -42,7 +42,6 @@ class RoundTimes:
     # The search before a verification, apart from draft passes, less what rounds that share a dispatch save.
     search_s: float
     draft_s: float  # of a draft pass of one row; 0 without a draft
-    steady: bool = True  # False where equal rounds differed much: another program ran on the machine
 
     def figures(self) -> dict[str, Any]:
         """The settings of `Auto` that say the same, in tokens of plain decoding."""
@@ -51,6 +50,15 @@ class RoundTimes:
         round_cost = max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s
         found = {"pass_cost": fill_rows(passes), "round_cost": round(round_cost, 4)}
         return found | ({"draft_cost": round(self.draft_s / self.plain_s, 4)} if self.draft_s else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What a process learned of its drafts: see `AcceptanceStats`, and `MeasuringRunner.correct`."""
+
+    tried: Sequence[float]
+    accepted: Sequence[float]
+    correction: float = 1.0
 
 
 def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None:
@@ -76,14 +84,18 @@ def load_costs(path: Path) -> RoundTimes | None:
 
 
 def save_costs(path: Path, times: RoundTimes) -> None:
-    """Write the file over one that may be there; times that were not steady are measured again by the next start."""
-    if not times.steady:
-        LOG.info("measured costs are not kept: equal rounds differed too much")
-        return
-    try:
-        _save(path, COSTS, dataclasses.asdict(times))
-    except OSError as error:
-        LOG.info("measured costs are not kept: %s", error)
+    """Write the file over one that may be there; a folder that takes nothing keeps nothing."""
+    _try_to_save(path, COSTS, dataclasses.asdict(times))
+
+
+def load_learned(profile: Path) -> Learned | None:
+    """What an earlier process learned beside these costs; None where there is nothing, or of no use."""
+    return _load(_beside(profile), LEARNED, _read_learned, LOG.info, "the learned rates %s are not used: %s")
+
+
+def save_learned(profile: Path, learned: Learned) -> None:
+    """Write what was learned over what may be there."""
+    _try_to_save(_beside(profile), LEARNED, dataclasses.asdict(learned))
 
 
 def profile_path(
@@ -132,6 +144,17 @@ def _save(path: Path, form: str, saved: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps({"format": form, **saved}, default=str) + "\n")
 
 
+def _try_to_save(path: Path, form: str, saved: Mapping[str, Any]) -> None:
+    try:
+        _save(path, form, saved)
+    except OSError as error:
+        LOG.info("%s is not kept: %s", path.name, error)
+
+
+def _beside(profile: Path) -> Path:
+    return profile.with_name(profile.name.replace("costs-", "rates-"))
+
+
 def _load(path: Path, form: str, parse: Callable[[Any], T], complain: Callable[..., object], message: str) -> T | None:
     """A file of a format as `parse` reads it; None where there is no file, or one that is damaged."""
     if not path.is_file():
@@ -156,6 +179,16 @@ def _read_times(saved: Any) -> RoundTimes:
     if not (math.isfinite(times.search_s) and 0 <= times.draft_s < math.inf):
         raise ValueError("a part of a round has no time")
     return times
+
+
+def _read_learned(saved: Any) -> Learned:
+    learned = Learned(saved["tried"], saved["accepted"], saved["correction"])
+    if not len(learned.tried) == len(learned.accepted) == KINDS:
+        raise ValueError("its kinds of tokens are others")
+    pairs = zip(learned.tried, learned.accepted, strict=True)
+    if not (all(0 <= accepted <= tried < math.inf for tried, accepted in pairs) and 0 < learned.correction < math.inf):
+        raise ValueError("a rate is none")
+    return learned
 
 
 def _read_rows(saved: Any) -> list[Measured]:

@@ -56,6 +56,7 @@ class Drafter(abc.ABC):
     propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
     placement: Placement | None = None  # of its model
     operands: Any = ()  # what else `propose` takes
+    learned: Any = None  # `AcceptanceStats` of an earlier process, which the first text begins with
     draft_program: Program | None = None  # that `draft` dispatches
 
     @abc.abstractmethod

@@ -51,7 +51,7 @@ class Runner(abc.ABC):
         state = runner.resume(params, state, tokens, common)   # both, after a sequence with the same first tokens
         state, round_, min_tokens = runner.round(params, state, request, room)   # again and again; dispatches only
         runner.observe(state, outputs)                     # once for each dispatch, in order, when it was read
-        runner.close()                                     # the generation has ended
+        runner.close(state)                                # the generation has ended
 
     One dispatch is read while the next one runs. State goes in and comes out and is donated; parameters never are.
     """
@@ -116,8 +116,8 @@ class Runner(abc.ABC):
         """The method's choice and the reasons, for `DecodeStats.choice`."""
         return None
 
-    def close(self) -> None:
-        """A generation has ended, or its caller stopped listening."""
+    def close(self, state: Any | None) -> None:
+        """A generation has ended, or its caller stopped listening; `state` is None where it failed."""
         return None
 
 
@@ -271,8 +271,14 @@ class SpeculativeRunner(Runner):
             self._undrafted = 0 if output.draft_passes else self._undrafted + len(output.tokens)
         if allowed is None:
             self.timer.leave_out()
-        else:
-            self.timer.observe(*outputs, allowed=allowed)
+            return
+        seconds = self.timer.observe(*outputs, allowed=allowed)
+        if seconds is not None:
+            self.observe_drafted([one for one in outputs if one.draft_passes > 0 or one.drafted > 0], seconds)
+
+    def observe_drafted(self, outputs: Sequence[StepOutput], seconds: float) -> None:
+        """Take in what rounds with drafts took together."""
+        return None
 
 
 def _with_states(verified: Verified, states: PromptStates | None) -> Verified:

@@ -181,9 +181,13 @@ class TreeDrafter(Drafter):
         return self._skip(params.draft if self._is_fed else (), state, verified)
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
-        if state is None:
+        if state is not None:
+            return self._restart(sequence, state.stats, state.idle, state.patience)
+        if self.learned is None:
             return self._create(sequence)
-        return self._restart(sequence, state.stats, state.idle, state.patience)
+        stats = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), self.learned, self.state.stats)
+        first = place(np.int32(FIRST_PATIENCE), self.state.idle.sharding)
+        return self._restart(sequence, stats, first, first)
 
     def _place_text(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the devices."""

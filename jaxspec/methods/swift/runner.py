@@ -162,7 +162,7 @@ class SwiftRunner(SpeculativeRunner):
             gain=self.timer.total_gain, **found,
         )  # fmt: skip
 
-    def close(self) -> None:
+    def close(self, state: Any | None) -> None:
         """End a generation; stores the search."""
         try:
             self._read_scores()
