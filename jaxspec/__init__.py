@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False  # as in `typing`, whose import would be half of what `import jaxspec` takes
 
 if TYPE_CHECKING:
+    from jaxspec.async_llm import AsyncLLM
     from jaxspec.config import SamplingParams
     from jaxspec.errors import CheckpointError, ConfigError, DistributedError, JaxspecError
     from jaxspec.llm import LLM, generate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Auto",
     "Autoregressive",
     "Chain",
@@ -47,6 +49,7 @@ __all__ = [
 
 # Imported when first used, so that `jaxspec-decode --help` and usage errors do not wait a second for JAX.
 _HOMES = {
+    "async_llm": ["AsyncLLM"],
     "config": ["SamplingParams"],
     "errors": ["CheckpointError", "ConfigError", "DistributedError", "JaxspecError"],
     "llm": ["LLM", "generate"],

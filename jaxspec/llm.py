@@ -35,6 +35,7 @@ from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.mesh import describe_hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.store.folder import enable_compile_cache
+from jaxspec.scheduler import Turns
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
 from jaxspec.text.stream import TextStream
 from jaxspec.worker import describe_programs, run_worker
@@ -83,6 +84,9 @@ def internals(llm: "LLM") -> Internals:
 class LLM:
     """A language model, its tokenizer and a decoding method, compiled and ready.
 
+    Several threads may use it: calls are answered in the order in which they come, and a stream waits for its turn at
+    each event. `AsyncLLM` is its form for asyncio.
+
     Args:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model. A name on the
         Hugging Face Hub is fetched into its cache: "org/name", "org/name:Q4_K_M" for one of several GGUF files.
@@ -115,6 +119,7 @@ class LLM:
         **settings: Unpack[EngineSettings],
     ):
         """Load, place and compile; see the class."""
+        self._turns = Turns()  # of threads
         config = read_settings(settings)
         resolved = resolve_method(method)
         # What this process can see alone is refused before it waits for others.
@@ -201,9 +206,10 @@ class LLM:
           ConfigError: an unknown method, or one that does not fit the models.
         """
         other, inner = copy.copy(self), self._internals
-        engine = inner.engine.with_method(resolve_method(method))
-        other._internals = inner._replace(engine=engine)
-        other._unreported_compile_s = engine.prepare() + engine.calibrate(inner.params)
+        with self._turns:
+            engine = inner.engine.with_method(resolve_method(method))
+            other._internals = inner._replace(engine=engine)
+            other._unreported_compile_s = engine.prepare() + engine.calibrate(inner.params)
         return other
 
     @overload
@@ -262,7 +268,7 @@ class LLM:
             raise ConfigError(f"stream gives one completion, and n is {sampling.n}: use generate or chat")
         ids = self.encode(prompt)
         checked = self._check(ids, sampling)
-        return Stream(lambda aborted: self._stream(ids, checked, aborted))
+        return Stream(lambda aborted: self._turns.each(self._stream(ids, checked, aborted)))
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """Token ids of a prompt: text as it is, ids unchanged, a conversation through the chat template."""
@@ -289,10 +295,11 @@ class LLM:
         """All completions of a prompt; each names the seed that gives it alone."""
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         completions = []
-        for index in range(sampling.n):
-            own = dataclasses.replace(sampling, seed=derive_seed(seed, index))
-            *_, last = self._stream(ids, own, lambda: False)
-            completions.append(last.completion)
+        with self._turns:
+            for index in range(sampling.n):
+                own = dataclasses.replace(sampling, seed=derive_seed(seed, index))
+                *_, last = self._stream(ids, own, lambda: False)
+                completions.append(last.completion)
         return dataclasses.replace(completions[0], alternatives=tuple(completions[1:]))
 
     def _stream(

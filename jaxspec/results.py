@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,8 +50,9 @@ class Stream(Iterator[StreamEvent]):
 
     def __init__(self, start: Callable[[Callable[[], bool]], Generator[StreamEvent, None, None]]):
         """`start` makes the events; it is given what says whether the text was aborted."""
-        self._aborted = False
-        self._events = start(lambda: self._aborted)
+        self._aborted = threading.Event()
+        # The events do not hold the stream: dropping it ends them at once, in the thread that drops it.
+        self._events = start(self._aborted.is_set)
 
     def __iter__(self) -> "Stream":
         return self
@@ -63,7 +65,7 @@ class Stream(Iterator[StreamEvent]):
 
         A text that has ended is not changed. `close` ends a text without another event.
         """
-        self._aborted = True
+        self._aborted.set()
 
     def close(self) -> None:
         """End the text without a last event; once it has ended, nothing is done."""

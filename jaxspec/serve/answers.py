@@ -1,4 +1,4 @@
-"""An answer on the side of the event loop: its outcomes, its stream, and its end where the client goes away."""
+"""An answer over HTTP: whole or as a stream of events, and its end where the client goes away."""
 
 import asyncio
 import contextlib
@@ -9,59 +9,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxspec.results import Completion, StreamEvent
+from jaxspec.async_llm import Answer
+from jaxspec.results import Completion
 from jaxspec.serve.protocol import ApiError
 from jaxspec.serve.replies import event_line
-from jaxspec.serve.scheduler import Job, Outcome
 
 STALL_SECONDS = 60.0  # that a client may leave a piece of an answer unread
 
 
-class Answer:
-    """The outcomes of a job, on the side of the event loop."""
-
-    job: Job
-
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        """Outcomes arrive in `loop`."""
-        self._loop = loop
-        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
-
-    def emit(self, outcome: Outcome) -> None:
-        """Called in the decoding thread."""
-        # The loop is closed once the server has left without waiting any more.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
-
-    async def events(self) -> AsyncIterator[StreamEvent]:
-        """Every event, the last one included; raises the error that ended the answer."""
-        while True:
-            outcome = await self._outcomes.get()
-            if isinstance(outcome, ApiError):
-                raise outcome
-            yield outcome
-            if outcome.completion is not None:
-                return
-
-    async def completion(self, http: Request) -> Completion:
-        """The whole answer; the job is cancelled where the client leaves, with an `ApiError`."""
-        watch = asyncio.ensure_future(_until_gone(http.receive))
-        collect = asyncio.ensure_future(self._collect())
-        try:
-            await asyncio.wait({watch, collect}, return_when=asyncio.FIRST_COMPLETED)
-            if not collect.done():
-                raise ApiError(499, "the client has left")
-            return collect.result()
-        finally:
-            self.job.cancel()
-            watch.cancel()
-            collect.cancel()
-
-    async def _collect(self) -> Completion:
-        async for event in self.events():
-            if event.completion is not None:
-                return event.completion
-        raise AssertionError("the last event carries the completion")
+async def whole(answer: Answer, http: Request) -> Completion:
+    """The whole answer; the job is cancelled where the client leaves, with an `ApiError`."""
+    watch = asyncio.ensure_future(_until_gone(http.receive))
+    collect = asyncio.ensure_future(answer.completion())
+    try:
+        await asyncio.wait({watch, collect}, return_when=asyncio.FIRST_COMPLETED)
+        if not collect.done():
+            raise ApiError(499, "the client has left")
+        return collect.result()
+    finally:
+        answer.job.cancel()
+        watch.cancel()
+        collect.cancel()
 
 
 async def _until_gone(receive: Receive) -> None:

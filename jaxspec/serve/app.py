@@ -5,6 +5,7 @@ import dataclasses
 import hmac
 import importlib.resources
 import json
+import logging
 import re
 import time
 import uuid
@@ -20,16 +21,20 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxspec.async_llm import Answer
 from jaxspec.config import SamplingParams
 from jaxspec.engine import fresh_seed
+from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM, internals
 from jaxspec.results import DecodeStats, StreamEvent
-from jaxspec.serve.answers import Answer, EventStream
+from jaxspec.scheduler import Job, QueueError, Scheduler
+from jaxspec.serve.answers import EventStream, whole
 from jaxspec.serve.live import RoundWatcher
 from jaxspec.serve.metrics import Metrics
 from jaxspec.serve.protocol import ApiError, ApiRequest, named_field, parse_json, parse_request, take_flag
 from jaxspec.serve.replies import Reply, event_line
-from jaxspec.serve.scheduler import Job, Scheduler, describe_error
+
+LOG = logging.getLogger(__name__)
 
 BODY_SECONDS = 30.0  # for a client to send its body
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -78,7 +83,12 @@ class ApiServer:
             Route("/v1/live", self._answering(self._live), methods=["POST"]),
         ]
         guard = Middleware(_KnownHosts, hosts=hosts, refuse=self._error)
-        handlers: Any = {ApiError: self._error, HTTPException: self._http_error, Exception: self._unforeseen}
+        handlers: Any = {
+            ApiError: self._error,
+            QueueError: self._described,
+            HTTPException: self._http_error,
+            Exception: self._described,
+        }
         self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
     def _answering(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -126,7 +136,7 @@ class ApiServer:
         if request.stream:
             chunks = _stream_chunks(answer, reply, include_usage=request.include_usage)
             return EventStream(answer, chunks, {"x-request-id": reply.id})
-        completion = await answer.completion(http)
+        completion = await whole(answer, http)
         return JSONResponse(reply.whole(completion), headers={"x-request-id": reply.id})
 
     async def _live(self, http: Request) -> Response:
@@ -171,7 +181,7 @@ class ApiServer:
         arrived = time.monotonic()
         # A long text takes a while to encode.
         events = await asyncio.to_thread(self._open, request, self._open_plain if plain else self.llm.stream)
-        answer = Answer(asyncio.get_running_loop())
+        answer = Answer(asyncio.get_running_loop(), describe_error)
         answer.job = Job(events, answer.emit, arrived + self.limits.seconds, watcher, arrived=arrived)
         self.scheduler.submit(answer.job)
         return answer
@@ -258,7 +268,7 @@ class ApiServer:
         response.headers.update(error.headers or {})  # which methods a path takes
         return response
 
-    async def _unforeseen(self, request: Request, error: Exception) -> Response:
+    async def _described(self, request: Request, error: Exception) -> Response:
         return await self._error(request, describe_error(error))
 
 
@@ -296,6 +306,28 @@ async def _stream_chunks(answer: Answer, reply: Reply, *, include_usage: bool) -
                 chunks.append(reply.usage(event.completion))
         if lines := b"".join(event_line(chunk) for chunk in chunks if chunk is not None):
             yield lines
+
+
+def describe_error(error: BaseException) -> ApiError:
+    """The error message for a client; an exception that is not its fault is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueError):
+        return QUEUE_ERRORS[error.reason](str(error))
+    if isinstance(error, ConfigError):
+        return ApiError(400, str(error))
+    LOG.error("a request failed", exc_info=error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return ApiError(503, "the server is out of memory", kind="server_error", code="out_of_memory")
+    return ApiError(500, "the request failed inside the server; its log says why", kind="server_error")
+
+
+QUEUE_ERRORS: dict[str, Callable[[str], ApiError]] = {
+    "full": partial(ApiError, 429, kind="rate_limit_error", code="queue_full", retry_after=1),
+    "timeout": partial(ApiError, 504, kind="server_error", code="timeout"),
+    "closed": partial(ApiError, 503, kind="server_error", code="shutting_down"),
+    "dead": partial(ApiError, 503, kind="server_error"),
+}
 
 
 def _plain_json(stats: DecodeStats) -> dict[str, Any]:

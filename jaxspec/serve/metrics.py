@@ -6,13 +6,14 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jaxspec.results import Completion
+from jaxspec.scheduler import Observer
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
-class Metrics:
+class Metrics(Observer):
     """Counts and times of one server; each instance has a registry of its own."""
 
     def __init__(self, model: str):
@@ -28,8 +29,8 @@ class Metrics:
 
         gauge, counter = functools.partial(make, Gauge), functools.partial(make, Counter)
 
-        self.running = gauge("num_requests_running", "Requests that are decoded.")
-        self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self._running = gauge("num_requests_running", "Requests that are decoded.")
+        self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._generation_tokens = counter("generation_tokens", "Tokens of answers.")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens that were looked for in earlier sessions.")
@@ -54,6 +55,10 @@ class Metrics:
         )
         self._prompts = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._answers = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+
+    def queue(self, waiting: int, running: int) -> None:
+        self._waiting.set(waiting)
+        self._running.set(running)
 
     def finish(self, completion: Completion, queued_s: float, first_s: float, whole_s: float) -> None:
         """Count a finished answer; times in seconds since it arrived."""

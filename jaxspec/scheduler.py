@@ -3,31 +3,99 @@
 import collections
 import contextlib
 import dataclasses
-import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
+from typing import Literal, Protocol
 
-from jaxspec.errors import ConfigError
-from jaxspec.results import Completion, StreamEvent
+from jaxspec.errors import JaxspecError
+from jaxspec.results import Completion, Stream, StreamEvent
 from jaxspec.runtime import trace
-from jaxspec.serve.live import RoundWatcher
-from jaxspec.serve.metrics import Metrics
-from jaxspec.serve.protocol import ApiError
 
-LOG = logging.getLogger(__name__)
+Outcome = StreamEvent | Exception
 
-Outcome = StreamEvent | ApiError
+
+class QueueError(JaxspecError):
+    """A request is not decoded to its end: the queue is full or closed, or its time is over."""
+
+    def __init__(self, message: str, reason: Literal["full", "closed", "dead", "timeout"]):
+        """Keep what a program can tell apart as `reason`."""
+        super().__init__(message)
+        self.reason = reason
+
+
+class Watcher(trace.Recorder, Protocol):
+    """A recorder of one request's rounds, which is told when they have ended."""
+
+    def close(self) -> None: ...
+
+
+class Observer:
+    """Counts what a scheduler does; this one counts nothing."""
+
+    def queue(self, waiting: int, running: int) -> None:
+        """So many requests wait and are decoded now."""
+
+    def finish(self, completion: Completion, queued_s: float, first_s: float, whole_s: float) -> None:
+        """An answer is complete; times in seconds since its request arrived."""
+
+    def cancel(self) -> None:
+        """A caller gave an answer up."""
+
+
+class Turns:
+    """A lock that threads get in the order in which they ask; its holder may take it again."""
+
+    def __init__(self):
+        """Free."""
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[object] = collections.deque()
+        self._holder, self._depth = 0, 0  # a thread's number, and how often it holds the lock
+
+    def __enter__(self) -> None:
+        me, ticket = threading.get_ident(), object()
+        with self._changed:
+            if self._holder != me:
+                self._waiting.append(ticket)
+                try:
+                    while self._holder or self._waiting[0] is not ticket:
+                        self._changed.wait()
+                    self._holder = me
+                finally:  # an interrupt leaves no place behind that would stop the others
+                    self._waiting.remove(ticket)
+                    self._changed.notify_all()
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._depth -= 1
+            if not self._depth:
+                self._holder = 0
+                self._changed.notify_all()
+
+    def each(self, events: Generator[StreamEvent, None, None]) -> Generator[StreamEvent, None, None]:
+        """The events of a text, for each of which the lock is taken, and at the end."""
+        try:
+            while True:
+                with self:
+                    event = next(events, None)
+                if event is None:
+                    return
+                yield event
+        finally:
+            with self:
+                events.close()
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """One request between the server and the decoding thread."""
+    """One request between its caller and the decoding thread."""
 
-    events: Generator[StreamEvent, bool | None, None]  # of `LLM.stream`; nothing has run yet
+    events: Stream  # of `LLM.stream`; nothing has run yet
     emit: Callable[[Outcome], None]  # called in the decoding thread with every event, the last one, or the error
-    deadline: float  # on the clock of `time.monotonic`
-    recorder: RoundWatcher | None = None  # watches its rounds
+    deadline: float = math.inf  # on the clock of `time.monotonic`
+    recorder: Watcher | None = None  # watches its rounds
     cancelled: threading.Event = dataclasses.field(default_factory=threading.Event)
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     admitted: float = 0.0
@@ -41,9 +109,9 @@ class Job:
 class Scheduler:
     """Decodes requests in the order of their arrival, up to `active` at the same time, in a thread of its own."""
 
-    def __init__(self, metrics: Metrics, active: int, waiting: int):
+    def __init__(self, observer: Observer, active: int, waiting: int):
         """`waiting` is the length of the queue; a request that finds it full is refused."""
-        self._metrics, self._most_active, self._most_waiting = metrics, active, waiting
+        self._observer, self._most_active, self._most_waiting = observer, active, waiting
         self._waiting: collections.deque[Job] = collections.deque()
         self._active: list[Job] = []
         self._changed = threading.Condition()
@@ -54,22 +122,19 @@ class Scheduler:
         self._thread.start()
 
     def check_room(self) -> None:
-        """ApiError 429 where the queue is full, 503 where the server is shutting down."""
+        """QueueError where the queue is full or closed."""
         if self._closing is not None:
             raise _shutting_down()
         # An idle place takes a request out of the queue at once.
         if len(self._waiting) >= self._most_waiting + max(0, self._most_active - len(self._active)):
-            raise ApiError(
-                429, f"{len(self._waiting)} requests are waiting already", kind="rate_limit_error",
-                code="queue_full", retry_after=1,
-            )  # fmt: skip
+            raise QueueError(f"{len(self._waiting)} requests are waiting already", "full")
 
     def submit(self, job: Job) -> None:
         """Queue a request; see `check_room` for what is refused."""
         with self._changed:
             self.check_room()
             self._waiting.append(job)
-            self._metrics.waiting.set(len(self._waiting))
+            self._observe()
             self._changed.notify()
 
     def close(self, seconds: float) -> None:
@@ -83,18 +148,18 @@ class Scheduler:
         self._thread.join(timeout)
 
     def check_alive(self) -> None:
-        """ApiError 503 where no request is taken any more."""
+        """QueueError where no request is taken any more."""
         if self._closing is not None:
             raise _shutting_down()
         if not self._thread.is_alive():
-            raise ApiError(503, "the server does not decode any more; its log says why", kind="server_error")
+            raise QueueError("the decoding thread has ended", "dead")
 
     def _run(self) -> None:
         while self._admit():
             for job in list(self._active):
                 if not self._step(job):
                     self._active.remove(job)
-                    self._metrics.running.set(len(self._active))
+                    self._observe()
 
     def _admit(self) -> bool:
         """Wait for work and take in what there is room for; False once the server is closed and all is done."""
@@ -111,8 +176,7 @@ class Scheduler:
                 job = self._waiting.popleft()
                 job.admitted = time.monotonic()
                 self._active.append(job)
-            self._metrics.waiting.set(len(self._waiting))
-            self._metrics.running.set(len(self._active))
+            self._observe()
             return bool(self._active) or self._closing is None
 
     def _given_up(self, job: Job) -> bool:
@@ -122,12 +186,12 @@ class Scheduler:
             return False
         job.events.close()
         if left:
-            self._metrics.cancel()
+            self._observer.cancel()
         elif error is not None:
             job.emit(error)
         return True
 
-    def _overdue(self, job: Job) -> ApiError | None:
+    def _overdue(self, job: Job) -> QueueError | None:
         now = time.monotonic()
         if now >= job.deadline:
             return _timed_out()
@@ -141,7 +205,7 @@ class Scheduler:
             if not goes_on and job.recorder is not None:
                 job.recorder.close()
         except Exception as error:
-            job.emit(describe_error(error))
+            job.emit(error)
         return goes_on
 
     def _round(self, job: Job) -> bool:
@@ -160,24 +224,15 @@ class Scheduler:
     def _count(self, job: Job, completion: Completion) -> None:
         assert job.first is not None
         times = (job.admitted, job.first, time.monotonic())
-        self._metrics.finish(completion, *(moment - job.arrived for moment in times))
+        self._observer.finish(completion, *(moment - job.arrived for moment in times))
+
+    def _observe(self) -> None:
+        self._observer.queue(len(self._waiting), len(self._active))
 
 
-def describe_error(error: BaseException) -> ApiError:
-    """The error message for a client; an exception that is not its fault is logged."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, ConfigError):
-        return ApiError(400, str(error))
-    LOG.error("a request failed", exc_info=error)
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return ApiError(503, "the server is out of memory", kind="server_error", code="out_of_memory")
-    return ApiError(500, "the request failed inside the server; its log says why", kind="server_error")
+def _timed_out() -> QueueError:
+    return QueueError("the request took longer than the server allows", "timeout")
 
 
-def _timed_out() -> ApiError:
-    return ApiError(504, "the request took longer than the server allows", kind="server_error", code="timeout")
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+def _shutting_down() -> QueueError:
+    return QueueError("the server is shutting down", "closed")

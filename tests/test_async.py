@@ -1,0 +1,151 @@
+"""`AsyncLLM` and threads: the answers of `LLM`, many at a time, and nothing left of those that were given up."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+
+import pytest
+from native_models import LLAMA, write_native, write_tokenizer
+
+import jaxspec
+from jaxspec.llm import internals
+from jaxspec.scheduler import QueueError, Turns
+
+LONG = jaxspec.SamplingParams(max_tokens=50, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("async") / "tiny"
+    write_native(folder, LLAMA)
+    write_tokenizer(folder, LLAMA.vocab_size)
+    return jaxspec.LLM(folder)
+
+
+def idle(model):
+    """Until no request waits or is decoded, at most ten seconds."""
+
+    async def wait():
+        while model._scheduler._active or model._scheduler._waiting:
+            await asyncio.sleep(0.01)
+
+    return asyncio.wait_for(wait(), 10)
+
+
+def test_answers_equal_those_of_llm(llm):
+    sampling = [jaxspec.SamplingParams(max_tokens=20, temperature=i % 2, seed=i) for i in range(16)]
+    prompts = [f"w{i} w7" for i in range(16)]
+    wanted = [llm.generate(p, s).text for p, s in zip(prompts, sampling, strict=True)]
+    several = jaxspec.SamplingParams(max_tokens=5, temperature=1.0, seed=3, n=3)
+    alternatives = [c.text for c in llm.generate("w1", several).outputs]
+
+    async def ask():
+        async with jaxspec.AsyncLLM(llm) as model:
+            together = await asyncio.gather(*map(model.generate, prompts, sampling))
+            streamed = [event.text async for event in model.stream([{"role": "user", "content": "w1"}], LONG)]
+            return [c.text for c in together], "".join(streamed), (await model.generate("w1", several)).outputs
+
+    texts, streamed, outputs = asyncio.run(ask())
+    assert texts == wanted
+    assert streamed == llm.generate("w1", LONG).text
+    assert [c.text for c in outputs] == alternatives
+
+
+def test_what_is_given_up_leaves_nothing(llm):
+    async def ask():
+        async with jaxspec.AsyncLLM(llm, max_active=1) as model:
+            step = model._scheduler._step
+            model._scheduler._step = lambda job: (time.sleep(0.01), step(job))[1]
+            events = model.stream("w1", LONG)
+            await anext(events)
+            waiting = asyncio.ensure_future(model.generate("w2", LONG))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await events.aclose()
+            await idle(model)
+            async for _ in model.stream("w1", LONG):
+                break  # the loop's end closes the stream
+            gc.collect()
+            await idle(model)
+            task = asyncio.ensure_future(model.generate("w3", LONG))
+            await asyncio.sleep(0.02)
+            task.cancel()
+            await idle(model)
+            return await model.generate("w1", LONG)
+
+    assert asyncio.run(ask()).token_ids == llm.generate("w1", LONG).token_ids
+
+
+def test_errors_reach_who_asked(llm, monkeypatch):
+    async def ask():
+        model = jaxspec.AsyncLLM(llm)
+        with pytest.raises(jaxspec.ConfigError, match="empty"):
+            await model.generate([])
+        with monkeypatch.context() as patch:
+            patch.setattr(internals(llm).engine, "open", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await model.generate("w1")
+        assert (await model.generate("w1", LONG)).token_ids
+        under_way = model.stream("w1", LONG)
+        await anext(under_way)
+        await model.close()
+        with pytest.raises(QueueError, match="shutting down"):
+            [event async for event in under_way]
+        with pytest.raises(QueueError, match="shutting down"):
+            await model.generate("w1")
+
+    asyncio.run(ask())
+    with pytest.raises(jaxspec.ConfigError, match="dtype"):
+        jaxspec.AsyncLLM(llm, dtype="float32")
+    with pytest.raises(jaxspec.ConfigError, match="max_active"):
+        jaxspec.AsyncLLM(llm, max_active=0)
+
+
+def test_threads_share_a_model(llm):
+    """Calls, streams and streams that are dropped, all at once, equal those alone."""
+    wanted = {i: llm.generate(f"w{i}", LONG).token_ids for i in range(8)}
+    got = {}
+
+    def work(index):
+        with llm.stream("w9 w9", LONG) as dropped:
+            next(dropped)
+        if index % 2:
+            got[index] = llm.generate(f"w{index}", LONG).token_ids
+        else:
+            *_, last = llm.stream(f"w{index}", LONG)
+            got[index] = last.completion.token_ids
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == wanted
+
+
+def test_turns_are_taken_in_order():
+    turns, order, queued = Turns(), [], threading.Semaphore(0)
+
+    def work(index):
+        queued.release()
+        with turns, turns:  # its holder may take it again
+            order.append(index)
+
+    threads = []
+    with turns:
+        for index in range(8):
+            threads.append(threading.Thread(target=work, args=(index,)))
+            threads[-1].start()
+            queued.acquire()
+            while len(turns._waiting) <= index:
+                pass
+    for thread in threads:
+        thread.join(10)
+    assert order == list(range(8))
+    with contextlib.suppress(ZeroDivisionError), turns:
+        raise ZeroDivisionError
+    assert not turns._holder
