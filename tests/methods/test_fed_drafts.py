@@ -102,7 +102,7 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, samp
         assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
         # The root's row lies after the prefix, with true states, too.
         rows = known - 1
-        lengthened = caches["draft"].replace(length=rows)
+        lengthened = dataclasses.replace(caches["draft"], length=rows)
         assert_prefix(lengthened, fresh.draft.sequence.cache, rows)
         # The states of the last verified token's row, which the next root takes.
         verified, count = steps.state.verified, int(steps.state.verified.count)
@@ -249,7 +249,7 @@ def test_plain_rounds_feed_the_draft_too(monkeypatch):
         fresh = steps.prefilled(steps.text)
         assert int(steps.state.draft.sequence.seen) == known
         if turn % 3 == 2:
-            lengthened = steps.caches()["draft"].replace(length=known - 1)
+            lengthened = dataclasses.replace(steps.caches()["draft"], length=known - 1)
             assert_prefix(lengthened, fresh.draft.sequence.cache, known - 1)
         verified, count = steps.state.verified, int(steps.state.verified.count)
         np.testing.assert_allclose(

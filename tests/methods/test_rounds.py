@@ -46,6 +46,7 @@ def counting_dispatches(monkeypatch, runner):
         asked.append(int(arguments[-1]))
         return dispatch(*arguments)
 
+    counted.is_coming = dispatch.is_coming
     monkeypatch.setattr(runner, "shared_rounds", counted)
     return asked
 
