@@ -14,13 +14,21 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.rope import yarn_attention_factor
 
 F32 = GGMLQuantizationType.F32
 
 _GGUF_ARCHITECTURES = {
     "mistral": "llama", "gpt_oss": "gpt-oss",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
+    "olmo3": "olmo2", "ministral3": "mistral3", "granitemoehybrid": "granite",
 }  # fmt: skip
+# Architectures whose files hold rotary pairs in neighbouring rows, and tensors that a family's file has in one.
+_INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
+_GATE_UP = {"ffn_up": ("ffn_gate", "ffn_up")}
+_GGUF_FUSED = {"phi3": {"attn_qkv": ("attn_q", "attn_k", "attn_v")} | _GATE_UP, "glm4": _GATE_UP}
+_THREE_OF_FOUR = (True, True, True, False)
+_GRANITE = dict(embed_scale=4.0, residual_scale=0.5, logit_scale=0.25, query_scale=0.5, tied=True)
 _GEMMA = dict(
     activation="gelu", norms="both", embed_scale=8.0, sliding_window=8, sliding_layers=(True, False), tied=True,
 )  # fmt: skip
@@ -44,6 +52,21 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "rope": RopeConfig(15e4, "yarn", 4.0, original_context=32, truncate=False),
     },
     "olmo2": {"norms": "post", "qk_norm": True, "wide_qk_norm": True},
+    "olmo3": {
+        "norms": "post", "qk_norm": True, "wide_qk_norm": True, "num_layers": 4, "sliding_window": 8,
+        "sliding_layers": _THREE_OF_FOUR, "local_rope": RopeConfig(5e5),
+        "rope": RopeConfig(5e5, "yarn", 4.0, original_context=32, attention_factor=yarn_attention_factor(4.0)),
+    },
+    "seed_oss": {"qkv_bias": True},
+    "smollm3": {"num_layers": 4, "nope_layers": (False, False, False, True), "tied": True},
+    "exaone4": {
+        "norms": "post", "qk_norm": True, "num_layers": 4, "sliding_window": 8, "sliding_layers": _THREE_OF_FOUR,
+        "nope_layers": (False, False, False, True),
+    },
+    "glm4": {"norms": "both", "qkv_bias": True, "rope": RopeConfig(1e4, partial=0.5)},
+    "granite": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "ministral3": {"query_growth": 0.25, "rope": RopeConfig(1e6, "yarn", 4.0, original_context=8)},
 }  # fmt: skip
 
 
@@ -100,16 +123,34 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
     if cfg.rope.scaling == "yarn":
         config["rope_scaling"] |= {"original_max_position_embeddings": cfg.rope.original_context}
         config["rope_scaling"] |= {} if cfg.rope.truncate else {"truncate": False}
+    if cfg.query_growth:
+        config["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": cfg.query_growth}
+    if cfg.rope.partial != 1:
+        config["partial_rotary_factor"] = cfg.rope.partial
+    if cfg.family in ("glm4", "seed_oss"):
+        config["attention_bias"] = cfg.qkv_bias
+    if cfg.family == "smollm3":
+        config["no_rope_layers"] = [int(not still) for still in cfg.nope_layers]
+    if cfg.family.startswith("granite"):
+        config |= {
+            "embedding_multiplier": cfg.embed_scale, "residual_multiplier": cfg.residual_scale,
+            "logits_scaling": 1 / cfg.logit_scale, "attention_multiplier": cfg.query_scale / cfg.head_dim**0.5,
+        }  # fmt: skip
+    if cfg.family == "granitemoehybrid":
+        config |= {
+            "layer_types": ["attention"] * cfg.num_layers, "num_local_experts": 0, "position_embedding_type": "rope",
+            "shared_intermediate_size": cfg.mlp_dim, "mamba_n_heads": 4,
+        }  # fmt: skip
     if cfg.family not in ("llama", "olmo2"):
         config["sliding_window"] = cfg.sliding_window
     if cfg.family.startswith("gemma"):
         config |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": cfg.head_dim}
         del config["hidden_act"]
-    if cfg.family.startswith(("gemma", "gpt_oss")):
+    if cfg.family.startswith(("gemma", "gpt_oss", "olmo3", "exaone4")):
         config["layer_types"] = [
             f"{'full' if cfg.window(index) is None else 'sliding'}_attention" for index in range(cfg.num_layers)
         ]
-    if cfg.local_rope is not None:
+    if cfg.local_rope is not None and cfg.family != "olmo3":
         config["rope_local_base_freq"] = cfg.local_rope.theta
     if (experts := cfg.experts) is not None:
         config |= {"num_experts_per_tok": experts.per_token, "router_aux_loss_coef": 0.02}
@@ -190,8 +231,10 @@ def put_together(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
 @functools.cache
 def gguf_name(name: str, family: str = "llama") -> str:
     """llama.cpp's name of a Hugging Face tensor, by the table of the package `gguf`."""
-    # Phi's file has gate and up in one.
-    architecture = "llama" if family == "phi3" else _GGUF_ARCHITECTURES.get(family, family)
+    # Some files have gate and up in one.
+    plain = family == "phi3" or (family in _GGUF_FUSED and ".mlp." in name)
+    architecture = "llama" if plain else _GGUF_ARCHITECTURES.get(family, family)
+    name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
     (arch,) = [arch for arch, known in MODEL_ARCH_NAMES.items() if known == architecture]
     found = get_tensor_name_map(arch, 100).get_name(name, (".weight", ".bias"))
     return f"{found}.weight" if name.endswith("sinks") else found
@@ -211,8 +254,8 @@ def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
                 parts.setdefault(f"blk.{pieces[2]}.ffn_{projection}_exps.weight", []).append(tensor)
             continue
         gguf = gguf_name(name, cfg.family)
-        for fused, of in {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}.items():
-            if cfg.family == "phi3" and gguf.split(".")[2:3] and gguf.split(".")[2] in of:
+        for fused, of in _GGUF_FUSED.get(cfg.family, {}).items():
+            if gguf.split(".")[2:3] and gguf.split(".")[2] in of:
                 parts.setdefault(f"blk.{pieces[2]}.{fused}.weight", []).append(tensor)
                 break
         else:
@@ -240,7 +283,7 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
         f"{arch}.attention.value_length": cfg.head_dim,
         f"{arch}.attention.layer_norm_rms_epsilon": cfg.norm_eps,
         f"{arch}.rope.freq_base": cfg.rope.theta,
-        f"{arch}.rope.dimension_count": cfg.head_dim,
+        f"{arch}.rope.dimension_count": round(cfg.rope.partial * cfg.head_dim),
         f"{arch}.vocab_size": cfg.vocab_size,
         "tokenizer.ggml.eos_token_id": 2,
     }
@@ -253,6 +296,18 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
         }  # fmt: skip
     if cfg.sliding_window:
         metadata[f"{arch}.attention.sliding_window"] = cfg.sliding_window
+    if cfg.family in ("olmo3", "exaone4"):
+        metadata[f"{arch}.attention.sliding_window_pattern"] = list(cfg.sliding_layers)
+    if cfg.query_growth:
+        metadata |= {
+            f"{arch}.attention.temperature_scale": cfg.query_growth,
+            f"{arch}.rope.scaling.yarn_log_multiplier": 1.0,
+        }
+    if arch == "granite":
+        metadata |= {
+            f"{arch}.embedding_scale": cfg.embed_scale, f"{arch}.residual_scale": cfg.residual_scale,
+            f"{arch}.logit_scale": 1 / cfg.logit_scale, f"{arch}.attention.scale": cfg.query_scale / cfg.head_dim**0.5,
+        }  # fmt: skip
     for key, cap in (("attn_logit_softcapping", cfg.attention_softcap), ("final_logit_softcapping", cfg.logit_softcap)):
         if cap is not None:
             metadata[f"{arch}.{key}"] = cap
@@ -290,7 +345,7 @@ def write_gguf(
     # `qtype` goes by the names of Hugging Face where a tensor has one.
     known = {gguf_name(name, cfg.family): name for name in tensors if ".experts." not in name}
     for name, tensor in gguf_tensors(cfg, tensors).items():
-        if architecture == "llama" and name.endswith(("attn_q.weight", "attn_k.weight")):
+        if architecture in _INTERLEAVED and name.endswith(("attn_q.weight", "attn_k.weight")):
             tensor = interleave_rows(tensor, cfg.num_heads if "attn_q" in name else cfg.num_kv_heads)
         kind = (
             F32

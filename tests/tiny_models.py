@@ -61,6 +61,16 @@ MORE_FAMILIES: dict[str, ModelConfig] = {
         sliding_layers=(True, False), experts=ExpertsConfig(6, 3, 37, chosen_scores=True, biases=True, limit=0.8),
         rope=RopeConfig(150000.0, "yarn", 4.0, original_context=32, truncate=False, attention_factor=1.14),
     ),
+    "exaone4": dataclasses.replace(
+        _BASE, family="exaone4", num_layers=3, norms="post", qk_norm=True, sliding_window=7,
+        sliding_layers=(True, False, True), nope_layers=(False, True, False),
+    ),
+    "glm4": dataclasses.replace(_BASE, family="glm4", norms="both", qkv_bias=True, rope=RopeConfig(partial=0.5)),
+    # With Ministral's growing queries.
+    "granite": dataclasses.replace(
+        _BASE, family="granite", embed_scale=3.0, query_scale=0.7, residual_scale=0.4, logit_scale=1.5,
+        query_growth=0.2, rope=RopeConfig(original_context=16),
+    ),
     "yarn": dataclasses.replace(
         _BASE, rope=RopeConfig(scaling="yarn", factor=4.0, original_context=32, attention_factor=1.14)
     ),

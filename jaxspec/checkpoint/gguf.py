@@ -21,7 +21,7 @@ from jaxspec.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_header
 from jaxspec.checkpoint.keymaps import check_accounted, release_pages, sinks_name, split_fused
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig, RopeConfig
-from jaxspec.models.families import FAMILIES
+from jaxspec.models.families import FAMILIES, refusal
 from jaxspec.models.families.base import Family
 from jaxspec.models.families.values import ConfigValues
 from jaxspec.models.quantization import decode_blocks
@@ -162,7 +162,8 @@ def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
     known = {family.gguf_architecture: family for family in FAMILIES.values() if family.gguf_architecture}
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in known:
-        raise CheckpointError(f"{path}: GGUF architecture {name!r} is not supported; supported: {', '.join(known)}")
+        supported = f"{refusal(name)}supported: {', '.join(known)}"
+        raise CheckpointError(f"{path}: GGUF architecture {name!r} is not supported; {supported}")
     return known[name]
 
 
@@ -229,9 +230,11 @@ def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
         raise CheckpointError(f"{path}: has no two-dimensional tensor 'token_embd.weight'")
     embed_dim, num_heads = values.integer("embedding_length"), values.integer("attention.head_count")
     head_dim = values.integer("attention.key_length", default=embed_dim // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if values.integer(key, default=head_dim) != head_dim:
-            values.refuse(key, f"only the head width {head_dim} is supported")
+    turns = values.integer("rope.dimension_count", default=head_dim)
+    if turns > head_dim or (turns < head_dim and family.default_partial is None):
+        values.refuse("rope.dimension_count", f"only the head width {head_dim} is supported")
+    if values.integer("attention.value_length", default=head_dim) != head_dim:
+        values.refuse("attention.value_length", f"only the head width {head_dim} is supported")
     vocab_size = embed.shape[0]
     if values.integer("vocab_size", default=vocab_size) != vocab_size:
         values.refuse("vocab_size", f"but 'token_embd.weight' has {vocab_size} rows", CheckpointError)
@@ -254,11 +257,15 @@ def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_context": max_context,
-        "rope": _read_rope(path, header, values, head_dim, max_context, family.yarn_truncates),
+        "rope": dataclasses.replace(
+            _read_rope(path, header, values, turns, max_context, family.yarn_truncates), partial=turns / head_dim
+        ),
         "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "tied": "output.weight" not in header.tensors,
         **family.read_gguf(values, max_context),
     }
+    if family.default_bias is not None:
+        fields["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
     if fields["rope"].scaling == "longrope":
         fields["max_context"] = min(max_context, fields["rope"].original_context)
     values.refuse_unread(
@@ -298,6 +305,7 @@ def _read_rope(
             for speed, turns in (("fast", 32.0), ("slow", 1.0))
         )
         attention = values.number("rope.scaling.attn_factor", default=1.0) * yarn_attention_factor(factor)
+        attention /= 1 + values.number("rope.scaling.yarn_log_multiplier", default=0.0) * 0.1 * math.log(factor)
         return RopeConfig(
             theta, "yarn", factor, original_context=original, beta_fast=beta_fast, beta_slow=beta_slow,
             truncate=truncates, attention_factor=attention,

@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint.experts_together import View, split_experts
 from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted, release_pages, split_fused
+from jaxspec.checkpoint.multimodal import text_part
 from jaxspec.checkpoint.quantised.dispatch import find_scheme
 from jaxspec.checkpoint.quantised.layout import QuantisedWeight
 from jaxspec.errors import CheckpointError, one_line
 from jaxspec.files import read_json
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.families import FAMILIES, REFUSED
+from jaxspec.models.families import FAMILIES, refusal
 from jaxspec.models.families.rope_settings import is_neutral
 from jaxspec.models.families.values import ConfigValues
 from jaxspec.runtime.sharding import count_read
@@ -91,7 +92,7 @@ class HFSource:
         """Check everything but the tensors' names and shapes, which `open_hf` does."""
         self.path = path
         raw = read_json(path / CONFIG_FILE)
-        self._tensors = self._find_tensors()
+        raw, self._tensors = text_part(path / CONFIG_FILE, raw, self._find_tensors())
         self.config = self._describe_model(raw)
         self._tensors = split_experts(path, self._tensors, self.config, _cut_view)
         self._tensors = split_fused(self._tensors, self.config, _cut)
@@ -329,8 +330,7 @@ def read_config(
     values = ConfigValues(path, raw)
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        why = f"{REFUSED[name]}; " if isinstance(name, str) and name in REFUSED else ""
-        values.refuse("model_type", f"{why}supported: {', '.join(FAMILIES)}")
+        values.refuse("model_type", f"{refusal(name)}supported: {', '.join(FAMILIES)}")
     values.get("quantization_config")  # see `find_scheme`
     if values.get("auto_map") and not FAMILIES[name].has_published_code:
         values.refuse("auto_map", "the model brings code of its own, which jaxspec does not run")

@@ -19,6 +19,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.params import ArrayInfo, declare_leaves
 from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storage, leaf_inputs, weight_leaves
+from jaxspec.models.rope import rotary_order
 from jaxspec.runtime.sharding import Part
 
 Shape = tuple[int, ...]
@@ -136,13 +137,17 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
     infos, family = declare_leaves(cfg, storage), FAMILIES[cfg.family]
     made: dict[str, Recipe] = {}
 
-    def group_heads(arrays: Sequence[np.ndarray], per_head: int = 1) -> np.ndarray:
+    def group_heads(arrays: Sequence[np.ndarray], order: np.ndarray | None, per_head: int = 1) -> np.ndarray:
         """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, key and value.
 
-        The last array holds `per_head` rows of heads for each of the K heads, which may be some of the model's.
+        The last array holds `per_head` rows of heads for each of the K heads, which may be some of the model's. The
+        entries of each head are put in `order`, but for those of a third array.
         """
         heads = arrays[-1].shape[0] // (per_head * H)
-        return np.concatenate([a.reshape(heads, -1, H, *a.shape[1:]) for a in arrays], axis=1)
+        grouped = [a.reshape(heads, -1, H, *a.shape[1:]) for a in arrays]
+        if order is not None:
+            grouped[:2] = [a[:, :, order] for a in grouped[:2]]
+        return np.concatenate(grouped, axis=1)
 
     def add(leaf: str, *sources: tuple[str, Shape], assemble: Assemble = lambda arrays: arrays[0]) -> None:
         made[leaf] = Recipe(sources, assemble, infos[leaf])
@@ -184,17 +189,19 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
             add("fc_norm", *((f"fc_norm.{i}.weight", width) for i in range(cfg.features.num_states)), assemble=np.stack)
     for index in range(cfg.num_layers):
         leaf, experts, inputs = f"layers.{index}", cfg.layer_experts(index), cfg.attention_inputs(index)
+        order = rotary_order(cfg.layer_rope(index), H, family.rotary_neighbours)
+        group = functools.partial(group_heads, order=order)
         heads = {"q_proj": K * G * H, "k_proj": K * H, "v_proj": K * H}
         qkv = [(name_of(index, f"self_attn.{name}"), (rows, inputs)) for name, rows in heads.items()]
         for norm, part in _NORMS.items():
             if f"{leaf}.{norm}" in infos:
                 add(f"{leaf}.{norm}", (name_of(index, part), (D,)))
         if f"{leaf}.qkv" in infos:
-            add(f"{leaf}.qkv", *qkv, assemble=group_heads)
+            add(f"{leaf}.qkv", *qkv, assemble=group)
         else:
             for part, tensor in zip(PARTS, qkv, strict=True):
-                per_head = G if part == PARTS[0] else 1
-                add(f"{leaf}.qkv.{part}", tensor, assemble=functools.partial(group_heads, per_head=per_head))
+                per_head, turns = G if part == PARTS[0] else 1, order if part != PARTS[2] else None
+                add(f"{leaf}.qkv.{part}", tensor, assemble=functools.partial(group, order=turns, per_head=per_head))
         add(f"{leaf}.out", (name_of(index, "self_attn.o_proj"), (D, K * G * H)))
         if cfg.out_bias:
             add(f"{leaf}.out_bias", (name_of(index, "self_attn.o_proj", "bias"), (D,)))
@@ -216,11 +223,12 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
                 add_swiglu(index, "shared_", ("mlp.shared_expert",), experts.shared_dim)
         if cfg.qkv_bias:
             biases = [(name_of(index, f"self_attn.{name}", "bias"), (rows,)) for name, rows in heads.items()]
-            add(f"{leaf}.qkv_bias", *biases, assemble=group_heads)
+            add(f"{leaf}.qkv_bias", *biases, assemble=group)
         if cfg.qk_norm:
             for name, rows in (("q_norm", K * G), ("k_norm", K)):
                 width = rows * H if cfg.wide_qk_norm else H
-                add(f"{leaf}.{name}", (name_of(index, f"self_attn.{name}"), (width,)))
+                turn = {} if order is None else {"assemble": lambda arrays, o=order: arrays[0].reshape(-1, H)[:, o]}
+                add(f"{leaf}.{name}", (name_of(index, f"self_attn.{name}"), (width,)), **turn)
     # In the order of the declaration.
     return {name: made[name] for name in infos}
 

@@ -17,10 +17,13 @@ from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.features import FeatureConfig
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.rope import RopeConfig
+from jaxspec.models.rope import RopeConfig, rotary_width
 
 # The mesh axis over which weights, heads, vocabulary and caches are split.
 TENSOR_AXIS = "tensor"
+_STILL = RopeConfig(partial=0.0)
+# A context in steps of `rope.original_context`; it bounds what a hostile file makes a program hold.
+_MOST_GROWTHS = 4096
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -54,6 +57,10 @@ class ModelConfig:
     * `query_scale` multiplies queries, before the division by the root of the head width.
     * `attention_softcap` and `logit_softcap` bound scores and logits x to c tanh(x / c).
     * `local_rope` is the rotary embedding of layers with a sliding window, where it differs from `rope`.
+    * `nope_layers` have no rotary embedding; empty for none.
+    * `query_growth`: queries at position p are multiplied by 1 + query_growth log(1 + floor(p / C)), C being
+      `rope.original_context`.
+    * `residual_scale` multiplies the result of each block, `logit_scale` the logits.
     * `experts` replaces the MLP.
     * `attention_sinks`: each query head has a score beside those of its keys, which weighs no value.
     * `out_bias` of attention's output projection.
@@ -90,6 +97,10 @@ class ModelConfig:
     attention_sinks: bool = False
     out_bias: bool = False
     features: FeatureConfig | None = None
+    nope_layers: tuple[bool, ...] = ()
+    query_growth: float = 0.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -105,7 +116,8 @@ class ModelConfig:
         _require(N % K == 0, f"num_heads {N} is not a multiple of num_kv_heads {K}")
         _require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
         _require(0 < self.norm_eps < 1, f"norm_eps must lie between 0 and 1, got {self.norm_eps}")
-        for name in ("embed_scale", "query_scale", "attention_softcap", "logit_softcap"):
+        scales = ("embed_scale", "query_scale", "residual_scale", "logit_scale")
+        for name in (*scales, "attention_softcap", "logit_softcap"):
             factor = getattr(self, name)
             _require(factor is None or factor > 0, f"{name} must be positive, got {factor}")
         known = self.activation in ("silu", "gelu")
@@ -113,12 +125,18 @@ class ModelConfig:
         _require(self.norms in ("pre", "post", "both"), f"norms {self.norms!r} is not one of pre, post, both")
         _require(self.qk_norm or not self.wide_qk_norm, "wide_qk_norm says how qk_norm is done; it needs qk_norm")
         _require(window is None or window >= 1, f"sliding_window must be at least 1, got {window}")
-        listed = len(self.sliding_layers)
-        _require(listed in (0, L), f"sliding_layers names {listed} layers, the model has {L}")
+        for name in ("sliding_layers", "nope_layers"):
+            listed = len(getattr(self, name))
+            _require(listed in (0, L), f"{name} names {listed} layers, the model has {L}")
+        steps = self.max_context // self.rope.original_context
+        grows = f"query_growth must not be negative, got {self.query_growth}, nor grow more than {_MOST_GROWTHS} times"
+        _require(self.query_growth == 0 or (self.query_growth > 0 and steps <= _MOST_GROWTHS), grows)
         blocks = self.units.num_layers if self.units is not None else L
         _require(blocks == L, f"units are of {blocks} layers, the model has {L}")
         for rope in (self.rope, self.local_rope):
-            pairs, divisors = self.head_dim // 2, len(rope.divisors) if rope is not None else 0
+            if rope is None:
+                continue
+            pairs, divisors = rotary_width(rope, self.head_dim) // 2, len(rope.divisors)
             _require(divisors in (0, pairs), f"rope longrope has {divisors} factors for {pairs} pairs")
         if self.experts is not None:
             _require(self.activation == "silu", f"experts with activation {self.activation!r} are not supported")
@@ -180,6 +198,8 @@ class ModelConfig:
 
     def layer_rope(self, layer: int) -> RopeConfig:
         """The rotary embedding of one layer."""
+        if self.nope_layers and self.nope_layers[layer]:
+            return _STILL
         return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 
     def window(self, layer: int) -> int | None:
@@ -190,9 +210,10 @@ class ModelConfig:
 # Fields that older versions of jaxspec do not know: they are left out where they say nothing.
 _LATER_FIELDS = (
     "units", "embed_scale", "activation", "norms", "wide_qk_norm", "query_scale", "attention_softcap", "logit_softcap",
-    "local_rope", "experts", "attention_sinks", "out_bias", "features",
+    "local_rope", "experts", "attention_sinks", "out_bias", "features", "nope_layers", "query_growth", "residual_scale",
+    "logit_scale",
 )  # fmt: skip
-_LATER_ROPE_FIELDS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors")
+_LATER_ROPE_FIELDS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors", "partial")
 _LATER_EXPERTS_FIELDS = ("chosen_scores", "biases", "limit", "alpha")
 
 
@@ -269,7 +290,8 @@ def keep_layers(cfg: ModelConfig, kept: Iterable[int]) -> ModelConfig:
     """The geometry of a model with only some of the layers, by number."""
     kept = list(kept)
     sliding = tuple(cfg.sliding_layers[i] for i in kept) if cfg.sliding_layers else ()
+    nope = tuple(cfg.nope_layers[i] for i in kept) if cfg.nope_layers else ()
     experts = cfg.experts
     if experts is not None and experts.layers:
         experts = dataclasses.replace(experts, layers=tuple(experts.layers[i] for i in kept))
-    return dataclasses.replace(cfg, num_layers=len(kept), sliding_layers=sliding, experts=experts)
+    return dataclasses.replace(cfg, num_layers=len(kept), sliding_layers=sliding, nope_layers=nope, experts=experts)

@@ -19,7 +19,8 @@ class RopeConfig:
     all four numbers from `factor` on. "yarn" (arXiv 2309.00071) divides the frequencies that turn less than `beta_slow`
     times within `original_context`, keeps those that turn more than `beta_fast` times, and interpolates between them;
     `truncate` rounds the ends of that band to whole pairs. "longrope" (arXiv 2402.13753) divides each frequency by its
-    own number in `divisors`. `attention_factor` multiplies cosines and sines (yarn and longrope).
+    own number in `divisors`. `attention_factor` multiplies cosines and sines (yarn and longrope). `partial` is the part
+    of each head that turns, from 0 (none) to 1 (all).
     """
 
     theta: float = 10000.0
@@ -33,6 +34,7 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()
+    partial: float = 1.0
 
     def __post_init__(self):
         """Refuse frequencies that cannot be computed."""
@@ -48,12 +50,43 @@ class RopeConfig:
         _require(self.scaling != "yarn" or self.theta > 1, f"rope scaling yarn needs a theta above 1, got {self.theta}")
         _require(self.original_context > 0, f"rope original_context must be positive, got {self.original_context}")
         _require(self.attention_factor > 0, f"rope attention_factor must be positive, got {self.attention_factor}")
+        _require(0 <= self.partial <= 1, f"rope partial must lie between 0 and 1, got {self.partial}")
         fits = bool(self.divisors) == (self.scaling == "longrope") and all(d > 0 for d in self.divisors)
         _require(fits, "rope divisors are positive numbers of longrope scaling, and of no other")
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # float32 [H / 2]
-    """Radians per position of each rotated pair; longrope has a divisor for each."""
+    """Radians per position of each pair; those that stand still come last and have 0."""
+    turning = _turning_frequencies(rope, rotary_width(rope, head_dim))
+    return np.pad(turning, (0, head_dim // 2 - len(turning)))
+
+
+def rotary_width(rope: RopeConfig, head_dim: int) -> int:
+    """Entries of a head that turn, an even number.
+
+    Raises:
+      ConfigError: `partial` asks for another number.
+    """
+    width = round(rope.partial * head_dim)
+    whole = abs(width - rope.partial * head_dim) < 1e-6 and width % 2 == 0
+    _require(whole, f"rope partial {rope.partial} of a head of {head_dim} is not an even number of entries")
+    return width
+
+
+def rotary_order(rope: RopeConfig, head_dim: int, neighbours: bool) -> np.ndarray | None:
+    """Which entry of a head, as checkpoints order them, each one is here, int [H]; None where the orders agree.
+
+    Here the pairs are i and i + H / 2, and those that turn come first. In checkpoints the first `rotary_width` entries
+    turn, their first half against their second, or each even one against its neighbour.
+    """
+    width = rotary_width(rope, head_dim)
+    turning = np.arange(width).reshape(-1, 2).T if neighbours else np.arange(width).reshape(2, -1)
+    order = np.concatenate([turning, np.arange(width, head_dim).reshape(2, -1)], axis=1).reshape(-1)
+    return None if np.array_equal(order, np.arange(head_dim)) else order
+
+
+def _turning_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # float32 [H / 2]
+    """Radians per position of the pairs of a head that turns as a whole; longrope has a divisor for each."""
     frequency = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
     match rope.scaling:
         case "default":

@@ -140,6 +140,8 @@ def vocab_logits(
         head = params["head"] if "head" in params else params["embed"]
         head = as_matrix(head, head.shape[0])
         logits = map_active_rows(lambda active_rows, rows: linear(rows, head, active_rows), active_rows, hidden)
+        if cfg.logit_scale != 1:
+            logits = logits * cfg.logit_scale
         return logits if cfg.logit_softcap is None else jnp.tanh(logits / cfg.logit_softcap) * cfg.logit_softcap
 
 
@@ -221,7 +223,7 @@ def mix_one_layer(
     def mix(active_rows: jax.Array | None, routed: Routed) -> jax.Array:
         with jax.named_scope("mlp"):
             mixed = _all_reduce(mix_routed_rows(layer, experts, routed, places, active_rows))
-            return routed.x + norm_result(layer, cfg, "mlp_post_norm", mixed)
+            return routed.x + finish_block(layer, cfg, "mlp_post_norm", mixed)
 
     active_rows = None if frame.window is None else frame.window.active_rows
     leaves, tree = jax.tree.flatten(routed)
@@ -324,6 +326,9 @@ def _run_layer(
                 kinds = tuple(norm_heads(layer, cfg, qkv) for qkv in kinds)
             if cfg.query_scale != 1:
                 kinds = tuple(scale_queries(qkv, cfg.query_scale) for qkv in kinds)
+            if cfg.query_growth:
+                factor = query_factors(cfg, position)
+                kinds = tuple(scale_queries(qkv, factor) for qkv in kinds)
             done = [attend_each(*kind) for kind in zip(kinds, key, value, split_sinks(layer, kinds), strict=True)]
             heads = [kind.reshape(kind.shape[0], -1, cfg.head_dim) for kind, _, _ in done]
             return jnp.concatenate(heads, axis=1), tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
@@ -332,7 +337,7 @@ def _run_layer(
         result = _all_reduce(project_out(layer, heads, active_rows))
         if "out_bias" in layer:
             result = result + layer["out_bias"]
-        return x + norm_result(layer, cfg, "attn_post_norm", result)
+        return x + finish_block(layer, cfg, "attn_post_norm", result)
 
     def add_mlp(active_rows, x):
         with jax.named_scope("mlp"):
@@ -340,7 +345,7 @@ def _run_layer(
                 result = feed_forward(layer, cfg, x, active_rows)
             else:
                 result = mix_rows(layer, experts, norm_input(layer, cfg, "mlp_norm", x), active_rows)
-            return x + norm_result(layer, cfg, "mlp_post_norm", _all_reduce(result))
+            return x + finish_block(layer, cfg, "mlp_post_norm", _all_reduce(result))
 
     def route(active_rows, x):
         with jax.named_scope("mlp"):
@@ -382,7 +387,8 @@ def _takes_parts(layer: Params, cfg: ModelConfig, x: jax.Array) -> bool:
     """Whether both norms of a layer come right after sums of the residual stream, and a kernel does that at once."""
     between = ("attn_post_norm", "mlp_post_norm", "out_bias", "gate_up_order")
     norms = "attn_norm" in layer and "mlp_norm" in layer and not any(leaf in layer for leaf in between)
-    return norms and cfg.activation == "silu" and fuses_norm(x, layer["mlp_norm"])
+    plain = cfg.activation == "silu" and cfg.residual_scale == 1
+    return norms and plain and fuses_norm(x, layer["mlp_norm"])
 
 
 def _finish_in_parts(
@@ -424,11 +430,14 @@ def _all_reduce(x: jax.Array) -> jax.Array:
 
 def make_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of rows, each float32 [T, H / 2]."""
-    tables = rope_tables(position, jnp.asarray(rope_frequencies(rope, head_dim)))
+    frequency = rope_frequencies(rope, head_dim)
+    cos, sin = rope_tables(position, jnp.asarray(frequency))
     if rope.attention_factor == 1:
-        return tables
-    cos, sin = tables
-    return cos * rope.attention_factor, sin * rope.attention_factor
+        return cos, sin
+    factor = rope.attention_factor
+    if rope.partial != 1:  # pairs that stand still keep their length
+        factor = jnp.asarray(np.where(frequency == 0, 1, factor), jnp.float32)
+    return cos * factor, sin * factor
 
 
 def norm_input(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.Array:  # [T, D]
@@ -436,9 +445,10 @@ def norm_input(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.
     return rms_norm(x, layer[leaf], cfg.norm_eps) if leaf in layer else x
 
 
-def norm_result(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.Array:  # [T, D]
-    """A block's result: normalised, for models whose norms come after blocks."""
-    return rms_norm(x, layer[leaf], cfg.norm_eps) if leaf in layer else x
+def finish_block(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.Array:  # [T, D]
+    """What a block adds to the residual stream: its result, normalised and scaled for models that do so."""
+    x = rms_norm(x, layer[leaf], cfg.norm_eps) if leaf in layer else x
+    return x if cfg.residual_scale == 1 else x * cfg.residual_scale
 
 
 def project(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
@@ -489,8 +499,15 @@ def norm_all_heads(layer: Params, cfg: ModelConfig, kinds: tuple[jax.Array, ...]
     return tuple(normed)
 
 
-def scale_queries(qkv: jax.Array, factor: float) -> jax.Array:  # [T, K, G + 2, H]
-    """Queries times a factor."""
+def query_factors(cfg: ModelConfig, position: jax.Array) -> jax.Array:  # int32 [T] -> float32 [T, 1, 1, 1]
+    """What `query_growth` multiplies the queries of rows with; from a table, so that no row depends on the others."""
+    step = cfg.rope.original_context
+    table = 1 + cfg.query_growth * np.log1p(np.arange(cfg.max_context // step + 1))
+    return jnp.take(jnp.asarray(table, jnp.float32), position // step, mode="clip")[:, None, None, None]
+
+
+def scale_queries(qkv: jax.Array, factor: float | jax.Array) -> jax.Array:  # [T, K, G + 2, H]
+    """Queries times a factor, or one for each row."""
     return jnp.concatenate([qkv[:, :, :-2] * factor, qkv[:, :, -2:]], axis=2)
 
 

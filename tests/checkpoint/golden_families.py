@@ -25,6 +25,8 @@ GOLDEN = {
     "phi3": {},
     "olmo2": {},
     "gpt_oss": {},
+    **{name: {} for name in ("olmo3", "seed_oss", "smollm3", "exaone4", "glm4", "granite", "granitemoehybrid")},
+    "ministral3": {},
 }
 TOKENS = np.random.default_rng(3).integers(0, 72, 24).tolist()
 
@@ -53,10 +55,9 @@ def tensors_of(name):
 def hf_tensors(name):
     """The tensors of a Hugging Face folder, those together that a family keeps in one."""
     cfg, tensors = config_of(name), dict(tensors_of(name))
-    if cfg.family != "phi3":
-        return tensors
-    for index in range(cfg.num_layers):
-        for whole, parts in FAMILIES[cfg.family].fused_tensors(cfg).items():
-            names = [f"model.layers.{index}.{part}.weight" for part, _ in parts]
-            tensors[f"model.layers.{index}.{whole}.weight"] = np.concatenate([tensors.pop(part) for part in names])
+    family = FAMILIES[cfg.family]
+    for index in range(cfg.num_layers if cfg.experts is None else 0):
+        for whole, parts in family.fused_tensors(cfg).items():
+            names = [f"model.layers.{index}.{family.tensor_name(part)}.weight" for part in (whole, *dict(parts))]
+            tensors[names[0]] = np.concatenate([tensors.pop(part) for part in names[1:]])
     return tensors

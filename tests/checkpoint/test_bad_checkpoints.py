@@ -84,7 +84,8 @@ ROPE_FREQS = np.ones(4, np.float32)
 
 BAD_GGUF_MODELS = {
     "no architecture": (CheckpointError, dict(changes={"general.architecture": 7}), "architecture"),
-    "architecture": (CheckpointError, dict(architecture="mamba"), "architecture 'mamba' is not supported"),
+    "architecture": (CheckpointError, dict(architecture="gpt2"), "architecture 'gpt2' is not supported; supported"),
+    "recurrent": (CheckpointError, dict(architecture="qwen35"), "'qwen35' is not supported; its recurrent layers"),
     "split": (CheckpointError, dict(changes={"split.count": 3}), "one of 3 parts of a split GGUF"),
     "missing key": (CheckpointError, dict(changes={"llama.block_count": None}), "lacks llama.block_count"),
     "layers absurd": (CheckpointError, dict(changes={"llama.block_count": 2**30}), "1073741824 layers"),
@@ -143,6 +144,20 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_fr
 
 BAD_CONFIGS = {
     "family": (ConfigError, {"model_type": "gpt2"}, "model_type is 'gpt2'"),
+    "latent attention": (ConfigError, {"model_type": "deepseek_v3"}, "is 'deepseek_v3'; its latent attention"),
+    "recurrent": (ConfigError, {"model_type": "qwen3_5", "text_config": {}}, "is 'qwen3_5'; its recurrent layers"),
+    "convolutions": (ConfigError, {"model_type": "lfm2"}, "is 'lfm2'; its short convolutions need a cache"),
+    "two widths": (ConfigError, {"model_type": "gemma4"}, "is 'gemma4'; heads of two widths and layers"),
+    "no text model": (CheckpointError, {"model_type": "mistral3"}, "lacks text_config with the model_type"),
+    "latent text": (
+        ConfigError, {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+        "is 'mistral4'; its latent attention",
+    ),
+    "hybrid layers": (
+        ConfigError, {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        r"layer_types is \['mamba', 'attention'\]; recurrent layers \(Mamba\) are not supported",
+    ),
+    "growth": (CheckpointError, {"model_type": "ministral3"}, "yarn scaling is needed"),
     "quantised": (ConfigError, {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None"),
     "remote code": (ConfigError, {"auto_map": {"AutoModel": "x.py"}}, "auto_map is"),
     "activation": (ConfigError, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

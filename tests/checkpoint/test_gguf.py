@@ -24,6 +24,11 @@ CASES = {
     "gemma3": tiny_config("gemma3_text", num_layers=7, sliding_layers=(True,) * 5 + (False, True)),
     "phi3": tiny_config("phi3"),
     "olmo2": tiny_config("olmo2"),
+    **{
+        name: tiny_config(name) for name in ("olmo3", "seed_oss", "smollm3", "exaone4", "glm4", "granite", "ministral3")
+    },
+    "phi4_mini": tiny_config("phi3", rope=RopeConfig(1e4, partial=0.75)),
+    "seed_oss_without_biases": tiny_config("seed_oss", qkv_bias=False),
     "yarn": tiny_config(
         "qwen2", rope=RopeConfig(1e6, "yarn", 4.0, original_context=32, attention_factor=yarn_attention_factor(4.0))
     ),

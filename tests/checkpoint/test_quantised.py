@@ -117,6 +117,10 @@ CASES = {
         {"quant_method": "fp8", "activation_scheme": "static"}, qw.fp8, "fp8_g128",
         {"block": None, "name": "weight_scale"},
     ),
+    "fp8-ministral": Case(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, qw.fp8, "fp8_g128",
+        {"block": None, "per": "one", "dtype": qw.BF16},
+    ),
     "mxfp4": Case(
         compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), qw.mxfp4, "mxfp4"
     ),

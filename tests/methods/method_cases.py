@@ -156,8 +156,8 @@ def draft_config(family, geometry):
             return cfg
         case "layer":
             experts = cfg.experts and dataclasses.replace(cfg.experts, layers=cfg.experts.layers[:1])
-            sliding = cfg.sliding_layers[:1]
-            return dataclasses.replace(cfg, num_layers=1, sliding_layers=sliding, experts=experts)
+            sliding, nope = cfg.sliding_layers[:1], cfg.nope_layers[:1]
+            return dataclasses.replace(cfg, num_layers=1, sliding_layers=sliding, nope_layers=nope, experts=experts)
         case "shared":
             layer = draft_config(family, "layer")
             return dataclasses.replace(layer, shares_embedding=True, head_ids=HEAD_IDS)

@@ -70,7 +70,8 @@ def config_of(family):
     experts = cfg.experts
     if experts is not None and experts.layers:
         experts = dataclasses.replace(experts, layers=tuple(bool(layer % 2) for layer in range(LAYERS)))
-    return dataclasses.replace(cfg, num_layers=LAYERS, sliding_layers=sliding, experts=experts)
+    nope = tuple(layer % 3 == 1 for layer in range(LAYERS)) if cfg.nope_layers else ()
+    return dataclasses.replace(cfg, num_layers=LAYERS, sliding_layers=sliding, nope_layers=nope, experts=experts)
 
 
 def models_of(family, degree=1):

@@ -23,12 +23,12 @@ METHODS = {
 }
 FAST = [
     *(("mixtral", "lookup"), ("mixtral", "chain"), ("qwen2-moe", "specexec")),
-    *(("gemma2", "chain"), ("olmo2", "specexec"), ("gpt-oss", "specexec")),
+    *(("gemma2", "chain"), ("olmo2", "specexec"), ("gpt-oss", "specexec"), ("exaone4", "specexec")),
 ]
 # Four devices, on which neither heads nor experts divide.
 WIDE = [
     *(("mixtral", "chain"), ("qwen2-moe", "chain"), ("gemma2", "chain"), ("olmo2", "chain"), ("gemma3", "specexec")),
-    ("gpt-oss", "chain"),
+    *(("gpt-oss", "chain"), ("exaone4", "chain")),
 ]
 
 

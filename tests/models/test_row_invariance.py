@@ -37,7 +37,7 @@ def text(length, seed=0):
     return np.random.default_rng(seed).integers(0, 101, length).tolist()
 
 
-BITWISE = [("qwen3", "float32"), *((family, "float32") for family in ("qwen2-moe", "gemma2", "olmo2"))]
+BITWISE = [("qwen3", "float32"), *((family, "float32") for family in ("qwen2-moe", "gemma2", "olmo2", "granite"))]
 
 
 @needs_native
@@ -93,8 +93,11 @@ def tree_logits(family, kernels, degree):
             ("llama-tied", 2),
             ("qwen3", 3),
             ("olmo2", 6),
+            *((family, 2) for family in ("exaone4", "glm4", "granite")),
         ],
-        lambda family, degree: (family, degree) in (("mistral", 1), ("qwen3", 3), ("olmo2", 6), ("qwen2-moe", 4)),
+        lambda family, degree: (
+            (family, degree) in (*(("mistral", 1), ("qwen3", 3), ("olmo2", 6), ("qwen2-moe", 4), ("glm4", 2)),)
+        ),
     ),
 )
 def test_native_and_xla_agree_within_rounding(family, degree):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from marks import fast_part
 from tiny_models import empty_cache, logits_after, on_one_device, relative_error, step_logits
 
 from jaxspec.checkpoint.load import open_weights
@@ -40,6 +41,10 @@ Mixtral, Qwen2Moe = transformers.MixtralConfig, transformers.Qwen2MoeConfig
 Phi3 = transformers.Phi3Config
 Gemma2, Gemma3 = transformers.Gemma2Config, transformers.Gemma3TextConfig
 GptOss = transformers.GptOssConfig
+Olmo3, SeedOss, SmolLM3 = transformers.Olmo3Config, transformers.SeedOssConfig, transformers.SmolLM3Config
+Exaone4, Glm4 = transformers.Exaone4Config, transformers.Glm4Config
+Granite, GraniteHybrid = transformers.GraniteConfig, transformers.GraniteMoeHybridConfig
+Ministral3 = transformers.Ministral3Config
 
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
 LONGROPE = dict(
@@ -50,7 +55,43 @@ QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=
 GPT_OSS = dict(head_dim=12, num_local_experts=6, num_experts_per_tok=3, sliding_window=9)
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=9, tie_word_embeddings=True)
 
-MODELS = {
+MULTIPLIERS = dict(embedding_multiplier=3.0, attention_multiplier=0.3, residual_multiplier=0.4, logits_scaling=5.0)
+GRANITE_DENSE = MULTIPLIERS | dict(
+    num_local_experts=0, shared_intermediate_size=70, layer_types=["attention"] * 2, hidden_size=96,
+    num_attention_heads=6, mamba_n_heads=4,
+)  # fmt: skip
+PARTIAL_LONGROPE = dict(
+    LONGROPE, partial_rotary_factor=0.75, short_factor=[1.0, 1.5, 2.5], long_factor=[2.0, 3.0, 4.0],
+    original_max_position_embeddings=400,
+)  # fmt: skip
+MINISTRAL_ROPE = YARN | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
+
+# The families of 2026. Four layers where one in four differs.
+DENSE = {
+    "olmo3": (
+        Olmo3, dict(num_hidden_layers=4, sliding_window=9, rope_parameters={
+            "full_attention": YARN, "sliding_attention": dict(rope_type="default", rope_theta=10000.0),
+        })
+    ),
+    "seed-oss": (SeedOss, dict(head_dim=12)),
+    "seed-oss-out-bias": (SeedOss, dict(head_dim=12, attention_bias=False, attention_out_bias=True)),
+    "smollm3": (SmolLM3, dict(num_hidden_layers=5)),
+    "exaone4": (
+        Exaone4, dict(num_hidden_layers=4, sliding_window=9, sliding_window_pattern=4, rope_parameters=LLAMA3)
+    ),
+    "exaone4-full": (Exaone4, dict(sliding_window=None, layer_types=["full_attention"] * 2, tie_word_embeddings=True)),
+    "glm4": (Glm4, dict(head_dim=16, eos_token_id=2)),
+    "glm4-no-bias": (Glm4, dict(head_dim=20, eos_token_id=2, attention_bias=False, rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.6,
+    ))),
+    "granite": (Granite, MULTIPLIERS),
+    "granite-dense": (GraniteHybrid, GRANITE_DENSE | dict(position_embedding_type="rope")),
+    "granite-dense-nope": (GraniteHybrid, GRANITE_DENSE | dict(tie_word_embeddings=True)),
+    "phi4-mini": (Phi3, dict(rope_parameters=PARTIAL_LONGROPE, original_max_position_embeddings=400)),
+    "ministral3": (Ministral3, dict(head_dim=12, rope_parameters=MINISTRAL_ROPE)),
+    "ministral3-sliding": (Ministral3, dict(head_dim=8, sliding_window=9, rope_parameters=MINISTRAL_ROPE)),
+}  # fmt: skip
+MODELS = DENSE | {
     "llama": (Llama, {}),
     "llama-one-group": (Llama, dict(num_attention_heads=4, num_key_value_heads=4, hidden_size=64, rms_norm_eps=1e-3)),
     "llama-one-kv-head": (Llama, dict(num_attention_heads=3, num_key_value_heads=1)),
@@ -135,17 +176,17 @@ def tokens_of(length, seed=0):
     return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], length).astype(np.int32)
 
 
-def prefilled_logits(params, cfg, tokens, chunk=None):
-    """Logits at every place: what comes before it prefilled (in chunks), itself decoded."""
+def prefilled_logits(params, cfg, tokens, chunk=None, places=None, slots=SLOTS):
+    """Logits at every place, or some: what comes before it prefilled (in chunks), itself decoded."""
 
     def run(params, tokens):
-        counts = jnp.arange(tokens.shape[0])
-        return jax.vmap(lambda count: logits_after(params, cfg, tokens, count, SLOTS, chunk))(counts)
+        counts = jnp.arange(tokens.shape[0]) if places is None else jnp.array(places)
+        return jax.vmap(lambda count: logits_after(params, cfg, tokens, count, slots, chunk))(counts)
 
     return on_one_device(run)(params, tokens)
 
 
-def decoded_logits(params, cfg, tokens):
+def decoded_logits(params, cfg, tokens, slots=SLOTS):
     """Logits at every place, token by token."""
 
     def run(params, tokens):
@@ -153,7 +194,7 @@ def decoded_logits(params, cfg, tokens):
             logits, cache = step_logits(params, cfg, token, cache)
             return cache, logits
 
-        return jax.lax.scan(step, empty_cache(cfg, SLOTS), tokens)[1]
+        return jax.lax.scan(step, empty_cache(cfg, slots), tokens)[1]
 
     return on_one_device(run)(params, tokens)
 
@@ -182,6 +223,46 @@ def test_logits(name, tmp_path):
     assert relative_error(prefilled_logits(params, cfg, tokens, chunk=7), expected) < TOLERANCE
     if cfg.sliding_window is None:
         assert relative_error(window_logits(params, cfg, tokens), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", fast_part(DENSE, lambda name: name in ("exaone4", "ministral3")))
+def test_logits_of_300_tokens(name, tmp_path):
+    """Prompts of 1 to 300 tokens, decoded one by one, and some of them prefilled in chunks."""
+    model = make_model(name)
+    placement, params = open_saved(model, tmp_path)
+    cfg, tokens, places = placement.cfg, tokens_of(300), [0, 62, 63, 64, 127, 200, 299]
+    expected = reference_logits(model, tokens)
+    errors = [
+        relative_error(decoded_logits(params, cfg, tokens, 384), expected),
+        relative_error(prefilled_logits(params, cfg, tokens, 64, places, 384), expected[places]),
+    ]
+    print(name, *(f"{error:.1e}" for error in errors))
+    assert max(errors) < TOLERANCE
+
+
+WRAPPED = {
+    "mistral3": ("Mistral3", "pixtral", Ministral3(**SIZES, head_dim=12, rope_parameters=MINISTRAL_ROPE)),
+    "gemma3": ("Gemma3", "siglip_vision_model", Gemma3(**SIZES | GEMMA | dict(num_hidden_layers=7))),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_text_model_beside_a_vision_tower(name, tmp_path, caplog):
+    kind, tower, text = WRAPPED[name]
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    vision = transformers.AutoConfig.for_model(tower, **sizes, patch_size=14)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    config.tie_word_embeddings = name == "gemma3"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) / (4 if parameter.ndim < 2 else parameter.shape[-1] ** 0.5))
+    placement, params = open_saved(model, tmp_path)
+    assert "only the text model is loaded; left out: multi_modal_projector, vision_tower" in caplog.text
+    tokens = tokens_of(LENGTH)
+    assert relative_error(decoded_logits(params, placement.cfg, tokens), reference_logits(model, tokens)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])

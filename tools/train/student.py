@@ -33,6 +33,7 @@ def student_config(target: ModelConfig, layers: Sequence[int], head_ids: Sequenc
     plain = dataclasses.replace(
         target, experts=None, activation="silu", norms="pre", wide_qk_norm=False, query_scale=1.0,
         attention_softcap=None, logit_softcap=None, local_rope=None, attention_sinks=False, out_bias=False,
+        nope_layers=(), query_growth=0.0, residual_scale=1.0, logit_scale=1.0,
         rope=dataclasses.replace(target.rope, attention_factor=1.0),
     )  # fmt: skip
     if plain != target:

@@ -1,8 +1,8 @@
 """FP8 checkpoints: `weight` is float8_e4m3fn `[O, I]`, with one scale per block, per output, or per matrix.
 
 A weight is `value * scale`. Block scales are named `weight_scale_inv`, and are multiplied nevertheless; others are
-`weight_scale`. Activations are not rounded to eight bits, which files ask for (`activation_scheme`): scales of
-activations (`input_scale`) are not needed.
+`weight_scale`, or named as those. Activations are not rounded to eight bits, which files ask for
+(`activation_scheme`): scales of activations (`input_scale`) are not needed.
 """
 
 import functools
@@ -57,9 +57,13 @@ def find_weights(tensors: Tensors, values: ConfigValues) -> dict[str, QuantisedW
       ConfigError: the blocks are none that can be kept.
     """
     block = block_shape(values, "weight_block_size")
-    suffix = "weight_scale" if block is None else "weight_scale_inv"
+
+    def suffix(module: str) -> str:
+        inverse = block is not None or tensors.describe(f"{module}.weight_scale_inv") is not None
+        return "weight_scale_inv" if inverse else "weight_scale"
+
     return {
-        f"{module}.weight": find_weight(tensors, module, suffix, block)
+        f"{module}.weight": find_weight(tensors, module, suffix(module), block)
         for module in modules_with(tensors, "weight")
         if (tensors.describe(f"{module}.weight") or ("", ()))[0] == FP8
     }

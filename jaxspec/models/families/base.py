@@ -1,16 +1,18 @@
 """The ways in which families of models differ."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from jaxspec.models.families.rope_settings import read_rope
-from jaxspec.models.families.values import ConfigValues
-from jaxspec.models.rope import RopeConfig
+from jaxspec.models.families.rope_settings import PARTIAL, find_rope, read_settings
+from jaxspec.models.families.values import ConfigValues, all_but_every
 
 if TYPE_CHECKING:
     from jaxspec.models.config import ModelConfig
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+# What llama.cpp assumes of files that do not say which layers have a window: every fourth one has none.
+_GGUF_PATTERN = 4
 
 
 class Family:
@@ -34,8 +36,20 @@ class Family:
     optional_kv_heads: ClassVar[bool] = False
     # What an absent `head_dim` means; None is the width divided by the number of heads.
     default_head_dim: ClassVar[int | None] = None
+    # Whether query, key and value have biases where `attention_bias` is absent; None where all models agree (see
+    # `features`). GGUF files say it by their tensors.
+    default_bias: ClassVar[bool | None] = None
     # Whether some layers may have a sliding window while others have none.
     layers_differ: ClassVar[bool] = False
+    # Every how many layers one sees everything, in families whose other layers have a window of `default_window`; or 0.
+    pattern: ClassVar[int] = 0
+    default_window: ClassVar[int] = 4096
+    # Whether the MLP's gate and up projections are one tensor in a Hugging Face folder.
+    fuses_gate_up: ClassVar[bool] = False
+    # The part of each head that turns where `partial_rotary_factor` is absent; None where all of it must.
+    default_partial: ClassVar[float | None] = None
+    # Whether files hold the two halves of a rotary pair in neighbouring rows of query and key, in every format.
+    rotary_neighbours: ClassVar[bool] = False
     # Whether published folders bring code (`auto_map`) that has become transformers' own; it is not run.
     has_published_code: ClassVar[bool] = False
     # Whether a Hugging Face folder has the experts of a layer together (`jaxspec.checkpoint.experts_together`).
@@ -69,7 +83,8 @@ class Family:
         for key in self.activation_keys:
             if values.get(key, self.activations[0]) not in self.activations:
                 values.refuse(key, f"only {self.activations[0]} is supported")
-        if values.flag("attention_bias") and not self.features.get("qkv_bias"):
+        biases = values.flag("attention_bias", default=bool(self.default_bias))
+        if biases and self.default_bias is None and not self.features.get("qkv_bias"):
             values.refuse("attention_bias", f"attention biases are not supported for models of type {self.name}")
         same_heads = self.optional_kv_heads or "num_key_value_heads" in values
         width = None if embed_dim % num_heads else embed_dim // num_heads
@@ -80,15 +95,23 @@ class Family:
         window, layers = self._read_layers(values, num_layers)
         return {
             **self.features,
+            **({} if self.default_bias is None else {"qkv_bias": biases}),
             "num_kv_heads": values.integer("num_key_value_heads", default=num_heads if same_heads else None),
             "head_dim": values.integer("head_dim", default=width),
             "sliding_window": window,
             "sliding_layers": layers,
         }
 
-    def read_rope(self, values: ConfigValues, max_context: int) -> dict[str, RopeConfig]:
+    def read_rope(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """The rotary embedding in `config.json`, as fields of `ModelConfig`."""
-        return {"rope": read_rope(values, max_context, self.default_theta)}
+        name, rope = find_rope(values)
+        theta = values.number("rope_theta", default=self.default_theta)
+        settings = read_settings(values, name, rope, max_context, theta, whole=self.default_partial is None)
+        if self.default_partial is None:
+            return {"rope": settings}
+        partial = values.number(PARTIAL, default=self.default_partial)
+        partial = ConfigValues(values.path, rope).number(PARTIAL, default=partial)
+        return {"rope": dataclasses.replace(settings, partial=partial)}
 
     def tensor_name(self, part: str) -> str:
         """The name of a layer's tensor in a Hugging Face folder; see `tensor_names`."""
@@ -100,10 +123,14 @@ class Family:
         Both are named as in `tensor_names`. GGUF files hold the experts of a layer together.
         """
         if cfg.experts is None:
-            return {}
+            return self.fused_gate_up(cfg) if self.fuses_gate_up else {}
         names = ("gate_proj", "up_proj", "down_proj")
         count = cfg.experts.count
         return {f"mlp.experts.{n}": [(f"mlp.experts.{i}.{n}", 1) for i in range(count)] for n in names}
+
+    def fused_gate_up(self, cfg: "ModelConfig") -> Mapping[str, Sequence[tuple[str, int]]]:
+        """`fused_tensors` of an MLP whose gate and up projections are one tensor."""
+        return {"mlp.gate_up_proj": [("mlp.gate_proj", cfg.mlp_dim), ("mlp.up_proj", cfg.mlp_dim)]}
 
     def read_window(self, values: ConfigValues) -> tuple[int | None, int]:
         """Sliding window in `config.json`, or None, and the first layer that has it."""
@@ -113,6 +140,12 @@ class Family:
 
     def sliding_layers(self, values: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """The sliding window, and the layers that have it where `config.json` lists none."""
+        if self.pattern:
+            for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+                if values.get(key, self.pattern) != self.pattern and values.get("layer_types") is None:
+                    values.refuse(key, f"only {self.pattern} is supported for models of type {self.name}")
+            window = values.optional_integer("sliding_window", default=self.default_window)
+            return window, all_but_every(self.pattern if window else 1, num_layers)
         window, first = self.read_window(values)
         return window, tuple(window is not None and index >= first for index in range(num_layers))
 
@@ -122,11 +155,22 @@ class Family:
             values.refuse("attention.sliding_window", f"the file does not say which layers of {self.name} have it")
         return dict(self.features)
 
+    def read_gguf_window(self, values: ConfigValues) -> dict[str, Any]:
+        """The window in a GGUF file that says which layers have it; empty where it names none."""
+        num_layers = values.integer("block_count")
+        window = values.integer("attention.sliding_window", default=0, minimum=0)
+        layers = values.layer_flags("attention.sliding_window_pattern", num_layers)
+        layers = all_but_every(_GGUF_PATTERN, num_layers) if layers is None else layers
+        if not window or not any(layers):
+            return {}
+        return {"sliding_window": window, "sliding_layers": () if all(layers) else layers}
+
     def _read_layers(self, values: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """`ModelConfig.sliding_window` and `sliding_layers`; a list of layer types wins over a first layer."""
         window, layers = self.sliding_layers(values, num_layers)
         if (types := values.get("layer_types")) is not None:
-            if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= {_SLIDING, _FULL}:
+            known = isinstance(types, list) and set(map(str, types)) <= {_SLIDING, _FULL, "attention"}
+            if not known or len(types) != num_layers:
                 values.refuse("layer_types", f"a list of {num_layers} of {_SLIDING!r} and {_FULL!r} is supported")
             listed = tuple(kind == _SLIDING for kind in types)
             if window is None and any(listed):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxspec.models.families.base import Family
-from jaxspec.models.families.values import ConfigValues
+from jaxspec.models.families.values import ConfigValues, all_but_every
 
 
 class Gemma2(Family):
@@ -27,8 +27,7 @@ class Gemma2(Family):
     }
     # Absent ones mean so much; null is none.
     softcaps: ClassVar[tuple[float | None, float | None]] = (50.0, 30.0)
-    # Every so many layers, one sees everything.
-    pattern: ClassVar[int] = 2
+    pattern = 2
     # Layers of the model whose queries llama.cpp scales by another width than that of a head.
     wide_queries: ClassVar[int] = 46
 
@@ -49,13 +48,10 @@ class Gemma2(Family):
 
     def sliding_layers(self, values: ConfigValues, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """All but each `pattern`th."""
-        for key in ("sliding_window_pattern", "_sliding_window_pattern"):
-            if values.integer(key, default=self.pattern) != self.pattern and values.get("layer_types") is None:
-                values.refuse(key, f"only {self.pattern} is supported for models of type {self.name}")
-        window = values.optional_integer("sliding_window", default=4096)
+        window, layers = super().sliding_layers(values, num_layers)
         if values.get("sliding_window_size", window) != window:
             values.refuse("sliding_window_size", f"but sliding_window is {window}")
-        return window, self._slide(num_layers) if window else (False,) * num_layers
+        return window, layers
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """As llama.cpp computes the architecture; files leave out the numbers that all models share."""
@@ -73,11 +69,8 @@ class Gemma2(Family):
             "query_scale": math.sqrt(width * num_heads / embed_dim) if scaled else 1.0,
             "embed_scale": math.sqrt(embed_dim),
             "sliding_window": window,
-            "sliding_layers": self._slide(num_layers),
+            "sliding_layers": all_but_every(self.pattern, num_layers),
         }
-
-    def _slide(self, num_layers: int) -> tuple[bool, ...]:
-        return tuple((index + 1) % self.pattern != 0 for index in range(num_layers))
 
 
 def _read_softcap(values: ConfigValues, key: str, default: float | None) -> float | None:

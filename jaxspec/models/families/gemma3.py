@@ -2,13 +2,11 @@
 
 from typing import Any
 
-from jaxspec.errors import CheckpointError
 from jaxspec.models.families.gemma2 import Gemma2
-from jaxspec.models.families.rope_settings import find_rope, read_settings
+from jaxspec.models.families.rope_settings import read_ropes
 from jaxspec.models.families.values import ConfigValues
 from jaxspec.models.rope import RopeConfig
 
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _LOCAL_THETA = 10000.0
 
 
@@ -24,18 +22,9 @@ class Gemma3(Gemma2):
     wide_queries = 62
 
     def read_rope(self, values: ConfigValues, max_context: int) -> dict[str, RopeConfig]:
-        """`rope_scaling` is of the layers that see everything; transformers 5 writes one object for each kind."""
-        name, rope = find_rope(values)
-        nested = {_LOCAL, _GLOBAL} & set(rope)
-        kinds = {_GLOBAL: rope} if not nested else {kind: rope.get(kind) or {} for kind in (_GLOBAL, _LOCAL)}
-        if nested and (set(rope) != nested or not all(isinstance(part, dict) for part in kinds.values())):
-            values.refuse(name, f"an object with {_GLOBAL!r} and {_LOCAL!r} is needed", CheckpointError)
-        theta = values.number("rope_theta", default=self.default_theta)
+        """Layers with a window have a theta of their own."""
         local_theta = values.number("rope_local_base_freq", default=_LOCAL_THETA)
-        return {
-            "rope": read_settings(values, name, kinds[_GLOBAL], max_context, theta),
-            "local_rope": read_settings(values, name, kinds.get(_LOCAL, {}), max_context, local_theta),
-        }
+        return read_ropes(values, max_context, self.default_theta, local_theta)
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """As Gemma 2, with the rotary embedding of layers with a window, which files leave out."""

@@ -18,8 +18,16 @@ class Phi3(Family):
     optional_kv_heads = True
     default_eps = 1e-5
     has_published_code = True
+    default_partial = 1.0
     # What llama.cpp calls the gate and up projections.
     gguf_names = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+
+    def read_config(self, values: ConfigValues, num_layers: int) -> dict[str, Any]:
+        """As the base class; Phi 4 mini's settings of training stand beside the others."""
+        for key in ("full_attn_mod", "interpolate_factor"):
+            if values.get(key, 1) != 1:
+                values.refuse(key, "only 1 is supported")
+        return super().read_config(values, num_layers)
 
     def read_window(self, values: ConfigValues) -> tuple[int | None, int]:
         """In every layer."""
@@ -31,7 +39,7 @@ class Phi3(Family):
         heads = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         return {
             "self_attn.qkv_proj": [(f"self_attn.{name}", rows) for name, rows in heads.items()],
-            "mlp.gate_up_proj": [("mlp.gate_proj", cfg.mlp_dim), ("mlp.up_proj", cfg.mlp_dim)],
+            **self.fused_gate_up(cfg),
         }
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from jaxspec.errors import CheckpointError
 from jaxspec.models.families.values import ConfigValues
 from jaxspec.models.rope import RopeConfig, longrope_attention_factor, yarn_attention_factor
 
-_CONTEXT = "original_max_position_embeddings"
+_CONTEXT, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 # Keys that some kind of rotary scaling reads; for the others they have no effect in transformers.
 ROPE_KEYS = frozenset({
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", _CONTEXT,
-    "partial_rotary_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
+    PARTIAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor",
 })  # fmt: skip
 _SUPPORTED = "default, linear, dynamic, llama3, yarn, longrope"
@@ -33,17 +34,34 @@ def find_rope(values: ConfigValues) -> tuple[str, dict[str, Any]]:
     return name, rope
 
 
-def read_rope(values: ConfigValues, max_context: int, default_theta: float) -> RopeConfig:
-    """The rotary embedding of all layers."""
+def read_ropes(
+    values: ConfigValues, max_context: int, default_theta: float, local_theta: float | None = None
+) -> dict[str, RopeConfig]:
+    """The rotary embedding of layers that see everything and that of layers with a window, as `ModelConfig` has them.
+
+    `rope_scaling` is of the former; transformers 5 writes one object for each kind. `local_theta` is what an absent
+    theta of the latter means, where that is not the theta of the former.
+    """
     name, rope = find_rope(values)
+    nested = {_LOCAL, _GLOBAL} & set(rope)
+    kinds = {_GLOBAL: rope} if not nested else {kind: rope.get(kind) or {} for kind in (_GLOBAL, _LOCAL)}
+    if nested and (set(rope) != nested or not all(isinstance(part, dict) for part in kinds.values())):
+        values.refuse(name, f"an object with {_GLOBAL!r} and {_LOCAL!r} is needed", CheckpointError)
     theta = values.number("rope_theta", default=default_theta)
-    return read_settings(values, name, rope, max_context, theta)
+    local_theta = theta if local_theta is None else local_theta
+    return {
+        "rope": read_settings(values, name, kinds[_GLOBAL], max_context, theta),
+        "local_rope": read_settings(values, name, kinds.get(_LOCAL, {}), max_context, local_theta),
+    }
 
 
 def read_settings(
-    values: ConfigValues, name: str, rope: Mapping[str, Any], max_context: int, default_theta: float
-) -> RopeConfig:
+    values: ConfigValues, name: str, rope: Mapping[str, Any], max_context: int, default_theta: float,
+    whole: bool = True,
+) -> RopeConfig:  # fmt: skip
     """One rotary embedding from its settings, which `values` has under the key `name`.
+
+    `whole` refuses settings by which a part of each head turns; else the result is without that part.
 
     "dynamic" scaling changes nothing within `max_position_embeddings`, which is where a model's context ends here.
     "longrope" is read with its short factors, which hold within the original context: transformers takes the long ones
@@ -52,8 +70,8 @@ def read_settings(
     for key, value in rope.items():
         if key not in ROPE_KEYS and not is_neutral(key, value):
             values.refuse(name, f"its key {key!r} is not supported")
-    for key, part in (("partial_rotary_factor", values), (name, rope)):
-        if part.get("partial_rotary_factor") not in (None, 1):
+    for key, part in ((PARTIAL, values), (name, rope)):
+        if part.get(PARTIAL) not in (None, 1) and whole:
             values.refuse(key, "only rotary embedding of whole heads is supported")
     numbers = ConfigValues(values.path, rope)
     theta = numbers.number("rope_theta", default=default_theta)

@@ -7,6 +7,11 @@ from typing import Any, NoReturn
 from jaxspec.errors import CheckpointError, ConfigError
 
 
+def all_but_every(n: int, count: int) -> tuple[bool, ...]:
+    """A flag for each of `count` layers: false for every nth."""
+    return tuple((index + 1) % n != 0 for index in range(count))
+
+
 class ConfigValues:
     """Named values of a `config.json` or of GGUF metadata. Errors name the file, the key and the value.
 
@@ -53,6 +58,16 @@ class ConfigValues:
         if not isinstance(value, bool):
             self.refuse(key, "true or false is needed", CheckpointError)
         return value
+
+    def layer_flags(self, key: str, count: int) -> tuple[bool, ...] | None:
+        """A flag for each of `count` layers: a list of them, or n, which means all but every nth; None where absent."""
+        self._read.add(key)
+        value = self._values.get(key)
+        if type(value) is int and value > 0:
+            return all_but_every(value, count)
+        if value is None or (isinstance(value, list) and len(value) == count and {*map(type, value)} <= {bool}):
+            return None if value is None else tuple(value)
+        self.refuse(key, f"a positive number or {count} times true or false is needed", CheckpointError)
 
     def refuse(self, key: str, why: str, error: type[ValueError] = ConfigError) -> NoReturn:
         """Raise an error that names the key and its value."""
