@@ -9,6 +9,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -33,18 +34,25 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None, arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:  # fmt: skip
         """The text of a conversation; `add_generation_prompt` opens the assistant's turn.
 
+        `tools` are JSON objects as OpenAI has them. `arguments` are further variables of this template, as plain JSON.
         ConfigError: the messages are malformed, the template is no valid one or refuses them (roles that do not
         alternate, say), or it exceeds a limit of the sandbox.
         """
         variables = {
             "messages": check_messages(messages),
-            "tools": None,
+            "tools": None if tools is None else copy_json("tools", list(tools)),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+        if clash := variables.keys() & arguments:
+            raise ConfigError(f"chat_template_kwargs may not hold {sorted(clash)[0]!r}, which every template is given")
+        variables |= copy_json("chat_template_kwargs", dict(arguments))
         try:
             with limits(RENDER_SECONDS):
                 return _write(_compile(self._source), variables | self._special_tokens)
@@ -55,6 +63,7 @@ class ChatTemplate:
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A plain copy of `messages`: dicts with the strings `role` and `content`, and whatever else JSON can hold.
 
+    The content of a message with `tool_calls` may be missing. Templates take the arguments of a call as an object.
     ConfigError names the first message that is something else.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
@@ -64,15 +73,43 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ConfigError(f"message {index} must be a dict with role and content, got {type(message).__name__}")
+        calls = message.get("tool_calls")
         for key in ("role", "content"):
+            if key == "content" and calls and message.get(key) is None:
+                continue
             if not isinstance(message.get(key), str):
                 found = f"got {type(message[key]).__name__}" if key in message else "which is missing"
                 raise ConfigError(f"message {index} must have a string {key!r}, {found}")
+    plain = copy_json("messages", [dict(message) for message in messages])
+    for index, message in enumerate(plain):
+        if message.get("tool_calls"):
+            message["content"] = message.get("content") or ""
+            message["tool_calls"] = _check_calls(message["tool_calls"], f"message {index}")
+    return plain
+
+
+def _check_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls of tools in OpenAI's form, with their arguments as objects where they are some."""
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(f"{where}: tool_calls must be a list of objects with a function, which has a name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                pass  # a model wrote them: they stay as they are
+        function["arguments"] = arguments
+    return calls
+
+
+def copy_json(name: str, value: Any) -> Any:
+    """A copy of exact JSON types, whose methods the sandbox knows, and never the caller's objects; else ConfigError."""
     try:
-        # The round trip leaves exact JSON types, whose methods the sandbox knows, and never the caller's objects.
-        return json.loads(json.dumps([dict(message) for message in messages]))
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"messages must hold plain JSON data: {error}") from error
+        raise ConfigError(f"{name} must hold plain JSON data: {error}") from error
 
 
 @functools.lru_cache(maxsize=16)

@@ -58,12 +58,18 @@ class TextStream:
     last of `max_tokens` tokens ("length"; "stop" if both happen at once), or by `abort` ("abort").
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_ids: Iterable[int], max_tokens: int):
-        """Start an empty text; it ends with any of `end_ids`, which are no text, or before any of `stops`."""
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], end_ids: Iterable[int], max_tokens: int,
+        shown: frozenset[int] = frozenset(),
+    ):  # fmt: skip
+        """Start an empty text; it ends with any of `end_ids`, which are no text, or before any of `stops`.
+
+        Special tokens are no text, but for those in `shown`.
+        """
         self.finish_reason: FinishReason | None = None
         self._end_ids = frozenset(end_ids)
         self._max_tokens = max_tokens
-        self._detokenizer = tokenizer.make_detokenizer()
+        self._detokenizer = tokenizer.make_detokenizer(shown=shown)
         self._matcher = StopMatcher(stops)
         self._may_cut = bool(stops)
         self._ids: list[int] = []

@@ -84,8 +84,11 @@ class Tokenizer:
         detokenizer = self.make_detokenizer(skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()
 
-    def make_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self._bytes, self.special_ids if skip_special_tokens else frozenset())
+    def make_detokenizer(
+        self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """A detokenizer that leaves out special tokens, but for those in `shown`."""
+        return Detokenizer(self._bytes, self.special_ids - shown if skip_special_tokens else frozenset())
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text, special or not; none for an id that is no token."""
@@ -114,18 +117,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._parts.chat_template is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    @property
+    def chat_template(self) -> str:
+        """The template's source; ConfigError where the model has none."""
+        if self._parts.chat_template is None:
+            raise ConfigError("the model has no chat template; give it plain text (generate, or --raw)")
+        return self._parts.chat_template
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **more: Any
+    ) -> str:
         """The text of a conversation (dicts with `role` and `content`), as the model's template writes it.
+
+        `more` are the further arguments of `ChatTemplate.render`.
 
         ConfigError: the model has no template, the messages are malformed, or the template refuses them.
         """
-        if self._parts.chat_template is None:
-            raise ConfigError("the model has no chat template; give it plain text (generate, or --raw)")
         # Imported here: Jinja takes tens of milliseconds, and some commands render nothing.
         from jaxspec.text.chat_template import ChatTemplate
 
-        return ChatTemplate(self._parts.chat_template, self._parts.special_tokens).render(
-            messages, add_generation_prompt
+        return ChatTemplate(self.chat_template, self._parts.special_tokens).render(
+            messages, add_generation_prompt, **more
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
