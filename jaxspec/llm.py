@@ -9,6 +9,7 @@ import functools
 import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from os import PathLike
 from typing import Any, NamedTuple, TypeGuard, Unpack, overload
 
@@ -19,6 +20,7 @@ from jaxspec.checkpoint.shipped import warn_of_damage
 from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
+from jaxspec.foreign import check_keywords
 from jaxspec.files import checkpoint_digest, vocabulary_digest
 from jaxspec.loading import DamagedDraftError, OpenModels, open_models, plan_meshes
 from jaxspec.methods.auto.profiles import profile_path
@@ -35,13 +37,14 @@ from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.mesh import describe_hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.store.folder import enable_compile_cache
-from jaxspec.scheduler import Turns
+from jaxspec.scheduler import OrderedLock
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
 from jaxspec.text.stream import TextStream
+from jaxspec.text.turn import ChatOptions, Turn, open_turn
 from jaxspec.worker import describe_programs, run_worker
 from pallas_kernels.registry import Kernels
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 Prompt = str | Sequence[int]
 
@@ -119,7 +122,7 @@ class LLM:
         **settings: Unpack[EngineSettings],
     ):
         """Load, place and compile; see the class."""
-        self._turns = Turns()  # of threads
+        self._lock = OrderedLock()  # of threads
         config = read_settings(settings)
         resolved = resolve_method(method)
         # What this process can see alone is refused before it waits for others.
@@ -206,7 +209,7 @@ class LLM:
           ConfigError: an unknown method, or one that does not fit the models.
         """
         other, inner = copy.copy(self), self._internals
-        with self._turns:
+        with self._lock:
             engine = inner.engine.with_method(resolve_method(method))
             other._internals = inner._replace(engine=engine)
             other._unreported_compile_s = engine.prepare() + engine.calibrate(inner.params)
@@ -247,28 +250,50 @@ class LLM:
             raise ConfigError("generate takes text or token ids; chat answers conversations")
         encoded = [self.encode(p) for p in prompts]
         requests = [self._check(ids, sampling) for ids, sampling in zip(encoded, samplings, strict=True)]
-        completions = [self._complete(ids, sampling) for ids, sampling in zip(encoded, requests, strict=True)]
+        completions = [self._complete(Turn(ids), sampling) for ids, sampling in zip(encoded, requests, strict=True)]
         return completions if batch else completions[0]
 
-    def chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation: dicts with "role" and "content", oldest first, in the model's own chat template."""
+    def chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+    ) -> Completion:
+        """Answer a conversation: dicts with "role" and "content", oldest first, in the model's own chat template.
+
+        `options` are tools and how they may be called (`ChatOptions`). `Completion.message` is the answer in OpenAI's
+        form, with its `tool_calls` and `reasoning_content`; it goes back into the conversation as it is. The result of
+        a call follows it as {"role": "tool", "tool_call_id": ..., "content": ...} (docs/tools.md).
+        """
         sampling = _check_sampling(sampling_params)
         if not _is_conversation(messages):
             raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {shown(messages)}")
-        ids = self.encode(messages)
-        return self._complete(ids, self._check(ids, sampling))
+        turn = self._read(messages, options)
+        return self._complete(turn, self._check(turn.ids, sampling))
 
-    def stream(self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None) -> Stream:
+    def stream(
+        self, prompt: Prompt | Sequence[Message] | Turn, sampling_params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Stream:  # fmt: skip
         """Decode a prompt piece by piece: a `Stream` of events in whole characters; the last has the `Completion`.
 
-        The prompt is a string, token ids, or a conversation (dicts with "role" and "content"); `n` must be 1.
+        The prompt is a string, token ids, or a conversation (dicts with "role" and "content"), which alone takes
+        `options` (see `chat`); `n` must be 1. The text of events is the answer as the model writes it.
         """
         sampling = _check_sampling(sampling_params)
         if sampling.n > 1:
             raise ConfigError(f"stream gives one completion, and n is {sampling.n}: use generate or chat")
-        ids = self.encode(prompt)
-        checked = self._check(ids, sampling)
-        return Stream(lambda aborted: self._turns.each(self._stream(ids, checked, aborted)))
+        turn = self._read(prompt, options)
+        checked = self._check(turn.ids, sampling)
+        return Stream(lambda aborted: self._lock.each(self._stream(turn, checked, aborted)))
+
+    def _read(self, prompt: Any, options: ChatOptions) -> Turn:
+        """The prompt of a conversation or of a text."""
+        if isinstance(prompt, Turn):
+            return prompt
+        check_keywords("chat", options, list(ChatOptions.__annotations__), [f.name for f in fields(SamplingParams)])
+        if _is_conversation(prompt):
+            return open_turn(self.tokenizer, prompt, **options)
+        if options:
+            raise ConfigError(f"{', '.join(options)}: for conversations, and the prompt is text or token ids")
+        return Turn(self.encode(prompt))
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """Token ids of a prompt: text as it is, ids unchanged, a conversation through the chat template."""
@@ -291,27 +316,29 @@ class LLM:
         engine.check_request(ids, checked)
         return checked
 
-    def _complete(self, ids: list[int], sampling: SamplingParams) -> Completion:
+    def _complete(self, turn: Turn, sampling: SamplingParams) -> Completion:
         """All completions of a prompt; each names the seed that gives it alone."""
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         completions = []
-        with self._turns:
+        with self._lock:
             for index in range(sampling.n):
                 own = dataclasses.replace(sampling, seed=derive_seed(seed, index))
-                *_, last = self._stream(ids, own, lambda: False)
+                *_, last = self._stream(turn, own, lambda: False)
                 completions.append(last.completion)
         return dataclasses.replace(completions[0], alternatives=tuple(completions[1:]))
 
     def _stream(
-        self, ids: list[int], sampling: SamplingParams, aborted: Callable[[], bool]
+        self, turn: Turn, sampling: SamplingParams, aborted: Callable[[], bool]
     ) -> Generator[StreamEvent, None, None]:
         """Events of a text; where `aborted` is true after one of them, the next is the last."""
         engine, params, stream = self._internals.engine, self._internals.params, self._internals.layer_stream
+        ids = turn.ids
         max_tokens = engine.token_limit(ids, sampling)
         compile_s = self._unreported_compile_s + engine.prepare(len(ids) + max_tokens, sampling)
         self._unreported_compile_s = 0.0
         seed = fresh_seed() if sampling.seed is None else sampling.seed
-        text = TextStream(self.tokenizer, sampling.stop or (), sampling.stop_token_ids or (), max_tokens)
+        ends = sampling.stop_token_ids or ()
+        text = TextStream(self.tokenizer, sampling.stop or (), ends, max_tokens, turn.shown)
         clock = RoundClock()
         events = EventMaker(text, sampling)
         received: list[StepOutput] = []
@@ -354,6 +381,7 @@ class LLM:
             method=method.name,
             logprobs=tuple(events.logprobs) if sampling.wants_logprobs else None,
             top_logprobs=tuple(events.top_logprobs) if sampling.num_logprobs else None,
+            message=turn.read(text.text),
         )
         yield dataclasses.replace(event, completion=completion)
 

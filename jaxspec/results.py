@@ -219,6 +219,8 @@ class Completion:
       logprobs: log-probability of each token, if asked for.
       top_logprobs: the most probable tokens at the place of each token, if asked for.
       alternatives: the other completions of the same prompt, where `SamplingParams.n` asked for several.
+      message: the answer to a conversation in OpenAI's form: {"role", "content"} and, where there are some,
+        "reasoning_content" and "tool_calls"; None where the prompt was text.
     """
 
     text: str
@@ -229,6 +231,12 @@ class Completion:
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[TopTokens, ...] | None = None
     alternatives: tuple["Completion", ...] = ()
+    message: Mapping[str, Any] | None = None
+
+    @property
+    def tool_calls(self) -> list[Mapping[str, Any]]:
+        """Calls of tools in the answer to a conversation, each with "id" and "function" (its name and arguments)."""
+        return (self.message or {}).get("tool_calls", [])
 
     @property
     def outputs(self) -> tuple["Completion", ...]:
@@ -249,6 +257,8 @@ class Completion:
             result["logprobs"] = [_finite(p) for p in self.logprobs]
         if self.top_logprobs is not None:
             result["top_logprobs"] = [[[token, _finite(p)] for token, p in top] for top in self.top_logprobs]
+        if self.message is not None:
+            result["message"] = dict(self.message)
         if self.alternatives:
             result["alternatives"] = [other.to_dict() for other in self.alternatives]
         return result

@@ -44,7 +44,7 @@ class Observer:
         """A caller gave an answer up."""
 
 
-class Turns:
+class OrderedLock:
     """A lock that threads get in the order in which they ask; its holder may take it again."""
 
     def __init__(self):

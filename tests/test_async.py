@@ -11,7 +11,7 @@ from native_models import LLAMA, write_native, write_tokenizer
 
 import jaxspec
 from jaxspec.llm import internals
-from jaxspec.scheduler import QueueError, Turns
+from jaxspec.scheduler import QueueError, OrderedLock
 
 LONG = jaxspec.SamplingParams(max_tokens=50, ignore_eos=True)
 
@@ -128,7 +128,7 @@ def test_threads_share_a_model(llm):
 
 
 def test_turns_are_taken_in_order():
-    turns, order, queued = Turns(), [], threading.Semaphore(0)
+    turns, order, queued = OrderedLock(), [], threading.Semaphore(0)
 
     def work(index):
         queued.release()

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxspec.config import MAX_LOGPROBS, MOST_TOKENS, SamplingParams
@@ -13,8 +14,9 @@ MAX_STOPS = 16
 
 # Fields that change no token here: taken and left aside.
 HARMLESS = frozenset({
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "verbosity", "cache_prompt", "priority", "request_id", "cache_salt", "id_slot", "n_keep", "return_progress",
+    "timings_per_token", "spaces_between_special_tokens", "add_special_tokens", "min_keep",
 })  # fmt: skip
 # Fields of `SamplingParams` that have the same name and meaning; the last five are vLLM's additions.
 SAMPLING = (
@@ -22,18 +24,23 @@ SAMPLING = (
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens",
 )  # fmt: skip
 COMMON = {*SAMPLING, "model", "stream", "stream_options", "stop", "max_tokens", "logit_bias", "logprobs", "n"}
-CHAT_FIELDS = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
-COMPLETION_FIELDS = COMMON | {"prompt"}
+CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # of `LLM.chat`
+CHAT_FIELDS = COMMON | {*CHAT_OPTIONS, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort"}
+COMPLETION_FIELDS = COMMON | {"prompt", "echo"}
+MOST_CHOICES = 64  # of a request
 # Values of unsupported fields that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "functions": ([],), "function_call": ("none", "auto"), "skip_special_tokens": (True,), "include_reasoning": (True,),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
-    "reasoning_effort": (), "verbosity": (), "web_search_options": (), "chat_template_kwargs": ({},),
+    "web_search_options": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "include_stop_str_in_output": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "echo": (False,), "best_of": (1,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,),
+    "best_of": (1,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,),
 }  # fmt: skip
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = {"role", "content", "name"}  # the last, of one of several users, is left aside
+# Fields of assistants' and tools' messages, which the chat template gets.
+ANSWER_FIELDS = ("tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
 class ApiError(Exception):
@@ -54,11 +61,22 @@ class ApiError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class ApiRequest:
-    """A checked request; `prompt` is what `LLM.encode` takes."""
+    """A checked request.
+
+    Attributes:
+      prompts: texts, token ids, or the one conversation of a chat.
+      options: arguments of `LLM.chat`.
+      sampling: arguments of `SamplingParams`, but for `max_tokens`.
+      n: choices for each prompt.
+      echo: whether a choice begins with its prompt.
+    """
 
     chat: bool
-    prompt: Any
-    sampling: dict[str, Any]  # arguments of `SamplingParams`, but for `max_tokens`
+    prompts: list[Any]
+    options: dict[str, Any]
+    sampling: dict[str, Any]
+    n: int
+    echo: bool
     max_tokens: int | None
     stream: bool
     include_usage: bool
@@ -69,7 +87,7 @@ class ApiRequest:
         if wanted is None:
             wanted = room if self.chat else min(COMPLETION_TOKENS, room)
         try:
-            return SamplingParams(**self.sampling, max_tokens=wanted)
+            return SamplingParams(**self.sampling, n=self.n, max_tokens=wanted)
         except ConfigError as error:
             raise ApiError(400, str(error), param=named_field(str(error), self.sampling)) from error
 
@@ -95,8 +113,6 @@ def parse_request(body: Mapping[str, Any], *, chat: bool) -> ApiRequest:
     given = {name: value for name, value in body.items() if value is not None and name not in HARMLESS}
     known = CHAT_FIELDS if chat else COMPLETION_FIELDS
     _refuse_unsupported(given, known)
-    if _int(given, "n", 1) != 1:
-        raise ApiError(400, f"n is {given['n']}: one completion for each request is supported, send several", param="n")
     sampling = {name: given[name] for name in SAMPLING if name in given}
     stop = given.get("stop", ())
     if isinstance(stop, Sequence) and not isinstance(stop, str) and len(stop) > MAX_STOPS:
@@ -107,20 +123,35 @@ def parse_request(body: Mapping[str, Any], *, chat: bool) -> ApiRequest:
     logprobs = _chat_logprobs(given) if chat else _completion_logprobs(given)
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    stream, options = _bool(given, "stream"), given.get("stream_options", {})
+    stream, streaming = _bool(given, "stream"), given.get("stream_options", {})
     if "stream_options" in given and not stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-    if not isinstance(options, Mapping) or options.keys() - {"include_usage", "include_obfuscation"}:
+    if not isinstance(streaming, Mapping) or streaming.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, "stream_options supports include_usage alone", param="stream_options")
     max_tokens = _int(given, "max_tokens", None)
     max_tokens = _int(given, "max_completion_tokens", max_tokens)
+    prompts = [_messages(given.get("messages"))] if chat else _prompts(given.get("prompt"))
+    n, echo = _int(given, "n", 1), _bool(given, "echo")
+    if not 1 <= n * len(prompts) <= MOST_CHOICES:
+        raise ApiError(400, f"n is {n} and there are {len(prompts)} prompts: 1 to {MOST_CHOICES} choices", param="n")
+    if echo and logprobs is not None:
+        raise ApiError(400, "echo does not go with logprobs: those of a prompt are not computed", param="echo")
+    options = {name: given[name] for name in CHAT_OPTIONS if name in given}
+    if "reasoning_effort" in given:
+        kwargs = options.get("chat_template_kwargs", {})
+        if not isinstance(kwargs, Mapping):
+            raise ApiError(400, "chat_template_kwargs must be an object", param="chat_template_kwargs")
+        options["chat_template_kwargs"] = {"reasoning_effort": given["reasoning_effort"], **kwargs}
     request = ApiRequest(
         chat=chat,
-        prompt=_messages(given.get("messages")) if chat else _prompt(given.get("prompt")),
+        prompts=prompts,
+        options=options,
         sampling=sampling,
+        n=n,
+        echo=echo,
         max_tokens=max_tokens,
         stream=stream,
-        include_usage=_bool(options, "include_usage"),
+        include_usage=_bool(streaming, "include_usage"),
     )
     request.params(MOST_TOKENS)  # for its errors
     return request
@@ -138,14 +169,13 @@ def _refuse_unsupported(given: Mapping[str, Any], known: set[str]) -> None:
         if name in known:
             continue
         if name in NEUTRAL:
-            # With tools, "auto" is a choice; without them it asks for nothing, and so do tools with "none".
-            if value in NEUTRAL[name] or (name == "tools" and given.get("tool_choice") == "none"):
+            if value in NEUTRAL[name]:
                 continue
             raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
         raise ApiError(400, f"unknown field {name!r}; {suggest(name, sorted(known))}", param=name)
 
 
-def _messages(messages: Any) -> list[dict[str, str]]:
+def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of at least one message", param="messages")
     plain = []
@@ -154,15 +184,19 @@ def _messages(messages: Any) -> list[dict[str, str]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, f"{param} must be an object with role and content", param=param)
         role = message["role"]
-        if role in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-            raise ApiError(400, f"{param}: calls of tools are not supported by this server", param=param)
+        if role == "function" or message.get("function_call"):
+            raise ApiError(400, f"{param}: calls of functions are not supported, those of tools are", param=param)
         if role not in ROLES:
             raise ApiError(400, f"{param}: the role is {role!r:.40}; {suggest(role, ROLES)}", param=param)
         for name, value in message.items():
-            if name not in MESSAGE_FIELDS and value not in (None, [], ""):
+            if name not in MESSAGE_FIELDS and name not in ANSWER_FIELDS and value not in (None, [], ""):
                 raise ApiError(400, f"{param}: the field {name!r:.40} is not supported by this server", param=param)
         role = "system" if role == "developer" else role
-        plain.append({"role": role, "content": _content(message.get("content"), param)})
+        more = {name: message[name] for name in ANSWER_FIELDS if message.get(name)}
+        content = message.get("content")
+        if role == "assistant" and content is None and more:
+            content = ""
+        plain.append({"role": role, "content": _content(content, param), **more})
     return plain
 
 
@@ -180,18 +214,14 @@ def _content(content: Any, param: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _prompt(prompt: Any) -> str | list[int]:
-    """A string or token ids; a list of one of either stands for it."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        raise ApiError(
-            400, f"prompt holds {len(prompt)} prompts: one is supported, send several requests", param="prompt"
-        )
-    ids = isinstance(prompt, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt)
-    if not prompt or not (isinstance(prompt, str) or ids):
-        raise ApiError(400, "prompt must be a text or a list of token ids, and not empty", param="prompt")
-    return prompt
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """A string or token ids, or a list of either."""
+    several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+    for one in (prompts := prompt if several else [prompt]):
+        ids = isinstance(one, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in one)
+        if not one or not (isinstance(one, str) or ids):
+            raise ApiError(400, "prompt must be a text or a list of token ids, and not empty", param="prompt")
+    return prompts
 
 
 def _chat_logprobs(given: Mapping[str, Any]) -> bool | int | None:
@@ -237,10 +267,10 @@ def _bool(given: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def named_field(message: str, names: Mapping[str, Any]) -> str | None:
+def named_field(message: str, names: Collection[str]) -> str | None:
     """The field that an error message begins with."""
-    first = message.split(" ", 1)[0]
-    return first if first in names or first == "max_tokens" else None
+    first = re.match(r"\w*", message)
+    return first[0] if first and first[0] in {*names, *CHAT_OPTIONS, "max_tokens"} else None
 
 
 def _no_constant(name: str) -> Any:

@@ -84,9 +84,7 @@ class Tokenizer:
         detokenizer = self.make_detokenizer(skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.finish()
 
-    def make_detokenizer(
-        self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
-    ) -> Detokenizer:
+    def make_detokenizer(self, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> Detokenizer:
         """A detokenizer that leaves out special tokens, but for those in `shown`."""
         return Detokenizer(self._bytes, self.special_ids - shown if skip_special_tokens else frozenset())
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 from jaxspec.errors import ConfigError, shown, suggest
@@ -58,11 +59,11 @@ class ChatOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """A checked conversation.
+    """A checked conversation, or a prompt of text, which has token ids alone.
 
     Attributes:
       ids: token ids of the prompt.
-      family: how the model marks its calls.
+      family: how the model marks its calls; None for a text.
       tools: the tools that may be called, by name, with the schemas of their arguments.
       required: whether a call has to come; `parallel`, whether several may.
       reasons: whether answers may begin with reasoning; `thinks`: whether the prompt opened it.
@@ -70,24 +71,28 @@ class Turn:
     """
 
     ids: list[int]
-    family: str
-    tools: Mapping[str, Mapping[str, Any]]
-    required: bool
-    parallel: bool
-    reasons: bool
-    thinks: bool
-    shown: frozenset[int]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the answer's text is its content."""
-        return not self.tools and not self.reasons and not self.thinks
+    family: str | None = None
+    tools: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    required: bool = False
+    parallel: bool = True
+    reasons: bool = False
+    thinks: bool = False
+    shown: frozenset[int] = frozenset()
 
     def make_parser(self) -> AnswerParser:
         """What reads the answer."""
         kind = HarmonyParser if self.family == "harmony" else AnswerParser
         most = None if self.parallel else 1
-        return kind(self.family, self.tools, reasons=self.reasons, thinks=self.thinks, most_calls=most)
+        return kind(self.family or "hermes", self.tools, reasons=self.reasons, thinks=self.thinks, most_calls=most)
+
+    def read(self, text: str) -> dict[str, Any] | None:
+        """The whole answer as a message; None where the prompt was a text."""
+        if self.family is None:
+            return None
+        parser = self.make_parser()
+        parser.push(text)
+        parser.finish()
+        return parser.message
 
 
 def open_turn(
@@ -132,7 +137,7 @@ def open_turn(
     text = tokenizer.apply_chat_template(plain, tools=list(tools) if tools else None, arguments=given)
     reasons = THINK in template or family == "harmony"
     markers = HARMONY_MARKERS if family == "harmony" else (FAMILIES[family].opening, FAMILIES[family].closing, "[ARGS]")
-    wanted = schemas or family == "harmony"
+    special = tokenizer.special_ids if schemas or family == "harmony" else ()
     return Turn(
         ids=tokenizer.encode(text, add_special_tokens=False),
         family=family,
@@ -141,9 +146,7 @@ def open_turn(
         parallel=parallel_tool_calls and chosen in CHOICES,
         reasons=reasons,
         thinks=reasons and text.rstrip().endswith(THINK),
-        shown=frozenset(i for i in tokenizer.special_ids if tokenizer.token_bytes(i).decode("utf-8", "replace") in markers)
-        if wanted
-        else frozenset(),
+        shown=frozenset(i for i in special if tokenizer.token_bytes(i).decode("utf-8", "replace") in markers),
     )
 
 
@@ -161,7 +164,9 @@ def check_tools(tools: object) -> dict[str, Mapping[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
             raise ConfigError(f"tools[{index}] must have a function with a name, got {shown(tool)}")
         if NAME.fullmatch(name) is None:
-            raise ConfigError(f"tools[{index}]: the name {shown(name)} must be 1 to 64 letters, digits, '_', '-' or '.'")
+            raise ConfigError(
+                f"tools[{index}]: the name {shown(name)} must be 1 to 64 letters, digits, '_', '-' or '.'"
+            )
         if name in schemas:
             raise ConfigError(f"tools[{index}]: the name {name!r} is there twice")
         schema = function.get("parameters")
