@@ -20,8 +20,8 @@ from jaxspec.checkpoint.shipped import warn_of_damage
 from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
 from jaxspec.engine import Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
-from jaxspec.foreign import check_keywords
 from jaxspec.files import checkpoint_digest, vocabulary_digest
+from jaxspec.foreign import check_keywords
 from jaxspec.loading import DamagedDraftError, OpenModels, open_models, plan_meshes
 from jaxspec.methods.auto.profiles import profile_path
 from jaxspec.methods.base import DeviceChoice, Method, Store

@@ -11,7 +11,7 @@ from native_models import LLAMA, write_native, write_tokenizer
 
 import jaxspec
 from jaxspec.llm import internals
-from jaxspec.scheduler import QueueError, OrderedLock
+from jaxspec.scheduler import OrderedLock, QueueError
 
 LONG = jaxspec.SamplingParams(max_tokens=50, ignore_eos=True)
 

@@ -27,7 +27,8 @@ from jaxspec.cli.processes import is_worker, processes_from, ran_as_worker
 from jaxspec.cli.progress import waiting
 from jaxspec.cli.run import command
 from jaxspec.config import parse_bytes
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, suggest
+from jaxspec.text.answer_parser import FAMILIES
 
 NAME = "jaxspec-serve"
 KEY_VARIABLE = "JAXSPEC_API_KEY"
@@ -49,6 +50,12 @@ def app(
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests in the queue; more are answered with 429.")] = 64,
     max_body: Annotated[str, typer.Option(help="Largest body of a request in bytes; 2MiB.")] = "1M",
     timeout: Annotated[float, typer.Option(min=1, help="Most seconds from a request to the end of its answer.")] = 600,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Web site whose pages may ask (CORS), or *; repeatable.")
+    ] = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools [what its chat template says].")
+    ] = None,
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that answers have to finish once the server is to end.")
     ] = 30,
@@ -67,6 +74,8 @@ def app(
     options["session_memory"] = parse_bytes("--session-memory", options["session_memory"], minimum=0)
     if api_key == "":
         raise ConfigError(f"the API key is empty; leave {KEY_VARIABLE} unset for none")
+    if tool_parser is not None and tool_parser not in FAMILIES:
+        raise ConfigError(f"--tool-parser is {tool_parser!r}; {suggest(tool_parser, FAMILIES)}")
     decoding = method_from(options)
     if plan:
         options["max_context"] = _context_of(options)
@@ -93,7 +102,8 @@ def app(
         limits = Limits(max_active, max_waiting, most_body, timeout)
         where = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         print(f"{NAME}: {name} at {where}/v1, live view at {where}/", file=sys.stderr, flush=True)
-        serve(ApiServer(llm, name, limits, api_key, hosts), listening, shutdown_timeout)
+        api = ApiServer(llm, name, limits, api_key, hosts, allow_origin or (), tool_parser)
+        serve(api, listening, shutdown_timeout)
 
 
 def _context_of(arguments: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
 
 from starlette.requests import Request
@@ -10,26 +10,44 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxspec.async_llm import Answer
-from jaxspec.results import Completion
+from jaxspec.results import Completion, StreamEvent
 from jaxspec.serve.protocol import ApiError
 from jaxspec.serve.replies import event_line
 
 STALL_SECONDS = 60.0  # that a client may leave a piece of an answer unread
 
 
-async def whole(answer: Answer, http: Request) -> Completion:
-    """The whole answer; the job is cancelled where the client leaves, with an `ApiError`."""
+async def whole(answers: Sequence[Answer], http: Request) -> list[Completion]:
+    """The whole answers; their jobs are cancelled where the client leaves, with an `ApiError`."""
     watch = asyncio.ensure_future(_until_gone(http.receive))
-    collect = asyncio.ensure_future(answer.completion())
+    collect = asyncio.gather(*(answer.completion() for answer in answers))
     try:
         await asyncio.wait({watch, collect}, return_when=asyncio.FIRST_COMPLETED)
         if not collect.done():
             raise ApiError(499, "the client has left")
         return collect.result()
     finally:
-        answer.job.cancel()
+        for answer in answers:
+            answer.job.cancel()
         watch.cancel()
         collect.cancel()
+
+
+async def merge_events(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, StreamEvent]]:
+    """Events of several answers as they come, each with the number of its answer; the first error ends them all."""
+    streams = [aiter(answer.events()) for answer in answers]
+    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, event = waiting.pop(task), task.result()
+                if event.completion is None:
+                    waiting[asyncio.ensure_future(anext(streams[index]))] = index
+                yield index, event
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -38,12 +56,14 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of a job; it is cancelled where the client leaves, or reads nothing for a while."""
+    """Server-sent events of jobs; they are cancelled where the client leaves, or reads nothing for a while."""
 
-    def __init__(self, answer: Answer, lines: AsyncIterator[bytes], headers: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self, answers: Sequence[Answer], lines: AsyncIterator[bytes], headers: Mapping[str, str] = MappingProxyType({})
+    ):
         """Send `lines` as they come; an `ApiError` after the first becomes an event of its own, before [DONE]."""
         self.status_code, self.background = 200, None
-        self._answer, self._lines = answer, lines
+        self._answers, self._lines = answers, lines
         kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         self.init_headers({**kind, **headers})
 
@@ -56,7 +76,8 @@ class EventStream(Response):
             if pump.done():
                 pump.result()
         finally:
-            self._answer.job.cancel()
+            for answer in self._answers:
+                answer.job.cancel()
             watch.cancel()
             pump.cancel()
 

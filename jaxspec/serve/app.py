@@ -1,6 +1,7 @@
 """The HTTP side: routes, limits, and from a body to an answer."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hmac
 import importlib.resources
@@ -9,30 +10,35 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxspec import __version__
 from jaxspec.async_llm import Answer
 from jaxspec.config import SamplingParams
-from jaxspec.engine import fresh_seed
+from jaxspec.engine import derive_seed, fresh_seed
 from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM, internals
 from jaxspec.results import DecodeStats, StreamEvent
 from jaxspec.scheduler import Job, QueueError, Scheduler
-from jaxspec.serve.answers import EventStream, whole
+from jaxspec.serve.answers import EventStream, merge_events, whole
 from jaxspec.serve.live import RoundWatcher
 from jaxspec.serve.metrics import Metrics
-from jaxspec.serve.protocol import ApiError, ApiRequest, named_field, parse_json, parse_request, take_flag
-from jaxspec.serve.replies import Reply, event_line
+from jaxspec.serve.protocol import CHAT_OPTIONS, ApiError, ApiRequest, named_field, parse_json, parse_request, take_flag
+from jaxspec.serve.replies import Choice, Reply, event_line
+from jaxspec.text.turn import Turn, open_turn
+
+TOKENIZED = ("prompt", "messages", *CHAT_OPTIONS)  # fields of /tokenize that decide its tokens
 
 LOG = logging.getLogger(__name__)
 
@@ -62,19 +68,27 @@ class ApiServer:
     """One model served through OpenAI's interface; `app` is the ASGI application."""
 
     def __init__(
-        self, llm: LLM, name: str, limits: Limits, api_key: str | None = None, hosts: tuple[str, ...] = LOOPBACK
-    ):
-        """Serve `llm` under a name. `hosts` are the hosts whose requests are answered, "*" for any."""
+        self, llm: LLM, name: str, limits: Limits, api_key: str | None = None, hosts: tuple[str, ...] = LOOPBACK,
+        origins: Sequence[str] = (), tool_parser: str | None = None,
+    ):  # fmt: skip
+        """Serve `llm` under a name. `hosts` are the hosts whose requests are answered, "*" for any.
+
+        `origins` are web sites whose pages may ask, "*" for any. `tool_parser` is that of `ChatOptions`.
+        """
         self.llm, self.name, self.limits = llm, name, limits
         self._engine = internals(llm).engine
         self.metrics = Metrics(name)
         self.scheduler = Scheduler(self.metrics, limits.active, limits.waiting)
-        self._key = api_key
+        self._key, self._tool_parser = api_key, tool_parser
         self._plain: LLM | None = None  # plain decoding on the same weights
         self._created = int(time.time())
         routes = [
             Route("/", self._page),
             Route("/health", self._health),
+            Route("/ping", self._health),
+            Route("/version", self._version),
+            Route("/tokenize", self._answering(self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._answering(self._detokenize), methods=["POST"]),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
@@ -82,14 +96,18 @@ class ApiServer:
             Route("/v1/completions", self._answering(partial(self._answer, chat=False)), methods=["POST"]),
             Route("/v1/live", self._answering(self._live), methods=["POST"]),
         ]
-        guard = Middleware(_KnownHosts, hosts=hosts, refuse=self._error)
+        guards = [Middleware(_KnownHosts, hosts=hosts, refuse=self._error)]
+        if origins:  # the outer one: a page sees errors too
+            guards.insert(
+                0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+            )
         handlers: Any = {
             ApiError: self._error,
             QueueError: self._described,
             HTTPException: self._http_error,
             Exception: self._described,
         }
-        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+        self.app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
     def _answering(self, answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
@@ -105,6 +123,28 @@ class ApiServer:
     async def _health(self, request: Request) -> Response:
         self.scheduler.check_alive()
         return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def _tokenize(self, http: Request) -> Response:
+        """Token ids of a prompt, or of messages through the chat template, as vLLM has them."""
+        body = await self._read_json(http)
+        self._check_model(body.get("model"))
+        request = parse_request({name: body[name] for name in body if name in TOKENIZED}, chat="messages" in body)
+        turns = await asyncio.to_thread(self._read_prompts, request)
+        if len(turns) > 1:
+            raise ApiError(400, "prompt holds several prompts, and one is tokenized", param="prompt")
+        ids = turns[0].ids
+        return JSONResponse({"count": len(ids), "max_model_len": self._engine.max_context, "tokens": ids})
+
+    async def _detokenize(self, http: Request) -> Response:
+        body = await self._read_json(http)
+        self._check_model(body.get("model"))
+        ids = body.get("tokens")
+        if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < 2**31 for i in ids):
+            raise ApiError(400, "tokens must be a list of token ids", param="tokens")
+        return JSONResponse({"prompt": await asyncio.to_thread(self.llm.tokenizer.decode, ids, False)})
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -131,13 +171,14 @@ class ApiServer:
         body = await self._read_json(http)
         self._check_model(body.get("model"))
         request = parse_request(body, chat=chat)
-        answer = await self._submit(request)
         reply = Reply(request, self.name, self.llm.tokenizer)
+        turns = await asyncio.to_thread(self._read_prompts, request)
+        answers = await self._submit(request, turns)
+        choices = [Choice(reply, index, turns[index // request.n]) for index in range(len(answers))]
+        headers = {"x-request-id": reply.id}
         if request.stream:
-            chunks = _stream_chunks(answer, reply, include_usage=request.include_usage)
-            return EventStream(answer, chunks, {"x-request-id": reply.id})
-        completion = await whole(answer, http)
-        return JSONResponse(reply.whole(completion), headers={"x-request-id": reply.id})
+            return EventStream(answers, _stream_chunks(answers, reply, choices), headers)
+        return JSONResponse(reply.whole(choices, await whole(answers, http)), headers=headers)
 
     async def _live(self, http: Request) -> Response:
         """An answer with everything that the page shows: what was drafted, and the tree of every round.
@@ -151,16 +192,18 @@ class ApiServer:
         if request.sampling.get("seed") is None:
             request = dataclasses.replace(request, sampling=request.sampling | {"seed": fresh_seed()})
         watcher = RoundWatcher(self.llm.tokenizer, self._engine.models)
-        answer = await self._submit(request, watcher)
-        return EventStream(answer, self._stream_rounds(answer, watcher, request if baseline else None))
+        turns = await asyncio.to_thread(self._read_prompts, request)
+        answers = (await self._submit(request, turns[:1], watcher))[:1]
+        again = partial(self._submit, request, turns[:1], plain=True) if baseline else None
+        return EventStream(answers, self._stream_rounds(answers, watcher, again))
 
     async def _stream_rounds(
-        self, answer: Answer, watcher: RoundWatcher, again: ApiRequest | None
+        self, answers: list[Answer], watcher: RoundWatcher, again: Callable[[], Any] | None
     ) -> AsyncIterator[bytes]:
         draft = self.llm.draft_path and self.llm.draft_path.name
         yield event_line({"method": self._engine.method.name, "draft": draft})
         tokens: tuple[int, ...] = ()
-        async for event in answer.events():
+        async for event in answers[0].events():
             for happened in watcher.take():
                 yield event_line(happened)
             if event.completion is not None:
@@ -168,50 +211,64 @@ class ApiServer:
                 yield event_line({"done": stats | {"finish_reason": event.completion.finish_reason}})
         if again is None:
             return
-        plain = await self._submit(again, plain=True)
-        answer.job = plain.job  # what is cancelled where the client leaves
-        async for event in plain.events():
+        answers[:] = await again()  # what is cancelled where the client leaves
+        async for event in answers[0].events():
             if event.completion is not None:
                 speed, equal = event.completion.stats.tokens_per_s, event.completion.token_ids == tokens
                 yield event_line({"baseline": {"tokens_per_s": speed, "equal": equal}})
 
-    async def _submit(self, request: ApiRequest, watcher: RoundWatcher | None = None, *, plain: bool = False) -> Answer:
-        """Check a request against the model and queue it; `plain` decodes it without drafts."""
+    async def _submit(
+        self, request: ApiRequest, turns: Sequence[Turn], watcher: RoundWatcher | None = None, *, plain: bool = False
+    ) -> list[Answer]:
+        """Check a request against the model and queue its choices; `plain` decodes them without drafts."""
         self.scheduler.check_room()
-        arrived = time.monotonic()
-        # A long text takes a while to encode.
-        events = await asyncio.to_thread(self._open, request, self._open_plain if plain else self.llm.stream)
-        answer = Answer(asyncio.get_running_loop(), describe_error)
-        answer.job = Job(events, answer.emit, arrived + self.limits.seconds, watcher, arrived=arrived)
-        self.scheduler.submit(answer.job)
-        return answer
+        arrived, stream = time.monotonic(), self._open_plain if plain else self.llm.stream
+        answers = []
+        try:
+            for turn in turns:
+                for events in await asyncio.to_thread(self._open, request, turn, stream):
+                    answer = Answer(asyncio.get_running_loop(), describe_error)
+                    answer.job = Job(events, answer.emit, arrived + self.limits.seconds, watcher, arrived=arrived)
+                    self.scheduler.submit(answer.job)
+                    answers.append(answer)
+        except Exception:
+            for answer in answers:
+                answer.job.cancel()
+            raise
+        return answers
 
-    def _open_plain(self, ids: list[int], sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
+    def _open_plain(self, turn: Turn, sampling: SamplingParams) -> Generator[StreamEvent, bool | None, None]:
         """Events of plain decoding, whose programs are compiled when it is first asked for."""
         if self._plain is None:
             self._plain = self.llm if self._engine.method.name == "ar" else self.llm.with_method("ar")
-        yield from self._plain.stream(ids, sampling)
+        yield from self._plain.stream(turn, sampling)
 
-    def _open(self, request: ApiRequest, stream: Callable[[list[int], SamplingParams], Any]) -> Any:
-        where = "messages" if request.chat else "prompt"
-        try:
-            ids = self.llm.encode(request.prompt)
-            context = self._engine.max_context
-            room, wanted = context - len(ids), request.max_tokens or 1
-            if room < max(wanted, 1):
-                asked = "" if request.max_tokens is None else f", and max_tokens {wanted} more"
-                raise ApiError(
-                    400, f"the prompt has {len(ids)} tokens{asked}: the model's context holds {context}",
-                    param=where if room < 1 else "max_tokens", code="context_length_exceeded",
-                )  # fmt: skip
-            return stream(ids, request.params(room))
-        except ApiError:
-            raise
-        except Exception as error:
-            described = describe_error(error)
-            if described.status == 400:
-                described.param = named_field(str(error), request.sampling) or where
-            raise described from error
+    def _read_prompts(self, request: ApiRequest) -> list[Turn]:
+        """Encode the prompts of a request, which takes a while where they are long; ApiError for what is wrong."""
+        self.scheduler.check_room()
+        with _naming_fields(request):
+            if not request.chat:
+                return [Turn(self.llm.encode(prompt)) for prompt in request.prompts]
+            options: Any = {"tool_parser": self._tool_parser, **request.options}
+            return [open_turn(self.llm.tokenizer, messages, **options) for messages in request.prompts]
+
+    def _open(self, request: ApiRequest, turn: Turn, stream: Callable[[Turn, SamplingParams], Any]) -> list[Any]:
+        """Events of each choice of a prompt."""
+        context = self._engine.max_context
+        room, wanted = context - len(turn.ids), request.max_tokens or 1
+        if room < max(wanted, 1):
+            asked = "" if request.max_tokens is None else f", and max_tokens {wanted} more"
+            raise ApiError(
+                400, f"the prompt has {len(turn.ids)} tokens{asked}: the model's context holds {context}",
+                param=request.where if room < 1 else "max_tokens", code="context_length_exceeded",
+            )  # fmt: skip
+        with _naming_fields(request):
+            sampling = request.params(room)
+            if request.n == 1:
+                return [stream(turn, sampling)]
+            seed = fresh_seed() if sampling.seed is None else sampling.seed
+            each = [dataclasses.replace(sampling, n=1, seed=derive_seed(seed, index)) for index in range(request.n)]
+            return [stream(turn, one) for one in each]
 
     async def _read_json(self, request: Request) -> dict[str, Any]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -294,18 +351,36 @@ PAGE_POLICY = (
 )
 
 
-async def _stream_chunks(answer: Answer, reply: Reply, *, include_usage: bool) -> AsyncIterator[bytes]:
-    opened = False
-    async for event in answer.events():
-        chunks = [] if opened else [reply.first()]
-        opened = True
-        chunks.append(reply.part(event))
+async def _stream_chunks(answers: Sequence[Answer], reply: Reply, choices: Sequence[Choice]) -> AsyncIterator[bytes]:
+    """Chunks of all choices as they come; those that open a chat come at once."""
+    opening = [chunk for choice in choices if (chunk := choice.first()) is not None]
+    if opening:
+        yield b"".join(map(event_line, opening))
+    completions: list[Any] = [None] * len(choices)
+    async for index, event in merge_events(answers):
+        choice = choices[index]
+        chunks = [choice.part(event)]
         if event.completion is not None:
-            chunks.append(reply.last(event.completion))
-            if include_usage:
-                chunks.append(reply.usage(event.completion))
+            completions[index] = event.completion
+            chunks.append(choice.last(event.completion))
+            if reply.request.include_usage and all(completions):
+                chunks.append(reply.usage(completions))
         if lines := b"".join(event_line(chunk) for chunk in chunks if chunk is not None):
             yield lines
+
+
+@contextlib.contextmanager
+def _naming_fields(request: ApiRequest) -> Iterator[None]:
+    """Let errors within be `ApiError`s that name the field of the request."""
+    try:
+        yield
+    except (ApiError, QueueError):
+        raise
+    except Exception as error:
+        described = describe_error(error)
+        if described.status == 400:
+            described.param = named_field(str(error), request.sampling) or request.where
+        raise described from error
 
 
 def describe_error(error: BaseException) -> ApiError:

@@ -81,6 +81,11 @@ class ApiRequest:
     stream: bool
     include_usage: bool
 
+    @property
+    def where(self) -> str:
+        """The field of its prompts."""
+        return "messages" if self.chat else "prompt"
+
     def params(self, room: int) -> SamplingParams:
         """Sampling parameters where the context has room for `room` tokens after the prompt."""
         wanted = self.max_tokens
@@ -270,7 +275,7 @@ def _bool(given: Mapping[str, Any], name: str) -> bool:
 def named_field(message: str, names: Collection[str]) -> str | None:
     """The field that an error message begins with."""
     first = re.match(r"\w*", message)
-    return first[0] if first and first[0] in {*names, *CHAT_OPTIONS, "max_tokens"} else None
+    return first[0] if first and first[0] in {*names, *CHAT_OPTIONS, "max_tokens", "n"} else None
 
 
 def _no_constant(name: str) -> Any:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypedDict
 
 from jaxspec.errors import ConfigError, shown, suggest
@@ -72,7 +71,7 @@ class Turn:
 
     ids: list[int]
     family: str | None = None
-    tools: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    tools: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     required: bool = False
     parallel: bool = True
     reasons: bool = False

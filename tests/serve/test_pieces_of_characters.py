@@ -6,14 +6,15 @@ from jaxspec.methods.core.round import StepOutput
 from jaxspec.results import StreamEvent
 from jaxspec.serve.live import RoundWatcher
 from jaxspec.serve.protocol import parse_request
-from jaxspec.serve.replies import Reply
+from jaxspec.serve.replies import Choice, Reply
+from jaxspec.text.turn import Turn
 
 FIRST, SECOND = ("é".encode()[at : at + 1] for at in (0, 1))
 TOKENIZER = SimpleNamespace(token_bytes=[b"a", FIRST, SECOND, b"b", b"<end>"].__getitem__, special_ids={4})
 
 
 def test_log_probabilities_name_the_bytes_and_count_characters():
-    reply = Reply(parse_request({"prompt": "a", "logprobs": 2}, chat=False), "m", TOKENIZER)
+    reply = Choice(Reply(parse_request({"prompt": "a", "logprobs": 2}, chat=False), "m", TOKENIZER), 0, Turn([]))
     top = (((0, -0.1), (1, -2.0)), ((1, -0.5), (2, -0.9)), ((2, -0.1), (1, -3.0)), ((3, 0.0), (0, -9.0)))
     event = StreamEvent("aéb", (0, 1, 2, 3), (False,) * 4, (-0.1, -0.5, -0.1, 0.0), top_logprobs=top)
     logprobs = reply.part(event)["choices"][0]["logprobs"]
