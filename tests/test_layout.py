@@ -13,20 +13,20 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 31_631,
-    "jaxspec/*.py": 2_899,
+    "jaxspec": 32_500,
+    "jaxspec/*.py": 2_937,
     "jaxspec/methods": 6_500,
     "jaxspec/sampling jaxspec/tree": 1_430,
     "jaxspec/models": 3_740,
     "jaxspec/offload": 2_040,
     "jaxspec/checkpoint": 4_495,
     "jaxspec/runtime": 2_265,
-    "jaxspec/text": 1_570,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_714,
+    "jaxspec/text": 2_202,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_910,
     "pallas_kernels": 5_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 8_600,
-    "tests": 31_610,
+    "tests": 32_141,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
 

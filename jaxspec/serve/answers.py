@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxspec.async_llm import Answer
 from jaxspec.results import Completion, StreamEvent
 from jaxspec.serve.protocol import ApiError
-from jaxspec.serve.replies import event_line
+from jaxspec.serve.replies import Choice, Reply, event_line
 
 STALL_SECONDS = 60.0  # that a client may leave a piece of an answer unread
 
@@ -33,7 +34,7 @@ async def whole(answers: Sequence[Answer], http: Request) -> list[Completion]:
         collect.cancel()
 
 
-async def merge_events(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, StreamEvent]]:
+async def _merge_events(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, StreamEvent]]:
     """Events of several answers as they come, each with the number of its answer; the first error ends them all."""
     streams = [aiter(answer.events()) for answer in answers]
     waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
@@ -48,6 +49,24 @@ async def merge_events(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, St
     finally:
         for task in waiting:
             task.cancel()
+
+
+async def stream_chunks(answers: Sequence[Answer], reply: Reply, choices: Sequence[Choice]) -> AsyncIterator[bytes]:
+    """Chunks of all choices as they come; those that open a chat come at once."""
+    opening = [chunk for choice in choices if (chunk := choice.first()) is not None]
+    if opening:
+        yield b"".join(map(event_line, opening))
+    completions: list[Any] = [None] * len(choices)
+    async for index, event in _merge_events(answers):
+        choice = choices[index]
+        chunks = [choice.part(event)]
+        if event.completion is not None:
+            completions[index] = event.completion
+            chunks.append(choice.last(event.completion))
+            if reply.request.include_usage and all(completions):
+                chunks.append(reply.usage(completions))
+        if lines := b"".join(event_line(chunk) for chunk in chunks if chunk is not None):
+            yield lines
 
 
 async def _until_gone(receive: Receive) -> None:

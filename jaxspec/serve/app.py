@@ -31,7 +31,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM, internals
 from jaxspec.results import DecodeStats, StreamEvent
 from jaxspec.scheduler import Job, QueueError, Scheduler
-from jaxspec.serve.answers import EventStream, merge_events, whole
+from jaxspec.serve.answers import EventStream, stream_chunks, whole
 from jaxspec.serve.live import RoundWatcher
 from jaxspec.serve.metrics import Metrics
 from jaxspec.serve.protocol import CHAT_OPTIONS, ApiError, ApiRequest, named_field, parse_json, parse_request, take_flag
@@ -177,7 +177,7 @@ class ApiServer:
         choices = [Choice(reply, index, turns[index // request.n]) for index in range(len(answers))]
         headers = {"x-request-id": reply.id}
         if request.stream:
-            return EventStream(answers, _stream_chunks(answers, reply, choices), headers)
+            return EventStream(answers, stream_chunks(answers, reply, choices), headers)
         return JSONResponse(reply.whole(choices, await whole(answers, http)), headers=headers)
 
     async def _live(self, http: Request) -> Response:
@@ -349,24 +349,6 @@ class _KnownHosts:
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
-
-
-async def _stream_chunks(answers: Sequence[Answer], reply: Reply, choices: Sequence[Choice]) -> AsyncIterator[bytes]:
-    """Chunks of all choices as they come; those that open a chat come at once."""
-    opening = [chunk for choice in choices if (chunk := choice.first()) is not None]
-    if opening:
-        yield b"".join(map(event_line, opening))
-    completions: list[Any] = [None] * len(choices)
-    async for index, event in merge_events(answers):
-        choice = choices[index]
-        chunks = [choice.part(event)]
-        if event.completion is not None:
-            completions[index] = event.completion
-            chunks.append(choice.last(event.completion))
-            if reply.request.include_usage and all(completions):
-                chunks.append(reply.usage(completions))
-        if lines := b"".join(event_line(chunk) for chunk in chunks if chunk is not None):
-            yield lines
 
 
 @contextlib.contextmanager
