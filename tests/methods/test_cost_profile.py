@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from method_cases import LLAMA_AUTO_LONG, PROMPT, Case, models_of, params_of, pl
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
-from jaxspec.methods.auto.costs import can_measure, measured_rows
+from jaxspec.methods.auto.costs import measured_rows, spare_slots
 from jaxspec.methods.auto.profiles import (
     Learned,
     RoundTimes,
@@ -174,36 +173,25 @@ def test_a_slow_machine_is_measured_less_often(store, monkeypatch):
         assert clock.samples == samples and times.plain_s == pytest.approx(slow * PLAIN_S)
 
 
-def test_what_rounds_took_corrects_the_costs_and_is_kept_with_what_was_learned(clocked, store):
-    """What rounds cost above one row takes half as long again: the factor is 1.5, in this process and the next."""
-    engine, clock = clocked
+def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
+    engine, _ = clocked
     params = params_of(CASE, "copy")
     run(engine, params, PROMPT, 8, seed=3)
-    runner = engine.runner
-    before = np.array(runner.report().pass_cost)
-    for drafted in [1, 2, 4] * 40:
-        round_ = SimpleNamespace(drafted=drafted, draft_passes=drafted)
-        above = runner.costs.rounds[drafted] + drafted * runner.costs.draft - 1
-        # Another program slows all passes by a third.
-        runner.observe_drafted([round_], 1.3 * PLAIN_S * (1 + 1.5 * above))
     run(engine, params, PROMPT, 200, seed=4)
-    after = np.array(runner.report().pass_cost)
-    np.testing.assert_allclose(after - 1, 1.5 * (before - 1), rtol=0.1)
     again = make_engine(store)
-    np.testing.assert_allclose(again.runner.report().pass_cost, after, rtol=0.1)
     kept = again.runner.drafter.learned
-    assert 0 < float(kept.accepted.sum()) <= float(kept.tried.sum())
+    assert float(kept.accepted.sum()) > 0 and float(kept.tried.sum()) > 0
     assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
 
 
 def test_damaged_learned_rates_are_no_rates(store):
     profile = find(store)
-    learned = Learned([2.0] * KINDS, [1.0] * KINDS, 1.5)
+    learned = Learned([2.0] * KINDS, [1.0] * KINDS)
     save_learned(profile, learned)
     assert load_learned(profile) == learned
     (path,) = profile.parent.iterdir()
     good = json.loads(path.read_text())
-    for damaged in ("{", {**good, "tried": [1.0]}, {**good, "accepted": [3.0] * KINDS}, {**good, "correction": 0.0}):
+    for damaged in ("{", {**good, "tried": [1.0]}, {**good, "accepted": [-1.0] * KINDS}):
         path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
         assert load_learned(profile) is None, damaged
 
@@ -256,7 +244,7 @@ def test_where_nothing_is_measured(store, monkeypatch):
     streamed = models._replace(target=dataclasses.replace(models.target, resident_layers=1))
     assert find_costs(store.cache_folder, streamed, 16) is None
     assert find(store, CASE._replace(degree=4)) is None
-    assert not can_measure(128, 16) and can_measure(1024, 16) and measured_rows(3) == [1, 2, 3]
+    assert spare_slots(128, 16) < 0 <= spare_slots(1024, 16) and measured_rows(3) == [1, 2, 3]
     assert measured_rows(1024)[-1] == 64 and STEPS_PER_DISPATCH > 0
     given = CASE._replace(method=Auto(draft_cost=0.1, pass_cost=(1.0, 1.1), round_cost=0.1))
     assert make_engine(store, given).runner.calibrated

@@ -31,11 +31,10 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 TOGETHER = 2
 # Samples of each kind of round, after one that warms up; no further ones after so many seconds.
 MOST_SAMPLES, ENOUGH_S = 6, 0.5
+# Tokens of context at which rounds are timed, as far as the cache has room: attention over them makes rows dearer.
+CONTEXT = 256
 # Children of a node that the draft model proposes.
 BRANCH = 2
-# Rounds after which their times correct the costs, how much an older one counts less, and the least change and the
-# largest factor of a correction.
-ENOUGH_ROUNDS, OLDER, NOTICED, MOST_CORRECTION = 64, 0.995, 0.05, 2.0
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -64,11 +63,11 @@ def measured_rows(num_rows: int) -> list[int]:
     return sorted({rows for rows in ROWS if rows < num_rows} | {min(num_rows, ROWS[-1])})
 
 
-def can_measure(slots: int, num_rows: int) -> bool:
-    """Whether all rounds of one sample fit into a cache of so many slots, whatever is accepted."""
+def spare_slots(slots: int, num_rows: int) -> int:
+    """What all rounds of one sample leave of a cache of so many slots, whatever is accepted; negative if too few."""
     most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows)
     most += ROUNDS_PER_DISPATCH * STEPS_PER_DISPATCH
-    return slots >= most + num_rows
+    return slots - most - num_rows
 
 
 def measure_rounds(
@@ -108,7 +107,7 @@ def measure_rounds(
 class MeasuringRunner(SpeculativeRunner):
     """A `SpeculativeRunner` that measures what its rounds cost where nothing was measured yet.
 
-    The rounds of texts correct what was measured, and what is learned of drafts is kept for later processes.
+    What is learned of drafts is kept for later processes.
     """
 
     def __init__(
@@ -122,20 +121,15 @@ class MeasuringRunner(SpeculativeRunner):
         """
         super().__init__(*arguments, num_rows=num_rows, **settings)
         self._num_rows, self._length, self._weigh = num_rows, length, weigh
-        self._profile = profile if can_measure(self.slots, num_rows) else None
+        self._profile = profile if spare_slots(self.slots, num_rows) >= 0 else None
         self.times = times
         learned = None if profile is None else load_learned(profile)
-        self._correction = 1.0 if learned is None else learned.correction
-        # The normal equations of rounds' seconds by their passes of one row and by what they cost above these.
-        self._normal, self._rounds = np.zeros((2, 3)), 0.0
         self._tokens, self._keep_at = 0, WORTH_KEEPING
-        self._measured = weigh(times)
-        self.costs = self._measured.corrected(self._correction)
+        self.costs = weigh(times)
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
             rates: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
             self.drafter.learned = AcceptanceStats(*rates)
-        self.drafter.use_costs(self.costs)
         if self._profile is not None and times is None:
             self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))
 
@@ -149,53 +143,21 @@ class MeasuringRunner(SpeculativeRunner):
             return state
         self.times = measure_rounds(self, params, state, self._num_rows, self._length)
         save_costs(self._profile, self.times)
-        self._correction = 1.0
-        self.costs = self._measured = self._weigh(self.times)
+        self.costs = self._weigh(self.times)
         self.drafter.use_costs(self.costs)
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
-    def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
-        self.correct()
-        return super().start(root, state)
-
-    def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
-        self.correct()
-        return super().resume(params, state, tokens, common)
-
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
-
-    def observe_drafted(self, outputs: Sequence[StepOutput], seconds: float) -> None:
-        if self.times is None:
-            return
-        costs, count = self._measured, len(outputs)
-        expected = sum(costs.rounds[output.drafted] + costs.draft * output.draft_passes for output in outputs)
-        known = np.array([count, expected - count])
-        self._normal = OLDER**count * self._normal + np.outer(known, [*known, seconds])
-        self._rounds = OLDER**count * self._rounds + count
-
-    def correct(self) -> None:
-        """Multiply what a round costs above a pass of one row by a factor, so that it fits what rounds took.
-
-        Both parts of a round's time are fitted: another program that slows all passes alike changes no costs.
-        """
-        one_row, above = np.linalg.lstsq(self._normal[:, :2], self._normal[:, 2])[0]
-        if self._rounds < ENOUGH_ROUNDS or one_row <= 0:
-            return
-        correction = float(np.clip(above / one_row, 1 / MOST_CORRECTION, MOST_CORRECTION))
-        if abs(correction / self._correction - 1) > NOTICED:
-            self._correction = correction
-            self.costs = self._measured.corrected(correction)
-            self.drafter.use_costs(self.costs)
 
     def close(self, state: SpeculativeState | None) -> None:
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens
         tried, accepted = (np.asarray(leaf).tolist() for leaf in (state.draft.stats.tried, state.draft.stats.accepted))
-        save_learned(self._profile, Learned(tried, accepted, self._correction))
+        save_learned(self._profile, Learned(tried, accepted))
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)
@@ -213,6 +175,10 @@ def _sample(
     request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, 1)
     state = runner.start(int(text[0]), state)
     target, draft, verified = state.target, state.draft, state.verified
+    # What the cache holds does not matter to the times.
+    context = np.int32(min(CONTEXT, spare_slots(runner.slots, num_rows)))
+    cache = dataclasses.replace(target.cache, length=place(context, target.cache.length.sharding))
+    target = dataclasses.replace(target, cache=cache)
     jax.block_until_ready((target, draft))
     seconds: dict[Any, float] = {}
 
@@ -243,10 +209,12 @@ def _sample(
         spent = (now() - start) / TOGETHER
         seconds["draft", wanted], seconds["passes", wanted] = spent, sum(map(int, passes)) / TOGETHER
     if runner.shared_rounds is not None:
-        # Rounds that verify no draft: what each takes apart from its tokens, which are decoded plainly.
+        # Rounds that verify no draft: what each takes apart from its token, which is decoded plainly. As after a draft
+        # that was right: later rounds would decode several tokens.
         drafter.use_costs(_costs_of_drafts(num_rows, 0))
         verified = first_verified(executor.verified, next(unseen))
-        jax.block_until_ready(verified)
+        target = dataclasses.replace(target, idle=place(np.int32(0), target.idle.sharding))
+        jax.block_until_ready((verified, target))
         start = now()
         target, draft, verified, rounds = runner.dispatch_rounds(
             params, target, draft, verified, request, ROUNDS_PER_DISPATCH

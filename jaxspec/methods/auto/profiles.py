@@ -54,11 +54,10 @@ class RoundTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """What a process learned of its drafts: see `AcceptanceStats`, and `MeasuringRunner.correct`."""
+    """What a process learned of its drafts: the counts of `AcceptanceStats`."""
 
     tried: Sequence[float]
     accepted: Sequence[float]
-    correction: float = 1.0
 
 
 def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None:
@@ -182,12 +181,11 @@ def _read_times(saved: Any) -> RoundTimes:
 
 
 def _read_learned(saved: Any) -> Learned:
-    learned = Learned(saved["tried"], saved["accepted"], saved["correction"])
+    learned = Learned(saved["tried"], saved["accepted"])
     if not len(learned.tried) == len(learned.accepted) == KINDS:
         raise ValueError("its kinds of tokens are others")
-    pairs = zip(learned.tried, learned.accepted, strict=True)
-    if not (all(0 <= accepted <= tried < math.inf for tried, accepted in pairs) and 0 < learned.correction < math.inf):
-        raise ValueError("a rate is none")
+    if not all(0 <= count < math.inf for count in (*learned.tried, *learned.accepted)):
+        raise ValueError("a count is none")
     return learned
 
 

@@ -101,12 +101,6 @@ class CostModel:
         rounds[0] = self.passes[0] + self.round / STEPS_PER_DISPATCH
         return rounds
 
-    def corrected(self, factor: float) -> "CostModel":
-        """The same with all that a drafted round costs above a pass of one row multiplied by a factor."""
-        return dataclasses.replace(
-            self, passes=1 + factor * (self.passes - 1), draft=factor * self.draft, round=factor * self.round
-        )
-
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""
         shapes = self.shapes(placement)

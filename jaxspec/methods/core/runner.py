@@ -271,14 +271,8 @@ class SpeculativeRunner(Runner):
             self._undrafted = 0 if output.draft_passes else self._undrafted + len(output.tokens)
         if allowed is None:
             self.timer.leave_out()
-            return
-        seconds = self.timer.observe(*outputs, allowed=allowed)
-        if seconds is not None:
-            self.observe_drafted([one for one in outputs if one.draft_passes > 0 or one.drafted > 0], seconds)
-
-    def observe_drafted(self, outputs: Sequence[StepOutput], seconds: float) -> None:
-        """Take in what rounds with drafts took together."""
-        return None
+        else:
+            self.timer.observe(*outputs, allowed=allowed)
 
 
 def _with_states(verified: Verified, states: PromptStates | None) -> Verified:

@@ -109,10 +109,8 @@ class RoundTimer:
             self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
         return self._rounds > self._paused_until
 
-    def observe(self, *outputs: StepOutput, allowed: bool, delayed: bool = False) -> float | None:
+    def observe(self, *outputs: StepOutput, allowed: bool, delayed: bool = False) -> None:
         """The rounds of one dispatch were read; `allowed` says whether they could draft.
-
-        Returns the seconds of the rounds with a draft; None where there are none, or their time is not known.
 
         `delayed` says whether a pass that is none of theirs ran before them, on the same devices.
         """
@@ -120,7 +118,7 @@ class RoundTimer:
         last, self._last = self._last, now
         drafted = [len(output.tokens) for output in outputs if output.draft_passes > 0 or output.drafted > 0]
         if last is None:
-            return None
+            return
         tokens = sum(len(output.tokens) for output in outputs)
         rest = tokens - sum(drafted)  # of the rounds without a draft
         usual = len(drafted) * self._usual(1, True) + (self._usual(rest, False) if rest else 0.0)
@@ -142,10 +140,8 @@ class RoundTimer:
             self._drafted.extend((count, share / len(drafted)) for count in drafted)
             self._ever[0] += sum(drafted)
             self._ever[1] += share
-            return share
         elif not allowed:
             self._plain.append(seconds / tokens)
-        return None
 
     @property
     def total_gain(self) -> float | None:
