@@ -15,9 +15,9 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
-from jaxspec.methods.core.cost_model import AcceptanceStats, CostModel
+from jaxspec.methods.core.cost_model import PRIOR_MEAN, AcceptanceStats, CostModel
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
-from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
+from jaxspec.methods.core.runner import RESTING, ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import time_turns
 from jaxspec.methods.core.verify import Draft
 from jaxspec.results import Choice
@@ -125,7 +125,7 @@ class MeasuringRunner(SpeculativeRunner):
         self.times = times
         learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
-        self.costs = weigh(times)
+        self._use(weigh(times))
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
             rates: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
@@ -143,10 +143,15 @@ class MeasuringRunner(SpeculativeRunner):
             return state
         self.times = measure_rounds(self, params, state, self._num_rows, self._length)
         save_costs(self._profile, self.times)
-        self.costs = self._weigh(self.times)
-        self.drafter.use_costs(self.costs)
+        self._use(self._weigh(self.times))
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
+
+    def _use(self, costs: CostModel) -> None:
+        self.costs = costs
+        self.drafter.use_costs(costs)
+        # A draft that is not expected to pay takes no prompt before it is asked.
+        self._undrafted = 0 if costs.pays(PRIOR_MEAN, self._length) else RESTING
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)

@@ -101,6 +101,12 @@ class CostModel:
         rounds[0] = self.passes[0] + self.round / STEPS_PER_DISPATCH
         return rounds
 
+    def pays(self, rate: float, length: int) -> bool:
+        """Whether a chain of up to `length` tokens, each accepted with a chance of `rate`, gains on plain decoding."""
+        tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
+        gain = (1 + np.cumsum(rate**tokens)) / (self.rounds[tokens] + self.draft * tokens)
+        return bool(gain.max(initial=0.0) > 1 / self.rounds[0])
+
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""
         shapes = self.shapes(placement)

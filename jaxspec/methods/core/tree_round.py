@@ -55,7 +55,7 @@ from jaxspec.tree.tree import Tree, init_tree
 SYNC_ROWS = 16
 # Tokens decoded without the draft model before it is tried again, though it seemed not to pay: the first time. Each
 # further time that it is tried for nothing doubles the number.
-FIRST_PATIENCE, LONGEST_PATIENCE = 8, 1024
+FIRST_PATIENCE, LONGEST_PATIENCE = 32, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +257,10 @@ def _weigh(
     spent = costs.rounds[jnp.minimum(num_copied + length, num_rows - 1)] + costs.draft * length
     pays = jnp.max(gain / spent) > copy_gain / costs.rounds[num_copied]
     idle = state.idle + verified.count
-    retry = ~pays & (num_copied == 0) & (idle >= state.patience)
+    # A draft that would not pay if all its tokens were accepted is never tried.
+    best = (1 + length) / (costs.rounds[jnp.minimum(length, num_rows - 1)] + costs.draft * length)
+    hopeful = best.max() > 1 / costs.rounds[0]
+    retry = ~pays & (num_copied == 0) & (idle >= state.patience) & hopeful
     wanted = pays | retry
 
     if root is None:
