@@ -207,7 +207,7 @@ def test_a_poor_draft_is_left_alone_and_tried_again_ever_more_rarely(draft, samp
     expected = [min(FIRST_PATIENCE * 2**n, LONGEST_PATIENCE) for n in range(len(waits))]
     assert len(expected) >= 3
     for gap, patience in zip(waits, expected, strict=True):
-        assert patience <= gap <= patience + 16
+        assert patience <= gap < 2 * patience
 
 
 def test_where_nothing_pays_a_round_decodes_several_tokens():
