@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.methods.core import round
-from jaxspec.models import kv_cache, transformer
+from jaxspec.models import kv_cache, rope, transformer
 from jaxspec.sampling import accept, noise
 from jaxspec.tree import reroot, select, tree
 
@@ -82,6 +82,14 @@ def nothing_moves(right):
     return lambda cache, slots, count=None: cache
 
 
+def order_of_the_checkpoint(right):
+    return lambda rope, head_dim, neighbours: None
+
+
+def grows_within_the_pass(right):
+    return lambda cfg, position: right(cfg, position - position[0])
+
+
 def window_order_stays(right):
     def reroot(tree, tokens, count, **options):
         moved = right(tree, tokens, count, **options)
@@ -143,6 +151,7 @@ def parents_may_be_missing(right):
 
 
 SEAM = "tests/methods/test_verify_seam.py::test_any_tree_gives_the_tokens_of_plain_decoding"
+GOLDEN = "tests/checkpoint/test_family_golden.py::test_logits_from_both_formats"
 FAULTS = {
     "wrong tree mask": Fault(
         "a row of a tree sees every earlier row, not only its ancestors",
@@ -197,5 +206,13 @@ FAULTS = {
         "drafted tokens after the end of the text are counted",
         round.StepOutput, "cut", counts_are_not_cut,
         "tests/test_metrics.py::test_a_cut_round_keeps_what_was_drafted_for_the_kept_tokens",
+    ),
+    "rotary pairs apart": Fault(
+        "heads of which a part turns keep the checkpoint's order",
+        rope, "rotary_order", order_of_the_checkpoint, f"{GOLDEN}[glm4]",
+    ),
+    "queries do not grow": Fault(
+        "the factor of a query goes by its place in the batch, not by its position",
+        transformer, "query_factors", grows_within_the_pass, f"{GOLDEN}[ministral3]",
     ),
 }  # fmt: skip
