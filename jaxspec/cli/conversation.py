@@ -30,13 +30,17 @@ class Conversation:
 
     def __init__(
         self, llm: "LLM", sampling: Any, system: str | None, show: Callable[["StreamEvent"], None],
-        summary: Callable[["Completion"], str], stats: bool = False,
+        summary: Callable[["Completion"], str], stats: bool = False, tools: list[Any] | None = None,
     ):  # fmt: skip
-        """`show` prints a piece of an answer, `summary` is what /stats prints; with `stats`, after every answer."""
+        """`show` prints a piece of an answer, `summary` is what /stats prints; with `stats`, after every answer.
+
+        Answers may call `tools`: their results are asked for.
+        """
         if not llm.tokenizer.has_chat_template:
             raise ConfigError(f"{llm.model_path} has no chat template, which --interactive needs")
         self._llm, self._sampling, self._show, self._summary = llm, sampling, show, summary
         self._stats = stats
+        self._options: Any = {} if tools is None else {"tools": tools}
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._beginning)
         self._latest: Completion | None = None
@@ -70,25 +74,36 @@ class Conversation:
     def _answer(self, question: str) -> None:
         """Stream an answer; an interrupt ends it, and what was said of it stays part of the conversation."""
         messages = [*self._messages, {"role": "user", "content": question}]
+        while (answer := self._stream(messages)) is not None:
+            self._latest = answer
+            self._messages = messages = [*messages, answer.message or {"role": "assistant", "content": answer.text}]
+            if self._stats:
+                _say(self._summary(answer))
+            if not answer.tool_calls:
+                return
+            for call in answer.tool_calls:
+                _say(f"result of {call['function']['name']}({call['function']['arguments']})?")
+                result = {"role": "tool", "tool_call_id": call["id"], "content": _read_line("= ") or ""}
+                messages = [*messages, result]
+
+    def _stream(self, messages: list[dict[str, Any]]) -> "Completion | None":
+        """The answer to a conversation, printed as it comes; None where there is none."""
         try:
-            events = self._llm.stream(messages, self._sampling)
+            events = self._llm.stream(messages, self._sampling, **self._options)
         except ConfigError as error:
             _say(f"{error}; /reset begins anew")
-            return
+            return None
         with events, passes_shown(self._llm), interrupts_noted() as interrupted:
             event = None
             while event is None or event.completion is None:
                 if interrupted.is_set() and event is None:
-                    return
+                    return None
                 if interrupted.is_set():
                     events.abort()
                 event = next(events)
                 self._show(event)
         print(flush=True)
-        self._latest = event.completion
-        self._messages = [*messages, {"role": "assistant", "content": event.completion.text}]
-        if self._stats:
-            _say(self._summary(event.completion))
+        return event.completion
 
 
 def _say(text: str) -> None:
@@ -97,13 +112,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _read_line() -> str | None:
+def _read_line(prompt: str = PROMPT) -> str | None:
     """The next line, None at the end of the input; an interrupt begins a new line."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
             try:
-                return input(PROMPT if sys.stdin.isatty() else "").strip()
+                return input(prompt if sys.stdin.isatty() else "").strip()
             except KeyboardInterrupt:
                 print()
             except EOFError:

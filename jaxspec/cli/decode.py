@@ -84,6 +84,9 @@ def app(
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="A conversation: questions from the terminal, /help, Ctrl-D.")
     ] = False,
+    tools: Annotated[
+        Path | None, typer.Option(help="With --interactive, a JSON list of tools that answers may call.")
+    ] = None,
 ) -> None:
     """Decode one prompt with the lowest latency, streaming the text; with --interactive, hold a conversation.
 
@@ -114,6 +117,9 @@ def app(
     if compare and (interactive or asks_for_several(options)):
         raise ConfigError("--compare decodes one prompt in one process: it goes neither with --interactive nor several")
     out = check_new_file(trace, "--trace")
+    if tools is not None and not interactive:
+        raise ConfigError("--tools are for a conversation: add --interactive")
+    functions = None if tools is None else _read_tools(tools)
     if interactive:
         _check_interactive(options, prompt is not None or prompt_file is not None, json_, trace)
     worker = is_worker(options)
@@ -128,7 +134,7 @@ def app(
             return
         if interactive:
             show(None)
-            Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary, stats).run()
+            Conversation(llm, sampling, options.get("system"), _shower(show_drafted), _summary, stats, functions).run()
             return
         prepared = llm.encode(_messages(llm, text, options))
         plain = _ready_for_comparison(llm, show) if compare else None
@@ -157,6 +163,17 @@ def _check_interactive(options: dict[str, Any], prompt: bool, json_: bool, trace
     ):  # fmt: skip
         if given:
             raise ConfigError(f"--interactive is a conversation: {what} does not go with it")
+
+
+def _read_tools(file: Path) -> list[Any]:
+    from jaxspec.text.turn import check_tools
+
+    try:
+        tools = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--tools {file} cannot be read: {error}") from error
+    check_tools(tools)
+    return tools
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -1,5 +1,6 @@
 """`jaxspec-decode --interactive`: a conversation in the terminal."""
 
+import dataclasses
 import os
 import pty
 import select
@@ -44,6 +45,31 @@ def test_questions_answers_and_commands(converse, asked):
     assert second and third
     for text in ("tokens/s", "begins anew", "no answer yet", "unknown command /nothing"):
         assert text in done.err
+
+
+def test_calls_ask_for_their_results(converse, tmp_path, monkeypatch):
+    """A model that calls a tool gets what is typed, and goes on."""
+    tools, said = tmp_path / "tools.json", []
+    tools.write_text('[{"type": "function", "function": {"name": "add"}}]')
+    stream = jaxspec.llm.LLM.stream
+
+    def fake(self, messages, sampling, *, tools):
+        said.append([message["content"] for message in messages])
+        assert tools[0]["function"]["name"] == "add"
+        *events, last = stream(self, "w1", sampling)
+        message = {"role": "assistant", "content": "w5"}
+        if len(said) == 1:
+            call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        last = dataclasses.replace(last, completion=dataclasses.replace(last.completion, message=message))
+        return Stream(lambda aborted: (event for event in (*events, last)))
+
+    monkeypatch.setattr(jaxspec.llm.LLM, "stream", fake)
+    done = converse("--tools", str(tools), lines=["w1 w2", "w7", "w8"])
+    assert done.status == 0 and "result of add({})?" in done.err
+    assert said == [["w1 w2"], ["w1 w2", None, "w7"], ["w1 w2", None, "w7", "w5", "w8"]]
+    tools.write_text("{}")
+    assert "tools must be a list" in converse("--tools", str(tools), lines=[]).err
 
 
 def test_long_passes_over_streamed_weights_are_shown(converse, monkeypatch):
