@@ -14,7 +14,14 @@ from tokenizers.models import BPE
 
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.text.hf_tokenizer import TokenizerParts
-from jaxspec.text.tokenizer_risks import GPT2_SPLIT, LLAMA3_SPLIT, QWEN2_SPLIT, TEKKEN_SPLIT, naming_failures_quietly
+from jaxspec.text.tokenizer_risks import (
+    GPT2_SPLIT,
+    LLAMA3_SPLIT,
+    O200K_SPLIT,
+    QWEN2_SPLIT,
+    TEKKEN_SPLIT,
+    naming_failures_quietly,
+)
 
 _MAX_CUTTING = 500_000_000  # a vocabulary of 256,000 tokens of 10 characters takes 25,600,000
 
@@ -49,14 +56,17 @@ _PRE_TOKENIZERS = {
     "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _GPT2,
     "phi-2": _GPT2,
+    "exaone4": _GPT2,
     "smollm": _DIGITS_THEN_GPT2,
     "starcoder": _DIGITS_THEN_GPT2,
     "refact": _DIGITS_THEN_GPT2,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "dbrx": _PreTokenizer((LLAMA3_SPLIT,)),
-    "smaug-bpe": _PreTokenizer((LLAMA3_SPLIT,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _PreTokenizer((LLAMA3_SPLIT,))),
+    "gpt-4o": _PreTokenizer((O200K_SPLIT,)),
+    # Marks take no line ends with them.
+    "seed-coder": _PreTokenizer((QWEN2_SPLIT.replace(r"+[\r\n]*", "+"),)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _PreTokenizer((TEKKEN_SPLIT,), whole_words=True, add_bos=True),
