@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 32_500,
+    "jaxspec": 32_515,
     "jaxspec/*.py": 2_937,
     "jaxspec/methods": 6_500,
     "jaxspec/sampling jaxspec/tree": 1_430,
