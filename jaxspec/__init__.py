@@ -8,7 +8,7 @@ TYPE_CHECKING = False  # as in `typing`, whose import would be half of what `imp
 
 if TYPE_CHECKING:
     from jaxspec.async_llm import AsyncLLM
-    from jaxspec.config import SamplingParams
+    from jaxspec.config import SamplingParams, StructuredOutputs
     from jaxspec.errors import CheckpointError, ConfigError, DistributedError, JaxspecError
     from jaxspec.llm import LLM, generate
     from jaxspec.methods.auto.settings import Auto
@@ -43,6 +43,7 @@ __all__ = [
     "SwiftSpec",
     "Stream",
     "StreamEvent",
+    "StructuredOutputs",
     "__version__",
     "generate",
 ]
@@ -50,7 +51,7 @@ __all__ = [
 # Imported when first used, so that `jaxspec-decode --help` and usage errors do not wait a second for JAX.
 _HOMES = {
     "async_llm": ["AsyncLLM"],
-    "config": ["SamplingParams"],
+    "config": ["SamplingParams", "StructuredOutputs"],
     "errors": ["CheckpointError", "ConfigError", "DistributedError", "JaxspecError"],
     "llm": ["LLM", "generate"],
     "methods.auto.settings": ["Auto"],

@@ -31,6 +31,42 @@ def setting(default: Any, text: str | None = None, *flags: str) -> Any:
     return dataclasses.field(default=default, metadata={} if text is None else {"help": text, "flags": flags})
 
 
+@dataclasses.dataclass(frozen=True)
+class StructuredOutputs:
+    """The shape that an answer must have: exactly one of these; the names are vLLM's.
+
+    Attributes:
+      json: a JSON schema, as a dict or as text.
+      json_object: True for any JSON object.
+      regex: a regular expression that the whole answer matches, in the syntax of Rust's regex crate.
+      choice: texts, one of which is the answer.
+      grammar: a context-free grammar in llguidance's Lark syntax, which has `%json` and lazy lexemes.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self):
+        given = [name for name in _SHAPES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ConfigError(
+                f"structured_outputs takes exactly one of {', '.join(_SHAPES)}; got {' and '.join(given) or 'none'}"
+            )
+        for name, kind in (("json", str | Mapping), ("regex", str), ("grammar", str), ("json_object", bool)):
+            if not isinstance(getattr(self, name), kind | None):
+                raise ConfigError(f"structured_outputs.{name} is of the wrong type: {shown(getattr(self, name))}")
+        if self.choice is not None:
+            if isinstance(self.choice, str) or not all(isinstance(one, str) and one for one in self.choice):
+                raise ConfigError(f"structured_outputs.choice must be a list of texts, got {shown(self.choice)}")
+            object.__setattr__(self, "choice", tuple(self.choice))
+
+
+_SHAPES = ("json", "regex", "choice", "grammar", "json_object")
+
+
 @refuse_unknown(lambda: (*LLM_ARGUMENTS, *(field.name for field in dataclasses.fields(EngineConfig))))
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -55,6 +91,8 @@ class SamplingParams:
       ignore_eos: generate past end-of-sequence tokens.
       logprobs: report log-probabilities under the processed distribution: of each chosen token (True, or 0), and with
         an integer k also those of the k most probable tokens at each place.
+      structured_outputs: the shape of the answer, a `StructuredOutputs` or a dict of its fields. It decides where the
+        answer ends, so neither `ignore_eos` nor `min_tokens` goes with it.
     """
 
     max_tokens: int | None = setting(None, "Most tokens to generate [256].", "-n")
@@ -73,6 +111,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = setting(None, "Token that ends generation; repeatable.", "--stop-token-id")
     min_tokens: int = setting(0, "No end-of-sequence or stop token before so many.")
     n: int = 1
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self):
         """Check types and ranges; numpy numbers become Python's, `stop` a tuple, `logit_bias` a dict, and so on."""
@@ -115,6 +154,15 @@ class SamplingParams:
             raise ConfigError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n is {self.n} and temperature 0: all completions would be equal; raise the temperature")
+        if isinstance(self.structured_outputs, Mapping):
+            check_keywords("structured_outputs", self.structured_outputs, _SHAPES, ())
+            assign("structured_outputs", StructuredOutputs(**self.structured_outputs))
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                raise ConfigError(f"structured_outputs must be StructuredOutputs, got {shown(self.structured_outputs)}")
+            if self.ignore_eos or self.min_tokens:
+                name = "ignore_eos" if self.ignore_eos else "min_tokens"
+                raise ConfigError(f"{name} does not go with structured_outputs, which decide where the answer ends")
 
     @property
     def wants_logprobs(self) -> bool:
