@@ -23,6 +23,7 @@ from jaxspec.runtime.program import compile_programs
 from jaxspec.runtime.transfer import everywhere
 from jaxspec.sampling.request import make_request
 from jaxspec.sampling.variant import GREEDY, find_variant
+from jaxspec.structured.matcher import Matcher
 
 # Cache capacities in tokens: few, far apart, because each compiles its own programs. 2,048 hold a chat; attention cost
 # follows the live prefix, so unused slots cost memory only.
@@ -119,6 +120,10 @@ class Engine:
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab:
                 raise ConfigError(f"prompt token id {shown(token)} is not in the vocabulary of {vocab} tokens")
+        if sampling.structured_outputs is not None:
+            if hosts.several():
+                raise ConfigError("structured_outputs need one process")
+            self.runner.constrain()
         make_request(sampling, 0, vocab, self.target.padded_vocab)  # a bias may name what is not there
         room = self.max_context - len(prompt)
         if room < 1:
@@ -165,6 +170,8 @@ class Engine:
         traced = self._runner.single if self.traced or trace.active is not None else ()
         programs = tuple(dict.fromkeys((*self._runner.programs, *traced)))
         seconds = compile_programs(programs, variant, background=True)
+        if sampling and sampling.structured_outputs is not None:
+            seconds += compile_programs((*self._runner.constrain().programs, *self._runner.single), variant)
         if not self._idle:
             # Allocated now, beside what the caller still loads, and not when the first token is waited for.
             self._idle = [IdleSession(self._runner, None, (), self._runner.start(0, None))]
@@ -188,9 +195,13 @@ class Engine:
             self._idle.append(IdleSession(self._runner, None, (), state))
         return time.perf_counter() - start
 
-    def open(self, params: ModelParams, prompt: Sequence[int], sampling: SamplingParams, seed: int) -> "Session":
+    def open(
+        self, params: ModelParams, prompt: Sequence[int], sampling: SamplingParams, seed: int,
+        matcher: Matcher | None = None,
+    ) -> "Session":  # fmt: skip
         """Begin a session with checked token ids: their prefill is dispatched; `prepare` must have been called.
 
+        `matcher`, at the beginning of an answer, is that of `structured_outputs`.
         Of several processes all take the request of process 0.
         """
         if hosts.several():
@@ -202,7 +213,7 @@ class Engine:
         if not self.runner.calibrated:
             self.calibrate(params)
         buffers, common = self._take_buffers(params, prompt)
-        return Session(self, params, prompt, sampling, seed, buffers, common)
+        return Session(self, params, prompt, sampling, seed, buffers, common, matcher)
 
     def settle(self) -> None:
         """Wait until nothing runs or loads: a text that ends leaves a round in flight, which is not read."""
@@ -265,6 +276,7 @@ class Session:
         seed: int,
         buffers: Any,
         common: int = 0,
+        matcher: Matcher | None = None,
     ):
         """Dispatch the prefill; see `Engine.open`.
 
@@ -285,6 +297,9 @@ class Session:
             self._state = runner.resume(params, buffers, tokens, common)
         else:
             self._state = runner.prefill(params, runner.start(self.tokens[-1], buffers), tokens[:-1])
+        self._matcher = matcher
+        # Under a constraint the host needs the tokens of a round before it can dispatch the next.
+        self._most_in_flight = runner.in_flight if matcher is None else 1
         self._launch, self._read = self._launch_round, read_rounds
         if trace.active is not None:
             self._launch, self._read = trace.active.generation(self._state, self._launch_round, read_rounds)
@@ -312,7 +327,7 @@ class Session:
         try:
             coming = self.num_emitted + sum(len(output.tokens) for output in self.ready)
             coming += sum(min_tokens for _, min_tokens in self._in_flight)
-            while len(self._in_flight) < self._runner.in_flight and coming < self.limit:
+            while len(self._in_flight) < self._most_in_flight and coming < self.limit:
                 room = self.limit - coming if coming else 1  # the first token comes alone
                 self._state, round_, min_tokens = self._launch(self._params, self._state, self._request, room)
                 self._in_flight.append((round_, min_tokens))
@@ -321,6 +336,8 @@ class Session:
                 outputs = self._read(self._in_flight.popleft()[0])
                 self._runner.observe(self._state, outputs)
                 self.ready.extend(outputs)
+                if self._matcher is not None:
+                    self._matcher.take([token for output in outputs for token in output.tokens])
         except BaseException:
             # A failed or interrupted dispatch may have consumed the buffers: they are not used again.
             self._closed = True
@@ -351,7 +368,12 @@ class Session:
         self.close()
 
     def _launch_round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
-        state, round_, min_tokens = self._runner.round(params, state, request, room)
+        if self._matcher is not None:
+            last = self.ready[-1].tokens[-1] if self.ready else self.tokens[-1]
+            state, round_ = self._runner.constrained_round(params, state, request, self._matcher, last)
+            min_tokens = 1
+        else:
+            state, round_, min_tokens = self._runner.round(params, state, request, room)
         if not self._wants_top:
             round_ = dataclasses.replace(round_, top=None)
         round_ = everywhere(round_)

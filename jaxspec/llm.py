@@ -39,6 +39,7 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.store.folder import enable_compile_cache
 from jaxspec.scheduler import OrderedLock
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
+from jaxspec.structured.grammar import Grammars
 from jaxspec.text.stream import TextStream
 from jaxspec.text.turn import ChatOptions, Turn, open_turn
 from jaxspec.worker import describe_programs, run_worker
@@ -314,7 +315,13 @@ class LLM:
         ends = {*(sampling.stop_token_ids or ()), *(i for i in self.eos_ids if i < vocab and not sampling.ignore_eos)}
         checked = dataclasses.replace(sampling, stop_token_ids=tuple(sorted(ends)))
         engine.check_request(ids, checked)
+        if checked.structured_outputs is not None:
+            self._grammars.match(checked.structured_outputs)  # compiled now, and kept
         return checked
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self._internals.target.cfg.vocab_size, self.eos_ids)
 
     def _complete(self, turn: Turn, sampling: SamplingParams) -> Completion:
         """All completions of a prompt; each names the seed that gives it alone."""
@@ -344,8 +351,10 @@ class LLM:
         received: list[StepOutput] = []
         counts = None if stream is None else stream.counts
         event: StreamEvent | None = None
+        shape = sampling.structured_outputs
+        matcher = None if shape is None else self._grammars.match(shape)
         # A caller that stops listening keeps what the method found on the way.
-        with engine.open(params, ids, sampling, seed) as session:
+        with engine.open(params, ids, sampling, seed, matcher) as session:
             while event is None or event.finish_reason is None:
                 if event is not None:
                     yield event

@@ -13,10 +13,10 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 32_515,
-    "jaxspec/*.py": 2_937,
-    "jaxspec/methods": 6_500,
-    "jaxspec/sampling jaxspec/tree": 1_430,
+    "jaxspec": 33_400,
+    "jaxspec/*.py": 3_040,
+    "jaxspec/methods": 6_720,
+    "jaxspec/sampling jaxspec/tree": 1_470,
     "jaxspec/models": 3_740,
     "jaxspec/offload": 2_040,
     "jaxspec/checkpoint": 4_495,
@@ -26,9 +26,9 @@ BUDGETS = {
     "pallas_kernels": 5_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 8_600,
-    "tests": 32_200,
+    "tests": 33_000,
 }
-MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 13}
+MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 14}
 
 
 def is_type_checking(node):

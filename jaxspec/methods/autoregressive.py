@@ -1,18 +1,22 @@
 """Plain autoregressive decoding: one target pass, one token."""
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.core.constrained import ConstrainedPasses
 from jaxspec.methods.core.executor import make_executor
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, Round
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import SequenceState, cache_slots
 from jaxspec.methods.core.settings import check_range
 from jaxspec.sampling.request import Request
+
+if TYPE_CHECKING:
+    from jaxspec.structured.matcher import Matcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,7 @@ class AutoregressiveRunner(Runner):
         self.executor = make_executor(models.target, self.slots, steps=steps)
         self.held = (self.executor.state, self.executor.verified)
         self.programs = self.executor.programs
+        self._constrained: ConstrainedPasses | None = None
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
         return self.executor.start(root, state)
@@ -66,3 +71,15 @@ class AutoregressiveRunner(Runner):
     ) -> tuple[SequenceState, Round, int]:
         state, _, round_, min_tokens = self.executor.decode(params.target, state, request, room)
         return state, round_, min_tokens
+
+    def constrain(self) -> ConstrainedPasses:
+        if self._constrained is None:
+            self._constrained = ConstrainedPasses(self.executor, 1)
+        return self._constrained
+
+    def constrained_round(
+        self, params: ModelParams, state: SequenceState, request: Request, matcher: "Matcher", root: int
+    ) -> tuple[SequenceState, Round]:
+        passes = self.constrain()
+        state, _, round_ = passes.verify(params.target, state, passes.chain(root, ()), request, matcher)
+        return state, round_

@@ -117,7 +117,7 @@ RowDecide = Callable[[Array, Array, History], tuple[tuple[Array, Array, Array], 
 
 
 def walk_at_once(
-    decide_row: RowDecide, logits: Callable[[Array], Array], hidden: Array, batch: Batch, history: History,
+    decide_row: RowDecide, logits: Callable[[Any], Array], hidden: Any, batch: Batch, history: History,
     request: Request, steps: int, vocab: VocabShard, *, most_rows: int,
 ) -> tuple[Verified, History]:  # fmt: skip
     """The result of `walk`, without a loop whose end depends on data: every row decides, and the path is picked out.
@@ -126,8 +126,8 @@ def walk_at_once(
 
     Args:
       decide_row: decides one row; it is mapped over all of them.
-      logits: from hidden states [n, D] to logits [n, V_local].
-      hidden: of the batch's rows, [bs, D].
+      logits: from what `hidden` has of n rows to logits [n, V_local].
+      hidden: what the logits of the batch's rows follow from: arrays [bs, ...], such as hidden states.
       batch, history, steps, vocab: as for `walk`.
       request: says whether penalties look at the rows' paths.
       most_rows: rows that are decided at a time; this bounds the logits that are held.
@@ -137,7 +137,7 @@ def walk_at_once(
     below_root = ancestors & (place > 0)[None, :]  # the root is in the history
     looks = request.processors.knows("penalised") is not False
 
-    def decide_some(rows: Array, on_path: Array, hidden: Array) -> Any:
+    def decide_some(rows: Array, on_path: Array, hidden: Any) -> Any:
         own = history
         if looks:
 

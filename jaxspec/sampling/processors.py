@@ -155,6 +155,16 @@ def extend_history(history: History, tokens: Array, count: Array, processors: Pr
     )
 
 
+def allow(logits: Array, masks: Array, vocab: VocabShard) -> Array:
+    """Logits [T, V_local] with -inf for the tokens that a shape does not allow, before any other step.
+
+    `masks`, uint32 [T, words], have a bit for each column of all devices: token t is bit t % 32 of word t // 32.
+    """
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    flat = bits.reshape(masks.shape[0], -1)
+    return jnp.where(lax.dynamic_slice_in_dim(flat, vocab.ids()[0], vocab.local_size, axis=1) > 0, logits, -jnp.inf)
+
+
 def clean(logits: Array, vocab: VocabShard) -> Array:
     """Make logits [T, V_local] safe to subtract: NaN and padded ids become -inf, +inf the largest float32.
 

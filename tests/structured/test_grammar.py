@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
+from vocabularies import BytesTokenizer
 
 from jaxspec import ConfigError, SamplingParams, StructuredOutputs
 from jaxspec.structured.grammar import MOST_CHARACTERS, Grammars, text_with_calls
-from vocabularies import BytesTokenizer
 
 TOKENIZER = BytesTokenizer(["true", "false", '{"', '"', '": ', "name", "ab", "abc", ", "])
 GRAMMARS = Grammars(TOKENIZER, TOKENIZER.vocab_size + 5, TOKENIZER.eos_ids)
@@ -132,7 +132,10 @@ def nested(depth):
         ({"json": nested(2000)}, "nested too deeply|recursion limit"),
         ({"json": "[" * 100_000}, "nested too deeply|not JSON"),
         ({"json": {"enum": ["x" * 50 + str(i) for i in range(90_000)]}}, f"at most {MOST_CHARACTERS} are read"),
-        ({"json": {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(30_000)}}}, "too large|too big"),
+        (
+            {"json": {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(30_000)}}},
+            "too large|too big",
+        ),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"not": {"type": "string"}}}, "not"),
         ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "Unsatisfiable"),

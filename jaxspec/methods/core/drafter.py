@@ -54,6 +54,7 @@ class Drafter(abc.ABC):
     slots: int = 0  # of the draft's cache; 0 without a model
     defers: bool = False  # whether its model takes a prompt with `fill`, which may come after the first token
     propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
+    skips: bool = False  # whether `skip` works after every round: it takes in tokens that it did not propose
     placement: Placement | None = None  # of its model
     operands: Any = ()  # what else `propose` takes
     learned: Any = None  # `AcceptanceStats` of an earlier process, which the first text begins with

@@ -3,8 +3,9 @@
 import abc
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config import SamplingParams
+from jaxspec.errors import ConfigError
+from jaxspec.methods.core.constrained import ConstrainedPasses
 from jaxspec.methods.core.drafter import Drafter, Pending, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
 from jaxspec.methods.core.round import (
@@ -25,7 +28,7 @@ from jaxspec.methods.core.round import (
 )
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.verify import Rule
+from jaxspec.methods.core.verify import Rule, match
 from jaxspec.pytree import pytree, static
 from jaxspec.results import Choice
 from jaxspec.runtime import trace
@@ -33,6 +36,9 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, request_shapes
+
+if TYPE_CHECKING:
+    from jaxspec.structured.matcher import Matcher
 
 # Most rounds of one dispatch; most rows of a batch and bytes of the target: passes over more of them take so long that
 # a dispatch is little beside them, and tokens should not wait for each other.
@@ -104,6 +110,21 @@ class Runner(abc.ABC):
         rounds (see `read_rounds`), and the minimum number of tokens that they bring.
         """
 
+    def constrain(self) -> ConstrainedPasses:
+        """The passes of rounds under a constraint, declared when first asked for.
+
+        ConfigError: the method or its placement has none.
+        """
+        raise ConfigError(
+            "structured_outputs are not supported by this method; use auto, ar, chain, lookup or specexec"
+        )
+
+    def constrained_round(
+        self, params: ModelParams, state: Any, request: Any, matcher: "Matcher", root: int
+    ) -> tuple[Any, Round]:
+        """Dispatch one round; `matcher` has taken every token of the answer, and `root` is the text's last one."""
+        raise NotImplementedError
+
     def num_cached(self, state: Any, common: int, count: int) -> int:
         """How many of `common` tokens `resume` keeps, of a text with `count` tokens before its root."""
         return fit_kept(common, count, self.executor.chunk_slots)
@@ -160,6 +181,12 @@ class SpeculativeRunner(Runner):
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
         self.drafter, self.timer = make_drafter(verified), timer
         self._is_fed = bool(layers)
+        self._constrained: ConstrainedPasses | None = None
+        self._constraint = (
+            None
+            if rule is not match
+            else functools.partial(ConstrainedPasses, num_rows=num_rows, dynamic_rows=dynamic_rows, layers=layers)
+        )
         self._undrafted = 0  # tokens since the draft model ran, of all texts
         self.executor: TargetExecutor = make_executor(
             target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
@@ -252,6 +279,33 @@ class SpeculativeRunner(Runner):
         target, draft, batch = self.drafter.draft(params, state.target, state.draft, state.verified, request)
         target, verified, round_ = self.executor.verify(params.target, target, batch, request)
         return SpeculativeState(target, draft, verified, state.host), round_, 1
+
+    def constrain(self) -> ConstrainedPasses:
+        if self._constraint is None:
+            raise ConfigError(
+                "structured_outputs are not supported by methods that reject drafts by chance: use rule 'match'"
+            )
+        if self._constrained is None:
+            self._constrained = self._constraint(self.executor)
+        return self._constrained
+
+    def constrained_round(
+        self, params: ModelParams, state: SpeculativeState, request: Request, matcher: "Matcher", root: int
+    ) -> tuple[SpeculativeState, Round]:
+        passes, drafter, draft = self.constrain(), self.drafter, state.draft
+        state.host.allowed.append(None)  # its time says nothing of rounds without a constraint
+        pending, state.host.pending = state.host.pending, None
+        if pending is not None:
+            draft = drafter.fill(params, draft, pending)
+        forced = matcher.chain(min(passes.num_rows, passes.max_path) - 1) if drafter.skips else []
+        target = state.target
+        if forced:
+            draft, batch = drafter.skip(params, draft, state.verified), passes.chain(root, forced)
+        else:
+            target, draft, batch = drafter.draft(params, target, draft, state.verified, request)
+            batch = jax.tree.map(np.asarray, batch)
+        target, verified, round_ = passes.verify(params.target, target, batch, request, matcher)
+        return SpeculativeState(target, draft, verified, state.host), round_
 
     def dispatch_rounds(
         self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, request: Request, count: int

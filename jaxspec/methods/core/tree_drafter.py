@@ -76,6 +76,7 @@ class TreeDrafter(Drafter):
             self.programs = tuple(self._sequence.programs)
             sequence = self._sequence.state
             tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
+        self.skips = settings.weighs or not has_model
         if not settings.weighs:
             self.idle_steps = STEPS_PER_DISPATCH if settings.copies else 0
 

@@ -19,7 +19,7 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import Decide, RowLogits, Verified
 from jaxspec.sampling.choose import choose, rank_tokens
-from jaxspec.sampling.processors import History, extend_history, update_history
+from jaxspec.sampling.processors import History, allow, extend_history, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
@@ -183,10 +183,17 @@ def batch_rows(length: Array, draft: Draft, max_path: int, dynamic_rows: bool) -
 
 def judge_batch(
     params: Params, target: Placement, state: SequenceState, draft: Draft, request: Request, max_path: int,
-    rule: Rule, active_rows: Array | None, hidden: Array, cache: KVCache,
+    rule: Rule, active_rows: Array | None, hidden: Array, cache: KVCache, masks: Array | None = None,
 ) -> tuple[SequenceState, Verified, Round]:  # fmt: skip
-    """The walk and the commit after a pass over a batch; `hidden` is its result, `cache` has its rows written."""
-    batch = draft.batch
+    """The walk and the commit after a pass over a batch; `hidden` is its result, `cache` has its rows written.
+
+    `masks`, uint32 [bs, words], say which tokens may follow each row (`allow`); None allows all of them.
+    """
+    batch, vocab = draft.batch, target.vocab
+
+    def allowed(logits: Array, masks: Array | None) -> Array:
+        return logits if masks is None else allow(logits, masks, vocab)
+
     if not target.plan.kernels.branches:
 
         def decide_row(row: Array, row_logits: Array, history: History) -> Any:
@@ -196,16 +203,17 @@ def judge_batch(
             return rule(*here)(row, history), ranked
 
         verified, history = accept.walk_at_once(
-            decide_row, lambda hidden: vocab_logits(params, target.cfg, hidden), hidden, batch, state.history, request,
-            max_path, target.vocab, most_rows=LAZY_HEAD_ROWS,
+            decide_row, lambda rows: allowed(vocab_logits(params, target.cfg, rows[0]), rows[1]), (hidden, masks),
+            batch, state.history, request, max_path, target.vocab, most_rows=LAZY_HEAD_ROWS,
         )  # fmt: skip
         return _commit(state, cache, draft, verified, history)
     if batch.rows > LAZY_HEAD_ROWS:
 
         def logits(row: Array) -> Array:
-            return vocab_logits(params, target.cfg, jax.lax.dynamic_slice_in_dim(hidden, row, 1))
+            own = None if masks is None else jax.lax.dynamic_slice_in_dim(masks, row, 1)
+            return allowed(vocab_logits(params, target.cfg, jax.lax.dynamic_slice_in_dim(hidden, row, 1)), own)
     else:
-        every = vocab_logits(params, target.cfg, hidden, active_rows)
+        every = allowed(vocab_logits(params, target.cfg, hidden, active_rows), masks)
 
         def logits(row: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(every, row, 1)

@@ -1,0 +1,90 @@
+"""Rounds under a constraint: the host reads what is drafted, and masks each row's choice (docs/structured_output.md).
+
+A round is three dispatches: draft, the target's pass, the choice of tokens. The host computes the masks between the
+last two, while the pass runs. Requests without a constraint run other programs, which know nothing of masks.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.errors import ConfigError
+from jaxspec.methods.core.executor import ResidentExecutor, TargetExecutor
+from jaxspec.methods.core.round import Round, round_shapes
+from jaxspec.methods.core.sequence import SequenceState
+from jaxspec.methods.core.verify import Draft, batch_rows, draft_shapes, judge_batch, match
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import forward_with_states
+from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import Verified
+from jaxspec.sampling.request import Request, request_shapes
+from jaxspec.tree.tree import Batch
+
+if TYPE_CHECKING:
+    from jaxspec.structured.matcher import Matcher
+
+
+class ConstrainedPasses:
+    """The target's half of rounds under a constraint, for batches of `num_rows` rows."""
+
+    def __init__(
+        self, executor: TargetExecutor, num_rows: int, *, dynamic_rows: bool = False, layers: tuple[int, ...] = ()
+    ):
+        """Declare the programs; `dynamic_rows` and `layers` are those of `verify`.
+
+        ConfigError: the target's layers are streamed.
+        """
+        if not isinstance(executor, ResidentExecutor):
+            raise ConfigError("structured_outputs need a target whose layers stay on the devices: leave out offload")
+        target, verified = executor.placement, executor.verified
+        max_path = verified.tokens.shape[0]
+        self.num_rows, self.max_path = num_rows, max_path
+        self._columns = target.padded_vocab
+
+        def run(params, state, draft):
+            position, mask, active = batch_rows(state.cache.length, draft, max_path, dynamic_rows)
+            hidden, cache, states = forward_with_states(
+                params, target.cfg, draft.batch.token, position, state.cache, mask, layers, active
+            )
+            return dataclasses.replace(state, cache=cache), hidden, states
+
+        def choose(params, state, draft, request, hidden, states, masks):
+            active = draft.batch.count if dynamic_rows else None
+            state, verified, round_ = judge_batch(
+                params, target, state, draft, request, max_path, match, active, hidden, state.cache, masks
+            )
+            if states is not None:
+                verified = dataclasses.replace(verified, states=states[verified.path])
+            # The next round without a constraint counts its drafts anew.
+            return dataclasses.replace(state, idle=jnp.int32(0)), verified, round_
+
+        draft, width = draft_shapes(target, num_rows), target.cfg.embed_dim
+        hidden = target.array((num_rows, width), jnp.float32)
+        states = target.array((num_rows, len(layers) * width), jnp.float32) if layers else None
+        masks = target.array((num_rows, -(-self._columns // 32)), jnp.uint32)
+        args = [target.params(), executor.state, draft]
+        self._run = Program("constrained pass", run, target.plan, args, (executor.state, hidden, states), donate=[1])
+        args = [*args, request_shapes(target), hidden, states, masks]
+        out = executor.state, verified, round_shapes(target, max_path)
+        self._choose = Program("constrained choice", choose, target.plan, args, out, donate=[1])
+        self.programs: Sequence[Program] = (self._run, self._choose)
+
+    def verify(
+        self, params: Params, state: SequenceState, draft: Draft, request: Request, matcher: "Matcher"
+    ) -> tuple[SequenceState, Verified, Round]:
+        """Run a batch, `draft` on the host, and take what target and matcher confirm; `state` is donated."""
+        state, hidden, states = self._run(params, state, draft)
+        masks = matcher.masks(np.asarray(draft.batch.token), np.asarray(draft.batch.parent), self._columns)
+        return self._choose(params, state, draft, request, hidden, states, masks)
+
+    def chain(self, root: int, tokens: Sequence[int], passes: int = 0) -> Draft:
+        """A batch, on the host, of tokens below the root that follow each other; none for plain decoding."""
+        row, count = np.arange(self.num_rows, dtype=np.int32), 1 + len(tokens)
+        token = np.zeros(self.num_rows, np.int32)
+        token[:count] = [root, *tokens]
+        used = row < count
+        batch = Batch(token, np.where(used, np.maximum(row - 1, 0), row), np.where(used, row, 0), np.int32(count))  # pyright: ignore
+        return Draft(batch, np.int32(passes))  # pyright: ignore[reportArgumentType]
