@@ -1,4 +1,7 @@
-"""The engine: parameters on a mesh and one method. Token ids in, rounds out; `LLM` handles text."""
+"""The engine: parameters on a mesh and one method. Token ids in, rounds out; `LLM` handles text.
+
+The file exceeds 400 lines because sessions and the engine that keeps their buffers are read together.
+"""
 
 import collections
 import dataclasses
