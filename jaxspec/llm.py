@@ -267,7 +267,7 @@ class LLM:
         if not _is_conversation(messages):
             raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {shown(messages)}")
         turn = self._read(messages, options)
-        return self._complete(turn, self._check(turn.ids, sampling))
+        return self._complete(turn, self._check(turn.ids, self._shape(turn, sampling)))
 
     def stream(
         self, prompt: Prompt | Sequence[Message] | Turn, sampling_params: SamplingParams | None = None,
@@ -282,7 +282,7 @@ class LLM:
         if sampling.n > 1:
             raise ConfigError(f"stream gives one completion, and n is {sampling.n}: use generate or chat")
         turn = self._read(prompt, options)
-        checked = self._check(turn.ids, sampling)
+        checked = self._check(turn.ids, self._shape(turn, sampling))
         return Stream(lambda aborted: self._lock.each(self._stream(turn, checked, aborted)))
 
     def _read(self, prompt: Any, options: ChatOptions) -> Turn:
@@ -295,6 +295,15 @@ class LLM:
         if options:
             raise ConfigError(f"{', '.join(options)}: for conversations, and the prompt is text or token ids")
         return Turn(self.encode(prompt))
+
+    def _shape(self, turn: Turn, sampling: SamplingParams) -> SamplingParams:
+        """Sampling under the shape that a turn asks for: calls of tools, or a shape after reasoning."""
+        if not turn.required and not turn.strict and (sampling.structured_outputs is None or not turn.reasons):
+            return sampling
+        # Imported here: it needs an extra.
+        from jaxspec.structured.calls import shape_answer
+
+        return shape_answer(self.tokenizer, turn, sampling)
 
     def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
         """Token ids of a prompt: text as it is, ids unchanged, a conversation through the chat template."""

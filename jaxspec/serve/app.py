@@ -34,7 +34,7 @@ from jaxspec.scheduler import Job, QueueError, Scheduler
 from jaxspec.serve.answers import EventStream, stream_chunks, whole
 from jaxspec.serve.live import RoundWatcher
 from jaxspec.serve.metrics import Metrics
-from jaxspec.serve.protocol import CHAT_OPTIONS, ApiError, ApiRequest, named_field, parse_json, parse_request, take_flag
+from jaxspec.serve.protocol import CHAT_OPTIONS, ApiError, ApiRequest, parse_json, parse_request, take_flag
 from jaxspec.serve.replies import Choice, Reply, event_line
 from jaxspec.text.turn import Turn, open_turn
 
@@ -361,7 +361,7 @@ def _naming_fields(request: ApiRequest) -> Iterator[None]:
     except Exception as error:
         described = describe_error(error)
         if described.status == 400:
-            described.param = named_field(str(error), request.sampling) or request.where
+            described.param = request.named_field(str(error)) or request.where
         raise described from error
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.config import MAX_LOGPROBS, MOST_TOKENS, SamplingParams
@@ -23,7 +23,12 @@ SAMPLING = (
     "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed",
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens",
 )  # fmt: skip
-COMMON = {*SAMPLING, "model", "stream", "stream_options", "stop", "max_tokens", "logit_bias", "logprobs", "n"}
+# Fields that give an answer a shape, with what they are in `StructuredOutputs`; the later ones are vLLM's older names.
+SHAPES = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "structured_outputs": None, "response_format": None,
+}  # fmt: skip
+COMMON = {*SAMPLING, *SHAPES, "model", "stream", "stream_options", "stop", "max_tokens", "logit_bias", "logprobs", "n"}
 CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # of `LLM.chat`
 CHAT_FIELDS = COMMON | {*CHAT_OPTIONS, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort"}
 COMPLETION_FIELDS = COMMON | {"prompt", "echo"}
@@ -31,10 +36,9 @@ MOST_CHOICES = 64  # of a request
 # Values of unsupported fields that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],), "function_call": ("none", "auto"), "skip_special_tokens": (True,), "include_reasoning": (True,),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (), "prediction": (),
+    "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "include_stop_str_in_output": (False,), "length_penalty": (1,), "early_stopping": (False,),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
     "best_of": (1,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,),
 }  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -69,6 +73,7 @@ class ApiRequest:
       sampling: arguments of `SamplingParams`, but for `max_tokens`.
       n: choices for each prompt.
       echo: whether a choice begins with its prompt.
+      shape_field: the field that gives answers a shape.
     """
 
     chat: bool
@@ -77,6 +82,7 @@ class ApiRequest:
     sampling: dict[str, Any]
     n: int
     echo: bool
+    shape_field: str | None
     max_tokens: int | None
     stream: bool
     include_usage: bool
@@ -93,8 +99,16 @@ class ApiRequest:
             wanted = room if self.chat else min(COMPLETION_TOKENS, room)
         try:
             return SamplingParams(**self.sampling, n=self.n, max_tokens=wanted)
-        except ConfigError as error:
-            raise ApiError(400, str(error), param=named_field(str(error), self.sampling)) from error
+        except (ConfigError, TypeError) as error:
+            raise ApiError(400, str(error), param=self.named_field(str(error))) from error
+
+    def named_field(self, message: str) -> str | None:
+        """The field that an error message begins with."""
+        found = re.match(r"\w*", message)
+        name = found[0] if found else ""
+        if name == "structured_outputs":
+            return self.shape_field
+        return name if name in {*self.sampling, *CHAT_OPTIONS, "max_tokens", "n"} else None
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -128,6 +142,9 @@ def parse_request(body: Mapping[str, Any], *, chat: bool) -> ApiRequest:
     logprobs = _chat_logprobs(given) if chat else _completion_logprobs(given)
     if logprobs is not None:
         sampling["logprobs"] = logprobs
+    shape_field, shape = _shape(given)
+    if shape is not None:
+        sampling["structured_outputs"] = shape
     stream, streaming = _bool(given, "stream"), given.get("stream_options", {})
     if "stream_options" in given and not stream:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
@@ -154,6 +171,7 @@ def parse_request(body: Mapping[str, Any], *, chat: bool) -> ApiRequest:
         sampling=sampling,
         n=n,
         echo=echo,
+        shape_field=shape_field,
         max_tokens=max_tokens,
         stream=stream,
         include_usage=_bool(streaming, "include_usage"),
@@ -272,10 +290,30 @@ def _bool(given: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def named_field(message: str, names: Collection[str]) -> str | None:
-    """The field that an error message begins with."""
-    first = re.match(r"\w*", message)
-    return first[0] if first and first[0] in {*names, *CHAT_OPTIONS, "max_tokens", "n"} else None
+def _shape(given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
+    """The field that gives the answer a shape, and the arguments of `StructuredOutputs`; None without one."""
+    found = [name for name in SHAPES if name in given and given[name] != {"type": "text"}]
+    if not found:
+        return None, None
+    name, *others = found
+    if others:
+        raise ApiError(400, f"{name} and {others[0]} both give the answer a shape: one may", param=others[0])
+    value = given[name]
+    if SHAPES[name] is not None:
+        return name, {SHAPES[name]: value}
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{name} must be an object, got {value!r:.40}", param=name)
+    if name == "structured_outputs":
+        return name, {key: one for key, one in value.items() if one is not None}
+    match value:
+        case {"type": "json_object"}:
+            return name, {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return name, {"json": schema}
+    raise ApiError(
+        400, 'response_format must be {"type": "text"}, {"type": "json_object"}, or of type json_schema with a schema '
+        'in json_schema.schema', param=name,
+    )  # fmt: skip
 
 
 def _no_constant(name: str) -> Any:

@@ -19,7 +19,7 @@ from jaxspec.text.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 1 << 20  # of a schema or a grammar
 MOST_KEPT = 64  # compiled shapes
-_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def _llguidance() -> Any:
@@ -120,8 +120,8 @@ class _Vocabulary:
 def read_shape(shape: StructuredOutputs) -> str:
     """What llguidance compiles for a shape; ConfigError: no JSON, or too long."""
     if shape.json is not None or shape.json_object:
-        schema = _read_schema({"type": "object"} if shape.json is None else shape.json)
-        return _llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_FORM)
+        schema = read_schema({"type": "object"} if shape.json is None else shape.json)
+        return _llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=JSON_FORM)
     if shape.regex is not None:
         return _llguidance().LLMatcher.grammar_from_regex(_check_length("regex", shape.regex))
     if shape.choice is not None:
@@ -138,13 +138,14 @@ def text_with_calls(calls: Sequence[tuple[str, Mapping[str, Any], str]], trigger
     """
     tag = _llguidance().StructTag
     tags = [
-        tag(trigger=trigger, begin=begin, grammar=_read_schema(schema) | {"x-guidance": _JSON_FORM}, end=end)
+        tag(trigger=trigger, begin=begin, grammar=read_schema(schema) | {"x-guidance": JSON_FORM}, end=end)
         for begin, schema, end in calls
     ]
     return StructuredOutputs(grammar=tag.to_grammar(tags, assume_special=False))
 
 
-def _read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
+def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
+    """A JSON schema as an object; ConfigError where it is none, too long, or recursive without end."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         found = json.loads(_check_length("json", text))

@@ -65,6 +65,7 @@ class Turn:
       family: how the model marks its calls; None for a text.
       tools: the tools that may be called, by name, with the schemas of their arguments.
       required: whether a call has to come; `parallel`, whether several may.
+      strict: whether calls have to fit their tools' schemas.
       reasons: whether answers may begin with reasoning; `thinks`: whether the prompt opened it.
       shown: special tokens that are markers of the answer's text.
     """
@@ -73,6 +74,7 @@ class Turn:
     family: str | None = None
     tools: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     required: bool = False
+    strict: bool = False
     parallel: bool = True
     reasons: bool = False
     thinks: bool = False
@@ -142,6 +144,7 @@ def open_turn(
         family=family,
         tools=schemas,
         required=bool(schemas) and chosen != "auto",
+        strict=any(tool["function"].get("strict") for tool in tools or ()),
         parallel=parallel_tool_calls and chosen in CHOICES,
         reasons=reasons,
         thinks=reasons and text.rstrip().endswith(THINK),
