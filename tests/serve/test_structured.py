@@ -120,14 +120,18 @@ def test_chat_of_llm_calls_a_tool(model):
     [
         ({"response_format": {"type": "xml"}}, "response_format", "response_format must be"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format", ""),
-        ({"extra_body": {"guided_regex": "("}}, "guided_regex", ""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "supported",
+        ),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex", "malformed"),
         ({"extra_body": {"structured_outputs": {"jsn": {}}}}, "structured_outputs", "json"),
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "exactly one"),
         ({"extra_body": {"guided_json": {}, "guided_regex": "a"}}, "guided_regex", "both"),
         (
             {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
-            "messages",
+            "response_format",
             "two shapes",
         ),
     ],
