@@ -32,6 +32,10 @@ from jaxspec.structured.matcher import Matcher
 # follows the live prefix, so unused slots cost memory only.
 FIRST_CAPACITY = 2048
 CAPACITY_GROWTH = 4
+# Tokens of a prompt that are read between rounds of other texts. On a CPU they cost in proportion, on an accelerator a
+# whole chunk costs little more than a small one. One less than whole chunks: for a draft that is fed hidden states the
+# token before runs again.
+CPU_PIECE = 2 * min(CHUNKS) - 1
 
 # Engines and sessions have numbers, by which several processes name them.
 _numbers = itertools.count()
@@ -200,23 +204,30 @@ class Engine:
 
     def open(
         self, params: ModelParams, prompt: Sequence[int], sampling: SamplingParams, seed: int,
-        matcher: Matcher | None = None,
+        matcher: Matcher | None = None, in_pieces: bool = False,
     ) -> "Session":  # fmt: skip
         """Begin a session with checked token ids: their prefill is dispatched; `prepare` must have been called.
 
-        `matcher`, at the beginning of an answer, is that of `structured_outputs`.
-        Of several processes all take the request of process 0.
+        `matcher`, at the beginning of an answer, is that of `structured_outputs`. `in_pieces` dispatches the beginning
+        of a long prompt only, see `Session.read`. Of several processes all take the request of process 0.
         """
         if hosts.several():
             given = hosts.command(
                 "open", engine=self.number, prompt=[int(token) for token in prompt],
-                sampling=dataclasses.asdict(sampling), seed=seed,
+                sampling=dataclasses.asdict(sampling), seed=seed, in_pieces=in_pieces,
             )  # fmt: skip
             prompt, sampling, seed = given["prompt"], read_sampling(given["sampling"]), given["seed"]
         if not self.runner.calibrated:
             self.calibrate(params)
         buffers, common = self._take_buffers(params, prompt)
-        return Session(self, params, prompt, sampling, seed, buffers, common, matcher)
+        piece = self._piece() if in_pieces else None
+        return Session(self, params, prompt, sampling, seed, buffers, common, matcher, piece)
+
+    def _piece(self) -> int | None:
+        """Tokens of a prompt's pieces; None where it is read at once, since each pass streams all layers."""
+        if self.target.resident_layers is not None:
+            return None
+        return CPU_PIECE if self.target.plan.kernels.platform == "cpu" else max(CHUNKS) - 1
 
     def settle(self) -> None:
         """Wait until nothing runs or loads: a text that ends leaves a round in flight, which is not read."""
@@ -280,26 +291,29 @@ class Session:
         buffers: Any,
         common: int = 0,
         matcher: Matcher | None = None,
+        piece: int | None = None,
     ):
         """Dispatch the prefill; see `Engine.open`.
 
-        `buffers` of a finished sequence are reused; their caches hold the `common` first tokens of the prompt.
+        `buffers` of a finished sequence are reused; their caches hold the `common` first tokens of the prompt. With
+        `piece` at most that many others are read at a time, and `read` goes on.
         """
         self.number, self.seed = next(_numbers), seed
         self._engine, self._runner, self._params = engine, engine.runner, params
-        self.tokens = [int(token) for token in prompt]  # and, later, emitted tokens
+        self.tokens: list[int] = []  # of the prompt as far as it is read, and later emitted ones; caches lack the last
+        self._prompt, self._piece = [int(token) for token in prompt], piece
         self.limit = engine.token_limit(prompt, sampling)  # most tokens that it emits
         self.num_emitted = 0
         runner = self._runner
         self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed, len(prompt))
         self._wants_top = sampling.num_logprobs > 0
-        tokens = np.asarray(self.tokens, np.int32)
+        tokens = self._next_piece(common)
         self.num_cached = 0  # prompt tokens that are not computed again
         if common:
             self.num_cached = runner.num_cached(buffers, common, len(tokens) - 1)
             self._state = runner.resume(params, buffers, tokens, common)
         else:
-            self._state = runner.prefill(params, runner.start(self.tokens[-1], buffers), tokens[:-1])
+            self._state = runner.prefill(params, runner.start(int(tokens[-1]), buffers), tokens[:-1])
         self._matcher = matcher
         # Under a constraint the host needs the tokens of a round before it can dispatch the next.
         self._most_in_flight = runner.in_flight if matcher is None else 1
@@ -315,13 +329,33 @@ class Session:
     def done(self) -> bool:
         return self.num_emitted >= self.limit
 
+    @property
+    def reading(self) -> bool:
+        """Whether more of the prompt is to be read before `step`."""
+        return not self.num_emitted and len(self.tokens) < len(self._prompt)
+
+    def read(self) -> None:
+        """Wait for the latest piece of the prompt, and dispatch the next one."""
+        hosts.command("read", session=self.number)
+        common = len(self.tokens) - 1
+        try:
+            self._state = self._runner.resume(self._params, self._state, self._next_piece(common), common)
+        except BaseException:
+            self._closed = True
+            raise
+
+    def _next_piece(self, common: int) -> np.ndarray:
+        """The prompt up to the end of its next piece, where the caches hold `common` tokens: int32 [n]."""
+        self.tokens = self._prompt[: None if self._piece is None else common + self._piece + 1]
+        return np.asarray(self.tokens, np.int32)
+
     def step(self) -> StepOutput:
         """Keep the devices busy and wait for one round; its tokens are cut to the asked-for length.
 
-        RuntimeError: the session is closed or done.
+        RuntimeError: the session is closed, done, or still reading.
         """
-        if self._closed or self.done:
-            raise RuntimeError("the session has ended: open another one")
+        if self._closed or self.done or self.reading:
+            raise RuntimeError("the session has ended or reads its prompt: open another one, or read on")
         hosts.command("step", session=self.number)
         with hosts.naming_losses():
             return self._step()

@@ -29,7 +29,7 @@ from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import make_method, resolve_method
 from jaxspec.offload.plan import OffloadPlan, check_room
 from jaxspec.offload.stream import LayerStream
-from jaxspec.results import Completion, Stream, StreamEvent
+from jaxspec.results import READING, Completion, Stream, StreamEvent
 from jaxspec.runtime import hosts
 from jaxspec.runtime.distributed import Distributed
 from jaxspec.runtime.distributed import initialize as join_processes
@@ -283,7 +283,7 @@ class LLM:
             raise ConfigError(f"stream gives one completion, and n is {sampling.n}: use generate or chat")
         turn = self._read(prompt, options)
         checked = self._check(turn.ids, self._shape(turn, sampling))
-        return Stream(lambda aborted: self._lock.each(self._stream(turn, checked, aborted)))
+        return Stream(lambda *asked: self._lock.each(self._stream(turn, checked, *asked)))
 
     def _read(self, prompt: Any, options: ChatOptions) -> Turn:
         """The prompt of a conversation or of a text."""
@@ -344,9 +344,13 @@ class LLM:
         return dataclasses.replace(completions[0], alternatives=tuple(completions[1:]))
 
     def _stream(
-        self, turn: Turn, sampling: SamplingParams, aborted: Callable[[], bool]
-    ) -> Generator[StreamEvent, None, None]:
-        """Events of a text; where `aborted` is true after one of them, the next is the last."""
+        self, turn: Turn, sampling: SamplingParams, aborted: Callable[[], bool],
+        in_pieces: Callable[[], bool] = lambda: False,
+    ) -> Generator[StreamEvent, None, None]:  # fmt: skip
+        """Events of a text; where `aborted` is true after one of them, the next is the last.
+
+        `in_pieces` is asked once, at the beginning; see `Stream.read_in_pieces`.
+        """
         engine, params, stream = self._internals.engine, self._internals.params, self._internals.layer_stream
         ids = turn.ids
         max_tokens = engine.token_limit(ids, sampling)
@@ -363,7 +367,10 @@ class LLM:
         shape = sampling.structured_outputs
         matcher = None if shape is None else self._grammars.match(shape)
         # A caller that stops listening keeps what the method found on the way.
-        with engine.open(params, ids, sampling, seed, matcher) as session:
+        with engine.open(params, ids, sampling, seed, matcher, in_pieces()) as session:
+            while session.reading:
+                yield READING
+                session.read()
             while event is None or event.finish_reason is None:
                 if event is not None:
                     yield event

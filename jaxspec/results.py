@@ -41,6 +41,10 @@ class StreamEvent:
     top_logprobs: tuple[TopTokens, ...] | None = None
 
 
+# Stands for a piece of a long prompt that was read, between which other texts may run.
+READING = StreamEvent("", (), ())
+
+
 class Stream(Iterator[StreamEvent]):
     """A text while it is decoded: an iterator of its events, and a context manager that ends it.
 
@@ -48,17 +52,21 @@ class Stream(Iterator[StreamEvent]):
     gives its buffers back. An abort keeps what was decoded.
     """
 
-    def __init__(self, start: Callable[[Callable[[], bool]], Generator[StreamEvent, None, None]]):
-        """`start` makes the events; it is given what says whether the text was aborted."""
-        self._aborted = threading.Event()
+    def __init__(self, start: Callable[[Callable[[], bool], Callable[[], bool]], Generator[StreamEvent, None, None]]):
+        """`start` makes the events; it is given what says whether the text was aborted, and is read in pieces."""
+        self._aborted, self._in_pieces = threading.Event(), threading.Event()
         # The events do not hold the stream: dropping it ends them at once, in the thread that drops it.
-        self._events = start(self._aborted.is_set)
+        self._events = start(self._aborted.is_set, self._in_pieces.is_set)
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> StreamEvent:
         return next(self._events)
+
+    def read_in_pieces(self) -> None:
+        """Read a long prompt piece by piece: before the first event comes `READING` for each, but the last."""
+        self._in_pieces.set()
 
     def abort(self) -> None:
         """End the text after the latest event, or the first one: the next is the last, with finish_reason "abort".

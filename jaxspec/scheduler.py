@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Literal, Protocol
 
 from jaxspec.errors import JaxspecError
-from jaxspec.results import Completion, Stream, StreamEvent
+from jaxspec.results import READING, Completion, Stream, StreamEvent
 from jaxspec.runtime import trace
 
 Outcome = StreamEvent | Exception
@@ -100,6 +100,7 @@ class Job:
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     admitted: float = 0.0
     first: float | None = None  # when its first token came
+    reading: bool = False  # whether pieces of a long prompt are left
 
     def cancel(self) -> None:
         """Let the request end within one round; nothing is emitted any more."""
@@ -156,7 +157,8 @@ class Scheduler:
 
     def _run(self) -> None:
         while self._admit():
-            for job in list(self._active):
+            # A long prompt waits for the others: a piece of it takes longer than a round.
+            for job in sorted(self._active, key=lambda job: job.reading):
                 if not self._step(job):
                     self._active.remove(job)
                     self._observe()
@@ -175,6 +177,8 @@ class Scheduler:
             while self._waiting and len(self._active) < self._most_active:
                 job = self._waiting.popleft()
                 job.admitted = time.monotonic()
+                if isinstance(job.events, Stream):
+                    job.events.read_in_pieces()
                 self._active.append(job)
             self._observe()
             return bool(self._active) or self._closing is None
@@ -212,6 +216,9 @@ class Scheduler:
         watched = contextlib.nullcontext() if job.recorder is None else trace.recording(job.recorder)
         with watched:
             event = next(job.events)
+        job.reading = event is READING
+        if job.reading:
+            return True
         if job.first is None:
             job.first = time.monotonic()
         if event.completion is not None:

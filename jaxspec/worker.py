@@ -33,8 +33,10 @@ def run_worker(engine: Engine, params: ModelParams) -> None:
                 engines[given["engine"]].prepare(given["tokens"], sampling and read_sampling(sampling))
             case "open":
                 request = given["prompt"], read_sampling(given["sampling"]), given["seed"]
-                session = engines[given["engine"]].open(params, *request)
+                session = engines[given["engine"]].open(params, *request, in_pieces=given["in_pieces"])
                 sessions[session.number] = session
+            case "read":
+                sessions[given["session"]].read()
             case "step":
                 sessions[given["session"]].step()
             case "close":

@@ -149,3 +149,24 @@ def test_turns_are_taken_in_order():
     with contextlib.suppress(ZeroDivisionError), turns:
         raise ZeroDivisionError
     assert not turns._holder
+
+
+def test_a_short_request_does_not_wait_for_a_long_prompt(llm, monkeypatch):
+    monkeypatch.setattr("jaxspec.engine.CPU_PIECE", 1)
+    prompt, few = list(range(45)), jaxspec.SamplingParams(max_tokens=10, ignore_eos=True)
+
+    async def ask():
+        async with jaxspec.AsyncLLM(llm) as model:
+            step = model._scheduler._step
+            model._scheduler._step = lambda job: (time.sleep(0.01), step(job))[1]
+            events = model.stream(prompt, few)
+            first = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0.01)
+            short = await model.generate("w1", jaxspec.SamplingParams(max_tokens=3, ignore_eos=True))
+            early = not first.done()
+            found = [await first, *[event async for event in events]]
+            return short, early, found
+
+    short, early, events = asyncio.run(ask())
+    assert early and len(short.token_ids) == 3
+    assert events[-1].completion.token_ids == llm.generate(prompt, few).token_ids and len(events) <= 11

@@ -116,6 +116,7 @@ def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
     """The last kept token of a prompt runs again: its hidden states were not kept."""
     engine, params, prompt = engine_of(case), params_of(case, "copy"), list(PROMPT)
     sampling = {"temperature": 1.0} if case.method.exact == "tokens" else {}
+    monkeypatch.setattr("jaxspec.engine.CPU_PIECE", 9)
     for turn in range(2):
         monkeypatch.setattr(engine, "session_memory", 0)
         cold, cached = answer(engine, params, prompt, 12, turn, **sampling)
@@ -126,6 +127,8 @@ def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
         assert len(prompt) - 12 <= cached < len(prompt) - 1
         assert tokens_of(warm) == tokens_of(cold)
         np.testing.assert_array_equal(logprobs_of(warm), logprobs_of(cold))
+        monkeypatch.setattr(engine, "session_memory", 0)
+        assert tokens_of(answer(engine, params, prompt, 12, turn, True, **sampling)[0]) == tokens_of(cold)
         if case != FED_AUTO:  # which carries what it learned of a draft over to the next text
             # The draft proposed the same, too.
             assert [one.accepted for one in warm] == [one.accepted for one in cold]

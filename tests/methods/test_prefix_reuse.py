@@ -27,11 +27,13 @@ from jaxspec.methods.core.sequence import CHUNKS, fit_kept, plan_chunks
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {0: 6.0, 7: -np.inf}}
 
 
-def answer(engine, params, prompt, count, seed=0, **sampling):
+def answer(engine, params, prompt, count, seed=0, in_pieces=False, **sampling):
     """Rounds of a session, and how many prompt tokens it did not compute."""
     options = SamplingParams(max_tokens=count, logprobs=True, **sampling)
-    with engine.open(params, prompt, options, seed) as session:
+    with engine.open(params, prompt, options, seed, in_pieces=in_pieces) as session:
         rounds = []
+        while session.reading:
+            session.read()
         while not session.done:
             rounds.append(session.step())
         return rounds, session.num_cached
@@ -40,10 +42,14 @@ def answer(engine, params, prompt, count, seed=0, **sampling):
 def check_conversation(engine, params, monkeypatch, **sampling):
     """Each turn adds an answer and new words; every answer is that of a run that begins with empty caches."""
     prompt = list(PROMPT)
+    monkeypatch.setattr(engine_module, "CPU_PIECE", 9)
     for turn in range(3):
         monkeypatch.setattr(engine, "session_memory", 0)
         cold, cached = answer(engine, params, prompt, 12, turn, **sampling)
         assert cached == 0
+        pieces, cached = answer(engine, params, prompt, 12, turn, in_pieces=True, **sampling)
+        assert cached == 0 and tokens_of(pieces) == tokens_of(cold)
+        np.testing.assert_array_equal(logprobs_of(pieces), logprobs_of(cold))
         monkeypatch.setattr(engine, "session_memory", None)
         answer(engine, params, prompt[:-3], 5, turn)  # the prompt does not go on from this answer
         warm, cached = answer(engine, params, prompt, 12, turn, **sampling)
@@ -89,6 +95,40 @@ def test_a_text_survives_the_growth_of_the_caches(monkeypatch):
     cold, none = answer(small, params, prompt, 12)
     assert (cached, none) == (len(PROMPT) + 11, 0)
     assert tokens_of(warm) == tokens_of(cold) and logprobs_of(warm) == logprobs_of(cold)
+
+
+def test_a_prompt_in_pieces_waits_for_other_texts(monkeypatch):
+    """Two prompts are read in turn, rounds run between; what was read of a prompt that is given up is kept."""
+    monkeypatch.setattr(engine_module, "CPU_PIECE", 5)
+    for case in (BASIC[-1], BASIC[0]):
+        engine, params, options = engine_of(case), params_of(case, "first layer"), SamplingParams(max_tokens=12)
+        monkeypatch.setattr(engine, "session_memory", 2**30)
+        texts = [list(PROMPT), [3, *PROMPT[::-1]]]
+        monkeypatch.setattr(engine, "_idle", [])
+        wanted = [tokens_of(answer(engine, params, text, 12)[0]) for text in texts]
+        monkeypatch.setattr(engine, "_idle", [])
+        one, other = (engine.open(params, text, options, 0, in_pieces=True) for text in texts)
+        assert one.reading and len(one.tokens) == 6
+        found = []
+        while other.reading:
+            other.read()
+            if one.reading:
+                one.read()
+            else:
+                found += one.step().tokens
+        with pytest.raises(RuntimeError, match="ended"):
+            engine.open(params, [4, *PROMPT], options, 0, in_pieces=True).step()
+        while not one.done:
+            found += one.step().tokens
+        one.close()
+        assert found == wanted[0]
+        other.close()  # before its first round
+        rounds, cached = answer(engine, params, texts[1], 12)
+        assert cached >= len(PROMPT) - 1 and tokens_of(rounds) == wanted[1]
+        left = engine.open(params, [5, *PROMPT], options, 0, in_pieces=True)
+        left.read()
+        left.close()
+        assert answer(engine, params, [5, *PROMPT], 3)[1] in (10, 9)
 
 
 def test_other_weights_share_nothing(monkeypatch):

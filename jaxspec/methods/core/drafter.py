@@ -69,10 +69,14 @@ class Drafter(abc.ABC):
         """Commit int32 `tokens` `[n]`; `states` are the target's, for a feature draft."""
 
     def resume(
-        self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None
-    ) -> Any:
-        """See `Runner.resume` and `prefill`; the default, of a drafter without a model, begins anew."""
-        return self.prefill(params, self.start(int(tokens[-1]), state), tokens[:-1])
+        self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,
+        same_text: bool = False,
+    ) -> Any:  # fmt: skip
+        """See `Runner.resume` and `prefill`; the default, of a drafter without a model, begins anew.
+
+        `same_text`: no round has run on `state`, whose prompt goes on; what was learned keeps its weight.
+        """
+        return self.prefill(params, state if same_text else self.start(int(tokens[-1]), state), tokens[:-1])
 
     @abc.abstractmethod
     def draft(
@@ -134,8 +138,9 @@ class ModelDrafter(Drafter):
         return dataclasses.replace(state, sequence=sequence)
 
     def resume(
-        self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None
-    ) -> Any:
+        self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,
+        same_text: bool = False,
+    ) -> Any:  # fmt: skip
         assert params.draft is not None
         return self._begin(self._sequence.resume(params.draft, state.sequence, tokens, common, states)[0])
 

@@ -149,6 +149,7 @@ class HostState:
     # Of each dispatch that was not read yet, whether it could draft; None where its time says nothing.
     allowed: collections.deque[bool | None] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
+    begun: bool = False  # whether a round was dispatched
 
 
 @pytree
@@ -225,9 +226,12 @@ class SpeculativeRunner(Runner):
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
+        if self._is_fed and state.host.pending is not None:
+            # Of the same prompt in pieces: states are not kept.
+            state = dataclasses.replace(state, draft=self.drafter.fill(params, state.draft, state.host.pending))
         kept = self.num_cached(state, common, len(tokens) - 1)
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
-        draft = self.drafter.resume(params, state.draft, tokens, kept, states)
+        draft = self.drafter.resume(params, state.draft, tokens, kept, states, not state.host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
         return self._begin(params, SpeculativeState(target, draft, verified, HostState()), Pending(tokens[:-1], states))
 
@@ -259,7 +263,7 @@ class SpeculativeRunner(Runner):
         shared = None if trace.active is not None else self.shared_rounds
         wanted = self.single if shared is None else (shared,)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
-        pending, state.host.pending = state.host.pending, None
+        pending, state.host.pending, state.host.begun = state.host.pending, None, True
         unsettled = loading or pending is not None
         allowed = not unsettled and (self.timer is None or self.timer.may_draft())
         state.host.allowed.append(None if unsettled else allowed)

@@ -148,12 +148,14 @@ class TreeDrafter(Drafter):
         return dataclasses.replace(state, text=self._place_text(tokens))
 
     def resume(
-        self, params: ModelParams, state: TreeState, tokens: np.ndarray, common: int, states: PromptStates | None = None
-    ) -> TreeState:
+        self, params: ModelParams, state: TreeState, tokens: np.ndarray, common: int,
+        states: PromptStates | None = None, same_text: bool = False,
+    ) -> TreeState:  # fmt: skip
         sequence = state.sequence
         if sequence is not None:
             sequence, _ = self._sequence.rewind_to(sequence, tokens, common)
-        return dataclasses.replace(self._begin(sequence, state), text=self._place_text(tokens[:-1]))
+        begun = dataclasses.replace(state, sequence=sequence) if same_text else self._begin(sequence, state)
+        return dataclasses.replace(begun, text=self._place_text(tokens[:-1]))
 
     def fill(self, params: ModelParams, state: TreeState, pending: Pending) -> TreeState:
         if state.sequence is None:
