@@ -13,9 +13,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 33_400,
-    "jaxspec/*.py": 3_040,
-    "jaxspec/methods": 6_720,
+    "jaxspec": 33_540,
+    "jaxspec/*.py": 3_120,
+    "jaxspec/methods": 6_740,
     "jaxspec/sampling jaxspec/tree": 1_470,
     "jaxspec/models": 3_740,
     "jaxspec/offload": 2_040,
@@ -26,7 +26,7 @@ BUDGETS = {
     "pallas_kernels": 5_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 8_600,
-    "tests": 33_000,
+    "tests": 33_090,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 14}
 
