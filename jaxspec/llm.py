@@ -170,6 +170,20 @@ class LLM:
         # Not while the error is handled: it holds on to what was loaded.
         self._assemble(dataclasses.replace(opened, draft=None), resolved, config)
 
+    def __repr__(self) -> str:
+        draft = None if self.draft_path is None else self.draft_path.name
+        devices = ", ".join(str(device) for device in self._internals.target.plan.devices)
+        method = self._internals.engine.method.name
+        return f"<LLM {self.model_path.name!r}, method {method!r}, draft {draft!r}, on {devices}>"
+
+    def __copy__(self) -> "LLM":
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an LLM holds memory of devices: load it anew, it is neither pickled nor copied deeply")
+
     def _assemble(self, opened: OpenModels, method: Method, config: EngineConfig) -> None:
         """Place, compile and load."""
         self.draft_path = None if opened.draft is None else opened.draft.path

@@ -114,8 +114,26 @@ class DraftTreeStats:
     nodes_dropped: int
 
 
-@dataclasses.dataclass(frozen=True)
-class SpeculationStats:
+MOST_SHOWN = 8  # numbers of a field that `repr` shows
+
+
+class Brief:
+    """A dataclass whose `repr` shows the beginning of long fields, and leaves out those that say nothing."""
+
+    def __repr__(self) -> str:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        shown = ", ".join(f"{name}={_brief(value)}" for name, value in fields.items() if value not in (None, ()))
+        return f"{type(self).__name__}({shown})"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) > MOST_SHOWN:
+        return f"({', '.join(map(repr, value[:MOST_SHOWN]))}, ... {len(value)} in all)"
+    return repr(value)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SpeculationStats(Brief):
     """Counts of drafted and accepted tokens, under vLLM's names where it has one. A step is one target pass.
 
     Tokens that a stop or `max_tokens` cut off are not counted.
@@ -173,8 +191,8 @@ class Choice:
     rounds: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeStats:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DecodeStats(Brief):
     """Timings in seconds and counts of emitted tokens; compile time is in none of the other timings.
 
     Attributes:
@@ -210,8 +228,8 @@ class DecodeStats:
     offload: "OffloadStats | None" = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Completion(Brief):
     """A finished generation.
 
     `token_ids` ends with the end-of-sequence or stop token if one ended the text; `text` does not show it. A stop

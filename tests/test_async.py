@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import copy
 import gc
+import pickle
 import threading
 import time
 
@@ -170,3 +172,14 @@ def test_a_short_request_does_not_wait_for_a_long_prompt(llm, monkeypatch):
     short, early, events = asyncio.run(ask())
     assert early and len(short.token_ids) == 3
     assert events[-1].completion.token_ids == llm.generate(prompt, few).token_ids and len(events) <= 11
+
+
+def test_a_result_and_a_model_are_shown_in_a_line(llm):
+    """And a model is not copied by accident; methods share its weights."""
+    shown = repr(llm.generate("w1", LONG))
+    assert "... 50 in all)" in shown and len(shown) < 2000
+    assert repr(llm).startswith("<LLM 'tiny', method 'auto', draft None, on ")
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match="load it anew"):
+            copied(llm)
+    assert llm.with_method("ar").generate("w1", LONG).token_ids == llm.generate("w1", LONG).token_ids

@@ -53,6 +53,14 @@ class Candidate:
     score: float | None = None  # speed-up over the fastest plain decoding; None where it was not run
 
     @property
+    def is_separate(self) -> bool:
+        """Whether its samples tell it from plain decoding: it drafted, and the interval lies above 1."""
+        if self.row is None:
+            return True
+        low = (self.row["speedup"] or self.row["call_speedup"])["low"]
+        return low is not None and low > 1 and (self.row["acceptance_length"] or 1) > 1
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Options of a preset: the method's settings that are not their defaults."""
         if self.preset is not None:
@@ -91,6 +99,11 @@ class Tuning:
         """The result in a sentence."""
         best = self.best
         if best.method.name == BASELINE:
+            if unsure := [c.label for c in self.candidates if (c.score or 0) >= LEAST_GAIN and not c.is_separate]:
+                return (
+                    f"these samples are too few to tell {', '.join(unsure)} from plain decoding, which is kept: "
+                    "more --max-prompts, -n or --repeats may"
+                )
             return f"plain decoding is the fastest here ({best.label}): nothing that was tried gains on it"
         gain = f"{best.score:.2f} times plain decoding"
         if best.label == DEFAULT:
@@ -169,14 +182,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def pick(run: Sequence[Candidate], *, smallest: bool = False) -> Candidate:
-    """The candidate to use, of those that were run, the fastest first.
+    """The candidate to use, of those that were run, the fastest first; plain decoding where samples separate none.
 
     With `smallest` it is the tree at the knee: of the fastest method's settings that are no more than noise slower,
     that with the fewest draft tokens.
     """
     plain = next(c for c in run if c.method.name == BASELINE)
+    run = [c for c in run if c.is_separate and c.method.name != BASELINE]
     default = next((c for c in run if c.label == DEFAULT), None)
-    fastest = run[0].score or 0.0
+    fastest = run[0].score or 0.0 if run else 0.0
     if fastest < LEAST_GAIN:
         return plain
     if default is not None and fastest < LEAST_GAIN * (default.score or 0.0):

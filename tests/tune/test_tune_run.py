@@ -70,7 +70,8 @@ def tune_on(monkeypatch):
 
         def report(rate, command, path, draft, devices):
             def row(label):
-                speedup = {"mean": 1.0, "geometric_mean": speedups.get(label, 0.25), "low": None}
+                gain = speedups.get(label, 0.25)
+                speedup = {"mean": 1.0, "geometric_mean": gain, "low": gain - 0.001}
                 if label == "ar":
                     speedup["geometric_mean"] = 1.0
                 rates = rate and {"mean": rate * speedup["geometric_mean"]}
@@ -325,3 +326,18 @@ def test_of_trees_that_are_equally_fast_the_smallest_is_picked():
     close = [at(256, 2.52), Candidate(DEFAULT, Auto(), score=2.5), at(16, 2.2), plain]
     assert pick(close, smallest=True).label == DEFAULT
     assert pick([at(16, 1.01), plain], smallest=True) is plain
+
+
+def test_samples_that_separate_nothing_name_no_winner():
+    """Neither one sample, nor an interval around 1, nor a gain without a drafted token."""
+    plain = Candidate("ar", Autoregressive(), score=1.0)
+
+    def at(low, length):
+        row = {"speedup": {"low": low}, "call_speedup": None, "acceptance_length": length}
+        return Candidate("auto", Auto(), score=1.77, row=row)
+
+    for candidate in (at(None, 2.0), at(0.9, 2.0), at(1.2, 1.0)):
+        run = (candidate, plain)
+        assert pick(run) is plain
+        assert "too few to tell auto" in Tuning(run, plain, (), ()).verdict
+    assert pick((sure := at(1.2, 2.0), plain)) is sure
