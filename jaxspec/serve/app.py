@@ -118,6 +118,8 @@ class ApiServer:
 
     async def _page(self, request: Request) -> Response:
         text = importlib.resources.files("jaxspec.serve").joinpath("page.html").read_text(encoding="utf-8")
+        if self._key is None:
+            text = text.replace("<label>API key", "<label hidden>API key")
         return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def _health(self, request: Request) -> Response:

@@ -4,7 +4,7 @@ import base64
 import time
 
 import pytest
-from chromium import CONTROL, PROGRAM, SHIFT, Chromium
+from chromium import PROGRAM, SHIFT, Chromium
 from serving import Running
 
 import jaxspec
@@ -69,12 +69,9 @@ def test_an_answer_streams_with_its_trees(page, llm):
         const found = document.getElementById("answer"), stop = document.getElementById("stop");
         new MutationObserver(() => seen.push([found.textContent, stop.disabled])).observe(found, {childList: true});
     """)
-    asked = (
-        (prompt, llm.chat([{"role": "user", "content": prompt}], SamplingParams(max_tokens=40))) for prompt in PROMPTS
-    )
-    prompt, wanted = next((prompt, answer) for prompt, answer in asked if answer.finish_reason == "length")
+    prompt, wanted = long_prompt(llm)
     fill(page, prompt, 40)
-    page.press("Enter", modifiers=CONTROL)
+    page.press("Enter")
     page.wait(ENDED)
     assert text_of(page, "answer") == wanted.text and text_of(page, "error") == ""
     partial = [text for text, over in page.run("seen") if text and text != wanted.text and not over]
@@ -91,9 +88,26 @@ def test_an_answer_streams_with_its_trees(page, llm):
     assert not page.run("document.getElementById('both').hidden")
 
 
+def long_prompt(llm):
+    """A prompt whose answer is not over at once."""
+    asked = ((p, llm.chat([{"role": "user", "content": p}], SamplingParams(max_tokens=40))) for p in PROMPTS)
+    return next((prompt, answer) for prompt, answer in asked if answer.finish_reason == "length")
+
+
+def test_switches_give_the_plain_text_and_no_second_answer(page, llm):
+    page.run("document.getElementById('text').click(); document.getElementById('compare').click()")
+    fill(page, long_prompt(llm)[0], 40)
+    page.press("Enter")
+    ended = "document.getElementById('numbers').textContent.includes('tokens/s')"
+    page.wait(f"{ended} && !document.getElementById('send').disabled")
+    assert "plain decoding" not in text_of(page, "numbers")
+    struck = "[...document.querySelectorAll('#answer span')].map(s => getComputedStyle(s, '::before').content)"
+    assert set(page.run(struck)) == {"none"}
+
+
 def test_nothing_comes_from_another_machine(page, page_server):
     fill(page, "w1", 5)
-    page.press("Enter", modifiers=CONTROL)
+    page.press("Enter")
     page.wait(ENDED)
     asked = [e["params"]["request"]["url"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
     assert f"{page_server.url}/v1/live" in asked
@@ -108,7 +122,7 @@ def test_nothing_comes_from_another_machine(page, page_server):
 def test_no_screen_needs_a_scroll_bar_to_the_side(browser, page_server, width):
     browser.open(page_server.url, width)
     fill(browser, "w1 w2", 40)
-    browser.press("Enter", modifiers=CONTROL)
+    browser.press("Enter")
     browser.wait(ENDED)
     whole, seen = browser.run("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert whole == seen <= width
@@ -117,17 +131,17 @@ def test_no_screen_needs_a_scroll_bar_to_the_side(browser, page_server, width):
 
 def test_the_keyboard_reaches_everything(page, page_server):
     order = []
-    for _ in range(6):
+    for _ in range(7):
         page.press("Tab")
         order.append(focused(page))
-    assert order == ["prompt", "tokens", "temperature", "key", "send", "tree"]
+    assert order == ["prompt", "tokens", "temperature", "text", "compare", "send", "tree"]
     assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     fill(page, "w1 w2", 300)
     scheduler = page_server.api.scheduler
     step = scheduler._step
     scheduler._step = lambda job: (time.sleep(0.05), step(job))[1]
     try:
-        page.press("Tab", "Tab", "Tab", "Tab", "Enter")  # the button
+        page.press(*["Tab"] * 5, "Enter")  # the button
         assert focused(page) == "stop"
         page.wait("document.getElementById('answer').textContent")
         page.press("Escape")
