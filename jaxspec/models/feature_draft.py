@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import Window, run_layers
+from jaxspec.models.transformer import Window, chunk_rows, run_layers
 from pallas_kernels.linear import as_matrix, linear
 from pallas_kernels.rms_norm import rms_norm
 
@@ -73,7 +73,9 @@ def prefill_draft(
 ) -> KVCache:
     """Commit the first `count` (int32 []) of T consecutive rows; `token` and `state` are those of `forward_draft`."""
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
-    _, written, _ = run_layers(params, cfg, token, position, cache, None, None, enter=_enter(params, cfg, state))
+    _, written, _ = run_layers(
+        params, cfg, token, position, cache, None, None, enter=_enter(params, cfg, state), active_rows=chunk_rows(count)
+    )
     return dataclasses.replace(written, length=cache.length + count)
 
 

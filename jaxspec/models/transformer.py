@@ -111,10 +111,17 @@ def prefill_with_states(
     and values.
     """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
-    x, written, states = run_layers(params, cfg, token, position, cache, None, None, layers=layers)
+    x, written, states = run_layers(
+        params, cfg, token, position, cache, None, None, layers=layers, active_rows=chunk_rows(count)
+    )
     # Only a state after the last layer takes all of it.
     hidden = finish_rows(params, cfg, x) if NORMED in layers else x
     return dataclasses.replace(written, length=cache.length + count), join_states(states, hidden, layers)
+
+
+def chunk_rows(count: jax.Array) -> jax.Array | None:
+    """Active rows of a chunk with `count` tokens: native kernels compute no padding, others all rows at once."""
+    return jnp.maximum(count, 1) if registry.current().native else None
 
 
 def join_states(states: dict[int, jax.Array], hidden: jax.Array, layers: tuple[int, ...]) -> jax.Array | None:
@@ -240,9 +247,11 @@ def run_layers(
     params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, cache: KVCache, window: Window | None,
     units: LayerSet | jax.Array | None, *, layers: tuple[int, ...] = (),
     enter: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]] | None = None,
+    active_rows: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, dict[int, jax.Array]]:  # fmt: skip
     """All layers; without a window the rows are a causal chunk, of which only the cache is wanted.
 
+    `active_rows` are those of such a chunk; a window has its own.
     `layers` are those of `forward_with_states`; the last result has their states, but that of `NORMED`. `enter` makes
     the residual stream from the embedded tokens, and what the first layer's attention projects in its place, or None.
     """
@@ -269,7 +278,7 @@ def run_layers(
         x, added, key, value = _run_layer(
             layer, x, added, ropes[cfg.layer_rope(index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
-            units[index] if isinstance(units, jax.Array) else None, joined if index == 0 else None,
+            units[index] if isinstance(units, jax.Array) else None, joined if index == 0 else None, active_rows,
             runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.layer_units(index),
             cfg=cfg, experts=cfg.layer_experts(index), sliding=sliding,
             cache_only=window is None and index == cfg.num_layers - 1 and not wants_end, kernels=registry.current(),
@@ -287,7 +296,7 @@ def run_layers(
     jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "route_only", "kernels")
 )
 def _run_layer(
-    layer: Params, x, added, rope, key, value, length, position, window, units, joined=None,
+    layer: Params, x, added, rope, key, value, length, position, window, units, joined=None, active_rows=None,
     *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None, sliding, cache_only, kernels,
     route_only=False,
 ):  # fmt: skip
@@ -295,7 +304,7 @@ def _run_layer(
 
     Only a kernel that adds and normalises at once is given parts, and leaves its own to the next layer.
     """
-    active_rows = None if window is None else window.active_rows
+    active_rows = active_rows if window is None else window.active_rows
     whole = all(runs) and units is None and joined is None and not cache_only
     fused = whole and experts is None and _takes_parts(layer, cfg, x)
     if fused and added is not None:
