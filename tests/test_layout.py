@@ -13,16 +13,16 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 33_540,
+    "jaxspec": 33_560,
     "jaxspec/*.py": 3_120,
     "jaxspec/methods": 6_740,
     "jaxspec/sampling jaxspec/tree": 1_470,
-    "jaxspec/models": 3_740,
+    "jaxspec/models": 3_760,
     "jaxspec/offload": 2_040,
     "jaxspec/checkpoint": 4_495,
     "jaxspec/runtime": 2_265,
     "jaxspec/text": 2_215,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 6_980,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_000,
     "pallas_kernels": 5_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 8_600,
