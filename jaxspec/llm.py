@@ -262,7 +262,7 @@ class LLM:
         prompts: list[Any] = [*prompt] if batch else [prompt]
         samplings = _one_each(sampling_params, len(prompts))
         if _is_conversation(prompts) or any(_is_conversation(p) for p in prompts):
-            raise ConfigError("generate takes text or token ids; chat answers conversations")
+            raise ConfigError("generate takes text or token ids; chat answers conversations, and stream takes either")
         encoded = [self.encode(p) for p in prompts]
         requests = [self._check(ids, sampling) for ids, sampling in zip(encoded, samplings, strict=True)]
         completions = [self._complete(Turn(ids), sampling) for ids, sampling in zip(encoded, requests, strict=True)]

@@ -88,7 +88,10 @@ def app(
 
     distributed = processes_from(options)
     with contextlib.nullcontext() if is_worker(options) else open_socket(host, port) as listening:
-        with waiting("loading the model and compiling its programs"):
+        doing = "loading the model and compiling its programs"
+        if not sys.stderr.isatty():  # a terminal shows it while it lasts
+            print(f"{NAME}: {doing}; a first start takes a minute", file=sys.stderr, flush=True)
+        with waiting(doing):
             options["max_context"] = _context_of(options)
             llm = LLM(**model_options(options), method=decoding, distributed=distributed)
             if ran_as_worker(llm, NAME):
