@@ -191,11 +191,13 @@ class ApiServer:
         self._check_model(body.get("model"))
         baseline = take_flag(body, "baseline")
         request = parse_request(body, chat="messages" in body)
-        if request.sampling.get("seed") is None:
-            request = dataclasses.replace(request, sampling=request.sampling | {"seed": fresh_seed()})
+        seed = request.sampling.get("seed")
+        request = dataclasses.replace(
+            request, n=1, sampling=request.sampling | {"seed": fresh_seed() if seed is None else seed}
+        )
         watcher = RoundWatcher(self.llm.tokenizer, self._engine.models)
         turns = await asyncio.to_thread(self._read_prompts, request)
-        answers = (await self._submit(request, turns[:1], watcher))[:1]
+        answers = await self._submit(request, turns[:1], watcher)
         again = partial(self._submit, request, turns[:1], plain=True) if baseline else None
         return EventStream(answers, self._stream_rounds(answers, watcher, again))
 

@@ -23,29 +23,26 @@ _FORMS = {
 def shape_answer(tokenizer: Tokenizer, turn: Turn, sampling: SamplingParams) -> SamplingParams:
     """Sampling parameters under which an answer has the calls that the turn asks for.
 
+    Strict tools that need not be called are a matter of the model in families whose calls no free text may precede.
     Reasoning that the prompt opened comes before a shape that the caller asked for.
     ConfigError: the family's calls cannot be constrained, or the caller asked for another shape.
     """
-    shape = sampling.structured_outputs
-    if not turn.required and not (turn.strict and turn.tools):
+    shape, family = sampling.structured_outputs, FAMILIES[turn.family or "hermes"]
+    special = {tokenizer.token_bytes(token).decode("utf-8", "replace"): token for token in tokenizer.special_ids}
+    triggered = turn.strict and turn.tools and turn.family == "hermes" and family.opening not in special
+    if not turn.required and (shape is not None or not triggered):
         if shape is None or not turn.thinks:
             return sampling
         if shape.json is None and not shape.json_object:
             raise ConfigError("structured_outputs after reasoning are JSON; switch the reasoning off for another shape")
         schema = {"type": "object"} if shape.json is None else shape.json
-        return _with(sampling, {"answer": _json(schema)}, "answer", tokenizer, turn)
+        return _with(sampling, {"answer": _json(schema)}, "answer", turn)
     if shape is not None:
         raise ConfigError("structured_outputs and calls of tools are two shapes of one answer: give one of them")
-    family = FAMILIES[turn.family or "hermes"]
     if turn.family not in _FORMS:
-        raise ConfigError(
-            f"tool_choice 'required' and strict tools are not supported for models of family {turn.family}"
-        )
+        raise ConfigError(f"tool_choice must be 'auto' or 'none' for models of family {turn.family}")
     before, middle, after, between = _FORMS[turn.family]
-    special = {tokenizer.token_bytes(token).decode("utf-8", "replace"): token for token in tokenizer.special_ids}
     if not turn.required:
-        if turn.family != "hermes" or family.opening in special:
-            raise ConfigError(f"strict tools need tool_choice 'required' or a name for models of family {turn.family}")
         calls = [
             (f"{family.opening}{before}{name}{middle}", schema, f"{after}{family.closing}")
             for name, schema in turn.tools.items()
@@ -71,12 +68,10 @@ def shape_answer(tokenizer: Tokenizer, turn: Turn, sampling: SamplingParams) -> 
     start = f"call ({json.dumps(between)} call)*" if turn.parallel and between else "call+" if turn.parallel else "call"
     if turn.family == "mistral" and between:
         start = f'{text(family.opening)} "[" {start} "]"'
-    return _with(sampling, rules, start, tokenizer, turn)
+    return _with(sampling, rules, start, turn)
 
 
-def _with(
-    sampling: SamplingParams, rules: Mapping[str, str], start: str, tokenizer: Tokenizer, turn: Turn
-) -> SamplingParams:
+def _with(sampling: SamplingParams, rules: Mapping[str, str], start: str, turn: Turn) -> SamplingParams:
     """Sampling under a grammar, after the reasoning that the prompt opened."""
     lines = [f"{name}: {rule}" for name, rule in rules.items()]
     if turn.thinks:

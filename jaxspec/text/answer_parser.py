@@ -269,7 +269,7 @@ class AnswerParser:
                 self._state, self._depth, self._quoted, self._escaped = self._arguments, 0, False, False
                 return True
         end = text.find(family.closing) if family.closing else -1
-        unlike = not self._opening and not '{"name":'.startswith(re.sub(r"\s", "", text)[:8])
+        unlike = not self._opening and not '{"name":'.startswith(re.sub(r"\s", "", text[:64])[:8])
         if end < 0 and not self._final and not unlike:
             return False
         body = text[:end] if end >= 0 else text

@@ -130,12 +130,13 @@ def open_turn(
             message["thinking"] = message["reasoning_content"]  # gpt-oss' name
     if "tool_calls" not in template:
         plain = _write_calls(plain)
-    if tools and not re.search(r"\btools\b", template):
-        family = tool_parser or "hermes"
-        text = TOOL_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-        system = plain.pop(0)["content"] + "\n\n" if plain[0]["role"] == "system" else ""
-        plain.insert(0, {"role": "system", "content": system + text})
     text = tokenizer.apply_chat_template(plain, tools=list(tools) if tools else None, arguments=given)
+    if tools and text == tokenizer.apply_chat_template(plain, arguments=given):  # a template that shows no tools
+        family = tool_parser or "hermes"
+        prompt = TOOL_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        system = plain.pop(0)["content"] + "\n\n" if plain[0]["role"] == "system" else ""
+        plain.insert(0, {"role": "system", "content": system + prompt})
+        text = tokenizer.apply_chat_template(plain, arguments=given)
     reasons = THINK in template or family == "harmony"
     markers = HARMONY_MARKERS if family == "harmony" else (FAMILIES[family].opening, FAMILIES[family].closing, "[ARGS]")
     special = tokenizer.special_ids if schemas or family == "harmony" else ()

@@ -59,7 +59,7 @@ def check(message):
 @pytest.mark.parametrize("choice", ["required", "switch"])
 @pytest.mark.parametrize("signs", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"])
 def test_each_answer_is_calls(signs, choice):
-    tokenizer, rng = tokenizer_of(f"tools {signs}"), random.Random(signs)
+    tokenizer, rng = tokenizer_of(f"{{{{ tools }}}} {signs}"), random.Random(signs)
     turn = open_turn(tokenizer, QUESTION, tools=TOOLS, tool_choice=choice)
     sampling = shape_answer(tokenizer, turn, SamplingParams())
     counts = []
@@ -75,7 +75,7 @@ def test_each_answer_is_calls(signs, choice):
 
 def test_a_call_of_a_strict_tool_fits_its_schema():
     """Free text until the marker; from then on the schema decides."""
-    tokenizer = tokenizer_of("tools <tool_call>")
+    tokenizer = tokenizer_of("{{ tools }} <tool_call>")
     turn = open_turn(tokenizer, QUESTION, tools=STRICT)
     shape = shape_answer(tokenizer, turn, SamplingParams()).structured_outputs
     matcher = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).match(shape)
@@ -106,12 +106,11 @@ def test_reasoning_comes_before_a_shape():
 
 
 def test_two_shapes_and_families_without_one_are_refused():
-    tokenizer = tokenizer_of("tools <|channel|>")
+    tokenizer = tokenizer_of("{{ tools }} <|channel|>")
     turn = open_turn(tokenizer, QUESTION, tools=TOOLS, tool_choice="required")
     with pytest.raises(ConfigError, match="of family harmony"):
         shape_answer(tokenizer, turn, SamplingParams())
     with pytest.raises(ConfigError, match="two shapes"):
         shape_answer(tokenizer, turn, SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
-    turn = open_turn(tokenizer_of("tools [TOOL_CALLS]"), QUESTION, tools=STRICT)
-    with pytest.raises(ConfigError, match="strict tools need"):
-        shape_answer(tokenizer, turn, SamplingParams())
+    turn = open_turn(tokenizer_of("{{ tools }} [TOOL_CALLS]"), QUESTION, tools=STRICT)
+    assert shape_answer(tokenizer, turn, SamplingParams()) == SamplingParams()
