@@ -39,7 +39,7 @@ def says(served_llm, monkeypatch):
         left, turns, decode = list(texts), [], served_llm.stream(QUESTION, SamplingParams(max_tokens=1))
         *_, real = decode
 
-        def stream(turn, sampling, aborted):
+        def stream(turn, sampling, *_):
             turns.append(turn)
             text = left.pop(0)
             for at in range(0, len(text), 3):
