@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from jaxspec.errors import ConfigError, shown
-from jaxspec.foreign import check_keywords, refuse_unknown
+from jaxspec.foreign import check_keywords, refuse_names, refuse_unknown
 from pallas_kernels import KERNEL_NAMES
 
 LARGEST_INT = 2**31 - 1  # what a setting may be; programs count in 32 bits
@@ -155,7 +155,7 @@ class SamplingParams:
         if self.n > 1 and self.temperature == 0:
             raise ConfigError(f"n is {self.n} and temperature 0: all completions would be equal; raise the temperature")
         if isinstance(self.structured_outputs, Mapping):
-            check_keywords("structured_outputs", self.structured_outputs, _SHAPES, ())
+            refuse_names("structured_outputs", self.structured_outputs, _SHAPES)
             assign("structured_outputs", StructuredOutputs(**self.structured_outputs))
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputs):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from jaxspec.errors import suggest
+from jaxspec.errors import ConfigError, shown, suggest
 
 # What vLLM, SGLang, llama.cpp, transformers, mlx-lm and SpecExec call these options.
 _NAMES = {
@@ -102,6 +102,13 @@ def check_keywords(of: str, given: Collection[str], known: Collection[str], othe
         else:
             hint = suggest(name, known)
         raise TypeError(f"{of} has no option {name!r}; {hint}")
+
+
+def refuse_names(of: str, given: Collection[object], known: Collection[str]) -> None:
+    """ConfigError for a key of a mapping that is none of `known`."""
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{of} has no {shown(name)}; known: {', '.join(known)}")
 
 
 def refuse_unknown(others: Callable[[], Collection[str]]) -> Callable[[_Class], _Class]:

@@ -14,7 +14,7 @@ REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
     "jaxspec": 33_560,
-    "jaxspec/*.py": 3_120,
+    "jaxspec/*.py": 3_126,
     "jaxspec/methods": 6_740,
     "jaxspec/sampling jaxspec/tree": 1_470,
     "jaxspec/models": 3_760,

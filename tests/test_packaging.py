@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Imports that an extra brings, and those that are called otherwise than their distribution.
-OF_EXTRAS = {"starlette", "uvicorn", "prometheus_client", "jax_triton", "triton", "matplotlib"}
+OF_EXTRAS = {"llguidance", "starlette", "uvicorn", "prometheus_client", "jax_triton", "triton", "matplotlib"}
 DISTRIBUTIONS = {"orbax": "orbax-checkpoint"}
 
 
