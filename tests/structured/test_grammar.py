@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from vocabularies import BytesTokenizer
+from byte_tokenizer import BytesTokenizer
 
 from jaxspec import ConfigError, SamplingParams, StructuredOutputs
 from jaxspec.structured.grammar import MOST_CHARACTERS, Grammars, text_with_calls

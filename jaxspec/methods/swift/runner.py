@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.methods.core.constrained import ConstrainedPasses
 from jaxspec.methods.core.cost_model import CostModel, pass_costs
 from jaxspec.methods.core.round import ModelParams, Round, StepOutput
-from jaxspec.methods.core.runner import HostState, SpeculativeRunner, SpeculativeState
+from jaxspec.methods.core.runner import HostState, Runner, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
 from jaxspec.methods.swift.search import LayerSearch, matchness_program
@@ -98,6 +99,10 @@ class SwiftRunner(SpeculativeRunner):
         self._pending: collections.deque[tuple[HostText, LayerSet, jax.Array]] = collections.deque()
         self.score = matchness_program(target, self.executor.state, window, branching)
         self.programs = (*self.programs, *((self.score,) if self._searches else ()))
+
+    def constrain(self) -> ConstrainedPasses:
+        """Refused: a round that scores layers cannot wait for the host."""
+        return Runner.constrain(self)
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         return dataclasses.replace(super().start(root, state), host=HostText(tokens=[root]))

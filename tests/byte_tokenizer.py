@@ -2,10 +2,10 @@
 
 
 class BytesTokenizer:
-    """Ids 0 to 255 are bytes, then come `words`, then two ends of a text; cuts longest first."""
+    """The first ids are `singles`, each a byte, then come `words`, then two ends of a text; cuts longest first."""
 
-    def __init__(self, words):
-        self._tokens = [bytes([byte]) for byte in range(256)] + [word.encode() for word in words]
+    def __init__(self, words, singles=range(256)):
+        self._tokens = [bytes([byte]) for byte in singles] + [word.encode() for word in words]
         self.eos_ids = (len(self._tokens), len(self._tokens) + 1)
         self._tokens += [b"<end>", b"<turn>"]
         self.special_ids = frozenset(self.eos_ids)

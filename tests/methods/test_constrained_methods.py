@@ -1,0 +1,112 @@
+"""Constraints end to end in the engine: each method's text is plain decoding's, and matches its shape."""
+
+import functools
+import json
+
+import jsonschema
+import pytest
+from byte_tokenizer import BytesTokenizer
+from method_cases import (
+    LARGE_REJECTION,
+    LLAMA_AUTO,
+    LLAMA_CHAIN,
+    LLAMA_LOOKUP,
+    LLAMA_SPECEXEC,
+    PROMPT,
+    SMALL_TP4,
+    VOCAB,
+    Case,
+    engine_of,
+    params_of,
+)
+
+from jaxspec import Autoregressive, ConfigError, SamplingParams, StructuredOutputs
+from jaxspec.methods.auto.settings import Auto
+from jaxspec.methods.swift.settings import Swift
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.structured.grammar import Grammars
+
+TOKENIZER = BytesTokenizer(["true", '": ', "name", ", "], range(32, 127))
+GRAMMARS = Grammars(TOKENIZER, VOCAB, TOKENIZER.eos_ids)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["first", "second"]}, "maxItems": 2},
+        "known": {"type": "boolean"},
+    },
+    "required": ["name", "tags", "known"],
+    "additionalProperties": False,
+}
+SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "logprobs": 2}]
+FED_AUTO = Case("llama", 1, "fed", Auto(draft_cost=1e-3))
+METHODS = [LLAMA_SPECEXEC, LLAMA_CHAIN, LLAMA_LOOKUP, LLAMA_AUTO, SMALL_TP4, FED_AUTO]
+
+
+def plain_case(case):
+    rows_of = {"small": "small", "large": "large"}
+    return Case(case.family, case.degree, rows_of.get(case.geometry, "none"), Autoregressive())
+
+
+@functools.cache
+def decode(case, draft, number, prompt=tuple(PROMPT)):
+    """Tokens up to the end, and the matcher's counts."""
+    sampling = SamplingParams(
+        max_tokens=90,
+        seed=5,
+        stop_token_ids=TOKENIZER.eos_ids,
+        structured_outputs=StructuredOutputs(json=json.dumps(SCHEMA)),
+        **SAMPLINGS[number],
+    )
+    engine = engine_of(case)
+    engine.check_request(prompt, sampling)
+    engine.prepare(len(prompt) + 90, sampling)
+    matcher, tokens = GRAMMARS.match(sampling.structured_outputs), []
+    with engine.open(params_of(case, draft), prompt, sampling, 5, matcher) as session:
+        while not session.done and not set(tokens) & set(TOKENIZER.eos_ids):
+            tokens += session.step().tokens
+    ends = [place for place, token in enumerate(tokens) if token in TOKENIZER.eos_ids]
+    return tuple(tokens[: ends[0]] if ends else tokens), matcher.num_forced
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLINGS)))
+@pytest.mark.parametrize("case", METHODS, ids=lambda case: f"{case.method.name}-{case.geometry}")
+def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
+    expected, forced = decode(plain_case(case), "none", number)
+    text = b"".join(map(TOKENIZER.token_bytes, expected)).decode()
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert forced > 20  # most of it follows from the schema
+    for draft in ("copy", "random"):
+        assert decode(case, draft, number) == (expected, forced)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [LARGE_REJECTION, Case("llama", 1, "none", Swift()), Case("llama", 1, "same", SwiftSpec())],
+    ids=lambda c: c.method.name,
+)
+def test_methods_that_cannot_are_refused_by_name(case):
+    sampling = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+    with pytest.raises(ConfigError, match="structured_outputs"):
+        engine_of(case).check_request(PROMPT, sampling)
+
+
+def test_other_requests_before_and_after_keep_their_tokens_and_programs(compilations):
+    """An unconstrained request runs no program more than before, and reads nothing that it did not read."""
+    engine, params = engine_of(LLAMA_AUTO), params_of(LLAMA_AUTO)
+
+    def plain():
+        tokens, in_flight = [], []
+        with engine.open(params, PROMPT, SamplingParams(max_tokens=40), 0) as session:
+            while not session.done:
+                tokens += session.step().tokens
+                in_flight.append(len(session._in_flight))
+        return tokens, in_flight
+
+    first = plain()
+    before = len(engine.runner.programs)
+    decode(LLAMA_AUTO, "copy", 0)
+    found = len(compilations)
+    assert plain()[0] == first[0]
+    assert len(engine.runner.programs) == before == engine.num_programs
+    assert len(compilations) == found
