@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jaxspec.check.distribution import DEPTH, Decoder, check_distribution, distribution_samplings, draw_many
 from jaxspec.check.reference_decoder import Cuts, Floats, ReferenceDecoder, Row, choice, margin, rounding
-from jaxspec.config import SamplingParams
+from jaxspec.config import SamplingParams, StructuredOutputs
 from jaxspec.errors import ConfigError
 from jaxspec.llm import internals
 
@@ -201,6 +201,16 @@ def check_tokens(
             comparisons.append(_compare(reference, index, list(prompt), sampling, expected, got))
             progress()
     return comparisons
+
+
+def compare_shaped(
+    plain: Decoder, method: Decoder, prompts: Sequence[Sequence[int]], shape: StructuredOutputs, max_tokens: int,
+    seed: int,
+) -> dict[str, int]:  # fmt: skip
+    """How many texts under a shape, greedy and at temperature 1, equal plain decoding's under the same shape."""
+    samplings = [SamplingParams(max_tokens, temperature=t, seed=seed, structured_outputs=shape) for t in (0.0, 1.0)]
+    pairs = [(prompt, sampling) for prompt in prompts for sampling in samplings]
+    return {"texts": len(pairs), "equal": sum(_decode(plain, *pair) == _decode(method, *pair) for pair in pairs)}
 
 
 def count_verdicts(comparisons: Sequence[Comparison], dtype: str = "float32") -> VerdictCounts:

@@ -20,6 +20,7 @@ from jaxspec.cli.options import (
     is_streamed,
     merge_options,
     model_options,
+    sampling_options,
     setting_types,
 )
 from jaxspec.cli.processes import refuse_several
@@ -70,6 +71,9 @@ def app(
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Apply the chat template (default if there is one) or none.")
     ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="Compare answers under this JSON schema, too: greedy, and seeded sampling.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Setting of the method, name=value.")] = None,
     json_: ReportOption = None,
 ) -> None:
@@ -85,9 +89,10 @@ def app(
     from jaxspec.bench.columns import loading_method  # only now: --help and usage errors answer at once
     from jaxspec.bench.run import Column
     from jaxspec.check.reference_decoder import ReferenceDecoder
-    from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, estimate_full
+    from jaxspec.check.run import FULL, QUICK, RememberedDecoder, check_method, compare_shaped, estimate_full
     from jaxspec.llm import LLM, internals
 
+    shape = None if json_schema is None else sampling_options({"json_schema": str(json_schema)}).structured_outputs
     size = FULL if full else QUICK
     sizes = {"max_tokens": max_tokens, "max_prompts": max_prompts, "samples": samples}
     size = dataclasses.replace(size, **{name: value for name, value in sizes.items() if value is not None})
@@ -130,6 +135,10 @@ def app(
         with Bar() as bar:
             advance = _counter(bar, candidate.name)
             entry = check_method(remembered, speculative, encoded, size, seed, reference, advance)
+        if shape is not None:
+            entry["shaped"] = compare_shaped(plain, speculative, encoded, shape, size.max_tokens, seed)
+            # Elsewhere a tie may fall otherwise.
+            entry["lossless"] &= not kernels.native or entry["shaped"]["equal"] == entry["shaped"]["texts"]
         report["methods"].append(entry)
         _print_method(console, entry, names, plain)
     faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
@@ -266,6 +275,9 @@ def _print_method(console: "Console", entry: Mapping[str, Any], names: Sequence[
         if row["suspicious"]:
             text = f"{row['ties']} ties in {row['tokens']} tokens are more than rounding explains: {row['sampling']}"
             console.print(f"suspicious: {text}", markup=False, highlight=False)
+    if "shaped" in entry:
+        text = "{equal} of {texts} texts under the schema equal".format(**entry["shaped"])
+        console.print(f"{entry['method']}: {text}", markup=False, highlight=False)
     console.print(f"{entry['method']}: {_words(entry)}", markup=False, highlight=False)
 
 

@@ -18,6 +18,7 @@ from jaxspec.cli.options import (
     MODEL,
     PROCESSES,
     SAMPLING,
+    SHAPES,
     Option,
     Options,
     PlanOption,
@@ -52,7 +53,7 @@ LONGEST_PROMPT = 64 << 20  # bytes: no context holds as much, and a device such 
 SHOWN_HISTORY = 8  # latest entries of the history of a search that are printed; --json has them all
 
 FLAGS: Options = {
-    **MODEL, **METHOD, **SAMPLING, **ENGINE, **PROCESSES,
+    **MODEL, **METHOD, **SAMPLING, **SHAPES, **ENGINE, **PROCESSES,
     "chat": Option((bool,), "Apply the chat template (default if there is one) or none.", ("--chat/--raw",)),
     "system": Option((str,), "System message of the chat."),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from jaxspec.config import EngineConfig, SamplingParams
+from jaxspec.config import EngineConfig, SamplingParams, StructuredOutputs, check_path
 from jaxspec.errors import ConfigError, shown, suggest
 from jaxspec.foreign import own_name
 from jaxspec.methods.registry import METHODS, make_method, setting_fields
@@ -102,6 +102,12 @@ ENGINE: Options = options_of(EngineConfig)
 # Commands that measure or compare keep no caches of one answer for the next.
 MEASURED_ENGINE: Options = {name: option for name, option in ENGINE.items() if name != "session_memory"}
 SAMPLING: Options = options_of(SamplingParams)
+# The shape of the answer: exclusive, and of `StructuredOutputs`.
+SHAPES: Options = {
+    "json_schema": Option((str,), "File of a JSON schema that the answer must match."),
+    "regex": Option((str,), "Regular expression that the whole answer must match."),
+    "grammar": Option((str,), "File of a grammar that the answer must match, in llguidance's Lark syntax."),
+}
 PROCESSES: Options = {
     "coordinator": Option((str,), "HOST:PORT where several processes meet, or auto (Slurm, MPI, Kubernetes, TPU)."),
     "num_processes": Option((int,), "How many processes there are."),
@@ -131,8 +137,25 @@ def model_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_options(options: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters among options that were given."""
-    return SamplingParams(**{name: options[name] for name in SAMPLING if options.get(name) is not None})
+    """The sampling parameters among options that were given, the shape of the answer included."""
+    given = {name: options[name] for name in SAMPLING if options.get(name) is not None}
+    shapes = [name for name in SHAPES if options.get(name) is not None]
+    if len(shapes) > 1:
+        raise ConfigError(f"--{' and --'.join(shapes).replace('_', '-')} both say what an answer is: give one of them")
+    for name in shapes:
+        text = options[name] if name == "regex" else _read_shape(name, options[name])
+        shape: dict[str, Any] = {"json" if name == "json_schema" else name: text}
+        given["structured_outputs"] = StructuredOutputs(**shape)
+    return SamplingParams(**given)
+
+
+def _read_shape(name: str, file: str) -> str:
+    try:
+        return check_path(name, file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--{name.replace('_', '-')} {file} cannot be read: {error}") from error
 
 
 def is_streamed(options: Mapping[str, Any]) -> bool:
