@@ -192,7 +192,7 @@ def test_sampling_parameters_take_a_dict_and_refuse_what_contradicts_a_shape():
             SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **other)
     with pytest.raises(ConfigError, match="must be StructuredOutputs"):
         SamplingParams(structured_outputs=3)
-    with pytest.raises(TypeError, match="no option 'jsn'"):
+    with pytest.raises(ConfigError, match="no 'jsn'"):
         SamplingParams(structured_outputs={"jsn": {}})
 
 
