@@ -390,9 +390,17 @@ def _choose_storage(weights: Weights, plan: MeshPlan, dtype: DType) -> Storage |
 
     Native kernels read everything as it is. Accelerators keep every block: a few rows take as long as their weights
     are read, and blocks are a quarter of the numbers. XLA on a CPU is slow at GGUF's blocks, so these become numbers
-    there; quantised safetensors stay packed, because their models are too large otherwise.
+    there; quantised safetensors stay packed, because their models are too large otherwise. A TPU has no product with
+    blocks: XLA would write the numbers of the whole model in every pass.
+
+    ConfigError: weights in blocks on a TPU.
     """
     own, kernels = weights.storage(plan), plan.kernels
+    if kernels.platform == "tpu" and (blocks := sorted(formats_of(own) & set(FORMATS))):
+        raise ConfigError(
+            f"{weights.path}: weights in blocks ({', '.join(blocks)}) have no kernels for TPUs: give dtype bfloat16, "
+            "which takes two bytes for each weight"
+        )
     if kernels.native:
         return own
     formats = KEPT_ON_CPU if kernels.platform == "cpu" else FORMATS

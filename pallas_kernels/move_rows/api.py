@@ -27,8 +27,10 @@ def move_rows(
     if any(cache.ndim != 3 for cache in caches) or len(slots) > 1 or min(slots, default=0) < len(source):
         shapes = [cache.shape for cache in caches]
         raise ValueError(f"move_rows needs caches [K, S, H] of at least {len(source)} slots each, got {shapes}")
-    fused = registry.current().find("move_rows", caches, source, start)
-    return (fused.move_rows if fused else reference)(caches, source, start)
+    kernels = registry.current()
+    fused = kernels.find("move_rows", caches, source, start)
+    own = slices if kernels.platform == "tpu" else reference
+    return (fused.move_rows if fused else own)(caches, source, start)
 
 
 def reference(caches: tuple[jax.Array, ...], source: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
@@ -37,6 +39,19 @@ def reference(caches: tuple[jax.Array, ...], source: jax.Array, start: jax.Array
     def move(cache: jax.Array) -> jax.Array:
         # Read before anything is written: fused with the write, the two would need a copy of the whole layer.
         rows = jax.lax.optimization_barrier(jnp.take(cache, source, axis=1, mode="clip"))  # [K, P, H]
+        return jax.lax.dynamic_update_slice(cache, rows, (0, start, 0))
+
+    return tuple(map(move, caches))
+
+
+def slices(caches: tuple[jax.Array, ...], source: jax.Array, start: jax.Array) -> tuple[jax.Array, ...]:
+    """The operation by a slice for each row; for a gather XLA copies the cache into another layout on a TPU."""
+
+    def move(cache: jax.Array) -> jax.Array:
+        size = cache.shape[0], 1, cache.shape[2]
+        # As `take` clips: a slice that would end outside begins earlier.
+        rows = [jax.lax.dynamic_slice(cache, (0, slot, 0), size) for slot in source]
+        rows = jax.lax.optimization_barrier(jnp.concatenate(rows, axis=1))
         return jax.lax.dynamic_update_slice(cache, rows, (0, start, 0))
 
     return tuple(map(move, caches))

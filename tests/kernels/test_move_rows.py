@@ -13,6 +13,7 @@ MOVE = (("move_rows", "triton"),)
 KERNELS = {
     "xla": registry.Kernels("xla", "gpu"),
     "triton": registry.Kernels("pallas-triton", "gpu", implementations=MOVE, interpret=True),
+    "slices": registry.Kernels("xla", "tpu"),
 }
 LOWERED = registry.Kernels("pallas-triton", "gpu", implementations=MOVE, device_kind="NVIDIA H100 80GB HBM3")
 

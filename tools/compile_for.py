@@ -1,21 +1,24 @@
-"""Compile the programs of methods for a GPU that is not there, and count what makes a round slow.
+"""Compile the programs of methods for a GPU or TPU that is not there, and count what makes a round slow.
 
-    pip install 'jaxspec-decode[gpu-compile]'
-    python tools/gpu_compile.py [--gpu h100] [--devices 1] [--methods ar,specexec] [--weights q4_0] [--list]
+    pip install 'jaxspec-decode[gpu-compile]'        # or [tpu-compile]
+    python tools/compile_for.py h100 [--devices 1] [--methods ar,specexec] [--weights q4_0] [--list]
+    python tools/compile_for.py v5e:2x2 --methods swiftspec --draft-devices 2
 
-XLA's compiler for GPUs needs no GPU: it is told what the device is like. Each program is compiled for the Llama-3-8B
-geometry and a 1B draft in bfloat16 or in blocks, with two and with three layers, so that the difference is what a layer
-takes.
-Nothing is tuned, since nothing can be timed: a product may take other kernels on a device.
+XLA's compilers need no device: they are told what it is like. Each program is compiled for the Llama-3-8B geometry and
+a 1B draft in bfloat16 or in blocks, with two and with three layers, so that the difference is what a layer takes.
+Nothing is tuned, since nothing can be timed: a product may take other kernels on a device. A TPU runs a program as one
+module, with its loops and branches.
 
-  waits      loops and branches on data outside of CUDA graphs, for each of which the host waits in every turn
-  on data    all loops and branches on data
-  graphs     CUDA graphs and what else the host launches, in order
-  kernels    launches outside of loops; "a layer" is what one more layer of target and draft adds
-  copies     copies of a whole layer of a cache
-  spills     bytes of registers that a kernel keeps in memory, the most of any; by ptxas
-  shared     bytes of shared memory of a kernel, the most of any
-  memory     bytes for what a program computes on the way: with packed weights, far less than their numbers
+  waits        loops and branches on data outside of CUDA graphs, for each of which the host waits in every turn; on a
+               TPU, transfers to or from the host
+  on data      all loops and branches on data
+  launches     CUDA graphs and what else the host launches, in order
+  kernels      launches outside of loops; "a layer" is what one more layer of target and draft adds
+  copies       copies of a whole layer of a cache
+  collectives  operations between devices outside of loops; "a layer" as for kernels
+  spills       bytes of registers that a kernel keeps in memory, the most of any; by ptxas
+  shared       bytes of shared memory of a kernel, the most of any
+  memory       bytes for what a program computes on the way: with packed weights, far less than their numbers
 """
 
 import argparse
@@ -92,14 +95,21 @@ class GPU:
         """
 
 
+# By the kind of TPU that JAX names before the colon: extents of the chips that make its smallest description.
+TPU_KINDS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 GPUS = {
     "h100": GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 233472, 50 << 20, 3_350_000_000_000, 80_000_000_000),
     "a100": GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 167936, 40 << 20, 2_039_000_000_000, 80_000_000_000),
 }
 
 
-def find_problem() -> str | None:
-    """The package that compiling lacks, or None."""
+def is_tpu(device: str) -> bool:
+    """Whether a device's name is that of TPUs, such as v5e:2x2."""
+    return device.partition(":")[0] in TPU_KINDS
+
+
+def find_problem(device: str) -> str | None:
+    """The package that compiling for a device lacks, or None."""
 
     def is_missing(name: str) -> bool:
         try:
@@ -107,15 +117,19 @@ def find_problem() -> str | None:
         except ModuleNotFoundError:
             return True
 
-    missing = [name for name in PACKAGES if is_missing(name)]
-    return f"not installed: {', '.join(missing)}; pip install 'jaxspec-decode[gpu-compile]'" if missing else None
+    packages, extra = (("libtpu",), "tpu-compile") if is_tpu(device) else (PACKAGES, "gpu-compile")
+    missing = [name for name in packages if is_missing(name)]
+    return f"not installed: {', '.join(missing)}; pip install 'jaxspec-decode[{extra}]'" if missing else None
 
 
 def main() -> None:
     """Compile, print a table, and write the numbers if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("device", help=f"{', '.join(GPUS)}, or chips of a TPU: {', '.join(TPU_KINDS)}, as in v5e:2x2")
     parser.add_argument("--devices", type=int, default=1, help="that share the target's weights, and the draft's [1]")
+    parser.add_argument("--draft-devices", type=int, default=0, help="of the draft alone, after the target's [none]")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"capacity of the caches [{TOKENS}]")
+    parser.add_argument("--sampled", action="store_true", help="for sampled requests instead of greedy ones")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
     parser.add_argument("--weights", default="bfloat16", help="a dtype or a block format, such as q4_0 [bfloat16]")
     parser.add_argument("--list", action="store_true", help="below each row the kernels of a layer, by name")
@@ -124,9 +138,14 @@ def main() -> None:
     chosen = arguments.methods.split(",")
     if unknown := [name for name in chosen if name not in METHODS]:
         parser.error(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    if problem := find_problem():
+    if arguments.device not in GPUS and not is_tpu(arguments.device):
+        parser.error(f"unknown device {arguments.device!r}; known: {', '.join((*GPUS, *TPU_KINDS))}, as in v5e:2x2")
+    if problem := find_problem(arguments.device):
         sys.exit(problem)
-    devices = make_devices(GPUS[arguments.gpu], arguments.devices)
+    count = arguments.devices + arguments.draft_devices
+    devices = make_devices(arguments.device, count)
+    if len(devices) < count:
+        parser.error(f"{arguments.device} has {len(devices)} devices, {count} are asked for")
     from jaxspec.models.quantization import WEIGHT_TYPES
 
     if arguments.weights not in WEIGHT_TYPES:
@@ -134,20 +153,24 @@ def main() -> None:
     rows = []
     print(HEAD)
     for name in chosen:
-        for row in count_method(name, GPUS[arguments.gpu], devices, arguments.weights):
+        for row in count_method(name, devices, arguments):
             rows.append(row)
             print(render_row(row), flush=True)
             for line in row["layer"] if arguments.list else ():
                 print(f"    {line}", flush=True)
     if arguments.json:
         result = {
-            "gpu": GPUS[arguments.gpu].kind, "devices": arguments.devices, "weights": arguments.weights, "rows": rows,
+            "device": devices[0].device_kind, "devices": arguments.devices, "draft_devices": arguments.draft_devices,
+            "weights": arguments.weights, "rows": rows,
         }  # fmt: skip
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def make_devices(gpu: GPU, count: int) -> Sequence[Any]:
-    """Devices to compile for, which cannot run anything."""
+def make_devices(device: str, count: int) -> Sequence[Any]:
+    """Devices to compile for, which cannot run anything; a TPU's chips may be more."""
+    if is_tpu(device):
+        return make_tpu_devices(device)
+    gpu = GPUS[device]
     # Before JAX starts: it would look for a GPU, and XLA would time its choices on one.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), "--xla_gpu_autotune_level=0")))
@@ -166,14 +189,25 @@ def make_devices(gpu: GPU, count: int) -> Sequence[Any]:
     return topology.devices
 
 
-def count_method(name: str, gpu: GPU, devices: Sequence[Any], weights: str) -> Iterator[dict[str, Any]]:
+def make_tpu_devices(topology: str) -> Sequence[Any]:
+    """The chips of a TPU by XLA's name of them, such as v5e:2x2."""
+    # libtpu looks for a TPU's host and locks the machine otherwise.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+    for name, value in {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def count_method(name: str, devices: Sequence[Any], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each program of a method's round."""
     from jaxspec.methods.registry import make_method
 
     found = [
         {
-            program.name: count_program(program)
-            for program in list_programs(make_method(name, METHODS[name]), gpu, devices, layers, weights)
+            program.name: count_program(program, arguments.sampled)
+            for program in list_programs(make_method(name, METHODS[name]), devices, layers, arguments)
         }
         for layers in LAYERS
     ]
@@ -181,11 +215,12 @@ def count_method(name: str, gpu: GPU, devices: Sequence[Any], weights: str) -> I
         more = found[1][program]
         yield fewer | {
             "method": name, "program": program, "kernels_a_layer": more["kernels"] - fewer["kernels"],
+            "collectives_a_layer": more["collectives"] - fewer["collectives"],
             "by_kind_a_layer": dict(collections.Counter(more["kinds"]) - collections.Counter(fewer["kinds"])),
         }  # fmt: skip
 
 
-def list_programs(method: Any, gpu: GPU, devices: Sequence[Any], layers: int, weights: str) -> list[Any]:
+def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: argparse.Namespace) -> list[Any]:
     """Programs of a round, for models of so many layers whose weights are all of one type."""
     import jax.numpy as jnp
 
@@ -194,9 +229,32 @@ def list_programs(method: Any, gpu: GPU, devices: Sequence[Any], layers: int, we
     from jaxspec.models.quantization import Storage, fit_storage
     from jaxspec.runtime.mesh import MeshPlan
     from jaxspec.runtime.placement import Placement
+
+    kernels = choose_kernels(arguments.device, devices[0])
+    plan = MeshPlan(tuple(devices[: arguments.devices]), kernels)
+    others = devices[arguments.devices :][: arguments.draft_devices]
+
+    def place(preset: str, layers: int, plan: MeshPlan) -> Placement:
+        cfg = dataclasses.replace(load_preset(preset), num_layers=layers)
+        storage = fit_storage(Storage(arguments.weights), cfg, plan.tensor)
+        return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage)
+
+    draft = place(DRAFT, layers - 1, MeshPlan(tuple(others), kernels) if others else plan) if method.drafts else None
+    models = Models(place(TARGET, layers, plan), draft)
+    # Some methods put data on their devices when they are bound, which devices that are not there cannot take.
+    with mock.patch("jax.device_put", describe_arrays):
+        programs = method.bind(models, arguments.tokens).programs
+    return [program for program in programs if not any(word in program.name for word in ONCE)]
+
+
+def choose_kernels(name: str, device: Any) -> Any:
+    """The kernels that `auto` chooses for a device where all of them pass their check."""
     from pallas_kernels import selection
     from pallas_kernels.registry import Kernels
 
+    if is_tpu(name):
+        return Kernels("xla", "tpu", device_kind=device.device_kind)
+    gpu = GPUS[name]
     # What `auto` chooses where all kernels pass their check, and those that are for "pallas-triton" alone.
     usable = tuple(
         (operation, candidate)
@@ -204,21 +262,10 @@ def list_programs(method: Any, gpu: GPU, devices: Sequence[Any], layers: int, we
         for candidate in candidates
         if selection.find_obstacle(candidate, gpu.capability) is None
     )
-    kernels = Kernels(
+    return Kernels(
         "pallas-triton", "gpu", implementations=usable, automatic=True, capability=gpu.capability,
         device_kind=gpu.kind, multiprocessors=gpu.multiprocessors,
     )  # fmt: skip
-    plan = MeshPlan(tuple(devices), kernels)
-
-    def place(preset: str, layers: int) -> Placement:
-        cfg = dataclasses.replace(load_preset(preset), num_layers=layers)
-        return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=fit_storage(Storage(weights), cfg, plan.tensor))
-
-    models = Models(place(TARGET, layers), place(DRAFT, layers - 1) if method.drafts else None)
-    # Some methods put data on their devices when they are bound, which devices that are not there cannot take.
-    with mock.patch("jax.device_put", describe_arrays):
-        programs = method.bind(models, TOKENS).programs
-    return [program for program in programs if not any(word in program.name for word in ONCE)]
 
 
 def describe_arrays(values: Any, sharding: Any) -> Any:
@@ -233,13 +280,23 @@ def describe_arrays(values: Any, sharding: Any) -> Any:
     return jax.tree.map(describe, values)
 
 
-def count_program(program: Any) -> dict[str, Any]:
-    """Compile a program for greedy requests, and count."""
+def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
+    """Compile a program for greedy or for sampled requests, and count."""
+    from jaxspec.config import SamplingParams
     from jaxspec.runtime.program import choose_options
-    from jaxspec.sampling.variant import GREEDY
+    from jaxspec.sampling.variant import GREEDY, find_variant
 
-    start = time.monotonic()
-    lowered = program.lower(program.fit(GREEDY))
+    start, variant = time.monotonic(), GREEDY
+    if sampled:
+        variant = find_variant(SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1))
+    lowered = program.lower(program.fit(variant))
+    if program._plan.kernels.platform == "tpu":
+        compiled = lowered.compile()
+        counts = count_text(compiled.as_text())
+        return counts | {
+            "waits": counts["transfers"], "launched": ["module"], "compile_s": time.monotonic() - start, "spills": 0,
+            "shared": 0, "memory": compiled.memory_analysis().temp_size_in_bytes, "assembled": [], "spilling": {},
+        }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         options = choose_options(program._plan) or {}
         compiled = lowered.compile(compiler_options=options | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
@@ -281,9 +338,17 @@ def count_text(text: str) -> dict[str, Any]:
             (loops if turns else on_data).append(where)
     kinds = collections.Counter(kind for kind, _, _ in entry if kind not in FREE)
     caches = {shape for shape in re.findall(r"bf16\[\d+,\d{3,},\d+\]", text)}
-    copies = sum(kind == "copy" and any(shape.startswith(cache) for cache in caches) for kind, _, shape in entry)
+    collectives = sum(kind.removesuffix("-start") in COLLECTIVES for kind, _, _ in entry)
+    transfers = [name for lines in bodies.values() for kind, name, _ in filter(None, map(read_instruction, lines))
+                 if kind in TRANSFERS]  # fmt: skip
+    # S(1) is memory beside a TPU's core: what is read there again and again is copied there once.
+    copies = sum(
+        kind == "copy" and "S(1)" not in shape and any(shape.startswith(cache) for cache in caches)
+        for kind, _, shape in entry
+    )
     return {
         "on_data": on_data, "loops": loops, "kernels": sum(kinds.values()), "kinds": dict(kinds), "copies": copies,
+        "collectives": collectives, "transfers": transfers,
         "layer": list_layer(bodies["ENTRY"]),
     }  # fmt: skip
 
@@ -320,6 +385,9 @@ def read_thunks(text: str) -> tuple[list[str], int]:
     return launched, free
 
 
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# Between a TPU and its host.
+TRANSFERS = ("send", "recv", "infeed", "outfeed")
 # Instructions that launch nothing.
 FREE = frozenset((
     "parameter", "bitcast", "get-tuple-element", "tuple", "constant", "while", "conditional", "call", "after-all",
@@ -376,8 +444,8 @@ def assemble(file: Path) -> list[dict[str, Any]]:
 
 
 HEAD = (
-    "| method | program | waits | on data | launches | kernels a layer | copies | spills | shared | memory |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| method | program | waits | on data | launches | kernels a layer | copies | collectives a layer | spills "
+    "| shared | memory |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -387,7 +455,7 @@ def render_row(row: dict[str, Any]) -> str:
     launched = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     cells = (
         row["method"], row["program"], waits, len(row["on_data"]), launched, row["kernels_a_layer"], row["copies"],
-        row["spills"], row["shared"], row["memory"],
+        row["collectives_a_layer"], row["spills"], row["shared"], row["memory"],
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 

@@ -1,12 +1,13 @@
 """Compiling for a GPU without one: how compiled text is read, and, with the extra, what the programs are like."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import gpu_compile
+import compile_for
 import pytest
 
 from jaxspec.runtime import program
@@ -50,12 +51,12 @@ MOST_SPILLS = 16
 
 
 def test_what_a_program_holds():
-    counts = gpu_compile.count_text(MODULE)
+    counts = compile_for.count_text(MODULE)
     assert counts["on_data"] == ["draft/grow/while"] and len(counts["loops"]) == 1
     assert counts["kinds"] == {"copy": 1, "fusion": 1, "__gpu$xla.gpu.triton": 1, "__gpu$x": 1}
     assert counts["kernels"] == 4
     assert counts["copies"] == 1
-    assert gpu_compile.read_thunks(THUNKS) == (["CommandBuffer", "While", "Gemm"], 2)
+    assert compile_for.read_thunks(THUNKS) == (["CommandBuffer", "While", "Gemm"], 2)
 
 
 def test_the_kernels_of_a_layer():
@@ -67,39 +68,42 @@ def test_the_kernels_of_a_layer():
         '%fusion.{0} = f32[2]{{0}} fusion(%call.{0}), kind=kLoop, metadata={{op_name="jit(f)/mlp/add"}}',
     ]
     entry = [line.format(index) for index in range(3) for line in layer]
-    assert gpu_compile.list_layer(entry) == [
+    assert compile_for.list_layer(entry) == [
         "call.1 f32[2]{0}: tree_attention/pallas_call",
         "merge.1 f32[2]{0}: tree_attention_merge/pallas_call",
         "fusion.1 f32[2]{0}: mlp/add",
     ]
-    assert gpu_compile.list_layer(entry[:4]) == []
+    assert compile_for.list_layer(entry[:4]) == []
 
 
 def compile_programs(folder, *arguments, **environment):
     """Rows by method and program, of a process of its own: the tool changes what JAX looks for."""
-    file, tool = folder / "found.json", Path(gpu_compile.__file__)
+    file, tool = folder / "found.json", Path(compile_for.__file__)
     paths = os.pathsep.join(filter(None, (str(tool.parents[1]), *sys.path)))
     command = [sys.executable, str(tool), *arguments, "--json", str(file)]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": paths} | environment, capture_output=True)
     return {(row["method"], row["program"]): row for row in json.loads(file.read_text())["rows"]}
 
 
-def compiles(test):
-    """A test that compiles for a GPU."""
-    problem = gpu_compile.find_problem()
-    skip = pytest.mark.skipif(problem is not None, reason="needs the extra gpu-compile")
+def compiles(test, device="h100"):
+    """A test that compiles for a GPU, or for a TPU."""
+    problem = compile_for.find_problem(device)
+    skip = pytest.mark.skipif(problem is not None, reason=str(problem))
     return pytest.mark.gpu_compile(pytest.mark.slow(skip(test)))
 
 
+compiles_for_tpu = functools.partial(compiles, device="v5e")
+
+
 @compiles
-@pytest.mark.parametrize("gpu", gpu_compile.GPUS)
+@pytest.mark.parametrize("gpu", compile_for.GPUS)
 def test_programs_of_rounds(gpu, tmp_path):
     """No wait, no copied cache, hardly a spilled register; kernels must not become more unnoticed."""
-    rows = compile_programs(tmp_path, "--gpu", gpu, "--methods", "ar,chain,specexec,swiftspec")
+    rows = compile_programs(tmp_path, gpu, "--methods", "ar,chain,specexec,swiftspec")
     assert len(rows) == 8 and ("swiftspec", "advance and expand") in rows
     for name, row in rows.items():
         assert row["waits"] == [] and row["copies"] == 0, name
-        assert row["spills"] <= MOST_SPILLS and row["shared"] <= gpu_compile.GPUS[gpu].shared, name
+        assert row["spills"] <= MOST_SPILLS and row["shared"] <= compile_for.GPUS[gpu].shared, name
     assert rows["specexec", "draft"]["on_data"] == ["draft/grow/while"]
     assert rows["ar", "decode 1"]["kernels_a_layer"] <= MOST_KERNELS["decode"]
     assert rows["specexec", "verify"]["kernels_a_layer"] <= MOST_KERNELS["verify"]
@@ -110,11 +114,13 @@ def test_programs_of_rounds(gpu, tmp_path):
 @pytest.mark.parametrize(("weights", "devices"), [("q4_0", 1), ("q4_0", 2), ("int4_g128", 1), ("q6_k", 1)])
 def test_packed_weights_stay_packed(weights, devices, tmp_path):
     """Nothing as large as a weight's numbers is written: one row, a tree, and the growth of a tree."""
-    rows = compile_programs(tmp_path, "--weights", weights, "--devices", str(devices), "--methods", "ar,specexec")
+    rows = compile_programs(
+        tmp_path, "h100", "--weights", weights, "--devices", str(devices), "--methods", "ar,specexec"
+    )
     assert len(rows) == 4
     for name, row in rows.items():
         assert row["spills"] == 0 and row["copies"] == 0, name
-        assert row["memory"] <= MOST_MEMORY and row["shared"] <= gpu_compile.GPUS["h100"].shared, name
+        assert row["memory"] <= MOST_MEMORY and row["shared"] <= compile_for.GPUS["h100"].shared, name
         assert "jaxspec_linear" in row["assembled"], name
     if devices == 1:
         # Of several devices, collectives lie between graphs, and the draft's search outside of them.
@@ -127,8 +133,33 @@ def test_packed_weights_stay_packed(weights, devices, tmp_path):
 @compiles
 def test_collectives_in_graphs(tmp_path):
     """The loop that waits for the host on several devices: its collectives, by an option that users may set."""
-    both = "--devices", "2", "--methods", "specexec"
+    both = "h100", "--devices", "2", "--methods", "specexec"
     assert compile_programs(tmp_path, *both)["specexec", "draft"]["waits"] == ["shard_map/draft/grow/while"]
     option = f"{program.GPU_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
     rows = compile_programs(tmp_path, *both, XLA_FLAGS=f"--xla_gpu_enable_command_buffer={option}")
     assert rows["specexec", "draft"]["waits"] == [] and rows["specexec", "draft"]["launched"] == ["CommandBuffer"]
+
+
+# Bytes that a program computes on the way on a TPU, beside the logits of a tree.
+MOST_TPU_MEMORY = 32 << 20
+
+
+@compiles_for_tpu
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("device", ["v5e:2x2", "v6e:2x2"])
+def test_programs_for_a_tpu(device, sampled, tmp_path):
+    """No transfer to or from the host in any method's round, no copy of a cache, few temporaries."""
+    rows = compile_programs(tmp_path, device, *["--sampled"] * sampled)
+    assert {method for method, _ in rows} == set(compile_for.METHODS)
+    for name, row in rows.items():
+        assert row["waits"] == [] and row["copies"] == 0 and row["collectives_a_layer"] == 0, name
+        assert row["memory"] <= MOST_TPU_MEMORY, name
+
+
+@compiles_for_tpu
+@pytest.mark.parametrize("devices", [("4",), ("2", "--draft-devices", "2")], ids=["4", "2 and 2"])
+def test_programs_for_several_chips(devices, tmp_path):
+    rows = compile_programs(tmp_path, "v5e:2x2", "--methods", "ar,swiftspec" if len(devices) > 1 else "ar,specexec",
+                            "--devices", *devices)  # fmt: skip
+    assert all(row["waits"] == [] and row["copies"] == 0 for row in rows.values())
+    assert rows["ar", "decode 1"]["collectives_a_layer"] == 2
