@@ -82,7 +82,8 @@ def time_streamed_pass(placement: Placement, params: Params, rows: int, context:
 
     def finish(params: Any, state: Any, hidden: Any, cache: Any, first: Any) -> Any:
         largest = vocab_logits(params, cfg, hidden[:head_rows]).max()
-        return state.replace(cache=dataclasses.replace(cache, length=jnp.int32(context))), largest
+        cache = dataclasses.replace(cache, length=jnp.int32(context))
+        return dataclasses.replace(state, cache=cache), largest
 
     out = (sequence.state, placement.array((), jnp.float32))
     run = TargetPass(f"pass {rows}", sequence, rows, [scalar], out, begin=begin, finish=finish)

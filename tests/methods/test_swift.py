@@ -321,7 +321,7 @@ def test_a_search_outlives_runners_and_processes(tmp_path):
     assert again.drafter.layers == old.search.layers
     fixed = Swift(layers="none").bind(models_of("llama"), 100, store)
     assert fixed.drafter.layers == all_layers(LAYERS)
-    fixed.close()
+    fixed.close(None)
     assert [path.name for path in tmp_path.iterdir()] == ["model", "swift-layers.json"]
     # A file that was named has to fit, before anything is loaded.
     (tmp_path / "other.json").write_text("no layer sets")
