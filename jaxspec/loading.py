@@ -1,6 +1,8 @@
 """Find, open, check, place and load a target and its draft, whether the target's weights stay or are streamed.
 
 `open_models` reads headers and vocabularies only; what does not fit is refused before any weight is read.
+
+The file exceeds 400 lines because opening is one module: resident and streamed weights are checked by the same steps.
 """
 
 import dataclasses

@@ -13,8 +13,8 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 33_560,
-    "jaxspec/*.py": 3_126,
+    "jaxspec": 33_580,
+    "jaxspec/*.py": 3_145,
     "jaxspec/methods": 6_740,
     "jaxspec/sampling jaxspec/tree": 1_470,
     "jaxspec/models": 3_760,
@@ -23,10 +23,10 @@ BUDGETS = {
     "jaxspec/runtime": 2_265,
     "jaxspec/text": 2_216,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_050,
-    "pallas_kernels": 5_520,
+    "pallas_kernels": 5_535,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
-    "tools": 8_600,
-    "tests": 33_140,
+    "tools": 8_640,
+    "tests": 33_170,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 14}
 

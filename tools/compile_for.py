@@ -19,6 +19,8 @@ module, with its loops and branches.
   spills       bytes of registers that a kernel keeps in memory, the most of any; by ptxas
   shared       bytes of shared memory of a kernel, the most of any
   memory       bytes for what a program computes on the way: with packed weights, far less than their numbers
+
+The file exceeds 400 lines because one report of both compilers needs their two texts read beside each other.
 """
 
 import argparse

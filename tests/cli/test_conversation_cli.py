@@ -62,7 +62,7 @@ def test_calls_ask_for_their_results(converse, tmp_path, monkeypatch):
             call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
             message = {"role": "assistant", "content": None, "tool_calls": [call]}
         last = dataclasses.replace(last, completion=dataclasses.replace(last.completion, message=message))
-        return Stream(lambda aborted: (event for event in (*events, last)))
+        return Stream(lambda *asked: (event for event in (*events, last)))
 
     monkeypatch.setattr(jaxspec.llm.LLM, "stream", fake)
     done = converse("--tools", str(tools), lines=["w1 w2", "w7", "w8"])

@@ -76,7 +76,8 @@ def _prompt(rng: random.Random) -> None:
     sampling = SamplingParams(max_tokens=2) if rng.random() < 0.7 else wild_value(rng)
     if rng.random() < 0.1:
         llm.with_method(wild_value(rng))
-    call: Any = rng.choice((llm.generate, llm.chat, llm.stream, lambda v, s: llm.encode(v)))
+    encode: Any = llm.encode
+    call: Any = rng.choice((llm.generate, llm.chat, llm.stream, lambda v, s: encode(v)))
     call(rng.choice((value, [value], [{"role": value, "content": "a"}])), sampling)
 
 
