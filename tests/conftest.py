@@ -60,7 +60,9 @@ if TOOLS not in sys.path:
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 
 # Linux gives a process 65,530 memory mappings, and each compiled program takes several: above, compiling crashes.
-MANY_MAPPINGS = 15_000
+MAPPINGS = Path("/proc/self/maps")
+MANY_MAPPINGS = 25_000
+COMPILES_S = 0.3  # a shorter test compiled little: its mappings are not counted
 
 
 @pytest.hookimpl(wrapper=True)
@@ -74,7 +76,24 @@ def pytest_runtest_protocol(item, nextitem):
     if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir == COMPILED):
         compilation_cache.reset_cache()
         use_session_cache()
-    return (yield)
+    start = time.perf_counter()
+    result = yield
+    if time.perf_counter() - start > COMPILES_S:
+        forget_programs()
+    return result
+
+
+def forget_programs():
+    """Let go of what the tests of this process compiled, once it adds up."""
+    if not MAPPINGS.exists() or MAPPINGS.read_bytes().count(b"\n") < MANY_MAPPINGS:
+        return
+    for module in [*sys.modules.values()]:
+        if (getattr(module, "__file__", None) or "").startswith(str(Path(__file__).parent)):
+            for value in [*vars(module).values()]:
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_sessionfinish(session):
@@ -85,20 +104,6 @@ def pytest_sessionfinish(session):
     for entry in os.scandir(COMPILED):
         if entry.is_file() and max(entry.stat().st_atime, entry.stat().st_mtime) < old:
             os.unlink(entry.path)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forget_programs(request):
-    """Let go of what a file's tests compiled, once it adds up."""
-    yield
-    mappings = Path("/proc/self/maps")
-    if not mappings.exists() or len(mappings.read_bytes().splitlines()) < MANY_MAPPINGS:
-        return
-    for value in vars(request.module).values():
-        if isinstance(value, functools._lru_cache_wrapper):
-            value.cache_clear()
-    jax.clear_caches()
-    gc.collect()
 
 
 @pytest.fixture(scope="session")
