@@ -208,7 +208,7 @@ class EngineConfig:
         beside integer activations, else as `dtype`.
       session_memory: bytes, or a text such as "512M", of caches that finished conversations may keep. A prompt that
         begins as one of them did is computed only from where they part (`stats.cached_prompt_tokens`). None keeps the
-        latest conversation, 0 none.
+        latest conversation, 0 none. Unless it is 0, drafts are also copied from the latest answers.
       expert_parallel: of a mixture of experts on several devices, each device has whole experts; else a part of each.
       offload: where the target's layers are kept: "none" is on the devices; "host" in host memory and "disk" in the
         checkpoint's files, from where each pass reads them layer by layer. Embedding, head, norms, caches and the draft

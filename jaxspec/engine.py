@@ -17,6 +17,7 @@ import numpy as np
 from jaxspec.config import DEFAULT_MAX_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError, shown
 from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.core.copies import NO_ANSWERS, keep_answer
 from jaxspec.methods.core.round import ModelParams, Models, Round, StepOutput, read_rounds
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import CHUNKS
@@ -98,6 +99,7 @@ class Engine:
         self.check_room = check_room
         self.traced = False  # whether programs of single rounds, which traces take, are compiled before they are needed
         self._idle: list[IdleSession] = []  # of finished sessions, the latest last
+        self._answers = NO_ANSWERS  # of finished sessions, from which drafts are copied
 
     @property
     def runner(self) -> Runner:
@@ -172,6 +174,7 @@ class Engine:
             # Buffers of a smaller capacity are of use for their text only.
             self._idle = [idle for idle in self._idle if idle.tokens]
             self._runner = runner
+            self._runner.copy_from(self._answers)
             self._capacity = capacity
         variant = find_variant(sampling) if sampling else GREEDY
         traced = self._runner.single if self.traced or trace.active is not None else ()
@@ -244,10 +247,15 @@ class Engine:
             self.models, method, self.given_context, self.store, self.session_memory, self.check_room
         )  # fmt: skip
 
-    def give_back(self, idle: IdleSession) -> None:
-        """Take over a closed session's buffers, and free those that were not used for longest beyond the budget."""
+    def give_back(self, idle: IdleSession, answer: Sequence[int]) -> None:
+        """Take over a closed session's buffers, and free those that were not used for longest beyond the budget.
+
+        `answer`, token ids, is what it decoded; later texts may copy from it.
+        """
         if self.session_memory == 0:
             idle = dataclasses.replace(idle, params=None, tokens=())
+        self._answers = NO_ANSWERS if self.session_memory == 0 else keep_answer(self._answers, answer)
+        self.runner.copy_from(self._answers)
         if idle.tokens or idle.runner is self._runner:
             self._idle.append(idle)
         while len(self._idle) > 1 and not self._has_room(0):
@@ -390,7 +398,8 @@ class Session:
         state = None if self._closed else self._state
         if not self._closed:
             self._closed = True
-            self._engine.give_back(IdleSession(self._runner, self._params, tuple(self.tokens), self._state))
+            answer = self.tokens[len(self.tokens) - self.num_emitted :]
+            self._engine.give_back(IdleSession(self._runner, self._params, tuple(self.tokens), self._state), answer)
         self._runner.close(state)
 
     abort = close

@@ -11,11 +11,13 @@ from method_cases import Case, count_on, counting, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
 
 from jaxspec.methods.core.copies import (
+    EARLIER_TOKENS,
     CopySettings,
     Nodes,
     Text,
     find_copies,
     join,
+    keep_answer,
     learn,
     path_terms,
     proposal_hashes,
@@ -172,14 +174,41 @@ def test_nodes_know_how_long_their_match_is():
 
 
 def test_earlier_texts_are_searched_and_never_run_into_one_another():
-    settings = CopySettings(ngram=4, candidates=4, length=6)
-    batch, _, _ = merged(text_of([9, 1, 2], earlier=[[1, 2, 3, 4], [2, 5]]), settings)
+    """`EARLIER_MATCH` tokens must be the same there; in the text itself one is enough."""
+    settings = CopySettings(ngram=6, candidates=4, length=6)
+    suffix = [11, 12, 13, 14]
+    batch, _, _ = merged(text_of([9, *suffix], earlier=[[8, *suffix, 3, 4], [*suffix, 5], [*suffix[1:], 6]]), settings)
     assert set(paths_of(batch)) == {(), (3,), (3, 4), (5,)}
     # The end of one text and the beginning of the next are no match, and nothing goes on past an end.
-    batch, _, _ = merged(text_of([8, 1], earlier=[[7, 8], [1, 5], [6, 1]]), settings)
-    assert set(paths_of(batch)) == {(), (5,)}
-    batch, _, _ = merged(text_of([4], earlier=[[4, 4]]), CopySettings(ngram=4, candidates=4, length=3))
-    assert set(paths_of(batch)) == {(), (4,)}
+    batch, _, _ = merged(text_of([2, 7, *suffix], earlier=[suffix[:2], [*suffix[2:], 5], [6, *suffix]]), settings)
+    assert set(paths_of(batch)) == {()}
+    batch, _, _ = merged(text_of([4] * 5, earlier=[[4] * 5]), CopySettings(ngram=4, candidates=9, length=2))
+    assert set(paths_of(batch)) == {(), (4,), (4, 4)}
+
+
+def test_answers_are_kept_once_and_the_oldest_go():
+    earlier = np.zeros(0, np.int32)
+    for answer in ([5, 6, 7, 8], [1, 2, 3], [5, 6, 7, 8], [9, 8, 7, 6, 5]):
+        earlier = keep_answer(earlier, answer)
+    assert earlier.tolist() == [5, 6, 7, 8, -1, 9, 8, 7, 6, 5, -1]  # three tokens match nothing
+    for first in range(7):
+        earlier = keep_answer(earlier, list(range(first, first + 1000)))
+        assert len(earlier) <= EARLIER_TOKENS
+    assert len(earlier) == EARLIER_TOKENS and earlier[-1] == -1 and earlier[-2] == 1005
+    assert len(keep_answer(earlier, list(range(10**5)))) == EARLIER_TOKENS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_answer_is_copied_from_an_earlier_one(monkeypatch, temperature):
+    """Without the memory of sessions it is not; the tokens are the same."""
+    engine, params = engine_of(Case("llama", 1, "none", PromptLookup())), ModelParams(counting())
+    passes = []
+    for memory in (0, 2**20, 2**20, 0):
+        monkeypatch.setattr(engine, "session_memory", memory)
+        rounds = run(engine, params, [0, 7], 60, 5, temperature=temperature)
+        passes.append(len(passes_of(rounds)))
+        assert [t for r in rounds for t in r.tokens] == count_on(7, 60)
+    assert passes[0] == passes[1] > 2 * passes[2]
 
 
 def hash_of(path):

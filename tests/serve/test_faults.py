@@ -106,6 +106,7 @@ def test_a_full_queue_and_a_slow_answer(start):
         rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert rest[-1]["error"]["code"] == "timeout"  # after the answer had begun
     waiting.join()
+    pause = 1.0  # the same answer is copied: it takes few rounds
     late = post(server, json.dumps({"prompt": "w1", **LONG}).encode())
     assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
     pause = 0.0

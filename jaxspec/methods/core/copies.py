@@ -1,9 +1,11 @@
 """Copies: the tokens that followed earlier occurrences of the text's last tokens, as drafts without a model."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxspec.methods.core.cost_model import CONTRADICTED, AcceptanceStats, copy_kind
@@ -14,6 +16,9 @@ from jaxspec.tree.tree import Tree
 
 # Multipliers of path hashes, odd: one for tokens, one for each level of depth.
 _TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527
+# Tokens of earlier answers that are kept, and how many must match there: fewer match everywhere.
+EARLIER_TOKENS, EARLIER_MATCH = 4096, 4
+NO_ANSWERS = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,18 @@ class Text:
         """Add what a round verified."""
         token = jax.lax.dynamic_update_slice(self.token, verified.tokens, (self.length,))
         return dataclasses.replace(self, token=token, length=self.length + verified.count)
+
+
+def keep_answer(earlier: np.ndarray, answer: Sequence[int]) -> np.ndarray:
+    """Earlier answers, int32 [n], with a further one; the oldest go. One that is there already is kept once."""
+    added = np.array([*answer[-EARLIER_TOKENS + 1 :], -1], np.int32)
+    if len(added) <= EARLIER_MATCH:
+        return earlier
+    if len(added) <= len(earlier):
+        known = np.lib.stride_tricks.sliding_window_view(earlier, len(added))
+        if (known == added).all(axis=1).any():
+            return earlier
+    return np.concatenate([earlier, added])[-EARLIER_TOKENS:]
 
 
 @pytree
@@ -100,6 +117,7 @@ def find_copies(text: Text, stats: AcceptanceStats, settings: CopySettings) -> C
         inside = (place >= back) & (last - back >= text.start)
         going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & inside
         matched += going
+    matched = jnp.where((place < text.start) & (matched < min(EARLIER_MATCH, settings.ngram)), 0, matched)
     # XLA sorts all of an array of integers on a CPU, and none of floats, which hold these integers exactly up to 2**24:
     # for 8 tokens that match in a text of 1.8 million.
     order = jnp.where(matched > 0, matched * place.size + place, -1).astype(jnp.float32)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxspec.methods.core.copies import NO_ANSWERS
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.proposals import DraftModel, PathHistory
 from jaxspec.methods.core.round import ModelParams
@@ -59,6 +60,7 @@ class Drafter(abc.ABC):
     operands: Any = ()  # what else `propose` takes
     learned: Any = None  # `AcceptanceStats` of an earlier process, which the first text begins with
     draft_program: Program | None = None  # that `draft` dispatches
+    earlier: np.ndarray = NO_ANSWERS  # answers that copies may come from, each with -1 at its end
 
     @abc.abstractmethod
     def start(self, root: int, state: Any | None) -> Any:

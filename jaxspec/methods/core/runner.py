@@ -133,6 +133,10 @@ class Runner(abc.ABC):
         """Take in the rounds of one dispatch, which the host has read; those of one sequence come in order."""
         return None
 
+    def copy_from(self, earlier: np.ndarray) -> None:
+        """Copy from these answers, too, in the texts that begin from now on; see `Drafter.earlier`."""
+        return None
+
     def report(self) -> Choice | None:
         """The method's choice and the reasons, for `DecodeStats.choice`."""
         return None
@@ -320,6 +324,9 @@ class SpeculativeRunner(Runner):
         return self.shared_rounds(
             params.target, model, target, draft, verified, request, self.drafter.operands, np.int32(count)
         )
+
+    def copy_from(self, earlier: np.ndarray) -> None:
+        self.drafter.earlier = earlier
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         allowed = state.host.allowed.popleft()

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.methods.core.copies import (
-    Text,
-)
+from jaxspec.methods.core.copies import EARLIER_TOKENS, Text
 from jaxspec.methods.core.cost_model import (
     CostModel,
     init_acceptance,
@@ -66,7 +64,8 @@ class TreeDrafter(Drafter):
         """
         has_model = propose is not None
         self.shapes = draft_shapes(placement, settings.num_rows)
-        capacity = slots + verified.tokens.shape[0]
+        capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
+        self._copies = settings.copies is not None
         self._home, self._is_fed = placement, False
         self.programs, sequence, tree = (), None, None
         if has_model:
@@ -194,7 +193,11 @@ class TreeDrafter(Drafter):
 
     def _place_text(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the devices."""
-        token = np.zeros(self.state.text.token.shape, np.int32)
-        token[: len(tokens)] = tokens
-        text = Text(token, np.int32(len(tokens)), np.int32(0))  # pyright: ignore[reportArgumentType]
+        token, start = np.zeros(self.state.text.token.shape, np.int32), 0
+        if self._copies:
+            start = len(self.earlier)
+            token[:start] = self.earlier
+        token[start : start + len(tokens)] = tokens
+        length = np.int32(start + len(tokens))
+        text = Text(token, length, np.int32(start))  # pyright: ignore[reportArgumentType]
         return jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), text, self.state.text)
