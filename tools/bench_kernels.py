@@ -1,19 +1,22 @@
 """Native kernels against XLA's products, and against llama.cpp where it is installed: interleaved in one run on CPU.
 
-    python tools/bench_kernels.py [--contexts 256,2000] [--repeats 9] [--json FILE]
+    python tools/bench_kernels.py [--contexts 256,2000] [--repeats 9] [--json FILE] [--model FILE.gguf --blocks]
 
-The default model, one sequence, two dtypes of weights: float32, and the blocks that its file holds. Each repeat runs
-every measurement once, in turn; ratios are taken within a repeat and their median is reported.
+The default model, one sequence, two dtypes of weights: float32, and the blocks that its file holds. With `--blocks`
+blocks alone are measured, with rows of 16 and of 8 bits. Each repeat runs every measurement once, in turn; ratios are
+taken within a repeat and their median is reported.
 
   pure pass W      the chain of products of a one-row pass, attention and everything else left out, with weights W
   KERNELS W T @ C  one target pass over T rows, head included, at C tokens of context: plain decoding is T = 1
   KERNELS W decode a token of plain decoding as a user gets it, after the first context: the mean of 64 greedy tokens
                    without those of the first dispatch
-  llama.cpp 1 @ C  the same step of llama-cpp-python (`pip install llama-cpp-python`) on the file's blocks, two threads
+  llama.cpp T @ C  the same pass of llama-cpp-python (`pip install llama-cpp-python`) on the file's blocks, with logits
+                   of all rows and two threads
 """
 
 import functools
 import importlib.util
+import itertools
 import time
 from collections.abc import Callable
 
@@ -41,6 +44,7 @@ MODELS = {
     "native blocks": {"dtype": "auto", "kernels": "cpu"},
     "xla float32": {"dtype": "float32", "kernels": "xla"},
 }
+BLOCKS = {f"native {name}": {"kernels": "cpu", "activations": name} for name in ("int16", "int8")}
 
 
 def main() -> None:
@@ -48,21 +52,26 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--contexts", type=numbers, default=[256, 2000])
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--model", default=str(default_model_path()))
+    parser.add_argument("--blocks", action="store_true")
     arguments = parser.parse_args()
-    samples = interleave(make_passes(arguments.contexts) | make_peers(arguments.contexts), arguments.repeats)
-    ratios = make_ratios(samples, list_pairs(arguments.contexts))
+    models = BLOCKS if arguments.blocks else MODELS
+    runs = make_passes(arguments.model, models, arguments.contexts) | make_peers(arguments.model, arguments.contexts)
+    samples = interleave(runs, arguments.repeats)
+    pairs = list_block_pairs if arguments.blocks else list_pairs
+    ratios = make_ratios(samples, {n: p for n, p in pairs(arguments.contexts).items() if {*p} <= {*samples}})
     print(environment_line() + "\n")
     print(make_table(["ms", "median", "min", "max"], spread_rows(samples, 1e3)) + "\n")
     print(make_table(["ratio", "median", "min", "max"], spread_rows(ratios)))
     write_report(arguments.json, seconds=samples, ratios=ratios)
 
 
-def make_passes(contexts: list[int]) -> dict[str, Callable[[], float]]:
+def make_passes(model: str, models: dict, contexts: list[int]) -> dict[str, Callable[[], float]]:
     """Our own measurements: each gives the seconds of one pass."""
     runs: dict[str, Callable[[], float]] = {}
-    for name, options in MODELS.items():
-        llm = jaxspec.LLM(**options, session_memory=0)  # pyright: ignore[reportArgumentType]
-        if name != "xla float32":
+    for name, options in models.items():
+        llm = jaxspec.LLM(model, draft="none", method="ar", session_memory=0, **options)
+        if name in ("native float32", "native blocks"):
             inner = internals(llm)
             runs[f"pure pass {name.split()[1]}"] = roofline_pass(inner.params.target, inner.kernels, STEPS)
         runs[f"{name} decode"] = functools.partial(decode, llm, contexts[0])
@@ -81,26 +90,29 @@ def decode(llm: jaxspec.LLM, context: int) -> float:
     return 1 / out.stats.tokens_per_s
 
 
-def make_peers(contexts: list[int]) -> dict[str, Callable[[], float]]:
-    """llama.cpp's step on the model's file; nothing where it is not installed."""
+def make_peers(model: str, contexts: list[int]) -> dict[str, Callable[[], float]]:
+    """llama.cpp's passes on the model's file; nothing where it is not installed."""
     if importlib.util.find_spec("llama_cpp") is None:
         return {}
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     peer = llama_cpp.Llama(
-        str(default_model_path()), n_ctx=max(contexts) + 256, n_threads=2, n_threads_batch=2, verbose=False
+        model, n_ctx=max(contexts) + 256, n_threads=2, n_threads_batch=2, logits_all=True, verbose=False
     )
 
-    def run(context: int) -> float:
+    def run(rows: int, context: int) -> float:
         if peer.n_tokens < context or peer.n_tokens > context + 64:
             peer.reset()
             peer.eval(np.random.default_rng(0).integers(5, 40_000, context).tolist())
-        start = time.perf_counter()
+        seconds = []
         for step in range(STEPS):
-            peer.eval([1000 + step])
-        return (time.perf_counter() - start) / STEPS
+            start = time.perf_counter()
+            peer.eval([1000 + step] * rows)
+            seconds.append(time.perf_counter() - start)
+            peer.n_tokens -= rows  # the rows are dropped, as after a rejected draft
+        return sum(seconds) / STEPS
 
-    return {f"llama.cpp 1 @ {context}": functools.partial(run, context) for context in contexts}
+    return {f"llama.cpp {t} @ {c}": functools.partial(run, t, c) for t in ROWS for c in contexts}
 
 
 def list_pairs(contexts: list[int]) -> dict[str, tuple[str, str]]:
@@ -119,6 +131,18 @@ def list_pairs(contexts: list[int]) -> dict[str, tuple[str, str]]:
         for name in MODELS:
             for rows in ROWS[1:]:
                 pairs[f"{name} @ {c}: {rows} rows / 1 row"] = f"{name} {rows} @ {c}", f"{name} 1 @ {c}"
+    return pairs
+
+
+def list_block_pairs(contexts: list[int]) -> dict[str, tuple[str, str]]:
+    """The same of `BLOCKS`."""
+    pairs = {}
+    for context, rows, name in itertools.product(contexts, ROWS, (*BLOCKS, "llama.cpp")):
+        own = f"{name} {rows} @ {context}"
+        if rows > 1:
+            pairs[f"{name} @ {context}: {rows} rows / 1 row"] = own, f"{name} 1 @ {context}"
+        if name in BLOCKS:
+            pairs[f"{rows} @ {context}: llama.cpp / {name}"] = f"llama.cpp {rows} @ {context}", own
     return pairs
 
 
