@@ -66,8 +66,8 @@ class Kernels:
     def branches(self) -> bool:
         """Whether programs may branch on data, and loop until data says so, at no cost.
 
-        They may on a CPU. The host of an accelerator waits for the data before it launches what comes next. Whatever
-        has a form for either asks here.
+        They may on a CPU. A GPU's loop lies in a CUDA graph (`runtime/program.py`), so that no host waits for it, but
+        each turn is a row of launches after each other. Whatever has a form for either asks here.
         """
         return self.platform == "cpu"
 

@@ -72,8 +72,8 @@ def _work(models: Models, tokens: int, slots: int, rows: int, draft_rows: int) -
         routed = 4 * target.cfg.embed_dim + 8 * experts.per_token
         of_prompt, of_batch = of_prompt + prompt * routed, of_batch + rows * routed
     passes = max(of_prompt + layer_work(target, chunk, slots), of_batch + layer_work(target, rows, slots))
-    # Of large batches the head scores a row when it is reached, or some rows at once.
-    scored = min(rows, LAZY_HEAD_ROWS) if not target.plan.kernels.branches or rows <= LAZY_HEAD_ROWS else 1
+    # Of large batches the head scores a row when it is reached.
+    scored = rows if rows <= LAZY_HEAD_ROWS else 1
     found = dict.fromkeys(target.plan.devices, max(passes, of_batch + _head_work(target, scored, CHOICE_ROWS)))
     if draft is not None and draft_rows:
         ranked = _head_work(draft, RANKED_ROWS * draft_rows, CHOICE_ROWS)

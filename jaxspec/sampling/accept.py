@@ -118,11 +118,11 @@ RowDecide = Callable[[Array, Array, History], tuple[tuple[Array, Array, Array], 
 
 def walk_at_once(
     decide_row: RowDecide, logits: Callable[[Any], Array], hidden: Any, batch: Batch, history: History,
-    request: Request, steps: int, vocab: VocabShard, *, most_rows: int,
+    request: Request, steps: int, vocab: VocabShard,
 ) -> tuple[Verified, History]:  # fmt: skip
     """The result of `walk`, without a loop whose end depends on data: every row decides, and the path is picked out.
 
-    The host of an accelerator waits for every turn of such a loop, longer than all rows take.
+    An accelerator decides a few dozen rows as fast as one, and each turn of a loop is a few launches after each other.
 
     Args:
       decide_row: decides one row; it is mapped over all of them.
@@ -130,34 +130,18 @@ def walk_at_once(
       hidden: what the logits of the batch's rows follow from: arrays [bs, ...], such as hidden states.
       batch, history, steps, vocab: as for `walk`.
       request: says whether penalties look at the rows' paths.
-      most_rows: rows that are decided at a time; this bounds the logits that are held.
     """
     ancestors = ancestor_matrix(batch.parent, steps - 1)
     place = jnp.arange(batch.rows, dtype=jnp.int32)
     below_root = ancestors & (place > 0)[None, :]  # the root is in the history
     looks = request.processors.knows("penalised") is not False
 
-    def decide_some(rows: Array, on_path: Array, hidden: Any) -> Any:
-        own = history
-        if looks:
-
-            def add(mask: Array) -> History:
-                return update_history(history, batch.token, mask, vocab, generated=True)
-
-            own = jax.vmap(add)(on_path)
-        return jax.vmap(decide_row, in_axes=(0, 0, 0 if looks else None))(rows, logits(hidden)[:, None], own)
+    def add(mask: Array) -> History:
+        return update_history(history, batch.token, mask, vocab, generated=True)
 
     with jax.named_scope("accept/rows"):
-        if batch.rows <= most_rows:
-            decided = decide_some(place, below_root, hidden)
-        else:
-            pad = -batch.rows % most_rows
-            chunks = jax.tree.map(
-                lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, most_rows, *x.shape[1:]),
-                (jnp.minimum(place, batch.rows - 1), below_root, hidden),
-            )
-            decided = lax.map(lambda chunk: decide_some(*chunk), chunks)
-            decided = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: batch.rows], decided)
+        own = jax.vmap(add)(below_root) if looks else history
+        decided = jax.vmap(decide_row, in_axes=(0, 0, 0 if looks else None))(place, logits(hidden)[:, None], own)
     (token, logprob, child), ranked = decided
     with jax.named_scope("accept/path"):
         # A row is reached if each row on its path, itself included, is the child that its parent decided for.

@@ -94,7 +94,7 @@ def overlaps(case):
 
 def grown_rows(case):
     """M: rows of the draft's tree."""
-    return case.method.growth(models_of(case)).rows
+    return case.method.growth().rows
 
 
 def plans_of(case):

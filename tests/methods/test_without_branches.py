@@ -28,12 +28,14 @@ from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core import verify
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.sampling import accept
 from jaxspec.sampling.variant import GREEDY, Variant, find_variant
 from pallas_kernels.registry import Kernels
 
 COUNT = 24
 PLAIN = Case("llama", 1, "none", Autoregressive())
 IN_TURN = Case("llama", 1, "same", SwiftSpec(7, 4, depth=2))
+IN_EVERY_TURN = Case("llama", 1, "same", SwiftSpec(7, 4, depth=2, branch_free=True))
 RUNS = [
     (PLAIN, "greedy", "copy"),
     (PLAIN, "cuts", "copy"),
@@ -42,6 +44,7 @@ RUNS = [
     pytest.param(LLAMA_CHAIN, "penalties", "first layer", marks=pytest.mark.slow),
     pytest.param(LLAMA_LOOKUP, "T=1", "copy", marks=pytest.mark.slow),
     (IN_TURN, "greedy", "first layer"),
+    pytest.param(IN_EVERY_TURN, "greedy", "first layer", marks=pytest.mark.slow),
 ]
 
 
@@ -95,12 +98,18 @@ def test_the_most_probable_tokens_are_reported():
     assert ids == wanted and len(ids) == COUNT
 
 
-@pytest.mark.slow
-def test_rows_of_a_large_batch_are_decided_in_parts(monkeypatch):
-    monkeypatch.setattr(verify, "LAZY_HEAD_ROWS", 5)
-    case = Case("llama", 1, "same", dataclasses.replace(LLAMA_SPECEXEC.method, num_draft_tokens=12))
+@pytest.mark.parametrize("lazy", [5, pytest.param(128, marks=pytest.mark.slow)])
+def test_a_large_batch_is_walked(lazy, monkeypatch):
+    """Only rows that are reached decide; the head runs for each of them, or for all rows."""
+    monkeypatch.setattr(verify, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(verify, "LAZY_HEAD_ROWS", lazy)
+    walked = []
+    walk = accept.walk
+    monkeypatch.setattr(accept, "walk", lambda *args: walked.append(args) or walk(*args))
+    monkeypatch.setattr(accept, "walk_at_once", None)
+    case = Case("llama", 1, "same", dataclasses.replace(LLAMA_SPECEXEC.method, num_draft_tokens=12 + (lazy > 5)))
     rounds = rounds_of(case, "first layer", SAMPLINGS["penalties"])
-    assert tokens_of(rounds) == tokens_of(plain("llama", LONG_PROMPT, COUNT, 0, **SAMPLINGS["penalties"]))
+    assert tokens_of(rounds) == tokens_of(plain("llama", LONG_PROMPT, COUNT, 0, **SAMPLINGS["penalties"])) and walked
 
 
 def test_a_request_of_a_known_kind_compiles_nothing(compilations):

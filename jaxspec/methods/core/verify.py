@@ -25,6 +25,8 @@ from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Above so many rows the head runs only for the rows that the walk reaches, a few of them, one at a time.
 LAZY_HEAD_ROWS = 128
+# Up to so many rows an accelerator decides all of them at once; above, it walks as a CPU does, in a captured loop.
+ROWS_AT_ONCE = 64
 # After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
 # tokens. Before, it decodes one: a draft that appears is noticed at once.
 IDLE_ROUNDS = 4
@@ -194,7 +196,7 @@ def judge_batch(
     def allowed(logits: Array, masks: Array | None) -> Array:
         return logits if masks is None else allow(logits, masks, vocab)
 
-    if not target.plan.kernels.branches:
+    if not target.plan.kernels.branches and batch.rows <= ROWS_AT_ONCE:
 
         def decide_row(row: Array, row_logits: Array, history: History) -> Any:
             # Of the one row that it is mapped over.
@@ -204,7 +206,7 @@ def judge_batch(
 
         verified, history = accept.walk_at_once(
             decide_row, lambda rows: allowed(vocab_logits(params, target.cfg, rows[0]), rows[1]), (hidden, masks),
-            batch, state.history, request, max_path, target.vocab, most_rows=LAZY_HEAD_ROWS,
+            batch, state.history, request, max_path, target.vocab,
         )  # fmt: skip
         return _commit(state, cache, draft, verified, history)
     if batch.rows > LAZY_HEAD_ROWS:

@@ -47,8 +47,8 @@ class SwiftSpec(Method):
         delays the target.
       survivors: most nodes that are kept when the root moves; None is eight times `width`, or bs if that is more.
       branch_free: one draft pass between two batches in every round, in place of a branch on whether there is something
-        to catch up with; None where a branch makes the host wait, on accelerators. Growth on demand, which comes with
-        `leaves=False`, branches all the same.
+        to catch up with, for accelerators whose host would wait for a branch. Without it a hit sends the next batch at
+        once, and grows after. Growth on demand, which comes with `leaves=False`, branches all the same.
     """
 
     num_draft_tokens: int = 7
@@ -62,7 +62,7 @@ class SwiftSpec(Method):
     reuse: bool = True
     leaves: bool = True
     survivors: int | None = None
-    branch_free: bool | None = None
+    branch_free: bool = False
 
     name: ClassVar[str] = "swiftspec"
     drafts: ClassVar[bool] = True
@@ -85,12 +85,11 @@ class SwiftSpec(Method):
             check_range(name, getattr(self, name), low, LARGEST_TREE)
         check_choice("ranking", self.ranking, RANKINGS)
         for name in ("adaptive", "overlap", "reuse", "leaves", "branch_free"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "branch_free" and value is None):
+            if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adaptive and not self.overlap:
             raise ConfigError("adaptive growth lasts as long as the target verifies: it needs overlap")
-        if (rows := self._growth(False).rows) > LARGEST_TREE:
+        if (rows := self.growth().rows) > LARGEST_TREE:
             raise ConfigError(f"these settings make a draft tree of {rows} rows, at most {LARGEST_TREE}")
 
     @property
@@ -116,31 +115,26 @@ class SwiftSpec(Method):
         propose = tree_proposals(self.ranking, models.draft.vocab, self.branch)
         taken_over = previous.schedule if isinstance(previous, SwiftSpecRunner) else None
         return SwiftSpecRunner(
-            models, self.growth(models), propose, tokens, depth=self.depth, refill=self.refill, overlap=self.overlap,
+            models, self.growth(), propose, tokens, depth=self.depth, refill=self.refill, overlap=self.overlap,
             adaptive=self.adaptive, schedule=taken_over,
         )  # fmt: skip
 
-    def _growth(self, branch_free: bool) -> Growth:
+    def growth(self) -> Growth:
+        """How the tree grows; a depth that is measured is the most there is room for."""
         assert self.branch is not None and self.survivors is not None
         refill = self.refill
         if refill is None:
             # A tree of survivors has room for them, and no batch is deeper than that.
             most = min(max(0, self.num_draft_tokens - 1), self.survivors // self.width)
-            refill = 0 if branch_free or self.depth is not None else most
+            refill = 0 if self.branch_free or self.depth is not None else most
 
         def grown(room: int) -> Growth:
             return Growth(
                 self.num_rows, self.width, self.branch or 1, self.depth or room, self.survivors or 2, room, self.reuse,
-                self.leaves, branch_free, self.refill or 0, refill,
+                self.leaves, self.branch_free, self.refill or 0, refill,
             )  # fmt: skip
 
         if self.depth is not None:
             return grown(4 * self.depth if self.adaptive else self.depth)
         fitting = (LARGEST_TREE - grown(0).rows) // self.width
         return grown(max(1, min(self.num_rows, fitting)))
-
-    def growth(self, models: Models) -> Growth:
-        """How the tree grows on these devices; a depth that is measured is the most there is room for."""
-        assert models.draft is not None
-        platform = models.draft.plan.devices[0].platform
-        return self._growth(platform != "cpu" if self.branch_free is None else self.branch_free)
