@@ -47,7 +47,7 @@ class Growth:
     room: int  # passes that the tree has room for between two advances, at least `depth`
     reuse: bool  # whether anything is kept
     leaves: bool  # whether a batch may hold proposals that were not evaluated
-    # One pass in every advance, whatever happened, in place of a loop of at most one turn over what is to catch up with.
+    # One pass in every advance, whatever happened, in place of a loop of at most one turn, to catch up.
     # Growth on demand, without `leaves`, is a loop on device data all the same.
     branch_free: bool
     # Passes of growth that a batch waits for after a root that the draft had not evaluated; with `branch_free` in every
@@ -270,7 +270,7 @@ def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, g
 
 
 def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
-    """One pass of fixed shape, whose rows both cases share: the unseen tokens if there are any, else the best leaves."""
+    """One pass of fixed shape, whose rows both cases share: the unseen tokens if there are any, else best leaves."""
     cache, tree = state.sequence.cache, state.tree
     missed = moved.num_pending > 0
     rows = max(2, growth.width)
