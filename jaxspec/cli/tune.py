@@ -36,6 +36,7 @@ NAME = "jaxspec-tune"
 # For swift. Offline, a Bayesian proposal costs no more than a pass: there are more of them than while decoding.
 RATIOS, STEPS, INTERVAL, TASK = "0.2,0.3,0.45", 300, 8, "default"
 
+QUICK_PROMPTS = 6  # of `--quick`
 LEAST_TOKENS = 8  # of an answer: shorter ones cannot be timed
 SAMPLED = options_of(
     SamplingParams, "max_tokens", "temperature", "top_p", "seed", max_tokens=96, temperature=0.0, top_p=1.0, seed=0
@@ -56,6 +57,12 @@ def app(
             "[auto, lookup, chain and specexec]."
         ),
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Within a minute: does the draft fit, what does auto gain, and what may be wrong."
+        ),
+    ] = False,
     devices: Annotated[int | None, typer.Option(min=2, help="For swiftspec: devices to be split [all].")] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="For swiftspec and with --offload: print what devices hold, and end.")
@@ -86,6 +93,11 @@ def app(
         raise ConfigError(f"--max-tokens must be at least {LEAST_TOKENS}, got {given['max_tokens']}")
     _check_method(method, devices, target_devices, draft_model, [name for name, set_ in for_swift.items() if set_])
     streamed, device_memory = is_streamed(given), given.get("device_memory")
+    if quick:
+        refused = {"--method": method, "a preset": preset, "--offload": streamed or None}
+        if unused := [name for name, value in refused.items() if value is not None]:
+            raise ConfigError(f"--quick examines the draft with method auto: it does not go with {unused[0]}")
+        max_prompts, repeats = min(max_prompts, QUICK_PROMPTS), 1
     if streamed and method in ("swiftspec", "swift"):
         raise ConfigError(f"--method {method} is not tuned with --offload: leave one of them out")
     if not streamed and method != "swiftspec" and (plan or device_memory is not None):
@@ -118,6 +130,7 @@ def app(
 
     from jaxspec.bench.prompts import load_prompts, select_prompts
     from jaxspec.llm import LLM, internals
+    from jaxspec.tune.fit import examine_draft
     from jaxspec.tune.run import compare_methods, compare_streamed
     from jaxspec.tune.run import tune as find_fastest
 
@@ -148,7 +161,10 @@ def app(
         else:
             llm = load(method=method if method not in (None, "ar") else "auto", target_devices=target_devices)
             compare = compare_streamed if streamed else compare_methods
-            trials = compare(llm, method, chosen, sampling, bar.show)
+            if quick:
+                trials = examine_draft(llm, chosen, sampling, bar.show)
+            else:
+                trials = compare(llm, method, chosen, sampling, bar.show)
         if method != "swiftspec":
             models["target_devices"] = target_devices
         tuning = find_fastest(trials, chosen, sampling, repeats, command_line, bar.show)

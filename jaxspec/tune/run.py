@@ -259,14 +259,15 @@ def compare_streamed(
 
 
 def measure_acceptance(
-    llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress
-) -> tuple[float, ...]:
+    llm: Any, prompts: Sequence[BenchPrompt], sampling: SamplingParams, progress: Progress,
+    encode: Callable[[Any, BenchPrompt], list[int]] = encode_prompt,
+) -> tuple[float, ...]:  # fmt: skip
     """The share that accepted d of the rounds of a long chain that accepted d - 1 tokens or more; by d from 1."""
     tried, accepted = [0] * LONGEST_CHAIN, [0] * LONGEST_CHAIN
     chain = llm.with_method(Chain(LONGEST_CHAIN))
     for index, prompt in enumerate(prompts):
         progress("acceptance of a chain", index, len(prompts))
-        counters = chain.generate(encode_prompt(chain, prompt), sampling).stats.speculative_decoding
+        counters = chain.generate(encode(chain, prompt), sampling).stats.speculative_decoding
         for drafted, count in zip(counters.per_step_drafted, counters.per_step_accepted, strict=True):
             for depth in range(min(drafted, count + 1)):
                 tried[depth] += 1

@@ -37,6 +37,8 @@ def deep_model(tmp_path_factory):
         (["--method", "swift", "--draft-model", "x"], "needs no draft model"),
         (["--method", "swift", "--devices", "2"], "--devices are split by --method swiftspec"),
         (["--ratios", "0.3"], "--ratios are for --method swift"),
+        (["--quick"], "--quick examines a draft model: give one with --draft-model"),
+        (["--quick", "a.toml"], "it does not go with a preset"),
         (["--method", "swiftspec", "--task", "code"], "--task are for --method swift"),
         (["--method", "swiftspec", "--target-devices", "2"], "leave --target-devices out"),
         (["--plan"], "--plan and --device-memory are for --method swiftspec"),
@@ -161,3 +163,14 @@ def test_a_profile_of_two_devices(command, monkeypatch, tiny_model, prompts, tmp
     assert written["model"] == tiny_model and written["method"] in ("ar", "swiftspec", "chain", "specexec")
     assert ("draft_model" in written) == (written["method"] in ("swiftspec", "chain", "specexec"))
     assert len([*(tmp_path / "cache" / "profiles").iterdir()]) == 1
+
+
+@pytest.mark.slow
+def test_a_quick_run_says_whether_the_draft_fits(command, deep_model, prompts, tmp_path):
+    report = tmp_path / "out.json"
+    words = ["--draft-model", "self:attention=2;mlp=2", "-n", "12", "--prompts", str(prompts), "--json", str(report)]
+    status, out, err = command("tune", "--quick", "--model", deep_model, *words)
+    assert status == 0, err
+    assert "tokens accepted on average" in out and "typical of draft models" in out
+    fit = json.loads(report.read_text())["trials"][0]["fit"]
+    assert len(fit["chats"]) == 8 and not fit["reads_states"]
