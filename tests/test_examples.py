@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
     "agent.py": "answer: ",
     "chat.py": "> Which of them is the colour of the sea?",
+    "extract.py": "was born in",
     "check_lossless.py": "temperature 0.8, top-p 0.9: specexec 3 of 3 equal",
     "own_draft.py": "The three laws of motion are",
     "stream_drafted.py": "tokens per pass",

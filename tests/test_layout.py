@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 33_580,
+    "jaxspec": 33_640,
     "jaxspec/*.py": 3_145,
     "jaxspec/methods": 6_740,
     "jaxspec/sampling jaxspec/tree": 1_470,

@@ -5,6 +5,7 @@ import json
 
 import jsonschema
 import pytest
+import swiftspec_cases
 from byte_tokenizer import BytesTokenizer
 from method_cases import (
     LARGE_REJECTION,
@@ -12,6 +13,7 @@ from method_cases import (
     LLAMA_CHAIN,
     LLAMA_LOOKUP,
     LLAMA_SPECEXEC,
+    LLAMA_SPECINFER,
     PROMPT,
     SMALL_TP4,
     VOCAB,
@@ -20,7 +22,7 @@ from method_cases import (
     params_of,
 )
 
-from jaxspec import Autoregressive, ConfigError, SamplingParams, StructuredOutputs
+from jaxspec import Autoregressive, SamplingParams, StructuredOutputs
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.swift.settings import Swift
 from jaxspec.methods.swiftspec.settings import SwiftSpec
@@ -40,7 +42,8 @@ SCHEMA = {
 }
 SAMPLINGS = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "logprobs": 2}]
 FED_AUTO = Case("llama", 1, "fed", Auto(draft_cost=1e-3))
-METHODS = [LLAMA_SPECEXEC, LLAMA_CHAIN, LLAMA_LOOKUP, LLAMA_AUTO, SMALL_TP4, FED_AUTO]
+METHODS = [LLAMA_SPECEXEC, LLAMA_CHAIN, LLAMA_LOOKUP, LLAMA_AUTO, SMALL_TP4, FED_AUTO, LARGE_REJECTION]
+METHODS += [LLAMA_SPECINFER, Case("llama", 1, "same", SwiftSpec()), Case("llama", 1, "none", Swift())]
 
 
 def plain_case(case):
@@ -49,7 +52,11 @@ def plain_case(case):
 
 
 @functools.cache
-def decode(case, draft, number, prompt=tuple(PROMPT)):
+def decode(case, draft, number):
+    return decode_on(engine_of(case), params_of(case, draft), number)
+
+
+def decode_on(engine, params, number, prompt=tuple(PROMPT)):
     """Tokens up to the end, and the matcher's counts."""
     sampling = SamplingParams(
         max_tokens=90,
@@ -58,11 +65,10 @@ def decode(case, draft, number, prompt=tuple(PROMPT)):
         structured_outputs=StructuredOutputs(json=json.dumps(SCHEMA)),
         **SAMPLINGS[number],
     )
-    engine = engine_of(case)
     engine.check_request(prompt, sampling)
     engine.prepare(len(prompt) + 90, sampling)
     matcher, tokens = GRAMMARS.match(sampling.structured_outputs), []
-    with engine.open(params_of(case, draft), prompt, sampling, 5, matcher) as session:
+    with engine.open(params, prompt, sampling, 5, matcher) as session:
         while not session.done and not set(tokens) & set(TOKENIZER.eos_ids):
             tokens += session.step().tokens
     ends = [place for place, token in enumerate(tokens) if token in TOKENIZER.eos_ids]
@@ -80,15 +86,11 @@ def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
         assert decode(case, draft, number) == (expected, forced)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [LARGE_REJECTION, Case("llama", 1, "none", Swift()), Case("llama", 1, "same", SwiftSpec())],
-    ids=lambda c: c.method.name,
-)
-def test_methods_that_cannot_are_refused_by_name(case):
-    sampling = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
-    with pytest.raises(ConfigError, match="structured_outputs"):
-        engine_of(case).check_request(PROMPT, sampling)
+@pytest.mark.parametrize("case", [swiftspec_cases.BASIC, swiftspec_cases.ADAPTIVE], ids=swiftspec_cases.case_id)
+@pytest.mark.parametrize("draft", ["copy", "random"])
+def test_a_draft_on_devices_of_its_own(case, draft):
+    found = decode_on(swiftspec_cases.engine_of(case), swiftspec_cases.params_of(case, draft), 1)
+    assert found == decode(Case(case.family, 1, "none", Autoregressive()), "none", 1)
 
 
 def test_other_requests_before_and_after_keep_their_tokens_and_programs(compilations):

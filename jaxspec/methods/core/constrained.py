@@ -6,7 +6,7 @@ last two, while the pass runs. Requests without a constraint run other programs,
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,6 @@ from jaxspec.methods.core.verify import Draft, batch_rows, draft_shapes, judge_b
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.program import Program
-from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, request_shapes
 from jaxspec.tree.tree import Batch
 
@@ -39,8 +38,7 @@ class ConstrainedPasses:
         """
         if not isinstance(executor, ResidentExecutor):
             raise ConfigError("structured_outputs need a target whose layers stay on the devices: leave out offload")
-        target, verified = executor.placement, executor.verified
-        max_path = verified.tokens.shape[0]
+        target, verified, max_path, reply = executor.placement, executor.verified, executor.max_path, executor.reply
         self.num_rows, self.max_path = num_rows, max_path
         self._columns = target.padded_vocab
 
@@ -59,7 +57,7 @@ class ConstrainedPasses:
             if states is not None:
                 verified = dataclasses.replace(verified, states=states[verified.path])
             # The next round without a constraint counts its drafts anew.
-            return dataclasses.replace(state, idle=jnp.int32(0)), verified, round_
+            return dataclasses.replace(state, idle=jnp.int32(0)), reply(verified) if reply else verified, round_
 
         draft, width = draft_shapes(target, num_rows), target.cfg.embed_dim
         hidden = target.array((num_rows, width), jnp.float32)
@@ -74,8 +72,11 @@ class ConstrainedPasses:
 
     def verify(
         self, params: Params, state: SequenceState, draft: Draft, request: Request, matcher: "Matcher"
-    ) -> tuple[SequenceState, Verified, Round]:
-        """Run a batch, `draft` on the host, and take what target and matcher confirm; `state` is donated."""
+    ) -> tuple[SequenceState, Any, Round]:
+        """Run a batch, `draft` on the host, and take what target and matcher confirm; `state` is donated.
+
+        The second result has the form of the executor's `verified`.
+        """
         state, hidden, states = self._run(params, state, draft)
         masks = matcher.masks(np.asarray(draft.batch.token), np.asarray(draft.batch.parent), self._columns)
         return self._choose(params, state, draft, request, hidden, states, masks)

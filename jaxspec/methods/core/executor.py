@@ -108,6 +108,7 @@ class ResidentExecutor(TargetExecutor):
         self._steps = steps
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         max_path = self.verified.tokens.shape[0]
+        self.max_path, self.reply = max_path, reply
         self._sequence = ModelSequence(target, slots, "target", layers=layers, path=max_path, chunk_slots=chunk_slots)
         self.state = self._sequence.state
         round_, request, params = round_shapes(target, max_path), request_shapes(target), target.params()

@@ -28,7 +28,7 @@ from jaxspec.methods.core.round import (
 )
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.verify import Rule, match
+from jaxspec.methods.core.verify import Draft, Rule
 from jaxspec.pytree import pytree, static
 from jaxspec.results import Choice
 from jaxspec.runtime import trace
@@ -187,11 +187,8 @@ class SpeculativeRunner(Runner):
         self.drafter, self.timer = make_drafter(verified), timer
         self._is_fed = bool(layers)
         self._constrained: ConstrainedPasses | None = None
-        self._constraint = (
-            None
-            if rule is not match
-            else functools.partial(ConstrainedPasses, num_rows=num_rows, dynamic_rows=dynamic_rows, layers=layers)
-        )
+        rows = self.drafter.shapes.batch.rows
+        self._constraint = functools.partial(ConstrainedPasses, num_rows=rows, dynamic_rows=dynamic_rows, layers=layers)
         self._undrafted = 0  # tokens since the draft model ran, of all texts
         self.executor: TargetExecutor = make_executor(
             target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
@@ -289,10 +286,6 @@ class SpeculativeRunner(Runner):
         return SpeculativeState(target, draft, verified, state.host), round_, 1
 
     def constrain(self) -> ConstrainedPasses:
-        if self._constraint is None:
-            raise ConfigError(
-                "structured_outputs are not supported by methods that reject drafts by chance: use rule 'match'"
-            )
         if self._constrained is None:
             self._constrained = self._constraint(self.executor)
         return self._constrained
@@ -311,7 +304,8 @@ class SpeculativeRunner(Runner):
             draft, batch = drafter.skip(params, draft, state.verified), passes.chain(root, forced)
         else:
             target, draft, batch = drafter.draft(params, target, draft, state.verified, request)
-            batch = jax.tree.map(np.asarray, batch)
+            # Rule R4 holds for every tree: where drafts are rejected by chance otherwise, the rule needs no more of it.
+            batch = jax.tree.map(np.asarray, Draft(batch.batch, batch.passes))
         target, verified, round_ = passes.verify(params.target, target, batch, request, matcher)
         return SpeculativeState(target, draft, verified, state.host), round_
 

@@ -3,15 +3,14 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxspec.methods.core.constrained import ConstrainedPasses
 from jaxspec.methods.core.cost_model import CostModel, pass_costs
 from jaxspec.methods.core.round import ModelParams, Round, StepOutput
-from jaxspec.methods.core.runner import HostState, Runner, SpeculativeRunner, SpeculativeState
+from jaxspec.methods.core.runner import HostState, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
 from jaxspec.methods.swift.search import LayerSearch, matchness_program
@@ -21,6 +20,9 @@ from jaxspec.models.layer_set import LayerSet
 from jaxspec.results import Choice
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.request import Request
+
+if TYPE_CHECKING:
+    from jaxspec.structured.matcher import Matcher
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,9 +102,12 @@ class SwiftRunner(SpeculativeRunner):
         self.score = matchness_program(target, self.executor.state, window, branching)
         self.programs = (*self.programs, *((self.score,) if self._searches else ()))
 
-    def constrain(self) -> ConstrainedPasses:
-        """Refused: a round that scores layers cannot wait for the host."""
-        return Runner.constrain(self)
+    def constrained_round(
+        self, params: ModelParams, state: SpeculativeState, request: Request, matcher: "Matcher", root: int
+    ) -> tuple[SpeculativeState, Round]:
+        """A round that scores no layers: the devices would not be idle meanwhile."""
+        _text(state).scored.append(False)
+        return super().constrained_round(params, state, request, matcher, root)
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         return dataclasses.replace(super().start(root, state), host=HostText(tokens=[root]))

@@ -113,7 +113,7 @@ class SelfDrafter(Drafter):
     Its `cost` is that of a draft pass, in target passes of one row.
     """
 
-    idle_steps = STEPS_PER_DISPATCH
+    idle_steps, skips = STEPS_PER_DISPATCH, True
 
     def __init__(
         self, target: Placement, slots: int, verified: Verified, chain: ChainSettings, costs: CostModel,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxspec.runtime.placement import Placement
@@ -32,6 +33,16 @@ def pack_batch(batch: Batch) -> Array:  # int32 [1 + 2 bs]
 def batch_shapes(placement: Placement, num_rows: int) -> Array:
     """Shapes of a packed batch on a model's devices."""
     return placement.array((1 + 2 * num_rows,), jnp.int32)
+
+
+def read_batch(packed: np.ndarray) -> Batch:
+    """`unpack_batch` on the host; rows come after their parents."""
+    rows = (len(packed) - 1) // 2
+    token, parent = packed[1 : 1 + rows], packed[1 + rows :]
+    depth = np.zeros(rows, np.int32)
+    for row in range(1, int(packed[0])):
+        depth[row] = depth[parent[row]] + 1
+    return Batch(token, parent, depth, packed[0])  # pyright: ignore[reportArgumentType]
 
 
 def unpack_batch(packed: Array) -> Batch:

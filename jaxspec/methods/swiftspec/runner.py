@@ -3,13 +3,14 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.config import SamplingParams
+from jaxspec.methods.core.constrained import ConstrainedPasses
 from jaxspec.methods.core.executor import make_executor, place_request
 from jaxspec.methods.core.proposals import Propose
 from jaxspec.methods.core.round import ModelParams, Models, Round, verified_shapes
@@ -17,7 +18,7 @@ from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots
 from jaxspec.methods.core.verify import Draft
 from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, TreeDrafter
-from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, unpack_batch
+from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, read_batch, unpack_batch
 from jaxspec.methods.swiftspec.schedule import Schedule, choose_schedule, longest_mean, time_in_turn
 from jaxspec.pytree import pytree
 from jaxspec.results import Choice
@@ -27,6 +28,9 @@ from jaxspec.runtime.program import Program, compile_programs
 from jaxspec.runtime.transfer import place, replicated, transfer
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import GREEDY
+
+if TYPE_CHECKING:
+    from jaxspec.structured.matcher import Matcher
 
 
 class Requests(NamedTuple):
@@ -86,8 +90,8 @@ class SwiftSpecRunner(Runner):
         if overlap and not self._overlap:
             self.note = f"draft and target share their devices: they take turns ({_why_shared(target.plan)})"
         path = verified_shapes(target, growth.num_rows).tokens.shape[0]
-        layers = () if draft.cfg.features is None else draft.cfg.features.layers
-        self._is_fed = bool(layers)
+        self._layers = layers = () if draft.cfg.features is None else draft.cfg.features.layers
+        self._is_fed, self._constrained = bool(layers), None
         self.slots, slots = cache_slots(tokens, path), cache_slots(tokens, growth.rows + path)
         self.executor = make_executor(
             target, self.slots, steps=0, max_path=path, draft=batch_shapes(target, growth.num_rows), dynamic_rows=True,
@@ -226,25 +230,48 @@ class SwiftSpecRunner(Runner):
             *(place_request(model, sampling, seed, size, prompt_tokens) for model in (self._target, self._draft))
         )
 
+    def constrain(self) -> ConstrainedPasses:
+        if self._constrained is None:
+            self._constrained = ConstrainedPasses(
+                self.executor, self._growth.num_rows, dynamic_rows=True, layers=self._layers
+            )
+        return self._constrained
+
     def round(
         self, params: ModelParams, state: SwiftSpecState, request: Requests, room: int
     ) -> tuple[SwiftSpecState, Round, int]:
+        return *self._round(params, state, request), 1
+
+    def constrained_round(
+        self, params: ModelParams, state: SwiftSpecState, request: Requests, matcher: "Matcher", root: int
+    ) -> tuple[SwiftSpecState, Round]:
+        return self._round(params, state, request, matcher)
+
+    def _round(
+        self, params: ModelParams, state: SwiftSpecState, request: Requests, matcher: "Matcher | None" = None
+    ) -> tuple[SwiftSpecState, Round]:
         assert params.draft is not None
         advance = self.drafter.advance if self._overlap else self.drafter.advance_and_expand
         verified = jax.tree.map(lambda array: transfer(array, self._draft.plan), state.verified)
         draft, batch, counts = advance(params.draft, state.draft, verified, request.draft)
-        sent = transfer(batch, self._target.plan)
         if self._overlap and not self._adaptive:
             # It needs nothing of the target, and comes before anything that may keep this thread.
             draft, _ = self.drafter.expand(params.draft, draft, request.draft)
         growth = AdaptiveGrowth(self, params, draft, request.draft) if self._overlap and self._adaptive else None
-        # While layers are streamed, this thread comes by between them.
-        target, verified, round_ = self.executor.verify(
-            params.target, state.target, sent, request.target, None if growth is None else growth.come_by
-        )
+        if matcher is None:
+            # While layers are streamed, this thread comes by between them.
+            target, verified, round_ = self.executor.verify(
+                params.target, state.target, transfer(batch, self._target.plan), request.target,
+                None if growth is None else growth.come_by,
+            )  # fmt: skip
+        else:
+            drafted = Draft(read_batch(np.asarray(batch)), np.int32(0))  # pyright: ignore[reportArgumentType]
+            target, verified, round_ = self.constrain().verify(
+                params.target, state.target, drafted, request.target, matcher
+            )
         if growth is not None:
             draft = growth.until(verified[0] if self._is_fed else verified)
-        return SwiftSpecState(target, draft, verified), dataclasses.replace(round_, draft=counts), 1
+        return SwiftSpecState(target, draft, verified), dataclasses.replace(round_, draft=counts)
 
     def num_cached(self, state: SwiftSpecState, common: int, count: int) -> int:
         if self._is_fed:
