@@ -184,6 +184,13 @@ def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
 
 
+def test_a_draft_of_one_token_is_measured(store):
+    engine = Engine(models_of(CASE), Auto(length=1), 300, store)
+    engine.prepare()
+    engine.calibrate(params_of(CASE))
+    assert engine.runner.times.draft_s > 0
+
+
 def test_damaged_learned_rates_are_no_rates(store):
     profile = find(store)
     learned = Learned([2.0] * KINDS, [1.0] * KINDS)
@@ -191,7 +198,8 @@ def test_damaged_learned_rates_are_no_rates(store):
     assert load_learned(profile) == learned
     (path,) = profile.parent.iterdir()
     good = json.loads(path.read_text())
-    for damaged in ("{", {**good, "tried": [1.0]}, {**good, "accepted": [-1.0] * KINDS}):
+    huge = [{**good, "tried": [count] * KINDS} for count in (1e300, 10**400)]  # of which 32 bits make infinity
+    for damaged in ("{", {**good, "tried": [1.0]}, {**good, "accepted": [-1.0] * KINDS}, *huge):
         path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
         assert load_learned(profile) is None, damaged
 
@@ -211,6 +219,8 @@ def test_a_damaged_file_is_written_again(store):
         json.dumps({**good, "verify_s": {"1": 1.0}}), json.dumps({**good, "verify_s": {"2": 1.0, "4": 2.0}}),
         json.dumps({**good, "verify_s": [1.0]}), json.dumps({**good, "search_s": "x"}),
         json.dumps(good).replace("0.012", "NaN"), json.dumps({**good, "plain_s": -1.0}),
+        json.dumps({**good, "plain_s": 10**400}), json.dumps({**good, "plain_s": 1e-320}),
+        json.dumps({**good, "search_s": 1e308}), json.dumps({**good, "verify_s": {"1": 1.0, "100000000": 2.0}}),
     ]  # fmt: skip
     for damaged in damages:
         profile.write_text(damaged)

@@ -93,7 +93,7 @@ def measure_rounds(
     verify_s = {name: seconds for name, seconds in least.items() if isinstance(name, int)}
     search_s = draft_s = 0.0
     if length:
-        few, many = (least.pop(("passes", wanted)) for wanted in (1, length))
+        few, many = (least["passes", wanted] for wanted in (1, length))
         short, long = least["draft", 1], least["draft", length]
         draft_s = max(0.0, (long - short) / (many - few)) if many > few else short / max(few, 1)
         search_s = max(0.0, short - few * draft_s)

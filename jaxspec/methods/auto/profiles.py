@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxspec.config import MOST_TOKENS
 from jaxspec.errors import CheckpointError
 from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.base import DeviceChoice, Measured
@@ -27,6 +28,8 @@ LOG = logging.getLogger(__name__)
 
 FOLDER = "profiles"
 COSTS, LEARNED, DEVICES = "jaxspec cost profile 1", "jaxspec learned rates 1", "jaxspec device profile 1"
+# What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
+SHORTEST_S, LONGEST_S, LARGEST_BATCH = 1e-9, 1e6, 1024
 # Settings of several devices have to gain so much over those of fewer: less is noise.
 LEAST_GAIN = 1.02
 
@@ -163,28 +166,29 @@ def _load(path: Path, form: str, parse: Callable[[Any], T], complain: Callable[.
         if saved.get("format") != form:
             raise ValueError(f"it is not of format {form!r}")
         return parse(saved)
-    except (CheckpointError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (CheckpointError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         complain(message, path, error)
         return None
 
 
 def _read_times(saved: Any) -> RoundTimes:
     verify_s = {int(rows): float(seconds) for rows, seconds in saved["verify_s"].items()}
-    times, rows = RoundTimes(saved["plain_s"], verify_s, saved["search_s"], saved["draft_s"]), list(verify_s)
-    if len(rows) < 2 or rows[0] != 1 or rows != sorted(rows):
+    plain_s, search_s, draft_s = (float(saved[name]) for name in ("plain_s", "search_s", "draft_s"))
+    rows = list(verify_s)
+    if len(rows) < 2 or rows[0] != 1 or rows != sorted(rows) or rows[-1] > LARGEST_BATCH:
         raise ValueError("its numbers of rows are not those of rounds")
-    if not all(0 < seconds < math.inf for seconds in (times.plain_s, *verify_s.values())):
+    if not all(SHORTEST_S <= seconds <= LONGEST_S for seconds in (plain_s, *verify_s.values())):
         raise ValueError("a round has no time")
-    if not (math.isfinite(times.search_s) and 0 <= times.draft_s < math.inf):
+    if not (abs(search_s) <= LONGEST_S and 0 <= draft_s <= LONGEST_S):
         raise ValueError("a part of a round has no time")
-    return times
+    return RoundTimes(plain_s, verify_s, search_s, draft_s)
 
 
 def _read_learned(saved: Any) -> Learned:
-    learned = Learned(saved["tried"], saved["accepted"])
+    learned = Learned(*([float(count) for count in saved[name]] for name in ("tried", "accepted")))
     if not len(learned.tried) == len(learned.accepted) == KINDS:
         raise ValueError("its kinds of tokens are others")
-    if not all(0 <= count < math.inf for count in (*learned.tried, *learned.accepted)):
+    if not all(0 <= count <= MOST_TOKENS for count in (*learned.tried, *learned.accepted)):
         raise ValueError("a count is none")
     return learned
 

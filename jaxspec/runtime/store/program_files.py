@@ -120,10 +120,11 @@ def link(digest: str, other: str) -> None:
     """Let a stored program have another digest, too."""
     if _folder is None or digest == other:
         return
+    name = _folder / f".part-{other}-{os.getpid()}-{threading.get_ident()}"
     with contextlib.suppress(OSError):
-        name = _folder / f".part-{other}-{os.getpid()}-{threading.get_ident()}"
         os.link(_folder / digest, name)
         os.replace(name, _folder / other)
+        name.unlink(missing_ok=True)  # which stays where both names were the same file
 
 
 def trim(folder: Path, most: int) -> None:
