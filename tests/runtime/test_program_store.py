@@ -181,9 +181,9 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
     assert sorted(path.name for path in files.iterdir()) == ["a", "a, too", "b", "b, too"]
 
 
-def test_two_processes_that_name_one_program_leave_no_other_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(program_files, "_folder", tmp_path)
-    (tmp_path / "stored").write_bytes(b"1")
+def test_two_processes_that_name_one_program_leave_no_other_name(store):
+    store.mkdir()
+    (store / "stored").write_bytes(b"1")
     for _ in range(2):  # renaming one name of a file to another of its names does nothing
         program_files.link("stored", "own")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "stored"]
+    assert sorted(path.name for path in store.iterdir()) == ["own", "stored"]
