@@ -32,7 +32,6 @@ FOLDER_FILES = frozenset({
     INDEX,
 })  # fmt: skip
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<file>[\w./-]+))?", re.ASCII)
-_COMMIT = re.compile("[0-9a-f]{40}")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 

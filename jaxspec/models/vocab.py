@@ -99,19 +99,6 @@ class VocabShard:
         ids = jnp.where(values == self.row_max(values), self.ids(), largest_id)
         return self.min(_reduce_row(ids, jnp.minimum, largest_id))
 
-    def best_two(self, values: Array) -> tuple[Array, Array]:
-        """The result of `argmax`, and what it would be if the first were ruled out: ids int32 [T, 2].
-
-        The second result is bool [T], whether there is a second value above -inf.
-        """
-        if self.is_native and self.local_size > 1:
-            best, column, _ = row_top(values, 2)
-            return self._to_ids(column), best[:, 1] > -jnp.inf
-        first = self.argmax(values)
-        others = jnp.where(self.ids()[None] == first[:, None], -jnp.inf, values)
-        second = self.argmax(others)
-        return jnp.stack([first, second], axis=1), self.row_max(others)[:, 0] > -jnp.inf
-
     def log_total(self, values: Array) -> Array:
         """Log of the sum of exp(value) of each row, [T, 1], without overflow; finite even for a row of -inf."""
         if self.is_native:

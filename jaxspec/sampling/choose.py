@@ -40,25 +40,6 @@ def choose(
         return _rank(best, logits, processors, seen, counts, key, positions, vocab)
 
 
-def choose_two(
-    logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard
-) -> tuple[Array, Array]:
-    """The token that `choose` takes, and the one that it would take if the first were ruled out: ids int32 [T, 2].
-
-    The second result is their log-probabilities, float32 [T, 2], whether wanted or not, under the distribution that
-    `choose` reports. Where the second one is -inf, there is no second token.
-    """
-
-    def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
-        token, possible = vocab.best_two(ranks)
-        first, second = (tidy(vocab.take(scores, token[:, place])) for place in range(2))
-        taken = jnp.stack([first, jnp.where(possible, second, -jnp.inf)], axis=1)
-        return token, taken - vocab.log_total(scores)
-
-    with named_scope("sampling/choose_two"):
-        return _rank(best, logits, processors, seen, counts, key, positions, vocab)
-
-
 def choose_ranked(
     logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard,
     count: int,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,10 @@ def saved_as(**entry):
         "", "[]", "{}", '{"format": "other", "sets": []}', json.dumps({"format": FORMAT}), "\x00\xff", "[" * 100_000,
         json.dumps({"format": FORMAT, "sets": [3]}), saved_as(), saved_as(search=7), saved_as(search={"steps": "3"}),
         saved_as(task=None, search={"steps": 3}),
-        saved_as(search=LayerSearch(LAYERS, SearchSettings()).save() | {"layers": "mlp=99"}),
+        *(
+            saved_as(search=LayerSearch(LAYERS, SearchSettings()).save() | damage)
+            for damage in ({"layers": "mlp=99"}, {"steps": math.inf}, {"spent_s": 10**400}, {"decoded_s": math.nan})
+        ),
     ],
 )  # fmt: skip
 def test_files_of_another_kind(tmp_path, content, caplog):

@@ -12,7 +12,7 @@ from jaxspec.models.params import Params
 from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.choose import choose, choose_two, rank_draws
+from jaxspec.sampling.choose import choose, rank_draws
 from jaxspec.sampling.processors import History, Processors, clean, log_mass, penalise, shift, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import decide
@@ -73,16 +73,6 @@ def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
         history = paths.build(processors, vocab)
         token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
         return token[:, None], logprob[:, None]
-
-    return propose
-
-
-def same_two_draws(vocab: VocabShard) -> Propose:
-    """The child of `same_draw`, and the one that plain decoding would draw if the first were ruled out."""
-
-    def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
-        history = paths.build(request.processors, vocab)
-        return choose_two(logits, request.processors, history.seen, history.counts, request.key, position, vocab)
 
     return propose
 

@@ -109,7 +109,7 @@ class LayerSearch:
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from the result of `save`; a search with other settings takes its scores, and counts steps anew.
 
-        ValueError, KeyError or TypeError: it is not such a result, or of a model of another depth.
+        ValueError, KeyError, TypeError or OverflowError: it is not such a result, or of a model of another depth.
         """
         layers, matchness = parse_layers(saved["layers"], self.num_layers), saved["matchness"]
         observed = [(np.array([bit == "1" for bit in bits], bool), float(score)) for bits, score in saved["observed"]]
@@ -119,6 +119,8 @@ class LayerSearch:
         same = saved["settings"] == dataclasses.asdict(self.settings)
         if any(len(skipped) != self._units for skipped, _ in observed):
             raise ValueError(f"observations are not of {self._units} blocks")
+        if not np.isfinite([decoded_s, spent_s, *(score for _, score in (*observed, *history))]).all():
+            raise ValueError("a score or a time is no number")
         if matchness is not None and not 0 <= matchness <= 1:
             raise ValueError(f"matchness {matchness} is no share")
         self.layers, self.matchness = layers, matchness

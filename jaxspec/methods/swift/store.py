@@ -96,5 +96,5 @@ def _load(search: LayerSearch, entry: dict[str, Any]) -> Exception | None:
     """Let a search go on from an entry; returns what is wrong with it."""
     try:
         search.load(entry["search"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return error
