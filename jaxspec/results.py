@@ -156,6 +156,7 @@ class SpeculationStats(Brief):
       per_step_accepted: draft tokens accepted in each step, in order.
       per_step_drafted: draft tokens verified in each step, in order.
       draft_tree: counts of a tree that outlives the rounds; None where there is none.
+      tree_truncated: steps of SpecExec whose search `depth` ended, so that the tree may lack better prefixes.
     """
 
     num_spec_steps: int
@@ -174,6 +175,7 @@ class SpeculationStats(Brief):
     per_step_accepted: tuple[int, ...]
     per_step_drafted: tuple[int, ...]
     draft_tree: DraftTreeStats | None = None
+    tree_truncated: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

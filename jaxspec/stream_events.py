@@ -125,6 +125,7 @@ def count_speculation(rounds: Sequence[StepOutput], num_tokens: int, num_spec_to
         per_step_accepted=accepted,
         per_step_drafted=drafted,
         draft_tree=count_draft_tree([trees]) if trees else None,
+        tree_truncated=sum(r.truncated for r in kept),
     )
 
 

@@ -13,14 +13,14 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 33_640,
-    "jaxspec/*.py": 3_145,
+    "jaxspec": 34_000,
+    "jaxspec/*.py": 3_150,
     "jaxspec/methods": 6_740,
     "jaxspec/sampling jaxspec/tree": 1_470,
     "jaxspec/models": 3_760,
-    "jaxspec/offload": 2_040,
+    "jaxspec/offload": 2_130,
     "jaxspec/checkpoint": 4_495,
-    "jaxspec/runtime": 2_265,
+    "jaxspec/runtime": 2_290,
     "jaxspec/text": 2_216,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_150,
     "pallas_kernels": 5_535,

@@ -327,6 +327,8 @@ def _summary(completion: "Completion") -> str:
         parts.append(f"{_tokens_per_pass(stats):.2f} tokens/pass")
         if tree is not None and tree.token_hit_rate is not None:
             parts.append(f"hits {tree.token_hit_rate:.0%}, evaluated {tree.evaluated_hit_rate:.0%}")
+        if cut := stats.speculative_decoding.tree_truncated:
+            parts.append(f"{cut} of {stats.speculative_decoding.num_spec_steps} searches cut short by depth")
     parts.append(f"{stats.num_programs} programs")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")

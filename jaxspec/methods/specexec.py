@@ -20,8 +20,7 @@ from jaxspec.methods.core.tree_round import TreeSettings, tree_rows
 from jaxspec.methods.core.verify import match
 from jaxspec.sampling.accept import Verified
 
-MOST_DRAFT_TOKENS = 4096
-LARGEST_DEPTH = 128
+MOST_DRAFT_TOKENS = LARGEST_DEPTH = 4096
 # Rows of the draft's tree: its ancestor relation holds the square of them, one byte each.
 LARGEST_TREE = 16384
 
@@ -38,7 +37,8 @@ class SpecExec(Method):
       num_draft_tokens: K, the paper's budget: tokens of the tree, the root not counted.
       width: prefixes evaluated in one draft pass; None is an eighth of `num_draft_tokens`, 64 at most.
       branch: children of a prefix; None is `num_draft_tokens`, 32 at most.
-      depth: most draft passes and so the longest path; None is `num_draft_tokens`, 32 at most.
+      depth: most draft passes and so the longest path; None is `num_draft_tokens`, 32 at most. A search that it ends is
+        counted (`stats.speculative_decoding.tree_truncated`).
       ranking: what prefixes are ranked by: "noise", the chance that the target chooses them with the noise of its own
         draws, which the draft knows; "probability", the draft's plain probabilities, as in the paper; "sampling", those
         at the request's temperature. "noise" accepts more at temperature > 0, and is "probability" at 0.

@@ -40,11 +40,15 @@ class ExpertSlots:
         """Memory for one array of the expert at a place, for each device."""
         return [part[place : place + 1] for part in self._parts[leaf]]
 
+    def put(self, place: int, expert: Any) -> None:
+        """Let `arrays` hold an expert's arrays at a place, once programs that were dispatched before have read them."""
+        self.arrays = self._put(self.arrays, expert, jnp.int32(place))
+
     def show(self, places: Sequence[int]) -> None:
         """Let `arrays` hold what was written to `parts` of some places."""
         for place in () if self._in_place else places:
             expert = self._one.place([self.parts(place, leaf) for leaf in range(len(self._parts))])
-            self.arrays = self._put(self.arrays, jax.block_until_ready(expert), jnp.int32(place))
+            self.put(place, jax.block_until_ready(expert))
 
 
 class ExpertCache:
@@ -95,6 +99,12 @@ class ExpertCache:
 
     def _fill(self, store: WeightStore, layer: int, missing: Sequence[int]) -> None:
         slots = self._slots[layer]
+        if store.pinned:
+            taken = [slots.free.pop() for _ in missing]
+            for expert, place in zip(missing, taken, strict=True):
+                slots.put(place, store.send(layer, expert))
+            self._places[layer] |= dict(zip(missing, taken, strict=True))
+            return
         jax.block_until_ready([*self._running.values()])
         self._running.clear()
         taken = [slots.free.pop() for _ in missing]

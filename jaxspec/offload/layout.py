@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxspec.models.params import EXPERT_WEIGHTS, ArrayInfo, declare_params, is_info, leaf_name
 from jaxspec.runtime.placement import Placement
@@ -142,12 +143,16 @@ class TreeLayout:
             buffers.append(own)
         return buffers
 
-    def place(self, buffers: list[list[np.ndarray]]) -> Any:
-        """The arrays on the devices; on a CPU they are the buffers themselves."""
+    def place(self, buffers: list[list[np.ndarray]], kind: str | None = None) -> Any:
+        """The arrays on the devices, or in their memory of a `kind`; on a CPU they are the buffers themselves."""
         placed = []
         for leaf, own in zip(self.leaves, buffers, strict=True):
-            parts = [jax.device_put(buffer, device) for buffer, (device, _) in zip(own, leaf.shards, strict=True)]
             shape, sharding, dtype = leaf.placed.shape, leaf.placed.sharding, leaf.placed.dtype
+            places: list[Any] = [device for device, _ in leaf.shards]
+            if kind is not None:
+                places = [SingleDeviceSharding(device, memory_kind=kind) for device in places]
+                sharding = sharding.with_memory_kind(kind)  # pyright: ignore[reportOptionalMemberAccess]
+            parts = [jax.device_put(buffer, place) for buffer, place in zip(own, places, strict=True)]
             placed.append(jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype))  # pyright: ignore[reportArgumentType]
         return jax.tree.unflatten(self.tree, placed)
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxspec.checkpoint.load import Weights
 from jaxspec.config import EngineConfig, Offload
@@ -20,7 +22,8 @@ from jaxspec.offload.executor import stream_layers
 from jaxspec.offload.layout import LayerLayout, TreeLayout, layer_layouts, slot_layouts
 from jaxspec.offload.memory import Needs, answer_needs, bytes_by_device
 from jaxspec.offload.reader import PIECE, DirectReader
-from jaxspec.offload.stream import NUM_BUFFERS, NUM_FILLERS
+from jaxspec.offload.stores import PINNED, can_pin
+from jaxspec.offload.stream import NUM_BUFFERS, NUM_FILLERS, NUM_PINNED_BUFFERS
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
 
@@ -194,10 +197,11 @@ def plan_offload(
         resident = sum(layout.weights.nbytes for i, layout in enumerate(layers) if i not in placed.streamed)
         largest = max((layout.passing.nbytes for layout in streamed), default=0)
         devices = len({device for layout in streamed for leaf in layout.weights.leaves for device, _ in leaf.shards})
-        buffers = min(NUM_BUFFERS, len(streamed)) * largest
+        pinned = config.offload == "host" and bool(streamed) and can_pin(streamed[0].weights.leaves[0].shards)
+        buffers = min(NUM_PINNED_BUFFERS if pinned else NUM_BUFFERS, len(streamed)) * largest
         experts = sum(layout.nbytes for layout in {one.kind: one for one in slot_layouts(placed).values()}.values())
-        # Where devices have memory of their own, the ring lies in the host's, too.
-        host = 0 if device.platform == "cpu" else (buffers + experts) * devices
+        # Where devices have memory of their own, what is not copied from pinned memory lies in the host's, too.
+        host = 0 if device.platform == "cpu" or pinned else (buffers + experts) * devices
         if config.offload == "host":
             host += sum(layout.weights.nbytes for layout in streamed) * devices
         pass_bytes, expert_bytes = _pass_bytes(weights, streamed, config.offload)
@@ -289,6 +293,8 @@ def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None
     """
     layouts = [layout.weights for i, layout in enumerate(layer_layouts(plan.target)) if i in plan.target.streamed]
     memory = _copy_bandwidth()
+    if layouts and plan.offload == "host" and can_pin(layouts[0].leaves[0].shards):
+        return _link_bandwidth([device for device, _ in layouts[0].leaves[0].shards]), memory
     if not layouts or plan.offload == "host":
         return memory if layouts else None, memory
     assert weights.direct is not None
@@ -304,6 +310,21 @@ def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None
         return reader.bytes_read / reader.busy_s, memory
     finally:
         reader.close()
+
+
+def _link_bandwidth(devices: Sequence[Any]) -> float:
+    """Bytes per second from pinned host memory to all of some devices at once."""
+    block = np.ones(64 << 20, np.uint8)
+    held = [jax.device_put(block, SingleDeviceSharding(device, memory_kind=PINNED)) for device in devices]
+
+    def copy() -> None:
+        jax.block_until_ready([jax.device_put(one, device) for one, device in zip(held, devices, strict=True)])
+
+    copy()  # the first one makes room
+    start = time.perf_counter()
+    for _ in range(4):
+        copy()
+    return 4 * block.nbytes * len(devices) / (time.perf_counter() - start)
 
 
 def _copy_bandwidth() -> float:

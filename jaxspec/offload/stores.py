@@ -16,6 +16,18 @@ from jaxspec.offload.layout import Experts, LeafLayout, TreeLayout
 from jaxspec.offload.reader import DirectReader
 from jaxspec.runtime.sharding import ReadLeaf
 
+# Kind of the host memory that a device reads by itself, without a copy on the way.
+PINNED = "pinned_host"
+
+
+def can_pin(shards: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether the devices of shards have memory of their own, and JAX pins memory of the host for them."""
+    devices = [device for device, _ in shards]
+    return bool(devices) and all(
+        device.platform != "cpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
+        for device in devices
+    )
+
 
 class WeightStore(abc.ABC):
     """The weights of layers, each of which is copied or read when its turn comes.
@@ -23,12 +35,19 @@ class WeightStore(abc.ABC):
     Attributes:
       layouts: of each layer, by its number; without its experts where those are read one by one.
       experts: of each layer whose experts are.
+      pinned: arrays in pinned host memory by layer and expert (None for the rest of a layer), which devices copy by
+        themselves; a store that has some has all, and fills nothing.
       bytes_given: bytes that the store has read or copied so far; `reads` counts in how many pieces, `busy_s` the
         seconds in which it was at work.
     """
 
     layouts: Mapping[int, TreeLayout]
     experts: Mapping[int, Experts] = types.MappingProxyType({})
+    pinned: Mapping[tuple[int, int | None], Any] = types.MappingProxyType({})
+
+    def send(self, layer: int, expert: int | None = None) -> Any:
+        """Copy what is pinned to the devices: a copy runs beside programs, and what takes the arrays waits for it."""
+        raise NotImplementedError
 
     @property
     @abc.abstractmethod
@@ -75,23 +94,35 @@ class DiskStore(WeightStore):
 
 
 class HostStore(WeightStore):
-    """Layers in host memory, as programs take them."""
+    """Layers in host memory, as programs take them; pinned, where devices have memory of their own."""
 
     def __init__(self, source: WeightStore):
         """Copy the layers of another store, which is not needed afterwards."""
         self.layouts, self.experts = source.layouts, source.experts
         self._held: dict[tuple[int, int | None], list[list[np.ndarray]]] = {}
-        for layer, layout in self.layouts.items():
-            self._held[layer, None] = _copy(source, layer, layout, None)
+        self.pinned: dict[tuple[int, int | None], Any] = {}
+        every: dict[tuple[int, int | None], TreeLayout] = {(layer, None): one for layer, one in self.layouts.items()}
         for layer, experts in self.experts.items():
-            for expert in range(experts.count):
-                self._held[layer, expert] = _copy(source, layer, experts.layout, expert)
+            every |= {(layer, expert): experts.layout for expert in range(experts.count)}
+        for key, layout in every.items():
+            held = _copy(source, key[0], layout, key[1])
+            if can_pin(layout.leaves[0].shards):
+                # Waits, so that memory holds one layer twice and no more.
+                self.pinned[key] = jax.block_until_ready(layout.place(held, PINNED))
+            else:
+                self._held[key] = held
         self._bytes = self._reads = 0
         self._busy_s, self._lock = 0.0, threading.Lock()
 
     @property
     def counters(self) -> tuple[int, int, float]:
         return self._bytes, self._reads, self._busy_s
+
+    def send(self, layer: int, expert: int | None = None) -> Any:
+        layout = self.layouts[layer] if expert is None else self.experts[layer].layout
+        with self._lock:
+            self._bytes, self._reads = self._bytes + layout.all_bytes, self._reads + 1
+        return jax.device_put(self.pinned[layer, expert], jax.tree.map(lambda leaf: leaf.sharding, layout.shapes))
 
     def fill(self, layer: int, leaf: int, buffers: list[np.ndarray], expert: int | None = None) -> None:
         start = time.perf_counter()

@@ -21,8 +21,9 @@ from jaxspec.offload.stores import DiskStore, HostStore, WeightStore, read_tree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.sharding import ReadLeaf
 
-# Buffers of a layer each: one in use, one that is full, one that is being filled.
-NUM_BUFFERS = 3
+# Buffers of a layer each: one in use, one that is full, one that is being filled. From pinned memory a copy needs no
+# thread, and goes on while the next one is asked for: one in use, one that comes.
+NUM_BUFFERS, NUM_PINNED_BUFFERS = 3, 2
 # Threads that fill buffers: while two pack what they read, the next one reads.
 NUM_FILLERS = 3
 
@@ -77,6 +78,17 @@ class Buffer:
             device: np.frombuffer(map_memory(size), np.uint8) for device, size in sizes.items()
         }  # fmt: skip
         self._known: dict[Any, tuple[list[list[np.ndarray]], Any]] = {}
+        self._sent: Any = None  # arrays that devices still copy, from this memory or from pinned memory
+
+    def send(self, store: WeightStore, layer: int) -> None:
+        """Have the devices copy a layer from pinned memory; nothing waits for it here."""
+        self._sent = store.send(layer)
+
+    def fill(self, store: WeightStore, layer: int, leaf: int, part: list[np.ndarray]) -> None:
+        """Write an array of a layer; waits for devices that copy what was there before. Called in other threads."""
+        jax.block_until_ready(self._sent)
+        self._sent = None
+        store.fill(layer, leaf, part)
 
     def parts(self, layout: TreeLayout) -> list[list[np.ndarray]]:
         """The place of each array of a layer."""
@@ -85,7 +97,10 @@ class Buffer:
         return self._known[layout.kind][0]
 
     def place(self, layout: TreeLayout) -> Any:
-        """The arrays of a layer whose parts are filled."""
+        """The arrays of a layer that was sent, or whose parts are filled; devices may still copy them."""
+        if not self._known:
+            sent, self._sent = self._sent, None
+            return sent
         parts, placed = self._known[layout.kind]
         if placed is not None:
             return placed
@@ -94,7 +109,7 @@ class Buffer:
             # On a CPU the arrays are the buffer: they show what is written there later.
             self._known[layout.kind] = parts, placed
         else:
-            jax.block_until_ready(placed)
+            self._sent = placed
         return placed
 
 
@@ -132,6 +147,8 @@ class LayerStream:
             layout = store.layouts[layer]
             for device, _ in layout.leaves[0].shards:
                 sizes[device] = max(sizes.get(device, 0), layout.nbytes)
+        if store.pinned:
+            buffers, sizes = min(buffers, NUM_PINNED_BUFFERS), {}
         self.num_buffers = min(buffers, len(self._order))
         self._free = [Buffer(sizes) for _ in range(self.num_buffers)]
         self._next = 0  # place in the order of the layer that is filled next
@@ -190,12 +207,14 @@ class LayerStream:
         while self._free and self._order:
             layer = self._order[self._next]
             buffer, layout = self._free.pop(), self.store.layouts[layer]
-            parts = buffer.parts(layout)
             self._next = (self._next + 1) % len(self._order)
             futures: list[Future[None]] = []
             self._coming.append((layer, buffer, futures))  # first: what is raised below loses no buffer
-            for leaf, part in enumerate(parts):
-                futures.append(self._pool.submit(self.store.fill, layer, leaf, part))
+            if self.store.pinned:
+                buffer.send(self.store, layer)
+                continue
+            for leaf, part in enumerate(buffer.parts(layout)):
+                futures.append(self._pool.submit(buffer.fill, self.store, layer, leaf, part))
 
     def _has_come(self, layer: int) -> bool:
         return layer in self._resident or all(future.done() for future in self._coming[0][2])

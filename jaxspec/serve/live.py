@@ -109,6 +109,7 @@ class RoundWatcher:
             "tokens": [self._next_text(token) for token in output.tokens],
             "accepted": output.accepted,
             "drafted": output.drafted,
+            "tree_truncated": output.truncated,
         }
         if batch is not None and output.drafted:
             described["tree"] = self._tree(*_read_batch(batch), output)

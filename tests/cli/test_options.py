@@ -42,7 +42,7 @@ def test_the_presets_of_the_papers():
         return method_from(merge_options({}, name, [], FLAGS, method_options))
 
     assert load("swiftspec-paper") == SwiftSpec(num_draft_tokens=7, width=8, branch=8, refill=0, ranking="probability")
-    assert load("specexec-paper") == SpecExec(num_draft_tokens=1024, ranking="probability")
+    assert load("specexec-paper") == SpecExec(num_draft_tokens=1024, depth=64, ranking="probability")
     assert load("specexec-repo") == SpecExec(
         num_draft_tokens=1024, width=128, branch=32, depth=32, decay=0.95, ranking="probability"
     )

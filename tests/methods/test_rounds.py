@@ -31,8 +31,10 @@ from jaxspec.methods.chain import Chain
 from jaxspec.methods.core import runner as core_runner
 from jaxspec.methods.core.round import ROUND_HEADER, Round, read_rounds
 from jaxspec.methods.core.runner import MOST_ROWS, ROUNDS_PER_DISPATCH, share_dispatches
+from jaxspec.methods.specexec import SpecExec
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
+from jaxspec.stream_events import count_speculation
 from jaxspec.trace.timeline import Timeline
 
 CASES = [LLAMA_CHAIN, LLAMA_LOOKUP, LLAMA_SPECEXEC, LLAMA_SPECINFER, LLAMA_AUTO]
@@ -115,3 +117,14 @@ def test_a_trace_shows_the_parts():
         found = run(engine, params, PROMPT, 20)
     names = {event.name for event in timeline.events}
     assert {"draft", "verify"} <= names and "rounds" not in names and timeline.rounds_read == len(found)
+
+
+@pytest.mark.parametrize(("depth", "cut"), [(2, True), (16, False)])
+def test_a_search_that_its_depth_ends_is_counted(depth, cut):
+    """Sixteen prefixes are certain once the sixteen best were evaluated, two in a pass."""
+    case = Case("llama", 1, "same", SpecExec(16, width=2, depth=depth))
+    rounds = run(engine_of(case), params_of(case, "first layer"), PROMPT, 16)
+    drafted = [output for output in rounds if output.drafted]
+    assert drafted and all(output.truncated == cut and output.draft_passes <= depth for output in drafted)
+    counts = count_speculation(rounds, 16, 16)
+    assert counts.tree_truncated == cut * counts.num_spec_steps

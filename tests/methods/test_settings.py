@@ -34,7 +34,7 @@ PLACEMENT = Placement(FAMILIES["llama"], plan_mesh(1), np.dtype("float32"))
         (SpecExec, {"num_draft_tokens": True}, "num_draft_tokens"),
         (SpecExec, {"width": 0}, "width"),
         (SpecExec, {"branch": -1}, "branch"),
-        (SpecExec, {"depth": 129}, "depth must be at most 128"),
+        (SpecExec, {"depth": 4097}, "depth must be at most 4096"),
         (SpecExec, {"width": 100_000, "depth": 30}, "draft tree of 2900001 rows, at most 16384"),
         (SpecExec, {"ranking": 0.7}, "ranking must be 'noise' or 'probability' or 'sampling', got 0.7"),
         (SwiftSpec, {"ranking": "best"}, "ranking"),

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from marks import fast_part
@@ -16,6 +17,7 @@ from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.offload import stores
 
 SAMPLINGS = ({}, {"temperature": 1.0, "repetition_penalty": 1.2})
 
@@ -154,3 +156,21 @@ def test_the_default_model(llm):
     assert other.token_ids == one.token_ids
     assert other.top_logprobs == one.top_logprobs and other.logprobs == one.logprobs
     assert other.stats.offload.passes >= 16
+
+
+@pytest.mark.parametrize("name", ["specexec", pytest.param("plain tp4", marks=pytest.mark.slow)])
+def test_from_pinned_memory(folder, name, monkeypatch):
+    """As on a GPU: the devices copy by themselves, two buffers, and the host fills nothing."""
+    monkeypatch.setattr(stores, "can_pin", bool)
+    monkeypatch.setattr(stores.HostStore, "fill", None)
+    method, degree = METHODS[name]
+    options = {"degree": degree, "draft": checkpoint(folder, "draft") if method.drafts else None}
+    expected = make_pair(checkpoint(folder, "q4_0"), method, **options)
+    streamed = make_pair(checkpoint(folder, "q4_0"), method, offload="host", resident=1, **options)
+    stream = stream_of(streamed)
+    kinds = {leaf.sharding.memory_kind for held in stream.store.pinned.values() for leaf in jax.tree.leaves(held)}
+    assert kinds == {stores.PINNED} and stream.num_buffers == 2
+    check_equal(expected, streamed)
+    counts = stream.counts
+    assert counts.bytes == stream.nbytes * (counts.passes + 1) or counts.bytes > stream.nbytes * counts.passes
+    assert counts.stalls == 0 and counts.since(counts).overlap is None

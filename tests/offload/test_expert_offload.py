@@ -19,7 +19,7 @@ from jaxspec.methods.chain import Chain
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swiftspec.settings import SwiftSpec
-from jaxspec.offload import experts
+from jaxspec.offload import experts, stores
 from jaxspec.offload.layout import layer_layouts
 from jaxspec.offload.reader import OpenFile
 from jaxspec.offload.stream import Pass
@@ -151,6 +151,16 @@ def test_devices_with_memory_of_their_own(folder, monkeypatch):
     monkeypatch.setattr(experts, "is_same_memory", lambda *_: False)
     expected = make_pair(checkpoint(folder, "mixed moe"), METHODS["ar"], degree=2)
     check_equal(expected, make_pair(checkpoint(folder, "mixed moe"), METHODS["ar"], degree=2, offload="host", kept=1))
+
+
+def test_experts_from_pinned_memory(folder, monkeypatch):
+    """As on a GPU: the routed experts that are not there are copied, and no others."""
+    monkeypatch.setattr(stores, "can_pin", bool)
+    expected = make_pair(checkpoint(folder, "mixed moe"), METHODS["ar"], degree=2)
+    pinned = make_pair(checkpoint(folder, "mixed moe"), METHODS["ar"], degree=2, offload="host", kept=1)
+    check_equal(expected, pinned)
+    counts = stream_of(pinned).counts
+    assert 0 < counts.experts_read < counts.experts
 
 
 def test_a_read_error_names_the_expert_and_the_next_request_works(folder, monkeypatch):

@@ -24,6 +24,8 @@ from jaxspec.sampling.accept import Verified, num_ranked
 STEPS_PER_DISPATCH = 4
 # Integers before the tokens in `Round.packed`.
 ROUND_HEADER = 4
+# Added to the draft passes of a round whose search was cut short, see `StepOutput.truncated`.
+TRUNCATED = 1 << 16
 
 
 class Models(NamedTuple):
@@ -61,7 +63,7 @@ class Round:
     """Results of a round that the host reads, one round late."""
 
     # int32 `[ROUND_HEADER + P]`: number of new tokens, number of drafted tokens that were verified, depth of their
-    # tree, draft passes; then the new tokens. Several tokens without a drafted one took one pass each.
+    # tree, draft passes with `TRUNCATED`; then the new tokens. Several tokens without a drafted one took a pass each.
     packed: Array
     logprob: Array  # float32 `[P]`, log-probability of each new token under the processed distribution
     # The most probable tokens in the place of each, see `Verified.top`; None once the host does not want them.
@@ -115,6 +117,7 @@ class StepOutput:
     drafted: int = 0  # tokens that the target verified; those that a cut hides are not counted
     depth: int = 0  # of their tree
     draft_passes: int = 0  # passes of the draft model
+    truncated: bool = False  # whether a limit of depth or size ended the search before its best tokens were certain
     draft: DraftCounts | None = None  # counts of a draft whose tree outlives the rounds; None elsewhere
     # For each of `tokens`, the most probable ones in its place; None where they were not asked for.
     top: tuple[TopTokens, ...] | None = None
@@ -151,12 +154,14 @@ def read_round(round_: Round) -> StepOutput:
     """Wait for a round and read it."""
     packed = np.asarray(round_.packed).tolist()
     count, drafted, depth, passes = packed[:ROUND_HEADER]
+    truncated, passes = divmod(passes, TRUNCATED)
     tokens = tuple(packed[ROUND_HEADER : ROUND_HEADER + count])
     logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
     counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
     passes += 0 if counts is None else counts.passes
     top = None if round_.top is None else tuple(map(_possible, *(np.asarray(x)[:count].tolist() for x in round_.top)))
-    return StepOutput(tokens, logprobs, count - 1 if drafted else 0, drafted, depth, passes, counts, top)
+    accepted = count - 1 if drafted else 0
+    return StepOutput(tokens, logprobs, accepted, drafted, depth, passes, bool(truncated), counts, top)
 
 
 def _possible(tokens: list[int], logprobs: list[float]) -> TopTokens:

@@ -38,6 +38,7 @@ from jaxspec.methods.core.drafter import (
     run_verified,
 )
 from jaxspec.methods.core.proposals import DraftModel
+from jaxspec.methods.core.round import TRUNCATED
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
@@ -194,9 +195,10 @@ def _search(
     model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History, reached: Array,
     taken: tuple[Array, Array] | None,
 ) -> tuple[Grown, SequenceState, Array]:  # fmt: skip
-    """Plant the new root and grow until the best tokens of the batch are certain; also the number of draft passes.
+    """Plant the new root and grow until the best tokens of the batch are certain, or the depth is reached.
 
-    `reached` and `taken` are the results of `take_in`.
+    The last result is the number of draft passes, with `TRUNCATED` where the best tokens are not certain. `reached`
+    and `taken` are the results of `take_in`.
     """
     assert state.sequence is not None and state.tree is not None
     budget, depth, min_score, tree = settings.num_rows - 1, settings.depth, settings.min_score, state.tree
@@ -226,6 +228,8 @@ def _search(
             grown, passes = jax.lax.while_loop(go_on, grow, start)
         else:
             grown, passes = start
+        if not chain:
+            passes += jnp.where(is_complete(grown.tree, budget, min_score), 0, TRUNCATED)
     return grown, root.sequence, passes
 
 

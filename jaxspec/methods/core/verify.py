@@ -37,7 +37,7 @@ class Draft:
     """The batch that the draft's half hands to the target's."""
 
     batch: Batch  # rows to verify; the root alone asks for plain decoding
-    passes: Array  # int32 [], draft passes that it took
+    passes: Array  # int32 [], draft passes that it took, with `TRUNCATED` where its search was cut short
     extra: Any = None  # what else the acceptance rule needs, such as the q of a sampled tree; None for `match_rule`
 
 
