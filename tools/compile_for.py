@@ -15,10 +15,11 @@ module, with its loops and branches.
   launches     CUDA graphs and what else the host launches, in order
   kernels      launches outside of loops; "a layer" is what one more layer of target and draft adds
   copies       copies of a whole layer of a cache
-  collectives  operations between devices outside of loops; "a layer" as for kernels
+  collectives  operations between devices outside of loops, and their bytes; "a layer" as for kernels
   spills       bytes of registers that a kernel keeps in memory, the most of any; by ptxas
   shared       bytes of shared memory of a kernel, the most of any
   memory       bytes for what a program computes on the way: with packed weights, far less than their numbers
+  arguments    bytes on a device of what a program is given, weights and caches, by the compiler's account (`--json`)
 
 The file exceeds 400 lines because one report of both compilers needs their two texts read beside each other.
 """
@@ -29,6 +30,7 @@ import dataclasses
 import glob
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -130,6 +132,8 @@ def main() -> None:
     parser.add_argument("device", help=f"{', '.join(GPUS)}, or chips of a TPU: {', '.join(TPU_KINDS)}, as in v5e:2x2")
     parser.add_argument("--devices", type=int, default=1, help="that share the target's weights, and the draft's [1]")
     parser.add_argument("--draft-devices", type=int, default=0, help="of the draft alone, after the target's [none]")
+    parser.add_argument("--target", default=TARGET, help=f"geometry, of configs/models [{TARGET}]")
+    parser.add_argument("--draft", default=DRAFT, help=f"the same of the draft [{DRAFT}]")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"capacity of the caches [{TOKENS}]")
     parser.add_argument("--sampled", action="store_true", help="for sampled requests instead of greedy ones")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
@@ -218,6 +222,8 @@ def count_method(name: str, devices: Sequence[Any], arguments: argparse.Namespac
         yield fewer | {
             "method": name, "program": program, "kernels_a_layer": more["kernels"] - fewer["kernels"],
             "collectives_a_layer": more["collectives"] - fewer["collectives"],
+            "crossing_a_layer": more["crossing"] - fewer["crossing"],
+            "arguments_a_layer": more["arguments"] - fewer["arguments"],
             "by_kind_a_layer": dict(collections.Counter(more["kinds"]) - collections.Counter(fewer["kinds"])),
         }  # fmt: skip
 
@@ -241,8 +247,12 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
         storage = fit_storage(Storage(arguments.weights), cfg, plan.tensor)
         return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage)
 
-    draft = place(DRAFT, layers - 1, MeshPlan(tuple(others), kernels) if others else plan) if method.drafts else None
-    models = Models(place(TARGET, layers, plan), draft)
+    draft = (
+        place(arguments.draft, layers - 1, MeshPlan(tuple(others), kernels) if others else plan)
+        if method.drafts
+        else None
+    )
+    models = Models(place(arguments.target, layers, plan), draft)
     # Some methods put data on their devices when they are bound, which devices that are not there cannot take.
     with mock.patch("jax.device_put", describe_arrays):
         programs = method.bind(models, arguments.tokens).programs
@@ -297,7 +307,7 @@ def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
         counts = count_text(compiled.as_text())
         return counts | {
             "waits": counts["transfers"], "launched": ["module"], "compile_s": time.monotonic() - start, "spills": 0,
-            "shared": 0, "memory": compiled.memory_analysis().temp_size_in_bytes, "assembled": [], "spilling": {},
+            "shared": 0, "assembled": [], "spilling": {}, **read_memory(compiled),
         }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         options = choose_options(program._plan) or {}
@@ -318,12 +328,18 @@ def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
         "compile_s": seconds,
         "spills": max((kernel["spills"] for kernel in kernels), default=0),
         "shared": max(shared, default=0),
-        "memory": compiled.memory_analysis().temp_size_in_bytes,
+        **read_memory(compiled),
         "assembled": sorted(
             {kernel["name"] for kernel in kernels if "attention" in kernel["name"] or "jaxspec" in kernel["name"]}
         ),
         "spilling": {kernel["name"]: kernel["spills"] for kernel in kernels if kernel["spills"]},
     }
+
+
+def read_memory(compiled: Any) -> dict[str, int]:
+    """Bytes on a device by the compiler's account."""
+    found = compiled.memory_analysis()
+    return {"memory": found.temp_size_in_bytes, "arguments": found.argument_size_in_bytes}
 
 
 def count_text(text: str) -> dict[str, Any]:
@@ -340,7 +356,12 @@ def count_text(text: str) -> dict[str, Any]:
             (loops if turns else on_data).append(where)
     kinds = collections.Counter(kind for kind, _, _ in entry if kind not in FREE)
     caches = {shape for shape in re.findall(r"bf16\[\d+,\d{3,},\d+\]", text)}
-    collectives = sum(kind.removesuffix("-start") in COLLECTIVES for kind, _, _ in entry)
+    crossed = [shape for kind, _, shape in entry if kind.removesuffix("-start") in COLLECTIVES]
+    crossing = sum(
+        SIZES.get(kind, 4) * math.prod(map(int, filter(None, extents.split(","))))
+        for shape in crossed
+        for kind, extents in re.findall(r"(\w+)\[([\d,]*)\]", shape)[:1]
+    )
     transfers = [name for lines in bodies.values() for kind, name, _ in filter(None, map(read_instruction, lines))
                  if kind in TRANSFERS]  # fmt: skip
     # S(1) is memory beside a TPU's core: what is read there again and again is copied there once.
@@ -350,7 +371,7 @@ def count_text(text: str) -> dict[str, Any]:
     )
     return {
         "on_data": on_data, "loops": loops, "kernels": sum(kinds.values()), "kinds": dict(kinds), "copies": copies,
-        "collectives": collectives, "transfers": transfers,
+        "collectives": len(crossed), "crossing": crossing, "transfers": transfers,
         "layer": list_layer(bodies["ENTRY"]),
     }  # fmt: skip
 
@@ -388,6 +409,7 @@ def read_thunks(text: str) -> tuple[list[str], int]:
 
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+SIZES = {"bf16": 2, "f16": 2, "s8": 1, "pred": 1}  # of a number in bytes, where it is not 4
 # Between a TPU and its host.
 TRANSFERS = ("send", "recv", "infeed", "outfeed")
 # Instructions that launch nothing.

@@ -229,7 +229,7 @@ def mix_one_layer(
 
     def mix(active_rows: jax.Array | None, routed: Routed) -> jax.Array:
         with jax.named_scope("mlp"):
-            mixed = _all_reduce(mix_routed_rows(layer, experts, routed, places, active_rows))
+            mixed = _all_reduce(mix_routed_rows(layer, experts, routed, places, active_rows), layer["down"])
             return routed.x + finish_block(layer, cfg, "mlp_post_norm", mixed)
 
     active_rows = None if frame.window is None else frame.window.active_rows
@@ -343,7 +343,7 @@ def _run_layer(
             return jnp.concatenate(heads, axis=1), tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
 
     def add_attention(active_rows, x, heads):
-        result = _all_reduce(project_out(layer, heads, active_rows))
+        result = _all_reduce(project_out(layer, heads, active_rows), layer["out"])
         if "out_bias" in layer:
             result = result + layer["out_bias"]
         return x + finish_block(layer, cfg, "attn_post_norm", result)
@@ -354,7 +354,7 @@ def _run_layer(
                 result = feed_forward(layer, cfg, x, active_rows)
             else:
                 result = mix_rows(layer, experts, norm_input(layer, cfg, "mlp_norm", x), active_rows)
-            return x + finish_block(layer, cfg, "mlp_post_norm", _all_reduce(result))
+            return x + finish_block(layer, cfg, "mlp_post_norm", _all_reduce(result, layer["down"]))
 
     def route(active_rows, x):
         with jax.named_scope("mlp"):
@@ -405,12 +405,14 @@ def _finish_in_parts(
 ) -> tuple[jax.Array, jax.Array]:
     """The rest of a layer after attention: the residual stream without the MLP's result, and that in parts."""
     heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
-    parts = _all_reduce_parts(linear_parts(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows))
+    parts = linear_parts(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
+    parts = _all_reduce_parts(parts, layer["out"])
     x, normed = add_norm(x, parts, layer["mlp_norm"], cfg.norm_eps, row_dtype(layer["gate_up"]), active_rows)
     with jax.named_scope("mlp"):
         gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
         hidden = _order(layer, "down", swiglu(normed, gate_up, active_rows, dtype=row_dtype(layer["down"])))
-        return x, _all_reduce_parts(linear_parts(hidden, as_matrix(layer["down"], layer["down"].shape[0]), active_rows))
+        parts = linear_parts(hidden, as_matrix(layer["down"], layer["down"].shape[0]), active_rows)
+        return x, _all_reduce_parts(parts, layer["down"])
 
 
 def add_parts(x: jax.Array, added: jax.Array | None) -> jax.Array:  # [T, D], [P, T, D] -> [T, D]
@@ -418,8 +420,11 @@ def add_parts(x: jax.Array, added: jax.Array | None) -> jax.Array:  # [T, D], [P
     return x if added is None else x + jnp.sum(added, axis=0)
 
 
-def _all_reduce_parts(parts: jax.Array) -> jax.Array:  # [P, T, D] -> [P, T, D], or [1, T, D] over several shards
-    return parts if jax.lax.axis_size(TENSOR_AXIS) == 1 else _all_reduce(jnp.sum(parts, axis=0))[None]
+def _all_reduce_parts(parts: jax.Array, weight: Any) -> jax.Array:  # [P, T, D] -> the same, [1, T, D] of several shards
+    """`_all_reduce` of a sum of parts, in the type in which it crossed: what adds it reads any."""
+    if jax.lax.axis_size(TENSOR_AXIS) == 1:
+        return parts
+    return jax.lax.psum(jnp.sum(parts, axis=0).astype(row_dtype(weight)), TENSOR_AXIS)[None]
 
 
 def _input_dtype(weight: Any) -> Any:
@@ -433,8 +438,14 @@ def _run_if(condition: jax.Array, function: Callable[..., tuple], *carry: jax.Ar
     return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), *function(*c[1:])), (condition, *carry))[1:]
 
 
-def _all_reduce(x: jax.Array) -> jax.Array:
-    return x if jax.lax.axis_size(TENSOR_AXIS) == 1 else jax.lax.psum(x, TENSOR_AXIS)
+def _all_reduce(x: jax.Array, weight: Any) -> jax.Array:
+    """The sum over shards of what was multiplied by `weight`, float32.
+
+    Partial sums cross in the type in which that weight takes rows: on accelerators bfloat16, half the bytes.
+    """
+    if jax.lax.axis_size(TENSOR_AXIS) == 1:
+        return x
+    return jax.lax.psum(x.astype(row_dtype(weight)), TENSOR_AXIS).astype(jnp.float32)
 
 
 def make_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:

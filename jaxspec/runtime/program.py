@@ -32,6 +32,8 @@ GPU_OPTIONS = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
     ),
 }
+# Added to the kinds of work in graphs where a program has several devices: its all-reduces are nodes of the graph then.
+COLLECTIVES = ",COLLECTIVES"
 # On CPUs nothing; tests that need no fast programs compile quickly.
 CPU_OPTIONS: dict[str, str | bool] = {}
 
@@ -272,6 +274,8 @@ def release_free_memory() -> None:
 def choose_options(plan: MeshPlan) -> dict[str, Any] | None:
     """Compiler options of programs on a mesh; None where there are none."""
     options: dict[str, Any] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}.get(plan.kernels.platform, {})
+    if options is GPU_OPTIONS and len(plan.devices) > 1:
+        options = {name: f"{value}{COLLECTIVES}" for name, value in options.items()}
     given = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}" not in given} or None
 

@@ -15,7 +15,7 @@ from pallas_kernels.rms_norm import rms_norm
 
 def add_norm(
     x: jax.Array,  # [T, D] float32
-    parts: jax.Array,  # [P, T, D] float32
+    parts: jax.Array,  # [P, T, D], numbers of any type
     scale: jax.Array,  # [D]
     eps: float,
     dtype: Any = jnp.float32,
@@ -40,7 +40,7 @@ def add_norm(
     fused = registry.current().find("add_norm", x, parts, scale)
     if fused is not None:
         return fused.add_norm(x, parts, scale, eps, dtype)
-    total = x + jnp.sum(parts, axis=0)
+    total = x + jnp.sum(parts, axis=0, dtype=jnp.float32)
     return total, rms_norm(total, scale, eps).astype(dtype)
 
 

@@ -5,7 +5,10 @@ They run on a CPU here, whose kernels say that they are a GPU's.
 
 import dataclasses
 import functools
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from method_cases import (
     LLAMA_CHAIN,
@@ -26,13 +29,13 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core import verify
-from jaxspec.methods.core.round import Models
+from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.sampling import accept
 from jaxspec.sampling.variant import GREEDY, Variant, find_variant
 from pallas_kernels.registry import Kernels
 
-COUNT = 24
+COUNT, BF16 = 24, jnp.bfloat16
 PLAIN = Case("llama", 1, "none", Autoregressive())
 IN_TURN = Case("llama", 1, "same", SwiftSpec(7, 4, depth=2))
 IN_EVERY_TURN = Case("llama", 1, "same", SwiftSpec(7, 4, depth=2, branch_free=True))
@@ -128,3 +131,22 @@ def test_what_the_host_knows_of_a_request():
     assert find_variant(SamplingParams(**SAMPLINGS["greedy penalties"])) == Variant(penalised=True, logprob=True)
     early = SamplingParams(stop_token_ids=(3,), min_tokens=2, logprobs=2)
     assert find_variant(early) == Variant(penalised=True, logprob=True, ranked=True)
+
+
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+def test_partial_sums_cross_in_bfloat16(degree):
+    """Plain decoding and verification of one mesh add the same: all-reduces of half the bytes, and the same tokens."""
+    rounds = []
+    for each in (PLAIN._replace(degree=degree), LLAMA_SPECEXEC._replace(degree=degree)):
+        models = models_of(each)
+        plan = dataclasses.replace(models.target.plan, kernels=Kernels("xla", "gpu"))
+        models = Models(*(model and dataclasses.replace(model, plan=plan, dtype=jnp.dtype(BF16)) for model in models))
+        shapes = ModelParams(*(model and model.params() for model in models))
+        params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params_of(each, "first layer"), shapes)
+        engine = Engine(models, each.method, 160)
+        engine.prepare()
+        rounds.append(run(engine, params, LONG_PROMPT, COUNT, 0))
+        texts = [program.lower(program.fit(GREEDY)).as_text() for program in engine.runner.programs]
+        crossed = {kind for text in texts for kind in re.findall(r"}\) : \(tensor<\d+x\d+x(\w+)>\)", text)}
+        assert "bf16" in crossed
+    assert tokens_of(rounds[1]) == tokens_of(rounds[0])

@@ -10,8 +10,6 @@ from pathlib import Path
 import compile_for
 import pytest
 
-from jaxspec.runtime import program
-
 MODULE = """HloModule jit_draft
 
 %body.1 (p: (s32[])) -> (s32[]) {
@@ -54,7 +52,7 @@ def test_what_a_program_holds():
     counts = compile_for.count_text(MODULE)
     assert counts["on_data"] == ["draft/grow/while"] and len(counts["loops"]) == 1
     assert counts["kinds"] == {"copy": 1, "fusion": 1, "__gpu$xla.gpu.triton": 1, "__gpu$x": 1}
-    assert counts["kernels"] == 4
+    assert counts["kernels"] == 4 and counts["collectives"] == counts["crossing"] == 0
     assert counts["copies"] == 1
     assert compile_for.read_thunks(THUNKS) == (["CommandBuffer", "While", "Gemm"], 2)
 
@@ -122,22 +120,40 @@ def test_packed_weights_stay_packed(weights, devices, tmp_path):
         assert row["spills"] == 0 and row["copies"] == 0, name
         assert row["memory"] <= MOST_MEMORY and row["shared"] <= compile_for.GPUS["h100"].shared, name
         assert "jaxspec_linear" in row["assembled"], name
+    assert all(row["waits"] == [] for row in rows.values())
     if devices == 1:
-        # Of several devices, collectives lie between graphs, and the draft's search outside of them.
-        assert all(row["waits"] == [] for row in rows.values())
         assert rows["ar", "decode 1"]["kernels_a_layer"] <= MOST_PACKED_KERNELS["decode"]
         assert rows["specexec", "verify"]["kernels_a_layer"] <= MOST_PACKED_KERNELS["verify"]
         assert rows["specexec", "draft"]["kernels_a_layer"] <= MOST_PACKED_KERNELS["draft"]
 
 
 @compiles
-def test_collectives_in_graphs(tmp_path):
-    """The loop that waits for the host on several devices: its collectives, by an option that users may set."""
-    both = "h100", "--devices", "2", "--methods", "specexec"
-    assert compile_programs(tmp_path, *both)["specexec", "draft"]["waits"] == ["shard_map/draft/grow/while"]
-    option = f"{program.GPU_OPTIONS['xla_gpu_enable_command_buffer']},COLLECTIVES"
-    rows = compile_programs(tmp_path, *both, XLA_FLAGS=f"--xla_gpu_enable_command_buffer={option}")
-    assert rows["specexec", "draft"]["waits"] == [] and rows["specexec", "draft"]["launched"] == ["CommandBuffer"]
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_programs_of_several_gpus_are_a_graph_each(devices, tmp_path):
+    """Loops and all-reduces included; partial sums cross in bfloat16."""
+    several = "h100", "--devices", str(devices), "--methods", "ar,chain,specexec,swiftspec,auto"
+    rows = compile_programs(tmp_path, *several)
+    assert {method for method, _ in rows} == {"ar", "chain", "specexec", "swiftspec", "auto"}
+    for name, row in rows.items():
+        assert row["waits"] == [] and row["launched"] == ["CommandBuffer"] and row["copies"] == 0, name
+    for name, batch in ((("ar", "decode 1"), 1), (("specexec", "verify"), 17)):
+        assert rows[name]["collectives_a_layer"] == 2 and rows[name]["crossing_a_layer"] == 2 * batch * 4096 * 2
+        assert rows[name]["kernels_a_layer"] <= (11 if batch == 1 else 14)
+
+
+@compiles
+def test_a_large_pair_fits_on_four_gpus_each(tmp_path):
+    """A target of 70B in int4 on four H100, and a draft of 3B on four others, by what the compiler reports."""
+    pair = "--target", "llama-3-70b", "--draft", "llama-3.2-3b", "--weights", "int4_g128"
+    split = "--devices", "4", "--draft-devices", "4", "--methods", "swiftspec"
+    rows = compile_programs(tmp_path, "h100", *pair, *split)
+    for name, layers in (("verify", 80), ("advance", 28), ("expand", 28)):
+        row = rows["swiftspec", name]
+        assert row["waits"] == [] and row["launched"] == ["CommandBuffer"], name
+        # Two layers of the target were compiled, one of the draft.
+        rest = layers - (2 if name == "verify" else 1)
+        taken = row["arguments"] + rest * row["arguments_a_layer"] + row["memory"]
+        assert (8 if layers == 80 else 0.4) * 2**30 < taken < 12 * 2**30, (name, taken)
 
 
 # Bytes that a program computes on the way on a TPU, beside the logits of a tree.
