@@ -1,4 +1,7 @@
-"""Requests of a caller: sampling parameters and engine settings, validated before any compute."""
+"""Requests of a caller: sampling parameters and engine settings, validated before any compute.
+
+This file exceeds 400 lines because each setting has its description, its option and its check here.
+"""
 
 import dataclasses
 import math
@@ -178,6 +181,7 @@ class SamplingParams:
 DType = Literal["auto", "float32", "bfloat16"]
 ActivationsSetting = Literal["auto", "float32", "int16", "int8"]
 Offload = Literal["none", "host", "disk"]
+Numerics = Literal["fast", "exact"]
 KVDType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -201,6 +205,9 @@ class EngineConfig:
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
       kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", for NVIDIA GPUs
         "pallas-triton", "mosaic" (Hopper) or "jax-triton" (an extra), or "auto": the fastest that run here.
+      numerics: "exact": a token's numbers do not depend on the other rows of a pass, of up to 64, so that every method
+        gives plain decoding's text on accelerators and with "xla", too. Native kernels are exact anyway. "fast" leaves
+        the order of sums to XLA: texts may differ where two tokens are equally good but for rounding.
       activations: how rows are multiplied by weights that are kept in blocks (GGUF, on CPU): rounded to "int16" or
         "int8", 32 inputs of a row at a time (llama.cpp rounds to int8), or as "float32"; "auto" is int16 where native
         kernels run. Every method gives the tokens of plain decoding with the same setting.
@@ -225,6 +232,7 @@ class EngineConfig:
     max_context: int | None = setting(None, "Most tokens of prompt plus output [the model's limit].")
     compile_cache: str | None = setting(None, 'Folder of compiled programs; "" for none.')
     kernels: str = setting("auto", f"Kind of kernels: {', '.join(KERNEL_NAMES[:-1])} or {KERNEL_NAMES[-1]}.")
+    numerics: Numerics = setting("fast", "fast, or exact: the same text with every method on accelerators, too.")
     activations: ActivationsSetting = setting(
         "auto", "Rounding of rows before weights in blocks: auto, float32, int16 or int8."
     )
@@ -275,6 +283,7 @@ class EngineSettings(TypedDict, total=False):
     max_context: int | None
     compile_cache: str | None
     kernels: str
+    numerics: Numerics
     activations: ActivationsSetting
     kv_dtype: KVDType
     session_memory: int | str | None

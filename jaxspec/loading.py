@@ -57,6 +57,7 @@ from jaxspec.runtime.program import release_free_memory
 from jaxspec.runtime.sharding import place_tree
 from jaxspec.runtime.store.ready_weights import ReadyWeights
 from jaxspec.text.tokenizer import load_tokenizer
+from pallas_kernels import selection
 from pallas_kernels.linear.blocks import FORMATS
 
 # Activations of a target for "auto": int8 changes the most probable token too often (docs/results/integer-cpu.md).
@@ -293,11 +294,22 @@ def plan_meshes(config: EngineConfig, method: Method, opened: OpenModels) -> tup
             config.target_devices or 1, config.draft_devices, draft_platform=config.draft_platform,
             kernels=config.kernels, method=method.name, own_devices=method.own_devices,
         )  # fmt: skip
+    if config.numerics == "exact":
+        # One mesh of both models stays one.
+        shared = target == draft
+        target = _make_exact(target)
+        draft = target if shared else _make_exact(draft)
+        if opened.target.config.experts is not None and target.kernels.exact:
+            raise ConfigError(f"{opened.target.path}: numerics 'exact' knows no mixtures of experts: use 'fast'")
     if not config.expert_parallel:
         return target, draft
     if target.tensor == 1:
         raise ConfigError("expert_parallel spreads a mixture's experts over devices: give target_devices, 2 or more")
     return dataclasses.replace(target, expert_parallel=True), dataclasses.replace(draft, expert_parallel=True)
+
+
+def _make_exact(plan: MeshPlan) -> MeshPlan:
+    return dataclasses.replace(plan, kernels=selection.make_exact(plan.kernels, plan.devices[0]))
 
 
 def explain_offload(

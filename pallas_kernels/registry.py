@@ -44,6 +44,7 @@ class Kernels:
       device_kind: JAX's name of the GPU. Tuned block sizes are found by it.
       multiprocessors: streaming multiprocessors of the GPU. The default is a small GPU's, where JAX does not say.
       interpret: whether Pallas kernels run in their interpreter, which is for tests.
+      exact: whether a row's bits must not depend on the number of rows, see `exact_rows.py`; native kernels give that.
     """
 
     name: str
@@ -56,6 +57,12 @@ class Kernels:
     device_kind: str = ""
     multiprocessors: int = 64
     interpret: bool = False
+    exact: bool = False
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a row's bits do not depend on the rows of a pass beside it."""
+        return self.native or self.exact
 
     @property
     def native(self) -> bool:

@@ -13,10 +13,12 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import KERNEL_NAMES
 from pallas_kernels.native import library
-from pallas_kernels.registry import Capability, Kernels
+from pallas_kernels.registry import Capability, Kernels, using
 
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 
@@ -79,6 +81,8 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
     """
     if name not in KERNEL_NAMES:
         raise ValueError(f"kernels {name!r} are not known; use {', '.join(KERNEL_NAMES)}")
+    if name == "auto" and platform not in ("cpu", "gpu", "tpu"):
+        warn_once(f"there are no kernels for platform {platform!r}: XLA runs all operations")
     if name == "xla" or (name == "auto" and platform not in ("cpu", "gpu")):
         return Kernels("xla", platform)
     if name == "cpu" or (name == "auto" and platform == "cpu"):
@@ -86,6 +90,54 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
     if platform != "gpu":
         raise ValueError(f"kernels {name!r} run on NVIDIA GPUs, not on {platform}; use auto or xla")
     return _choose_gpu(name, device if device is not None else jax.local_devices(backend="gpu")[0])
+
+
+def make_exact(kernels: Kernels, device: Any) -> Kernels:
+    """The same kernels with exact numerics (`exact_rows.py`); on a GPU with those for it that pass a check."""
+    if kernels.native:
+        return kernels  # exact as they are
+    found = dict.fromkeys(kernels.implementations)
+    if kernels.platform == "gpu":
+        for one in (("linear", "triton"), ("tree_attention", "triton"), ("add_norm", "triton")):
+            problem = find_obstacle("triton", kernels.capability) or find_failure(*one, describe_gpu(device), device)
+            problem = problem or find_exact_failure(one, kernels, device)
+            found.pop(one, None)
+            if problem is None:
+                found[one] = None
+            elif kernels.capability is not None:
+                warn_once(f"exact numerics are left to XLA: {problem}")
+    return dataclasses.replace(kernels, exact=True, implementations=tuple(found))
+
+
+def find_exact_failure(one: tuple[str, str], kernels: Kernels, device: Any) -> str | None:
+    """The fault of the exact form of an operation's kernel, or None: it is compared with XLA's, for a small call."""
+    from pallas_kernels.linear import exact as linear
+    from pallas_kernels.tree_attention import exact as attention
+
+    random, small = np.random.default_rng(0), jnp.bfloat16
+    qkv, angles = random.standard_normal((9, 2, 4, 64), np.float32), np.full((9, 32), 0.5**0.5, np.float32)
+    cache, position = np.zeros((2, 320, 64)).astype(small), np.arange(250, 259, dtype=np.int32)
+    weight = random.standard_normal((96, 512)).astype(small)
+    calls = {
+        "linear": (linear.linear, (random.standard_normal((9, 512), np.float32), weight)),
+        "tree_attention": (
+            functools.partial(attention.tree_attention, offset=None, sliding_window=None),
+            (qkv, angles, angles, cache, cache, np.int32(250), np.tril(np.ones((9, 9), bool)), position),
+        ),
+    }  # fmt: skip
+    if one[0] not in calls:
+        return None
+    function, operands = calls[one[0]]
+    results = []
+    try:
+        for implementations in ((), (one,)):
+            exact = dataclasses.replace(kernels, exact=True, implementations=implementations)
+            with using(exact), jax.default_device(device):
+                results.append(jax.tree.leaves(jax.jit(lambda *given: function(*given))(*operands))[0])
+    except Exception as error:  # as in `find_failure`
+        return f"exact {one[0]} cannot be run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    close = np.allclose(*(np.asarray(result, np.float32) for result in results), atol=2e-2, rtol=2e-2)
+    return None if close else f"exact {one[0]} fails its check"
 
 
 def _choose_native(name: str, platform: str, devices: int) -> Kernels:

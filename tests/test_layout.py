@@ -14,19 +14,19 @@ REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
     "jaxspec": 34_000,
-    "jaxspec/*.py": 3_150,
-    "jaxspec/methods": 6_740,
+    "jaxspec/*.py": 3_180,
+    "jaxspec/methods": 6_760,
     "jaxspec/sampling jaxspec/tree": 1_470,
-    "jaxspec/models": 3_760,
+    "jaxspec/models": 3_790,
     "jaxspec/offload": 2_130,
     "jaxspec/checkpoint": 4_495,
     "jaxspec/runtime": 2_290,
     "jaxspec/text": 2_216,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_150,
-    "pallas_kernels": 5_535,
+    "pallas_kernels": 5_930,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
-    "tools": 8_670,
-    "tests": 33_425,
+    "tools": 8_760,
+    "tests": 33_700,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 14}
 

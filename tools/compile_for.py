@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--target", default=TARGET, help=f"geometry, of configs/models [{TARGET}]")
     parser.add_argument("--draft", default=DRAFT, help=f"the same of the draft [{DRAFT}]")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"capacity of the caches [{TOKENS}]")
+    parser.add_argument("--exact", action="store_true", help="with exact numerics")
     parser.add_argument("--sampled", action="store_true", help="for sampled requests instead of greedy ones")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
     parser.add_argument("--weights", default="bfloat16", help="a dtype or a block format, such as q4_0 [bfloat16]")
@@ -238,7 +239,7 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     from jaxspec.runtime.mesh import MeshPlan
     from jaxspec.runtime.placement import Placement
 
-    kernels = choose_kernels(arguments.device, devices[0])
+    kernels = dataclasses.replace(choose_kernels(arguments.device, devices[0]), exact=arguments.exact)
     plan = MeshPlan(tuple(devices[: arguments.devices]), kernels)
     others = devices[arguments.devices :][: arguments.draft_devices]
 
@@ -331,6 +332,13 @@ def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
         **read_memory(compiled),
         "assembled": sorted(
             {kernel["name"] for kernel in kernels if "attention" in kernel["name"] or "jaxspec" in kernel["name"]}
+        ),
+        "exact": sorted(
+            {
+                (kernel["name"].rstrip("_0123456789"), kernel["registers"], kernel["shared"])
+                for kernel in kernels
+                if "exact" in kernel["name"]
+            }
         ),
         "spilling": {kernel["name"]: kernel["spills"] for kernel in kernels if kernel["spills"]},
     }

@@ -138,11 +138,11 @@ def app(
         if shape is not None:
             entry["shaped"] = compare_shaped(plain, speculative, encoded, shape, size.max_tokens, seed)
             # Elsewhere a tie may fall otherwise.
-            entry["lossless"] &= not kernels.native or entry["shaped"]["equal"] == entry["shaped"]["texts"]
+            entry["lossless"] &= not kernels.invariant or entry["shaped"]["equal"] == entry["shaped"]["texts"]
         report["methods"].append(entry)
         _print_method(console, entry, names, plain)
     faulty = [entry["method"] for entry in report["methods"] if not entry["lossless"]]
-    if kernels.native and report["rows"]["bitwise"] is False:
+    if kernels.invariant and report["rows"]["bitwise"] is False:
         faulty.append("passes of several rows")
     calls = kernels.own_calls().values()
     refused = [call.refused for call in calls if call.refused is not None]

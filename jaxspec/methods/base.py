@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from jaxspec.errors import ConfigError
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_draft, check_same_devices, check_settings
+from pallas_kernels.exact_rows import MOST_ROWS
 
 # What a method promises: the very tokens of plain decoding (same seed), or their distribution.
 Exactness = Literal["tokens", "distribution"]
@@ -117,6 +119,11 @@ class Method(abc.ABC):
             check_draft(self.name, models.draft is not None)
         if self.drafts and not self.own_devices:
             check_same_devices(self.name, models)
+        if models.target.plan.kernels.exact and self.num_rows > MOST_ROWS:
+            raise ConfigError(
+                f"numerics 'exact' holds for passes of up to {MOST_ROWS} rows, {self.name!r} has {self.num_rows}: "
+                f"use at most {MOST_ROWS - 1} draft tokens, or numerics 'fast'"
+            )
 
     def choose_devices(self, profile: Path | None, devices: int) -> DeviceChoice | None:
         """Another method or placement where that was measured to be faster; None where the method weighs none.

@@ -417,13 +417,19 @@ def _finish_in_parts(
 
 def add_parts(x: jax.Array, added: jax.Array | None) -> jax.Array:  # [T, D], [P, T, D] -> [T, D]
     """The residual stream with the parts that it lacks."""
-    return x if added is None else x + jnp.sum(added, axis=0)
+    if added is None:
+        return x
+    if registry.current().exact:
+        return functools.reduce(jnp.add, [added[part].astype(jnp.float32) for part in range(added.shape[0])], x)
+    return x + jnp.sum(added, axis=0)
 
 
 def _all_reduce_parts(parts: jax.Array, weight: Any) -> jax.Array:  # [P, T, D] -> the same, [1, T, D] of several shards
     """`_all_reduce` of a sum of parts, in the type in which it crossed: what adds it reads any."""
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
         return parts
+    if registry.current().exact:
+        return jax.lax.all_gather(add_parts(parts[0], parts[1:]).astype(row_dtype(weight)), TENSOR_AXIS)
     return jax.lax.psum(jnp.sum(parts, axis=0).astype(row_dtype(weight)), TENSOR_AXIS)[None]
 
 
@@ -445,7 +451,10 @@ def _all_reduce(x: jax.Array, weight: Any) -> jax.Array:
     """
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
         return x
-    return jax.lax.psum(x.astype(row_dtype(weight)), TENSOR_AXIS).astype(jnp.float32)
+    x = x.astype(row_dtype(weight))
+    if registry.current().exact:
+        return add_parts(jnp.zeros(x.shape), jax.lax.all_gather(x, TENSOR_AXIS))
+    return jax.lax.psum(x, TENSOR_AXIS).astype(jnp.float32)
 
 
 def make_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:

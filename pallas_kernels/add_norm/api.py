@@ -3,6 +3,7 @@
 Letters: T rows, D width, P parts of what is added.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def add_norm(
     fused = registry.current().find("add_norm", x, parts, scale)
     if fused is not None:
         return fused.add_norm(x, parts, scale, eps, dtype)
-    total = x + jnp.sum(parts, axis=0, dtype=jnp.float32)
+    total = x + functools.reduce(jnp.add, [parts[part].astype(jnp.float32) for part in range(parts.shape[0])])
     return total, rms_norm(total, scale, eps).astype(dtype)
 
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from pallas_kernels import native, registry
 from pallas_kernels.linear.blocks import PLANES, Blocks, Weight, find_format
 from pallas_kernels.linear.config import MAX_ROWS, count_parts
+from pallas_kernels.linear.exact import linear as exact_linear
+from pallas_kernels.linear.exact import linear_parts as exact_linear_parts
 from pallas_kernels.linear.reference import as_numbers, linear_in_parts, linear_in_tiles, linear_of_batch, linear_on_cpu
 from pallas_kernels.linear.reference import linear as linear_reference
 
@@ -36,6 +38,8 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
     """
     check_operands(x, weight)
     kernels = registry.current()
+    if kernels.exact and x.shape[0] <= MAX_ROWS:
+        return exact_linear(x, weight)
     if not kernels.native:
         if isinstance(weight, Blocks):
             fused = find_packed(x, weight)
@@ -63,6 +67,8 @@ def linear_parts(
     """
     check_operands(x, weight)
     kernels = registry.current()
+    if kernels.exact and x.shape[0] <= MAX_ROWS:
+        return exact_linear_parts(x, weight)
     if fused := find_packed(x, weight):
         return fused.linear_parts(x, weight)
     # XLA multiplies one row by a reduction, which has no parts.
@@ -84,7 +90,7 @@ def row_dtype(weight: Weight) -> Any:
 
 def find_packed(x: jax.Array, weight: Weight) -> ModuleType | None:
     """The GPU kernel that multiplies by a weight in planes, or None. More than `MAX_ROWS` rows go to XLA silently."""
-    in_planes = isinstance(weight, Blocks) and weight.format in PLANES
+    in_planes = isinstance(weight, Blocks) and weight.format in PLANES and not registry.current().exact
     return registry.current().find("linear", x, weight) if in_planes and x.shape[0] <= MAX_ROWS else None
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native, registry
+from pallas_kernels.exact_rows import MOST_ROWS, map_tiles
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:  # [..., D], [D] -> [..., D] float32
@@ -15,6 +16,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:  # [..., 
     """
     if x.ndim < 1 or scale.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm needs [..., D] and [D], got {x.shape} and {scale.shape}")
+    if registry.current().exact and x.ndim > 1 and x.shape[0] <= MOST_ROWS:
+        return map_tiles(lambda rows: reference(rows, scale, eps), x)
     if not registry.current().native:
         return reference(x, scale, eps)
     x = x.astype(jnp.float32)

@@ -76,7 +76,7 @@ def norm_swiglu(
 def _find(x: jax.Array, gate_up: Weight, *norm: Any) -> ModuleType | None:
     """The GPU kernel that takes numbers, or None. Calls of more than `MAX_ROWS` rows go to XLA without a warning."""
     in_planes = isinstance(gate_up, Blocks) and gate_up.format in PLANES
-    few = x.shape[0] <= MAX_ROWS and not in_planes
+    few = x.shape[0] <= MAX_ROWS and not in_planes and not registry.current().exact
     return registry.current().find("swiglu", x, gate_up, *norm) if few else None
 
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native, registry
+from pallas_kernels.exact_rows import MOST_ROWS
+from pallas_kernels.tree_attention.exact import tree_attention as attend_exactly
 from pallas_kernels.tree_attention.xla import tree_attention as attend_by_xla
 
 
@@ -69,6 +71,11 @@ def tree_attention(
     """
     _check(qkv, cos, sin, key, value, window_mask, position, offset, sinks)
     kernels = registry.current()
+    if kernels.exact and window_mask is not None and not write_only and qkv.shape[0] <= MOST_ROWS:
+        return attend_exactly(
+            qkv, cos, sin, key, value, length, window_mask, position, offset=offset, sliding_window=sliding_window,
+            softcap=softcap, sinks=sinks, dtype=dtype,
+        )  # fmt: skip
     if not kernels.native:
         operands = (qkv, cos, sin, key, value, length, window_mask, position)
         options: dict[str, Any] = {

@@ -15,17 +15,10 @@ def tree_attention(
     softcap=None, sinks=None,
 ):  # fmt: skip
     """The operation, with the contract of `api.tree_attention`."""
-    query, new_key, new_value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-    slot = length if offset is None else length + offset
-    key = _write_rows(key, rotate(new_key, cos, sin), slot)
-    # A masked slot is multiplied by zero, and 0 * NaN is NaN. One broken row must not reach the others through the
-    # cache. It may be a padding token of a damaged model, or an abandoned sequence in reused buffers.
-    new_value = new_value.astype(value.dtype)
-    value = _write_rows(value, jnp.where(jnp.isfinite(new_value), new_value, 0), slot)
+    query, key, value = write_rotated(qkv, cos, sin, key, value, length, offset)
     if write_only:
         return query, key, value
     on_cpu = registry.current().platform == "cpu"
-    query = rotate(query, cos, sin)
     if window_mask is None:
         chunk = attend_chunk if on_cpu else reference_chunk
         return chunk(query, key, value, length, sliding_window, softcap, sinks), key, value
@@ -36,6 +29,17 @@ def tree_attention(
         return tree(query, key, value, length, mask, position, sliding_window, used, softcap, sinks)
 
     return map_active_rows(attend, active_rows, query, position, window_mask), key, value
+
+
+def write_rotated(qkv, cos, sin, key, value, length, offset):  # -> [T, K, G, H], the cache
+    """Rotated queries, and the cache with the rows written."""
+    slot = length if offset is None else length + offset
+    key = _write_rows(key, rotate(qkv[:, :, -2], cos, sin), slot)
+    # A masked slot is multiplied by zero, and 0 * NaN is NaN. One broken row must not reach the others through the
+    # cache. It may be a padding token of a damaged model, or an abandoned sequence in reused buffers.
+    new_value = qkv[:, :, -1].astype(value.dtype)
+    value = _write_rows(value, jnp.where(jnp.isfinite(new_value), new_value, 0), slot)
+    return rotate(qkv[:, :, :-2], cos, sin), key, value
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:  # [T, ..., H], [T, H/2] x2 -> [T, ..., H]

@@ -27,6 +27,7 @@ from method_cases import (
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core import verify
 from jaxspec.methods.core.round import ModelParams, Models
@@ -133,20 +134,52 @@ def test_what_the_host_knows_of_a_request():
     assert find_variant(early) == Variant(penalised=True, logprob=True, ranked=True)
 
 
+def in_bfloat16(case, kernels):
+    """An engine in bfloat16 with other kernels, and its parameters."""
+    models = models_of(case)
+    plan = dataclasses.replace(models.target.plan, kernels=kernels)
+    models = Models(*(model and dataclasses.replace(model, plan=plan, dtype=jnp.dtype(BF16)) for model in models))
+    shapes = ModelParams(*(model and model.params() for model in models))
+    params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params_of(case, "first layer"), shapes)
+    engine = Engine(models, case.method, 160)
+    engine.prepare()
+    return engine, params
+
+
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_partial_sums_cross_in_bfloat16(degree):
     """Plain decoding and verification of one mesh add the same: all-reduces of half the bytes, and the same tokens."""
     rounds = []
-    for each in (PLAIN._replace(degree=degree), LLAMA_SPECEXEC._replace(degree=degree)):
-        models = models_of(each)
-        plan = dataclasses.replace(models.target.plan, kernels=Kernels("xla", "gpu"))
-        models = Models(*(model and dataclasses.replace(model, plan=plan, dtype=jnp.dtype(BF16)) for model in models))
-        shapes = ModelParams(*(model and model.params() for model in models))
-        params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params_of(each, "first layer"), shapes)
-        engine = Engine(models, each.method, 160)
-        engine.prepare()
+    for case in (PLAIN._replace(degree=degree), LLAMA_SPECEXEC._replace(degree=degree)):
+        engine, params = in_bfloat16(case, Kernels("xla", "gpu"))
         rounds.append(run(engine, params, LONG_PROMPT, COUNT, 0))
         texts = [program.lower(program.fit(GREEDY)).as_text() for program in engine.runner.programs]
         crossed = {kind for text in texts for kind in re.findall(r"}\) : \(tensor<\d+x\d+x(\w+)>\)", text)}
         assert "bf16" in crossed
     assert tokens_of(rounds[1]) == tokens_of(rounds[0])
+
+
+@pytest.mark.parametrize(
+    ("platform", "degree", "case", "sampling"),
+    [
+        ("gpu", 1, LLAMA_SPECEXEC, "T=1"),
+        ("gpu", 2, LLAMA_CHAIN, "greedy"),
+        pytest.param("cpu", 1, LLAMA_SPECEXEC, "penalties", marks=pytest.mark.slow),
+        pytest.param("gpu", 1, IN_TURN, "greedy", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_numerics_give_the_bits_of_plain_decoding(platform, degree, case, sampling):
+    """Tokens and log-probabilities, in bfloat16, of one row and of trees."""
+    kernels, found = Kernels("xla", platform, exact=True), []
+    for each in (PLAIN, case):
+        engine, params = in_bfloat16(each._replace(degree=degree), kernels)
+        engine.prepare(None, SamplingParams(**SAMPLINGS[sampling]))
+        rounds = run(engine, params, LONG_PROMPT, COUNT, 0, **SAMPLINGS[sampling])
+        found.append((tokens_of(rounds), [p for one in rounds for p in one.logprobs]))
+    assert found[0] == found[1]
+
+
+def test_exact_numerics_bound_the_rows_of_a_pass():
+    case = LLAMA_SPECEXEC._replace(method=dataclasses.replace(LLAMA_SPECEXEC.method, num_draft_tokens=64))
+    with pytest.raises(ConfigError, match="passes of up to 64 rows, 'specexec' has 65"):
+        in_bfloat16(case, Kernels("xla", "gpu", exact=True))

@@ -128,17 +128,30 @@ def test_packed_weights_stay_packed(weights, devices, tmp_path):
 
 
 @compiles
-@pytest.mark.parametrize("devices", [2, 4, 8])
-def test_programs_of_several_gpus_are_a_graph_each(devices, tmp_path):
+@pytest.mark.parametrize(
+    ("devices", "methods"), [(2, "ar,chain,specexec,swiftspec,auto"), (4, "ar,specexec"), (8, "ar,specexec")]
+)
+def test_programs_of_several_gpus_are_a_graph_each(devices, methods, tmp_path):
     """Loops and all-reduces included; partial sums cross in bfloat16."""
-    several = "h100", "--devices", str(devices), "--methods", "ar,chain,specexec,swiftspec,auto"
-    rows = compile_programs(tmp_path, *several)
-    assert {method for method, _ in rows} == {"ar", "chain", "specexec", "swiftspec", "auto"}
+    rows = compile_programs(tmp_path, "h100", "--devices", str(devices), "--methods", methods)
+    assert {method for method, _ in rows} == set(methods.split(","))
     for name, row in rows.items():
         assert row["waits"] == [] and row["launched"] == ["CommandBuffer"] and row["copies"] == 0, name
     for name, batch in ((("ar", "decode 1"), 1), (("specexec", "verify"), 17)):
         assert rows[name]["collectives_a_layer"] == 2 and rows[name]["crossing_a_layer"] == 2 * batch * 4096 * 2
         assert rows[name]["kernels_a_layer"] <= (11 if batch == 1 else 14)
+
+
+@compiles
+def test_exact_numerics_run_the_same_kernels_for_one_row_and_eight(tmp_path):
+    """By name, registers and shared memory; a chain's rows fill one tile."""
+    rows = compile_programs(tmp_path, "h100", "--exact", "--methods", "ar,chain")
+    one, several = rows["ar", "decode 1"], rows["chain", "verify"]
+    kernels = {"jaxspec_exact_linear", "jaxspec_exact_attention", "jaxspec_exact_attention_merge"}
+    assert one["exact"] == several["exact"] and {name for name, *_ in one["exact"]} == kernels
+    for row in (one, several):
+        assert row["waits"] == [] and row["launched"] == ["CommandBuffer"] and row["spills"] == 0
+        assert row["kernels_a_layer"] <= 18
 
 
 @compiles
