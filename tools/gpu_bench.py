@@ -10,11 +10,14 @@ installation.
 
   device          the GPU, and what a copy reaches of its bandwidth
   tests           tests/gpu: every kernel against its reference on the device, small decodes through each `--kernels`
+  steps           passes of the Llama-3-8B geometry with random weights, T = 1 to 256 after 512 and 8192 tokens: in
+                  bfloat16, with packed weights, and with exact numerics
+  rounds          whole rounds of methods on that geometry and a 1B draft, which has the CPU in one of them; see
+                  tools/kernel_bench/rounds.py
+  offload         streamed layers of that geometry: their share of what the link from pinned memory gives
   tree_attention  each implementation beside XLA's, by the profiler's device time; see tools/kernel_bench/timing.py
-  swiglu          likewise
   linear          likewise: a few rows times packed weights
-  steps           passes of the Llama-3-8B geometry with random weights, T = 1 to 256 after 512 and 8192 tokens
-  rounds          whole rounds of methods on that geometry and a 1B draft; see tools/kernel_bench/rounds.py
+  swiglu          likewise
   decode          the default model with every method, as `jaxspec-bench` measures it: only if asked for
 
 Each part is a process of its own with a share of the time: what crashes, hangs or is late is recorded by name, and the
@@ -49,8 +52,8 @@ RESULTS = ROOT / "docs" / "results"
 
 # Shares of the time, in the order of the parts.
 SHARES = {
-    "device": 0.04, "tests": 0.2, "tree_attention": 0.2, "swiglu": 0.06, "linear": 0.08, "steps": 0.15, "rounds": 0.35,
-    "decode": 0.16,
+    "device": 0.04, "tests": 0.2, "steps": 0.2, "rounds": 0.35, "offload": 0.1, "tree_attention": 0.15, "linear": 0.08,
+    "swiglu": 0.04, "decode": 0.16,
 }  # fmt: skip
 # `decode` needs a model's weights, which a bare machine has not.
 DEFAULT_PARTS = tuple(name for name in SHARES if name != "decode")
@@ -116,6 +119,11 @@ def make_parts(model: str | None, smoke: bool, budget_s: float) -> dict[str, Cal
 
         return measure_rounds(smoke)
 
+    def measure_offload() -> Iterator[dict[str, Any]]:
+        from kernel_bench.offload import measure_offload
+
+        return measure_offload(smoke)
+
     def measure_decoding() -> Iterator[dict[str, Any]]:
         from kernel_bench.decode import measure_decoding
 
@@ -129,6 +137,7 @@ def make_parts(model: str | None, smoke: bool, budget_s: float) -> dict[str, Cal
         "linear": lambda: measure_operation("linear"),
         "steps": measure_steps,
         "rounds": measure_rounds,
+        "offload": measure_offload,
         "decode": measure_decoding,
     }
 

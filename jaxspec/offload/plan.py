@@ -294,7 +294,7 @@ def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None
     layouts = [layout.weights for i, layout in enumerate(layer_layouts(plan.target)) if i in plan.target.streamed]
     memory = _copy_bandwidth()
     if layouts and plan.offload == "host" and can_pin(layouts[0].leaves[0].shards):
-        return _link_bandwidth([device for device, _ in layouts[0].leaves[0].shards]), memory
+        return measure_link([device for device, _ in layouts[0].leaves[0].shards]), memory
     if not layouts or plan.offload == "host":
         return memory if layouts else None, memory
     assert weights.direct is not None
@@ -312,13 +312,14 @@ def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None
         reader.close()
 
 
-def _link_bandwidth(devices: Sequence[Any]) -> float:
+def measure_link(devices: Sequence[Any]) -> float:
     """Bytes per second from pinned host memory to all of some devices at once."""
     block = np.ones(64 << 20, np.uint8)
     held = [jax.device_put(block, SingleDeviceSharding(device, memory_kind=PINNED)) for device in devices]
+    places = [SingleDeviceSharding(device, memory_kind=device.default_memory().kind) for device in devices]
 
     def copy() -> None:
-        jax.block_until_ready([jax.device_put(one, device) for one, device in zip(held, devices, strict=True)])
+        jax.block_until_ready([jax.device_put(*pair) for pair in zip(held, places, strict=True)])
 
     copy()  # the first one makes room
     start = time.perf_counter()

@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 def test_smoke(monkeypatch, capsys, tmp_path, model):
     """All parts but the tests of the device, which begin with a process of their own."""
     path = tmp_path / "out.json"
-    chosen = "tree_attention,swiglu,linear,steps,decode"
+    chosen = "steps,offload,tree_attention,linear,swiglu,decode"
     call(monkeypatch, gpu_bench, "--smoke", "--json", path, "--parts", chosen, "--model", model, "--minutes", 1000)
     result = json.loads(path.read_text())
     assert list(result["parts"]) == ["device", *chosen.split(",")] and result["error"] is None
@@ -51,7 +51,8 @@ def test_smoke(monkeypatch, capsys, tmp_path, model):
         row = result["parts"][operation]["rows"][1]
         assert set(row["times"]) == {"xla", "pallas-triton"} and row["auto"] == "pallas-triton"
     assert set(result["parts"]["swiglu"]["rows"][1]["times"]) == {"xla"}
-    assert [verdict["met"] for verdict in result["targets"]] == [None, None, None]
+    assert {verdict["met"] for verdict in result["targets"] if "link" not in verdict["target"]} == {None}
+    assert next(verdict for verdict in result["targets"] if "link" in verdict["target"])["measured"] > 0
     page = path.with_suffix(".md").read_text()
     assert page == capsys.readouterr().out.removesuffix("\n")
     assert "## Not measured" not in page and "## What failed" not in page
@@ -89,13 +90,13 @@ def test_what_is_cut_off_leaves_what_it_has(monkeypatch, tmp_path):
 
     judge = targets.judge
     monkeypatch.setattr(gpu_bench, "judge", lambda parts, _: look(parts))
-    ran = fake_parts(monkeypatch, device=[DEVICE], swiglu=[{"name": "a"}], steps=[{"name": "b"}, KeyboardInterrupt()])
+    ran = fake_parts(monkeypatch, device=[DEVICE], steps=[{"name": "a"}], swiglu=[{"name": "b"}, KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
         call(monkeypatch, gpu_bench, "--smoke", "--json", path, "--parts", "steps,swiglu")
-    assert ran == ["device", "swiglu", "steps"] and seen == [[], ["device"], ["device", "swiglu"]]
+    assert ran == ["device", "steps", "swiglu"] and seen == [[], ["device"], ["device", "steps"]]
     parts = json.loads(path.read_text())["parts"]
-    assert [row["name"] for row in parts["steps"]["rows"]] == ["b"] and parts["steps"]["error"] == "was interrupted"
-    assert "| swiglu | 1 |" in path.with_suffix(".md").read_text()
+    assert [row["name"] for row in parts["swiglu"]["rows"]] == ["b"] and parts["swiglu"]["error"] == "was interrupted"
+    assert "| steps | 1 |" in path.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("name", ["judge", "render"])
@@ -428,10 +429,20 @@ def test_targets():
         {"kernels": "auto", "prefix": 512, "rows": rows, "seconds": seconds, "bytes": 80}
         for rows, seconds in ((1, 1.0), (16, 1.2))
     ]
-    results = {"tree_attention": {"rows": attention}, "steps": {"rows": steps}}
+    forms = (("pallas-triton int4_g128", 0.4), ("pallas-triton q4_k", 0.5), ("auto exact", 1.2))
+    steps += [{"kernels": form, "prefix": 512, "rows": 1, "seconds": seconds} for form, seconds in forms]
+    rounds_ = [
+        {"name": f"rounds, plain{more}, 0 accepted", "seconds": s} for more, s in (("", 3.0), (", pallas-triton", 2.0))
+    ]
+    link = [{"name": name, "bytes_per_s": rate} for name, rate in (("link", 20.0), ("streamed pass", 17.0))]
+    results = {
+        "tests": {"rows": [{"outcome": "passed"}, {"outcome": "failed"}]}, "tree_attention": {"rows": attention},
+        "steps": {"rows": steps}, "rounds": {"rows": rounds_}, "offload": {"rows": link},
+    }  # fmt: skip
     assert [published_bandwidth(kind) for kind in ("NVIDIA GH200 480GB", "NVIDIA L4", "cpu")] == [4.0e12, 0.3e12, None]
     verdicts = targets.judge(results, 100.0)
     assert [(v["measured"], v["met"]) for v in verdicts] == [
+        (1.0, False), (2.5, True), (2.0, False), (1.2, False), (None, None), (1.5, True), (None, None), (0.85, True),
         (1.5, True), (1.0, False), (None, None), (1.2, False), (0.8, True)
     ]  # fmt: skip
-    assert verdicts[0]["target"].endswith("a (mosaic)")
+    assert verdicts[8]["target"].endswith("a (mosaic)")

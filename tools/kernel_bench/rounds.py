@@ -59,6 +59,7 @@ class Configuration:
     flags: str = ""
     exact: bool = True
     accepted: tuple[int, ...] = ACCEPTED
+    draft_platform: str | None = None  # of the draft's devices, if it is not the target's
 
 
 # What decides comes first.
@@ -66,6 +67,7 @@ CONFIGURATIONS = {
     "plain": Configuration("plain", accepted=(0,)),
     "specexec": Configuration("specexec"),
     "swiftspec": Configuration("swiftspec"),
+    "swiftspec, draft on the CPU": Configuration("swiftspec", accepted=(2,), draft_platform="cpu"),
     "plain, default precision": Configuration("plain", exact=False, accepted=(0,)),
     "specexec, default precision": Configuration("specexec", exact=False, accepted=(2,)),
     "plain, XLA's graphs": Configuration("plain", flags=XLA_GRAPHS, accepted=(0,)),
@@ -132,8 +134,11 @@ def run(name: str, smoke: bool) -> Iterator[dict[str, Any]]:
     configs = (TINY, TINY) if smoke else (load_preset(TARGET), load_preset(DRAFT))
     dtype = jnp.dtype(jnp.float32 if smoke else jnp.bfloat16)
     plan = plan_mesh(kernels="xla" if smoke else setting.kernels)
-    # A second GPU is the draft's, as in use.
-    draft_plan = plan_mesh(1, 1, kernels=setting.kernels) if len(jax.devices()) > 1 and not smoke else plan
+    draft_plan = plan
+    if setting.draft_platform is not None:
+        draft_plan = plan_mesh(platform=setting.draft_platform)
+    elif len(jax.devices()) > 1 and not smoke:
+        draft_plan = plan_mesh(1, 1, kernels=setting.kernels)  # a second GPU is the draft's, as in use
     target, draft = Placement(configs[0], plan, dtype), Placement(configs[1], draft_plan, dtype)
     params = ModelParams(random_params(target), random_params(draft) if setting.method != "plain" else None)
     prompt = [int(token) for token in jax.random.randint(jax.random.key(0), (32 if smoke else PREFIX,), 0, 200)]

@@ -8,6 +8,9 @@ VERIFY_RATIO = 1.15
 BANDWIDTH_SHARE = 0.70
 ATTENTION_ROWS, ATTENTION_PREFIX = 8, 1024
 STEP_PREFIX = 512
+# Written down before anything of these ran: packed steps and exact numerics of one row, and the share of the link.
+PACKED_SPEEDUP, EXACT_RATIO, LINK_SHARE = 2.5, 1.10, 0.80
+PACKED = ("int4_g128", "q4_k")
 
 
 def judge(parts: dict[str, dict[str, Any]], bandwidth: float | None) -> list[dict[str, Any]]:
@@ -17,7 +20,8 @@ def judge(parts: dict[str, dict[str, Any]], bandwidth: float | None) -> list[dic
       parts: results by name; see `parts.run_rows`.
       bandwidth: bytes per second of the device.
     """
-    verdicts = [_judge_attention(row) for row in _rows(parts, "tree_attention") if _is_target(row)]
+    verdicts = [*_judge_tests(parts), *_judge_forms(parts), *_judge_defaults(parts), *_judge_link(parts)]
+    verdicts += [_judge_attention(row) for row in _rows(parts, "tree_attention") if _is_target(row)]
     steps = [row for row in _rows(parts, "steps") if row.get("kernels") == "auto" and row.get("prefix") == STEP_PREFIX]
     seconds = {row["rows"]: row.get("seconds") for row in steps}
     ratio = _divide(seconds.get(16), seconds.get(1))
@@ -35,6 +39,50 @@ def judge(parts: dict[str, dict[str, Any]], bandwidth: float | None) -> list[dic
     if not any("attention" in verdict["target"] for verdict in verdicts):
         verdicts.insert(0, _verdict(_attention_target("any model"), None, None))
     return verdicts
+
+
+def _judge_tests(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    outcomes = [row["outcome"] for row in _rows(parts, "tests") if "outcome" in row]
+    failed = sum(outcome == "failed" for outcome in outcomes)
+    return [_verdict("no test fails", float(failed) if outcomes else None, not failed if outcomes else None)]
+
+
+def _judge_forms(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps of other forms beside those of `auto` in bfloat16."""
+    seconds = {(row["kernels"], row["rows"]): row.get("seconds") for row in _rows(parts, "steps")
+               if row.get("prefix") == STEP_PREFIX}  # fmt: skip
+    verdicts = []
+    for name in PACKED:
+        gain = _divide(seconds.get(("auto", 1)), seconds.get((f"pallas-triton {name}", 1)))
+        met = None if gain is None else gain >= PACKED_SPEEDUP
+        verdicts.append(_verdict(f"a step with {name} weights {PACKED_SPEEDUP} times as fast as bfloat16", gain, met))
+    for rows in (1, 8):
+        cost = _divide(seconds.get(("auto exact", rows)), seconds.get(("auto", rows)))
+        met = None if cost is None else cost <= EXACT_RATIO
+        verdicts.append(_verdict(f"exact numerics at most {EXACT_RATIO} of the time, T={rows}", cost, met))
+    return verdicts
+
+
+def _judge_defaults(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels that `auto` leaves out until this is met: then it may have them."""
+    seconds = {row["name"]: row.get("seconds") for row in _rows(parts, "rounds")}
+    verdicts = []
+    for method, accepted in (("plain", 0), ("specexec", 2)):
+        of_auto, of_all = (
+            seconds.get(f"rounds, {method}{more}, {accepted} accepted") for more in ("", ", pallas-triton")
+        )
+        gain = _divide(of_auto, of_all)
+        verdicts.append(
+            _verdict(f"add_norm and move_rows pay in rounds of {method}", gain, None if gain is None else gain > 1)
+        )
+    return verdicts
+
+
+def _judge_link(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    rates = {row["name"]: row.get("bytes_per_s") for row in _rows(parts, "offload")}
+    share = _divide(rates.get("streamed pass"), rates.get("link"))
+    met = None if share is None else share >= LINK_SHARE
+    return [_verdict(f"streamed layers at {LINK_SHARE:.0%} of the link or more", share, met)]
 
 
 def best_kernel(row: dict[str, Any]) -> str | None:
