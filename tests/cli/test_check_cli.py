@@ -156,6 +156,12 @@ def test_rows_that_differ_are_a_fault_of_native_kernels_alone(call, monkeypatch,
     assert (status, err) == ((1, fault) if kernels == "cpu" else (0, ""))
 
 
+def test_exact_numerics_are_tested_bit_by_bit(call):
+    """With XLA, whose rows differ else: passes of up to sixteen rows have the bits of single rows."""
+    status, out, _ = call("--method", "ar", "--kernels", "xla", "--numerics", "exact", "--json", "-", "w1 w2 w3")
+    assert status == 0 and json.loads(out)["rows"]["bitwise"] is True
+
+
 def test_a_text_too_short_to_compare_rows_is_no_pass(call, monkeypatch):
     monkeypatch.setattr(invariance, "measure_invariance", lambda *_: Invariance(1, 16, 0, 0, 0.0))
     status, out, err = call("--method", "ar", "-n", "1", "--json", "-", "w1 w2")

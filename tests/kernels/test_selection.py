@@ -1,5 +1,6 @@
 """The choice of kernels by name and device, and of an implementation by the operands of a call."""
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -225,3 +226,28 @@ def test_current():
             raise KeyError
         assert current() == outer
     assert current() == default
+
+
+def test_a_platform_without_kernels_is_told_of_once(warnings, monkeypatch):
+    monkeypatch.setattr(selection, "warn_once", functools.cache(selection.warn_once.__wrapped__))
+    assert {choose("auto", platform).name for platform in ("metal", "metal", "tpu")} == {"xla"}
+    assert warnings() == ["there are no kernels for platform 'metal': XLA runs all operations"]
+
+
+def test_exact_numerics_take_kernels_that_pass_their_check(gpu_kernels, warnings, monkeypatch):
+    monkeypatch.setattr(selection, "find_exact_failure", lambda one, *_: "broken" if one[0] == "linear" else None)
+    exact = selection.make_exact(choose("auto", "gpu", 1, gpu("9.0")), gpu("9.0"))
+    assert exact.exact and exact.invariant and not exact.native
+    assert exact.candidates("linear") == () and exact.candidates("add_norm") == ("triton",)
+    assert exact.candidates("tree_attention") == ("mosaic", "triton")
+    assert warnings() == ["exact numerics are left to XLA: broken"]
+    other = selection.make_exact(choose("xla", "tpu"), None)
+    assert other.exact and other.implementations == ()
+    native = choose("cpu", "cpu") if selection.find_native_problem() is None else None
+    assert native is None or selection.make_exact(native, None) is native
+
+
+def test_exact_kernels_are_compared_with_xla():
+    kernels = dataclasses.replace(choose("xla", "gpu"), interpret=True)
+    for operation in ("linear", "tree_attention"):
+        assert selection.find_exact_failure((operation, "triton"), kernels, jax.devices()[0]) is None

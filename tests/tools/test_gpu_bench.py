@@ -446,3 +446,15 @@ def test_targets():
         (1.5, True), (1.0, False), (None, None), (1.2, False), (0.8, True)
     ]  # fmt: skip
     assert verdicts[8]["target"].endswith("a (mosaic)")
+
+
+@pytest.mark.slow
+def test_several_devices_smoke(monkeypatch, capsys, tmp_path):
+    import gpus_bench
+
+    with pytest.raises(SystemExit, match="0"):
+        call(monkeypatch, gpus_bench, "--smoke", "--devices", "2", "--json", tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["name"].split(",")[0] for row in rows] == ["plain", "verify", "large", "exact"]
+    assert all("error" not in row and row["measured"] > 0 for row in rows)
+    assert capsys.readouterr().out.count("bound") == 4
