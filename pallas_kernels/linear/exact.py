@@ -42,8 +42,9 @@ def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -
         parts = map_tiles(lambda rows: jnp.swapaxes(fused.linear_parts(rows, weight), 0, 1), x)
         return jnp.swapaxes(parts, 0, 1)
     if weight.dtype == jnp.float32 or "triton" not in kernels.candidates("linear"):
-        return map_tiles(lambda rows: reference(rows, weight), x)[None]  # pyright: ignore[reportCallIssue]
-    return _run(x.astype(weight.dtype), weight, count_parts(*weight.shape, kernels.multiprocessors))
+        return map_tiles(lambda rows: reference(rows, weight), x)[None]
+    outputs, inputs = weight.shape
+    return _run(x.astype(weight.dtype), weight, count_parts(outputs, inputs, kernels.multiprocessors))
 
 
 def _run(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:  # -> [parts, T, O]
