@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--target", default=TARGET, help=f"geometry, of configs/models [{TARGET}]")
     parser.add_argument("--draft", default=DRAFT, help=f"the same of the draft [{DRAFT}]")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"capacity of the caches [{TOKENS}]")
+    parser.add_argument("--set", action="append", default=[], help="NAME=NUMBER, a setting of the methods")
     parser.add_argument("--exact", action="store_true", help="with exact numerics")
     parser.add_argument("--sampled", action="store_true", help="for sampled requests instead of greedy ones")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
@@ -211,10 +212,11 @@ def count_method(name: str, devices: Sequence[Any], arguments: argparse.Namespac
     """A row for each program of a method's round."""
     from jaxspec.methods.registry import make_method
 
+    settings = METHODS[name] | {key: int(value) for key, _, value in (each.partition("=") for each in arguments.set)}
     found = [
         {
             program.name: count_program(program, arguments.sampled)
-            for program in list_programs(make_method(name, METHODS[name]), devices, layers, arguments)
+            for program in list_programs(make_method(name, settings), devices, layers, arguments)
         }
         for layers in LAYERS
     ]
@@ -393,7 +395,7 @@ def list_layer(entry: Sequence[str]) -> list[str]:
             continue
         named = re.search(r'op_name="([^"]*)"', line)
         where = "/".join(part for part in named[1].split("/") if "(" not in part) if named else kind
-        if "tree_attention" in where.split("/")[-2:]:
+        if {"tree_attention", "jaxspec_exact_attention"} & {*where.split("/")[-2:]}:
             starts.append(len(launches))
         launches.append(f"{name} {shape}: {where}")
     return launches[starts[-2] : starts[-1]] if len(starts) > 1 else []

@@ -143,6 +143,14 @@ def test_programs_of_several_gpus_are_a_graph_each(devices, methods, tmp_path):
 
 
 @compiles
+def test_a_large_batch_is_walked_in_its_graph(tmp_path):
+    """Of more than 64 rows those that are reached decide, in a loop that the device ends."""
+    large = compile_programs(tmp_path, "h100", "--methods", "specexec", "--set", "num_draft_tokens=127")
+    row = large["specexec", "verify"]
+    assert row["on_data"] == ["accept/walk/while"] and row["waits"] == [] and row["launched"] == ["CommandBuffer"]
+
+
+@compiles
 def test_exact_numerics_run_the_same_kernels_for_one_row_and_eight(tmp_path):
     """By name, registers and shared memory; a chain's rows fill one tile."""
     rows = compile_programs(tmp_path, "h100", "--exact", "--methods", "ar,chain")
