@@ -21,11 +21,18 @@ PINNED = "pinned_host"
 
 
 def can_pin(shards: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether the devices of shards have memory of their own, and JAX pins memory of the host for them."""
+    """Whether the devices of shards have memory of their own, and JAX pins memory of the host for them.
+
+    One process alone copies so: of several, JAX moves an array that lies in all of them by a program.
+    """
     devices = [device for device, _ in shards]
-    return bool(devices) and all(
-        device.platform != "cpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
-        for device in devices
+    return (
+        bool(devices)
+        and jax.process_count() == 1
+        and all(
+            device.platform != "cpu" and any(memory.kind == PINNED for memory in device.addressable_memories())
+            for device in devices
+        )
     )
 
 

@@ -232,3 +232,18 @@ def test_auto_finds_kernels(gpu):
         pytest.skip("kernels are for NVIDIA GPUs from Ampere on")
     mosaic = () if selection.find_obstacle("mosaic", kernels.capability) else (("tree_attention", "mosaic"),)
     assert kernels.automatic and kernels.implementations == (("tree_attention", "triton"), *mosaic)
+
+
+def test_exact_numerics():
+    """The bits of a row are the same in passes of 1 to 64 rows."""
+    kernels = selection.make_exact(selection.choose("auto", "gpu"), jax.devices()[0])
+    assert {("linear", "triton"), ("tree_attention", "triton"), ("add_norm", "triton")} <= {*kernels.implementations}
+    rng = np.random.default_rng(3)
+    x, weight = (
+        jnp.asarray(rng.standard_normal((64, 2048), np.float32)),
+        jnp.asarray(rng.standard_normal((768, 2048)), jnp.bfloat16),
+    )
+    with registry.using(kernels):
+        most = np.asarray(jax.jit(linear)(x, weight)).view(np.int32)
+        for rows in (1, 2, 8, 9, 33):
+            assert (np.asarray(jax.jit(linear)(x[:rows], weight)).view(np.int32) == most[:rows]).all()
