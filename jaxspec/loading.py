@@ -396,7 +396,10 @@ def _fit_features(weights: Weights, draft_weights: Weights) -> Weights:
         features = features.resolve(target.num_layers)
     except ConfigError as error:
         raise ConfigError(f"{draft_weights.path}: {error}") from error
-    return dataclasses.replace(draft_weights, config=dataclasses.replace(draft, features=features))
+    # A block draft was trained on the embedding as its target scales it.
+    scale = target.embed_scale if features.kind == "block" else draft.embed_scale
+    config = dataclasses.replace(draft, features=features, embed_scale=scale)
+    return dataclasses.replace(draft_weights, config=config)
 
 
 def _choose_storage(weights: Weights, plan: MeshPlan, dtype: DType) -> Storage | None:

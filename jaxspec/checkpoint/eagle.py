@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxspec.checkpoint import block_drafts
 from jaxspec.checkpoint.hf import CONFIG_FILE, WEIGHTS_FILE, HFSource, TensorPlace, find_tensors, read_config
 from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted
 from jaxspec.checkpoint.torch_files import find_torch_tensors
@@ -42,11 +43,13 @@ _OURS = (
     "draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "eagle_config", _LAYER_IDS, "fc_norm", "bias",
     "norm_before_residual", "norm_before_fc", "norm_output", "tie_word_embeddings", "auto_map", "sliding_window",
     "layer_types", "use_sliding_window", "max_window_layers", "target_model_type", "num_hidden_layers",
-    "num_aux_hidden_states", "parallel_drafting",
+    "num_aux_hidden_states", "parallel_drafting", *block_drafts.KEYS,
 )  # fmt: skip
 
 # Drafts that have a `fc.weight`, too, and compute something else.
-_OTHER_DRAFTS = ("DFlash", "DSpark", "PEagle", "ParallelEagle", "Medusa", "Hydra")
+_OTHER_DRAFTS = (
+    "DFlash2", "DSpark", "Domino", "DFlare", "TreeFlash", "PEagle", "ParallelEagle", "Medusa", "Hydra", "JetFlow",
+)  # fmt: skip
 
 
 def is_feature_draft(path: Path) -> bool:
@@ -140,8 +143,9 @@ def read_draft_config(
     kind = values.get("speculators_model_type", "eagle3")
     if kind not in ("eagle3", "eagle"):
         values.refuse("speculators_model_type", "drafts of type eagle3 are supported")
-    if any(word in str(values.get("architectures")) for word in _OTHER_DRAFTS):
-        values.refuse("architectures", "drafts of this architecture are not supported; EAGLE-1 and EAGLE-3 are")
+    others = _OTHER_DRAFTS if block_drafts.is_block_draft(tensors) else (*_OTHER_DRAFTS, "DFlash")
+    if any(word in str(values.get("architectures")) for word in others):
+        values.refuse("architectures", "drafts of this architecture are not supported; EAGLE-1, EAGLE-3 and DFlash are")
     if values.flag("parallel_drafting"):
         values.refuse("parallel_drafting", "drafts that propose several tokens in a pass are not supported")
     layer = _layer_settings(values, raw, nested)
@@ -154,7 +158,10 @@ def read_draft_config(
         raise CheckpointError(f"{path}: num_hidden_layers is {asked}, but the files hold {num_layers} layers")
     plain = {key: value for key, value in layer.items() if key not in _OURS} | {"num_hidden_layers": num_layers}
     cfg = read_config(path, plain, max_layers=len(tensors), harmless=_HARMLESS)
-    features = _read_features(values, cfg, tensors, nested)
+    if block_drafts.is_block_draft(tensors):
+        features = block_drafts.read_block_features(values, cfg.embed_dim, tensors)
+    else:
+        features = _read_features(values, cfg, tensors, nested)
     own_embedding = EMBED in tensors
     if head_ids is not None and not features.own_head:
         raise CheckpointError(f"{path}: the files hold {_OFFSETS} and no {HEAD}")
@@ -166,6 +173,8 @@ def read_draft_config(
     if features.own_head and rows not in (None, held):
         raise CheckpointError(f"{path}: draft_vocab_size is {rows}, and the head has {held} rows")
     window, sliding = _read_window(layer_values, num_layers)
+    if features.kind == "block" and window is not None:
+        layer_values.refuse("layer_types", "a draft that fills a block in one pass has full attention")
     return dataclasses.replace(
         cfg, features=features, head_ids=ids, shares_embedding=not own_embedding, tied=False, sliding_window=window,
         sliding_layers=sliding,

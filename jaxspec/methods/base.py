@@ -81,6 +81,7 @@ class Method(abc.ABC):
     needs_draft: ClassVar[bool] = False  # whether it cannot do without one
     own_layers: ClassVar[bool] = False  # whether it drafts with the target's own layers, which cannot be streamed then
     own_devices: ClassVar[bool] = False  # whether the draft may live on devices of its own
+    takes_blocks: ClassVar[bool] = False  # whether its draft may fill a block in one pass
 
     def __init_subclass__(cls, **keywords: object) -> None:
         """Surround a method's `__post_init__` with the checks that all settings share."""
@@ -117,6 +118,11 @@ class Method(abc.ABC):
         """Raise `ConfigError` where the settings do not fit the models; the default looks at draft and devices."""
         if self.needs_draft:
             check_draft(self.name, models.draft is not None)
+        features = None if models.draft is None else models.draft.cfg.features
+        if self.drafts and not self.takes_blocks and features is not None and features.kind == "block":
+            raise ConfigError(
+                f"method {self.name!r} cannot use a draft that fills a block in one pass: use 'chain' or 'specexec'"
+            )
         if self.drafts and not self.own_devices:
             check_same_devices(self.name, models)
         if models.target.plan.kernels.exact and self.num_rows > MOST_ROWS:

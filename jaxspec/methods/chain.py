@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
-from jaxspec.methods.core.drafter import Drafter
+from jaxspec.methods.core.drafter import Drafter, block_rows, is_block
 from jaxspec.methods.core.proposals import same_draw
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
@@ -43,6 +43,7 @@ class Chain(Method):
     name: ClassVar[str] = "chain"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     def __post_init__(self):
         check_range("num_draft_tokens", self.num_draft_tokens, 1, LONGEST)
@@ -62,11 +63,16 @@ class Chain(Method):
     def draft_rows(self) -> int:
         return 1
 
+    def check(self, models: Models) -> None:
+        super().check(models)
+        if self.rule == "rejection" and models.draft is not None and is_block(models.draft):
+            raise ConfigError("rule 'rejection' cannot use a draft that fills a block in one pass: use rule 'match'")
+
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft = models.draft
         assert draft is not None
         min_score = log_threshold("min_probability", self.min_probability)
-        slots = cache_slots(tokens, 2 * self.num_rows)
+        slots = cache_slots(tokens, max(2 * self.num_rows, block_rows(draft)))
         shape = SampledShape((1,) * self.num_draft_tokens)
 
         def sampled(verified: Verified) -> Drafter:

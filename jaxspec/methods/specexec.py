@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.drafter import Drafter
+from jaxspec.methods.core.drafter import Drafter, block_rows
 from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
@@ -57,6 +57,7 @@ class SpecExec(Method):
     name: ClassVar[str] = "specexec"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     def __post_init__(self):
         check_range("num_draft_tokens", self.num_draft_tokens, 1, MOST_DRAFT_TOKENS)
@@ -107,7 +108,7 @@ class SpecExec(Method):
         settings = TreeSettings(
             self.num_rows, width, branch, depth, min_score=log_threshold("min_probability", self.min_probability)
         )
-        slots = cache_slots(tokens, settings.tree_rows + self.max_path)
+        slots = cache_slots(tokens, max(settings.tree_rows + self.max_path, block_rows(draft)))
 
         def make_drafter(verified: Verified) -> Drafter:
             return TreeDrafter(draft, slots, settings, verified, propose=propose)

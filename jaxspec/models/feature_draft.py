@@ -37,7 +37,8 @@ def fuse(params: Params, cfg: ModelConfig, states: jax.Array, active_rows: jax.A
             parts = states.reshape(-1, features.num_states, features.target_dim)
             normed = rms_norm(parts, jnp.ones(features.target_dim), cfg.norm_eps) * params["fc_norm"]
             states = normed.reshape(states.shape)
-        return _project(params, states, active_rows)
+        fused = _project(params, states, active_rows)
+        return rms_norm(fused, params["hidden_norm"], cfg.norm_eps) if features.kind == "block" else fused
 
 
 def forward_draft(
@@ -71,12 +72,33 @@ def forward_draft(
 def prefill_draft(
     params: Params, cfg: ModelConfig, token: jax.Array, state: jax.Array, count: jax.Array, cache: KVCache
 ) -> KVCache:
-    """Commit the first `count` (int32 []) of T consecutive rows; `token` and `state` are those of `forward_draft`."""
+    """Commit the first `count` (int32 []) of T consecutive rows; `token` and `state` are those of `forward_draft`.
+
+    Row t of a block draft is the state of token t: keys and values of every layer are made of it, and nothing else.
+    """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
+    features = cfg.features
+    assert features is not None
     _, written, _ = run_layers(
-        params, cfg, token, position, cache, None, None, enter=_enter(params, cfg, state), active_rows=chunk_rows(count)
-    )
+        params, cfg, token, position, cache, None, None, enter=_enter(params, cfg, state),
+        active_rows=chunk_rows(count), keys_only=features.kind == "block",
+    )  # fmt: skip
     return dataclasses.replace(written, length=cache.length + count)
+
+
+def forward_block(params: Params, cfg: ModelConfig, root: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    """One pass of a block draft: what the head sees of the places after `root` (int32 []), float32 [B - 1, D].
+
+    The cache holds the states of every token before the root. Rows of the block stay in its window, to be overwritten.
+    """
+    features = cfg.features
+    assert features is not None
+    rows = jnp.arange(features.block, dtype=jnp.int32)
+    mask = jnp.ones((features.block, features.block), bool)
+    window = Window(jnp.tril(mask) if features.causal else mask, cache.length + rows, None, None)
+    token = jnp.where(rows == 0, root, features.mask_token)
+    x, cache, _ = run_layers(params, cfg, token, window.position, cache, window, None)
+    return rms_norm(x[1:], params["final_norm"], cfg.norm_eps), cache
 
 
 def _enter(
@@ -91,6 +113,8 @@ def _enter(
             return _project(params, jnp.concatenate([embedded, state], axis=1)), None
         if features.kind == "added":
             return embedded + state, None
+        if features.kind == "block":
+            return state, state
         first = params["layers"][0]
         normed = rms_norm(state, first["hidden_norm"], cfg.norm_eps)
         joined = jnp.concatenate([rms_norm(embedded, first["attn_norm"], cfg.norm_eps), normed], axis=1)

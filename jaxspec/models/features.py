@@ -27,21 +27,30 @@ class FeatureConfig:
         residual stream. "eagle1": `fc` joins token and state to the residual stream, and a row's own state is what the
         head sees. "added": the state is added to the token's embedding, the layers are those of an ordinary decoder,
         and a row's own state is `fc_own` times what the head sees; a draft that is fed zeros is an ordinary draft.
+        "block": one pass fills `block` - 1 masked places after the root, see `feature_draft.forward_block`.
       own_head: whether the checkpoint has a head; else it is the target's.
       norm_before_residual: the normed state is the residual stream.
       norm_output: a row's own state is taken after the final norm.
       fc_norm: norms of the target's states before `fc`: one over all of them, or one for each.
       fc_bias: whether `fc` has a bias.
+      block: B, rows of a block draft's pass, the root's included; 0 for other kinds.
+      mask_token: token of the masked places of a block.
+      causal: whether a place of a block sees the earlier ones alone, else all.
+      target_layers: layers of the target that the draft was made for; 0 where that is not known.
     """
 
     target_dim: int
     layers: tuple[int, ...] = ()
-    kind: Literal["eagle3", "eagle1", "added"] = "eagle3"
+    kind: Literal["eagle3", "eagle1", "added", "block"] = "eagle3"
     own_head: bool = True
     norm_before_residual: bool = False
     norm_output: bool = False
     fc_norm: Literal["none", "whole", "each"] = "none"
     fc_bias: bool = False
+    block: int = 0
+    mask_token: int = 0
+    causal: bool = False
+    target_layers: int = 0
 
     def __post_init__(self):
         """Refuse what no draft can be fed."""
@@ -54,6 +63,11 @@ class FeatureConfig:
             raise ConfigError("an EAGLE-1 draft is fed the state after the final norm and has the target's head")
         if self.kind == "added" and (self.own_head or self.norm_before_residual or self.norm_output):
             raise ConfigError("a draft whose states are added to embeddings has its target's head and no such norms")
+
+        if (self.kind == "block") != (self.block != 0):
+            raise ConfigError(f"a draft of kind {self.kind} has no block of {self.block} rows")
+        if self.kind == "block" and (self.block < 2 or self.mask_token < 0 or not self.layers or self.own_head):
+            raise ConfigError("a block draft has two rows or more, a mask token, named states, and its target's head")
 
     @property
     def num_states(self) -> int:
@@ -76,6 +90,11 @@ class FeatureConfig:
             raise ConfigError(
                 f"the draft does not fit the target: it is fed the hidden state {most}, the target has {num_layers} "
                 "layers"
+            )
+        if self.target_layers not in (0, num_layers):
+            raise ConfigError(
+                f"the draft does not fit the target: it was made for {self.target_layers} layers, the target has "
+                f"{num_layers}"
             )
         return dataclasses.replace(self, layers=layers)
 

@@ -145,8 +145,8 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     def declare_input_norms(index: int, block: str) -> Params:
         if features is not None and index == 0 and block == "attn":
             # Of the token and of the state; EAGLE-1 has neither.
-            norms = {"eagle3": ("attn_norm", "hidden_norm"), "added": ("attn_norm",), "eagle1": ()}
-            return dict.fromkeys(norms[features.kind], norm)
+            norms = {"eagle3": ("attn_norm", "hidden_norm"), "eagle1": ()}
+            return dict.fromkeys(norms.get(features.kind, ("attn_norm",)), norm)
         return {f"{block}_norm": norm} if cfg.norms != "post" else {}
 
     def declare_layer(index: int) -> Params:
@@ -178,6 +178,8 @@ def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage)
     made: Params = {"fc": _declare_weight("fc", storage.type_of("fc"), (D, inputs), (None, "embed"))}
     if features.kind == "added":
         made["fc_own"] = _declare_weight("fc_own", storage.type_of("fc_own"), (D, D), (None, "embed"))
+    if features.kind == "block":
+        made["hidden_norm"] = ArrayInfo((D,), jnp.float32, (None,))
     if features.fc_bias:
         made["fc_bias"] = ArrayInfo((D,), jnp.float32, (None,))
     if features.fc_norm != "none":

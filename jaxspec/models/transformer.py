@@ -247,13 +247,14 @@ def run_layers(
     params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, cache: KVCache, window: Window | None,
     units: LayerSet | jax.Array | None, *, layers: tuple[int, ...] = (),
     enter: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]] | None = None,
-    active_rows: jax.Array | None = None,
+    active_rows: jax.Array | None = None, keys_only: bool = False,
 ) -> tuple[jax.Array, KVCache, dict[int, jax.Array]]:  # fmt: skip
     """All layers; without a window the rows are a causal chunk, of which only the cache is wanted.
 
     `active_rows` are those of such a chunk; a window has its own.
     `layers` are those of `forward_with_states`; the last result has their states, but that of `NORMED`. `enter` makes
     the residual stream from the embedded tokens, and what the first layer's attention projects in its place, or None.
+    With `keys_only` every layer projects that, as it is, and writes its keys and values; nothing else is computed.
     """
     x, frame = begin_rows(params, cfg, token, position, cache.length, window)
     x, joined = (x, None) if enter is None else enter(x)
@@ -278,10 +279,12 @@ def run_layers(
         x, added, key, value = _run_layer(
             layer, x, added, ropes[cfg.layer_rope(index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
-            units[index] if isinstance(units, jax.Array) else None, joined if index == 0 else None, active_rows,
+            units[index] if isinstance(units, jax.Array) else None, joined if index == 0 or keys_only else None,
+            active_rows,
             runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.layer_units(index),
             cfg=cfg, experts=cfg.layer_experts(index), sliding=sliding,
-            cache_only=window is None and index == cfg.num_layers - 1 and not wants_end, kernels=registry.current(),
+            cache_only=keys_only or (window is None and index == cfg.num_layers - 1 and not wants_end),
+            kernels=registry.current(),
         )  # fmt: skip
         if place is not None:
             keys[place], values[place] = key, value

@@ -24,6 +24,7 @@ from method_cases import (
     draft_config,
     engine_of,
     logprobs_of,
+    models_of,
     params_of,
     plain,
     run,
@@ -37,11 +38,13 @@ from tiny_models import FAMILIES, on_one_device
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.feature_draft import forward_draft, fuse
 from jaxspec.models.features import FeatureConfig
 from jaxspec.models.kv_cache import init_cache
@@ -56,7 +59,12 @@ FED_SPECINFER = Case("llama", 1, "fed", SpecInfer((2, 2, 1)))
 FED_AUTO = Case("llama", 1, "fed", Auto(draft_cost=1e-3))
 FED_ADDED = Case("llama", 1, "fed added", SpecExec(10, width=2))
 FED_TP4 = Case("llama", 4, "fed", SpecExec(9, width=2))
-FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4]
+BLOCKS = [
+    Case("llama", 1, "fed block", SpecExec(9, branch=4)),
+    Case("llama", 2, "fed block", Chain(4)),
+    Case("qwen3", 1, "fed block", Chain(3, min_probability=0.05)),
+]
+FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4, BLOCKS[0]]
 CASES = [
     *FAST,
     FED_SPECEXEC,
@@ -70,6 +78,7 @@ CASES = [
     Case("qwen3", 1, "fed added", SpecInfer((2, 2))),
     Case("mistral", 1, "fed added", Chain(3)),
     Case("gemma2", 1, "fed", Chain(2)),
+    *BLOCKS[1:],
 ]
 KINDS = ("copy", "random", "adversarial", "constant", "broken")
 
@@ -97,8 +106,8 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, samp
             known = len(steps.text)
             steps.step()
         caches, fresh = steps.caches(), steps.prefilled(steps.text)
-        sequence = steps.state.draft.sequence
-        assert int(sequence.seen) == known and int(caches["draft"].length) == max(known - 2, 0)
+        sequence, is_block = steps.state.draft.sequence, case in BLOCKS
+        assert int(sequence.seen) == known and int(caches["draft"].length) == max(known - 2 + is_block, 0)
         assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
         # The root's row lies after the prefix, with true states, too.
         rows = known - 1
@@ -133,6 +142,14 @@ def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
             # The draft proposed the same, too.
             assert [one.accepted for one in warm] == [one.accepted for one in cold]
         prompt += [*tokens_of(warm), *PROMPT[turn : turn + 4]]
+
+
+@pytest.mark.parametrize(
+    "method", [SwiftSpec(), SpecInfer((2, 2)), Auto(), Chain(rule="rejection")], ids=lambda method: method.name
+)
+def test_methods_that_cannot_fill_blocks_say_what_can(method):
+    with pytest.raises(ConfigError, match="one pass: use "):
+        method.check(models_of(Case("llama", 1, "fed block", method)))
 
 
 def good_params(wrong=(), heeds=0.0):

@@ -18,7 +18,7 @@ from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.feature_draft import forward_draft, fuse
+from jaxspec.models.feature_draft import forward_block, forward_draft, fuse, prefill_draft
 from jaxspec.models.kv_cache import KVCache, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
@@ -31,6 +31,8 @@ from jaxspec.sampling.processors import History, history_shapes
 from jaxspec.sampling.request import Request, request_shapes
 from jaxspec.tree.grow import add_rows, pick_leaves, picked_mask, plant
 from jaxspec.tree.reroot import pending_tokens
+from jaxspec.tree.select import Candidates
+from jaxspec.tree.table import best_prefixes
 from jaxspec.tree.tree import Tree
 
 # How a drafter makes a batch, for one shard: (parameters of the draft, state, what the last round verified, history,
@@ -236,6 +238,47 @@ def run_verified(
     seen = sequence.seen + verified.count
     hidden, own = (jnp.take(x, last[None], axis=0, mode="clip") for x in (hidden, own))
     return hidden, own, dataclasses.replace(sequence, cache=commit_rows(cache, last), seen=seen)
+
+
+def feed_block(params: Params, cfg: ModelConfig, sequence: SequenceState, verified: Verified) -> SequenceState:
+    """Commit the states that came with what was verified to a block draft: those of every token before the root."""
+    assert verified.states is not None
+    # A text that begins with its root has no state yet.
+    count = verified.count - (sequence.seen == 0)
+    states = fuse(params, cfg, verified.states, jnp.maximum(count, 1))
+    cache = prefill_draft(params, cfg, verified.tokens, states, count, sequence.cache)
+    return dataclasses.replace(sequence, cache=cache, seen=sequence.seen + verified.count)
+
+
+def fill_block(
+    model: DraftModel, sequence: SequenceState, root: Array, history: History, *, depth: int, budget: int,
+    min_score: float,
+) -> tuple[Candidates, KVCache]:  # fmt: skip
+    """One pass of a block draft: the best prefixes of what it finds likely at its first `depth` places; the cache.
+
+    `root`, int32 [], is the last verified token; `budget` and `min_score` are those of `best_prefixes`.
+    """
+    with jax.named_scope("draft/block"):
+        hidden, cache = forward_block(model.params, model.placement.cfg, root, sequence.cache)
+        # The trained block is filled always: with fewer masks its places would say something else.
+        places = min(depth, budget, hidden.shape[0])
+        logits = vocab_logits(model.params, model.placement.cfg, hidden[:places])
+        # What lies before a place is not known: penalties see the verified text alone.
+        paths = PathHistory(history, jnp.zeros(1, jnp.int32), jnp.zeros((places, 1), bool))
+        token, logprob = model.propose(
+            logits, paths, model.request, sequence.seen + jnp.arange(places, dtype=jnp.int32)
+        )
+        return best_prefixes(token, logprob, budget, min_score), cache
+
+
+def is_block(placement: Placement) -> bool:
+    """Whether a draft fills all places of a round in one pass."""
+    return block_rows(placement) > 0
+
+
+def block_rows(placement: Placement) -> int:
+    """Rows of the pass of such a draft, 0 for others."""
+    return 0 if placement.cfg.features is None else placement.cfg.features.block
 
 
 class Rows(NamedTuple):

@@ -33,6 +33,9 @@ from jaxspec.methods.core.drafter import (
     Root,
     Rows,
     expand,
+    feed_block,
+    fill_block,
+    is_block,
     plant_children,
     run_root,
     run_verified,
@@ -137,6 +140,8 @@ def take_in(
                 # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
                 reached = jnp.minimum(reached, verified.count)
                 sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, path, reached))
+        elif placement.cfg.features.kind == "block":
+            sequence = feed_block(params, placement.cfg, sequence, verified)
         else:
             hidden, own, sequence = run_verified(params, placement.cfg, sequence, verified)
             root = hidden, own
@@ -150,6 +155,15 @@ def draft_round(
     """Take in the last round, and propose a batch for the next; for one shard."""
     placement, params = (None, ()) if model is None else (model.placement, model.params)
     state, reached, root = take_in(params, placement, settings, state, verified)
+    if model is not None and is_block(model.placement):
+        assert state.sequence is not None
+        root, budget = verified.tokens[verified.count - 1], settings.num_rows - 1
+        candidates, cache = fill_block(
+            model, state.sequence, root, history, depth=settings.depth, budget=budget, min_score=settings.min_score
+        )
+        sequence = dataclasses.replace(state.sequence, cache=cache)
+        batch = pack_best(root, candidates, settings.num_rows)
+        return dataclasses.replace(state, sequence=sequence), Draft(batch, jnp.int32(1))
     if model is not None and costs is None:
         grown, sequence, passes = _search(model, settings, state, verified, history, reached, root)
         batch = pack_best(grown.tree.token[0], proposals(grown.tree), settings.num_rows)
