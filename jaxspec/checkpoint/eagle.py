@@ -141,8 +141,8 @@ def read_draft_config(
     values = ConfigValues(path, raw)
     nested = "transformer_layer_config" in raw or "speculators_model_type" in raw
     kind = values.get("speculators_model_type", "eagle3")
-    if kind not in ("eagle3", "eagle"):
-        values.refuse("speculators_model_type", "drafts of type eagle3 are supported")
+    if kind not in (("dflash",) if nested and block_drafts.is_block_draft(tensors) else ("eagle3", "eagle")):
+        values.refuse("speculators_model_type", "drafts of type eagle3 and dflash are supported, each with its tensors")
     others = _OTHER_DRAFTS if block_drafts.is_block_draft(tensors) else (*_OTHER_DRAFTS, "DFlash")
     if any(word in str(values.get("architectures")) for word in others):
         values.refuse("architectures", "drafts of this architecture are not supported; EAGLE-1, EAGLE-3 and DFlash are")
@@ -159,7 +159,7 @@ def read_draft_config(
     plain = {key: value for key, value in layer.items() if key not in _OURS} | {"num_hidden_layers": num_layers}
     cfg = read_config(path, plain, max_layers=len(tensors), harmless=_HARMLESS)
     if block_drafts.is_block_draft(tensors):
-        features = block_drafts.read_block_features(values, cfg.embed_dim, tensors)
+        features = block_drafts.read_block_features(values, cfg, tensors, nested)
     else:
         features = _read_features(values, cfg, tensors, nested)
     own_embedding = EMBED in tensors

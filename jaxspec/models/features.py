@@ -66,8 +66,8 @@ class FeatureConfig:
 
         if (self.kind == "block") != (self.block != 0):
             raise ConfigError(f"a draft of kind {self.kind} has no block of {self.block} rows")
-        if self.kind == "block" and (self.block < 2 or self.mask_token < 0 or not self.layers or self.own_head):
-            raise ConfigError("a block draft has two rows or more, a mask token, named states, and its target's head")
+        if self.kind == "block" and (self.block < 2 or self.mask_token < 0 or not self.layers):
+            raise ConfigError("a block draft has two rows or more, a mask token and named states")
 
     @property
     def num_states(self) -> int:

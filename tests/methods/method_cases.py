@@ -188,6 +188,10 @@ def draft_config(family, geometry):
             features = FeatureConfig(cfg.embed_dim, (1, 2), "block", own_head=False, block=5, mask_token=7)
             made = dataclasses.replace(FED, num_layers=2, shares_embedding=True, qk_norm=True, family="qwen3")
             return dataclasses.replace(made, features=features)
+        case "fed block own":  # with an embedding and a head of some tokens of its own
+            made = draft_config(family, "fed block")
+            features = dataclasses.replace(made.features, own_head=True, causal=True)
+            return dataclasses.replace(made, shares_embedding=False, head_ids=HEAD_IDS, features=features)
     raise ValueError(geometry)
 
 

@@ -63,6 +63,7 @@ BLOCKS = [
     Case("llama", 1, "fed block", SpecExec(9, branch=4)),
     Case("llama", 2, "fed block", Chain(4)),
     Case("qwen3", 1, "fed block", Chain(3, min_probability=0.05)),
+    Case("llama", 2, "fed block own", SpecExec(6, branch=3)),
 ]
 FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4, BLOCKS[0]]
 CASES = [

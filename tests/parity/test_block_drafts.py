@@ -1,5 +1,6 @@
 """Drafts that fill a block in one pass: a NumPy forward pass without a cache, the folders, and the tree of a table."""
 
+import dataclasses
 import heapq
 import itertools
 import json
@@ -142,13 +143,46 @@ def test_settings_are_read_in_both_places_and_ids_leave_layers(tmp_path):
             features.resolve(3)
         with pytest.raises(ConfigError, match="made for 6 layers, the target has 7"):
             features.resolve(7)
+    unknown = open_weights(write_folder(tmp_path / "unknown", random_tensors(), num_target_layers=None)).config
+    assert unknown.features.resolve(7).layers == (2, 5)
+
+
+def write_speculators(path, tensors, **changes):
+    own = {"block_size", "dflash_config", "num_target_layers", "architectures", "torch_dtype"}
+    config = {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "speculators_version": "0.5.0",
+        "transformer_layer_config": {key: value for key, value in CONFIG.items() if key not in own},
+        "block_size": B, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [2, 5], "draft_vocab_size": 67,
+    } | changes  # fmt: skip
+    write_folder(path, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_the_layout_of_speculators_is_the_same_draft_with_its_own_tables(tmp_path):
+    tensors, rng = random_tensors(), np.random.default_rng(2)
+    ids = np.array([t for t in range(V) if t % 3 != 1])
+    tables = {
+        "embed_tokens.weight": rng.normal(size=(V, H)).astype(np.float32), "d2t": ids - np.arange(len(ids)),
+        "lm_head.weight": rng.normal(size=(len(ids), H)).astype(np.float32), "t2d": np.isin(np.arange(V), ids),
+    }  # fmt: skip
+    source = open_feature_draft(write_speculators(tmp_path / "own", tensors | tables))
+    cfg, plain = source.config, open_feature_draft(write_folder(tmp_path / "plain", tensors)).config
+    features = dataclasses.replace(plain.features, own_head=True, target_layers=0)
+    assert cfg == dataclasses.replace(plain, features=features, shares_embedding=False, head_ids=tuple(ids.tolist()))
+    params = load_foreign(source, plan_mesh(1), "float32")
+    np.testing.assert_array_equal(params["embed"], tables["embed_tokens.weight"])
+    np.testing.assert_array_equal(params["head"], tables["lm_head.weight"])
+    with pytest.raises(CheckpointError, match="first row proposes"):
+        open_weights(write_speculators(tmp_path / "anchor", tensors | tables, sample_from_anchor=True))
 
 
 REFUSED = {
     "DSpark": ({"architectures": ["Qwen3DSparkModel"]}, "this architecture"),
     "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "this architecture"),
     "another": ({"architectures": ["LlamaForCausalLMEagle3"]}, "DFlashDraftModel is supported"),
-    "speculators": ({"speculators_model_type": "dflash"}, "speculators_model_type"),
+    "speculators": ({"speculators_model_type": "dspark"}, "speculators_model_type"),
+    "no layers": ({"speculators_model_type": "dflash"}, "transformer_layer_config"),
     "projector": (inner(projector_type="domino"), "projector_type 'domino'"),
     "selector": (inner(selector_rank=256), "'selector_rank' is not supported"),
     "block": ({"block_size": None}, "block_size"),
