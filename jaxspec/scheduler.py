@@ -52,6 +52,7 @@ class OrderedLock:
         self._changed = threading.Condition()
         self._waiting: collections.deque[object] = collections.deque()
         self._holder, self._depth = 0, 0  # a thread's number, and how often it holds the lock
+        self._dropped: collections.deque[Generator[StreamEvent, None, None]] = collections.deque()
 
     def __enter__(self) -> None:
         me, ticket = threading.get_ident(), object()
@@ -68,11 +69,22 @@ class OrderedLock:
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Give the lock up once; the last time, close first what was dropped meanwhile."""
         with self._changed:
-            self._depth -= 1
-            if not self._depth:
-                self._holder = 0
-                self._changed.notify_all()
+            dropped = self._dropped.popleft() if self._depth == 1 and self._dropped else None
+            if dropped is None:
+                self._depth -= 1
+                if not self._depth:
+                    self._holder = 0
+                    self._changed.notify_all()
+                return
+        try:
+            dropped.close()
+        finally:
+            self._release()
 
     def each(self, events: Generator[StreamEvent, None, None]) -> Generator[StreamEvent, None, None]:
         """The events of a text, for each of which the lock is taken, and at the end."""
@@ -84,8 +96,23 @@ class OrderedLock:
                     return
                 yield event
         finally:
-            with self:
-                events.close()
+            self._close(events)
+
+    def _close(self, events: Generator[StreamEvent, None, None]) -> None:
+        """Close a text now, or before the lock is free again where another thread holds it.
+
+        Python may collect a dropped stream in any thread: also in one that the holder waits for.
+        """
+        with self._changed:
+            if self._holder not in (0, threading.get_ident()):
+                self._dropped.append(events)
+                return
+            self._holder = threading.get_ident()
+            self._depth += 1
+        try:
+            events.close()
+        finally:
+            self._release()
 
 
 @dataclasses.dataclass(eq=False)

@@ -153,6 +153,32 @@ def test_turns_are_taken_in_order():
     assert not turns._holder
 
 
+def test_a_text_dropped_in_another_thread_does_not_wait_for_the_holder():
+    """As when a stream is collected in a compiler's thread for which the holder of the lock waits."""
+    turns, closed = OrderedLock(), []
+
+    def events():
+        try:
+            yield 1
+            yield 2
+        finally:
+            assert turns._holder == threading.get_ident()
+            closed.append(threading.current_thread())
+
+    text = turns.each(events())
+    assert next(text) == 1
+    with turns:
+        thread = threading.Thread(target=text.close)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive() and not closed
+    assert closed == [threading.current_thread()] and not turns._holder
+    text = turns.each(events())
+    next(text)
+    text.close()  # the lock is free: at once
+    assert len(closed) == 2 and not turns._holder
+
+
 def test_a_short_request_does_not_wait_for_a_long_prompt(llm, monkeypatch):
     monkeypatch.setattr("jaxspec.engine.CPU_PIECE", 1)
     prompt, few = list(range(45)), jaxspec.SamplingParams(max_tokens=10, ignore_eos=True)

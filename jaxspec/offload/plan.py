@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxspec.checkpoint.load import Weights
 from jaxspec.config import EngineConfig, Offload
@@ -22,7 +20,7 @@ from jaxspec.offload.executor import stream_layers
 from jaxspec.offload.layout import LayerLayout, TreeLayout, layer_layouts, slot_layouts
 from jaxspec.offload.memory import Needs, answer_needs, bytes_by_device
 from jaxspec.offload.reader import PIECE, DirectReader
-from jaxspec.offload.stores import PINNED, can_pin
+from jaxspec.offload.stores import can_pin, measure_link
 from jaxspec.offload.stream import NUM_BUFFERS, NUM_FILLERS, NUM_PINNED_BUFFERS
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
@@ -310,22 +308,6 @@ def measure_bandwidth(plan: OffloadPlan, weights: Weights) -> tuple[float | None
         return reader.bytes_read / reader.busy_s, memory
     finally:
         reader.close()
-
-
-def measure_link(devices: Sequence[Any]) -> float:
-    """Bytes per second from pinned host memory to all of some devices at once."""
-    block = np.ones(64 << 20, np.uint8)
-    held = [jax.device_put(block, SingleDeviceSharding(device, memory_kind=PINNED)) for device in devices]
-    places = [SingleDeviceSharding(device, memory_kind=device.default_memory().kind) for device in devices]
-
-    def copy() -> None:
-        jax.block_until_ready([jax.device_put(*pair) for pair in zip(held, places, strict=True)])
-
-    copy()  # the first one makes room
-    start = time.perf_counter()
-    for _ in range(4):
-        copy()
-    return 4 * block.nbytes * len(devices) / (time.perf_counter() - start)
 
 
 def _copy_bandwidth() -> float:

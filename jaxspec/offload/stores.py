@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxspec.errors import CheckpointError, JaxspecError
 from jaxspec.offload.layout import Experts, LeafLayout, TreeLayout
@@ -34,6 +35,22 @@ def can_pin(shards: Sequence[tuple[Any, Any]]) -> bool:
             for device in devices
         )
     )
+
+
+def measure_link(devices: Sequence[Any]) -> float:
+    """Bytes per second from pinned host memory to all of some devices at once."""
+    block = np.ones(64 << 20, np.uint8)
+    held = [jax.device_put(block, SingleDeviceSharding(device, memory_kind=PINNED)) for device in devices]
+    places = [SingleDeviceSharding(device, memory_kind=device.default_memory().kind) for device in devices]
+
+    def copy() -> None:
+        jax.block_until_ready([jax.device_put(*pair) for pair in zip(held, places, strict=True)])
+
+    copy()  # the first one makes room
+    start = time.perf_counter()
+    for _ in range(4):
+        copy()
+    return 4 * block.nbytes * len(devices) / (time.perf_counter() - start)
 
 
 class WeightStore(abc.ABC):

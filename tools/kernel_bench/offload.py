@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxspec.models.presets import load_preset
 from jaxspec.offload.executor import stream_layers
 from jaxspec.offload.layout import TreeLayout, layer_layouts
-from jaxspec.offload.plan import measure_link
-from jaxspec.offload.stores import HostStore, WeightStore, can_pin
+from jaxspec.offload.stores import HostStore, WeightStore, can_pin, measure_link
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement

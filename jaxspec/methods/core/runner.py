@@ -13,7 +13,6 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config import SamplingParams
-from jaxspec.errors import ConfigError
 from jaxspec.methods.core.constrained import ConstrainedPasses
 from jaxspec.methods.core.drafter import Drafter, Pending, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
@@ -110,20 +109,18 @@ class Runner(abc.ABC):
         rounds (see `read_rounds`), and the minimum number of tokens that they bring.
         """
 
+    @abc.abstractmethod
     def constrain(self) -> ConstrainedPasses:
         """The passes of rounds under a constraint, declared when first asked for.
 
-        ConfigError: the method or its placement has none.
+        ConfigError: its placement has none.
         """
-        raise ConfigError(
-            "structured_outputs are not supported by this method; use auto, ar, chain, lookup or specexec"
-        )
 
+    @abc.abstractmethod
     def constrained_round(
         self, params: ModelParams, state: Any, request: Any, matcher: "Matcher", root: int
     ) -> tuple[Any, Round]:
         """Dispatch one round; `matcher` has taken every token of the answer, and `root` is the text's last one."""
-        raise NotImplementedError
 
     def num_cached(self, state: Any, common: int, count: int) -> int:
         """How many of `common` tokens `resume` keeps, of a text with `count` tokens before its root."""

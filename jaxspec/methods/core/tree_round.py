@@ -52,7 +52,7 @@ from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
 from jaxspec.tree.grow import is_complete, leaf_scores
 from jaxspec.tree.reroot import follow
-from jaxspec.tree.select import Candidates, pack_best, proposals, root_alone
+from jaxspec.tree.select import Candidates, pack_best, proposals, root_alone, select_batch
 from jaxspec.tree.tree import Tree, init_tree
 
 # Verified tokens that a draft which was left alone takes in one pass when it is asked again.
@@ -166,7 +166,7 @@ def draft_round(
         return dataclasses.replace(state, sequence=sequence), Draft(batch, jnp.int32(1))
     if model is not None and costs is None:
         grown, sequence, passes = _search(model, settings, state, verified, history, reached, root)
-        batch = pack_best(grown.tree.token[0], proposals(grown.tree), settings.num_rows)
+        batch = select_batch(grown.tree, settings.num_rows)
         sequence = dataclasses.replace(sequence, cache=grown.cache)
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
     copied = find_and_join(settings, state)
