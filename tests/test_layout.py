@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 34_020,
+    "jaxspec": 34_120,
     "jaxspec/*.py": 3_200,
     "jaxspec/methods": 6_830,
     "jaxspec/sampling jaxspec/tree": 1_470,

@@ -1,8 +1,8 @@
 """Compiling JSON schemas, regular expressions, choices and grammars with llguidance, for one tokenizer.
 
-llguidance bounds the time and memory of its own work; what it reads is bounded here. JSON is written in one line, with
-", " and ": " between: nothing else lets a model write white space without end, and most tokens follow from the schema.
-A schema says otherwise with `"x-guidance": {"whitespace_flexible": true}`.
+llguidance bounds the time and memory of its own work by `LIMITS`; what it reads is bounded here. JSON is written in one
+line, with ", " and ": " between: nothing else lets a model write white space without end, and most tokens follow from
+the schema. A schema says otherwise with `"x-guidance": {"whitespace_flexible": true}`.
 """
 
 import collections
@@ -19,6 +19,16 @@ from jaxspec.text.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 1 << 20  # of a schema or a grammar
 MOST_KEPT = 64  # compiled shapes
+MOST_STEPS = 1 << 20  # of the search for references without end, about a microsecond each
+# Of llguidance: fuel is time (50,000 a millisecond at first, 14,000 in a step), a state of the lexer 2 kB.
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -33,6 +43,15 @@ def _llguidance() -> Any:
     return llguidance
 
 
+class _Compiled:
+    """A shape that one thread compiles while others that ask for it wait."""
+
+    def __init__(self):
+        """Compile nothing yet."""
+        self.lock = threading.Lock()
+        self.matcher: Any = None
+
+
 class Grammars:
     """Compiled shapes of answers for one tokenizer and model; safe to use from several threads."""
 
@@ -41,7 +60,7 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_ids = [token for token in eos_ids if token < vocab_size]
         self._lock = threading.Lock()
-        self._compiled: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        self._compiled: collections.OrderedDict[str, _Compiled] = collections.OrderedDict()
 
     def match(self, shape: StructuredOutputs) -> Matcher:
         """A matcher at the beginning of an answer; each shape is compiled once and kept.
@@ -50,27 +69,15 @@ class Grammars:
         """
         source = read_shape(shape)
         with self._lock:
-            found = self._compiled.get(source)
-            if found is None:
-                found = self._compile(source)
-                if len(self._compiled) >= MOST_KEPT:
-                    self._compiled.popitem(last=False)
-                self._compiled[source] = found
+            tokens = self._tokens
+            compiled = self._compiled.setdefault(source, _Compiled())
             self._compiled.move_to_end(source)
-            return Matcher(found.deep_copy(), self._vocab_size, self._eos_ids)
-
-    def _compile(self, source: str) -> Any:
-        library = _llguidance()
-        limits = library.LLParserLimits(verbose_errors=False)
-        matcher = library.LLMatcher(self._tokens, source, log_level=0, limits=limits)
-        first = matcher.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()  # some errors show here alone
-        if first.is_error():
-            reason = first.get_error().removesuffix("\n<non-verbose/>")
-            reason = "no text matches it" if reason == "NoExtensionBias" else reason
-            raise ConfigError(f"structured_outputs are not supported or malformed: {reason}")
-        return matcher
+            if len(self._compiled) > MOST_KEPT:
+                self._compiled.popitem(last=False)
+        with compiled.lock:  # its own: one that takes long delays no other
+            if compiled.matcher is None:
+                compiled.matcher = _compile(tokens, source)
+            return Matcher(compiled.matcher.deep_copy(), self._vocab_size, self._eos_ids)
 
     @functools.cached_property
     def _tokens(self) -> Any:
@@ -80,6 +87,20 @@ class Grammars:
         library = _llguidance()
         tokenizer = library.TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids[0]))
         return library.LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+
+
+def _compile(tokens: Any, source: str) -> Any:
+    library = _llguidance()
+    limits = library.LLParserLimits(verbose_errors=False, **LIMITS)
+    matcher = library.LLMatcher(tokens, source, log_level=0, limits=limits)
+    first = matcher.deep_copy()
+    if not first.is_error():
+        first.compute_bitmask()  # some errors show here alone
+    if first.is_error():
+        reason = first.get_error().removesuffix("\n<non-verbose/>")
+        reason = "no text matches it" if reason == "NoExtensionBias" else reason
+        raise ConfigError(f"structured_outputs are not supported or malformed: {reason}")
+    return matcher
 
 
 class _Vocabulary:
@@ -153,7 +174,7 @@ def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:
             return {}
         if not isinstance(found, dict):
             raise ConfigError(f"structured_outputs.json must be a schema, an object, got {shown(found)}")
-        if _never_ends(found, found, ()):
+        if _Endings(found).never():
             raise ConfigError("structured_outputs.json is recursive without end: no finite text matches it")
     except RecursionError as error:
         raise ConfigError("structured_outputs.json is nested too deeply") from error
@@ -170,27 +191,57 @@ def _check_length(name: str, text: str) -> str:
     return text
 
 
-def _never_ends(root: Any, schema: Any, above: tuple[str, ...]) -> bool:
-    """Whether every text of a schema would contain itself; `above` are the references that lead here."""
-    if not isinstance(schema, dict):
+class _Endings:
+    """Which references of a schema have finite texts; the work is bounded, whatever refers to what."""
+
+    def __init__(self, root: dict[str, Any]):
+        """Judge nothing yet."""
+        self._root, self._steps = root, 0
+        self._targets: dict[str, Any] = {}
+        self._ended: set[str] = set()
+
+    def never(self) -> bool:
+        """Whether every text would contain itself; ConfigError: that takes too long to find out."""
+        while not self._ends(self._root):
+            known = len(self._ended)
+            # A reference inside itself does not count at first; it may once another way out of it is known.
+            for name in [name for name in self._targets if name not in self._ended]:
+                self._judge(name)
+            if len(self._ended) == known:
+                return True
         return False
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        if reference in above:
+
+    def _judge(self, name: str) -> None:
+        if self._ends(self._targets[name]):
+            self._ended.add(name)
+
+    def _ends(self, schema: Any) -> bool:
+        if not isinstance(schema, dict):
             return True
-        target = root
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise ConfigError("structured_outputs.json has too many references that lead to each other")
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            if reference not in self._targets:
+                self._targets[reference] = self._find(reference)
+                self._judge(reference)
+            if reference not in self._ended:
+                return False
+        for name in ("anyOf", "oneOf"):
+            options = schema.get(name)
+            if isinstance(options, list) and options and not any(map(self._ends, options)):
+                return False
+        needed = [*schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
+        if schema.get("type") == "object" and isinstance(properties := schema.get("properties"), dict):
+            needed += [properties.get(name) for name in schema.get("required", ()) if isinstance(name, str)]
+        if schema.get("type") == "array" and isinstance(count := schema.get("minItems"), int) and count > 0:
+            needed.append(schema.get("items"))
+        return all(map(self._ends, needed))
+
+    def _find(self, reference: str) -> Any:
+        target: Any = self._root
         for name in filter(None, reference[1:].split("/")):
             name = name.replace("~1", "/").replace("~0", "~")
             target = target.get(name) if isinstance(target, dict) else None
-        if _never_ends(root, target, (*above, reference)):
-            return True
-    for name in ("anyOf", "oneOf"):
-        options = schema.get(name)
-        if isinstance(options, list) and options and all(_never_ends(root, one, above) for one in options):
-            return True
-    needed = [*schema["allOf"]] if isinstance(schema.get("allOf"), list) else []
-    if schema.get("type") == "object" and isinstance(properties := schema.get("properties"), dict):
-        needed += [properties.get(name) for name in schema.get("required", ()) if isinstance(name, str)]
-    if schema.get("type") == "array" and isinstance(count := schema.get("minItems"), int) and count > 0:
-        needed.append(schema.get("items"))
-    return any(_never_ends(root, one, above) for one in needed)
+        return target

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from byte_tokenizer import BytesTokenizer
 
 from jaxspec import ConfigError, SamplingParams, StructuredOutputs
-from jaxspec.structured.grammar import MOST_CHARACTERS, Grammars, text_with_calls
+from jaxspec.structured import grammar
+from jaxspec.structured.grammar import MOST_CHARACTERS, Grammars, read_schema, text_with_calls
 
 TOKENIZER = BytesTokenizer(["true", "false", '{"', '"', '": ', "name", "ab", "abc", ", "])
 GRAMMARS = Grammars(TOKENIZER, TOKENIZER.vocab_size + 5, TOKENIZER.eos_ids)
@@ -153,6 +155,70 @@ def test_what_is_malformed_or_not_supported_is_refused_by_name(shape, message):
     with pytest.raises(ConfigError, match=message):
         GRAMMARS.match(StructuredOutputs(**shape))
     assert time.perf_counter() - start < 20  # a bound for a busy machine; it takes two seconds at most
+
+
+def doubled(rule, last, count=40):
+    """Each definition needs the next one twice: 2^count paths lead to the last."""
+    both = {f"a{i}": {rule: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(count)}
+    return {"$defs": both | {f"a{count}": last}, "$ref": "#/$defs/a0"}
+
+
+@pytest.mark.parametrize("rule", ["allOf", "anyOf"])
+def test_references_are_followed_once(rule):
+    """Otherwise this test does not end."""
+    read_schema(doubled(rule, {"type": "string"}))
+    with pytest.raises(ConfigError, match="without end"):
+        read_schema(doubled(rule, {"$ref": "#/$defs/a0"}))
+    # A way out that is found last, after references that were inside themselves at first.
+    out = {"anyOf": [{"$ref": "#/$defs/a0"}, {"$ref": "#/$defs/a1"}, {"type": "null"}]}
+    read_schema(doubled(rule, out))
+
+
+def test_following_references_is_bounded(monkeypatch):
+    monkeypatch.setattr(grammar, "MOST_STEPS", 100)
+    with pytest.raises(ConfigError, match="too many references"):
+        read_schema(doubled("allOf", {"type": "string"}, 200))
+
+
+def test_a_slow_shape_delays_no_other(monkeypatch):
+    """And is compiled by one thread, though two ask for it."""
+    grammars, compile_, slow = Grammars(TOKENIZER, TOKENIZER.vocab_size, TOKENIZER.eos_ids), grammar._compile, []
+    entered, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly(tokens, source):
+        if "slow" in source:
+            slow.append(source)
+            entered.set()
+            assert go_on.wait(60)
+        return compile_(tokens, source)
+
+    monkeypatch.setattr(grammar, "_compile", compile_slowly)
+    threads = [threading.Thread(target=grammars.match, args=[StructuredOutputs(regex="slow")]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(60)
+    grammars.match(StructuredOutputs(regex="quick"))
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert len(slow) == 1
+
+
+@pytest.mark.parametrize(
+    "limit, shape",
+    [
+        ("initial_lexer_fuel", {"json": PERSON}),
+        ("max_grammar_size", {"json": PERSON}),
+        ("max_lexer_states", {"json": PERSON}),
+        ("step_lexer_fuel", {"regex": "(.*a.{200}){20}b"}),
+    ],
+)
+def test_time_and_memory_of_a_shape_are_limited(monkeypatch, limit, shape):
+    monkeypatch.setitem(grammar.LIMITS, limit, 3)
+    with pytest.raises(ConfigError, match="not supported|too complex"):
+        matcher = Grammars(TOKENIZER, TOKENIZER.vocab_size, TOKENIZER.eos_ids).match(StructuredOutputs(**shape))
+        for _ in range(20):
+            matcher.take([max(allowed(matcher.mask()))])
 
 
 @pytest.mark.parametrize("regex", ["(a{1,1000}){1,1000}", "((a|b|ab){1,500}c){500}", "(.*a.{200}){20}b"])
