@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 34_120,
+    "jaxspec": 36_500,
     "jaxspec/*.py": 3_200,
     "jaxspec/methods": 6_830,
     "jaxspec/sampling jaxspec/tree": 1_470,
@@ -26,7 +26,7 @@ BUDGETS = {
     "pallas_kernels": 5_930,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 8_950,
-    "tests": 33_880,
+    "tests": 36_000,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 14}
 

@@ -1,6 +1,7 @@
 """Costs of rounds on this machine: measured with a clock of the test, kept, read again, and used by `auto`."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -10,7 +11,7 @@ from method_cases import LLAMA_AUTO_LONG, PROMPT, Case, models_of, params_of, pl
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
-from jaxspec.methods.auto.costs import measured_rows, spare_slots
+from jaxspec.methods.auto.costs import measure_rounds, measured_rows, spare_slots
 from jaxspec.methods.auto.profiles import (
     Learned,
     RoundTimes,
@@ -174,7 +175,8 @@ def test_a_slow_machine_is_measured_less_often(store, monkeypatch):
 
 
 def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
-    engine, _ = clocked
+    engine, clock = clocked
+    clock.slow = 1e-3  # texts take longer
     params = params_of(CASE, "copy")
     run(engine, params, PROMPT, 8, seed=3)
     run(engine, params, PROMPT, 200, seed=4)
@@ -182,6 +184,33 @@ def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     kept = again.runner.drafter.learned
     assert float(kept.accepted.sum()) > 0 and float(kept.tried.sum()) > 0
     assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
+
+
+def test_costs_of_a_busy_machine_are_measured_again_at_the_next_start(clocked, store, monkeypatch):
+    """Texts were faster than the measurement: then something else ran beside it. It happens a few times at most."""
+    engine, clock = clocked
+    params = params_of(CASE, "copy")
+    engine.calibrate(params)
+    busy = engine.runner.times
+    engine.runner.timer.now = itertools.count(0, 1e-6).__next__
+    run(engine, params, PROMPT, 200, seed=3)
+    again = make_engine(store)
+    assert not again.runner.calibrated and again.runner.report().figures == "measured"
+    monkeypatch.setattr(cost_profile, "measure_rounds", measure_rounds)
+    again.calibrate(params)
+    assert again.runner.calibrated and again.runner.times.measured == 2
+    assert make_engine(store).runner.calibrated, "and is kept"
+    assert again.runner.times.plain_s <= busy.plain_s
+
+
+@pytest.mark.parametrize(
+    "plain_s, measured, due", [(0.005, 1, True), (0.009, 1, False), (None, 1, False), (0.005, 4, False)]
+)
+def test_costs_are_due_where_texts_were_far_faster(plain_s, measured, due):
+    times = dataclasses.replace(TIMES, measured=measured)
+    assert times.after(plain_s).is_due is due
+    slower = dataclasses.replace(TIMES, plain_s=0.02)
+    assert times.join(slower) == slower.join(times) == dataclasses.replace(TIMES, measured=measured + 1)
 
 
 def test_a_draft_of_one_token_is_measured(store):

@@ -130,18 +130,23 @@ class MeasuringRunner(SpeculativeRunner):
             # Arrays of the host: those on a device are donated to the first text.
             rates: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
             self.drafter.learned = AcceptanceStats(*rates)
-        if self._profile is not None and times is None:
+        if self._is_due:
             self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))
 
     @property
     def calibrated(self) -> bool:
         # Programs that are loaded beside a measured round would slow it: then the next text measures.
-        return self._profile is None or self.times is not None or any(program.is_coming() for program in self.programs)
+        return not self._is_due or any(program.is_coming() for program in self.programs)
+
+    @property
+    def _is_due(self) -> bool:
+        return self._profile is not None and (self.times is None or self.times.is_due)
 
     def calibrate(self, params: ModelParams, state: SpeculativeState | None) -> SpeculativeState | None:
         if self.calibrated or self._profile is None:
             return state
-        self.times = measure_rounds(self, params, state, self._num_rows, self._length)
+        found = measure_rounds(self, params, state, self._num_rows, self._length)
+        self.times = found if self.times is None else self.times.join(found)
         save_costs(self._profile, self.times)
         self._use(self._weigh(self.times))
         # The measured rounds say nothing of the texts to come.
@@ -161,6 +166,10 @@ class MeasuringRunner(SpeculativeRunner):
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens
+        if self.times is not None and self.timer is not None:
+            times = self.times.after(self.timer.plain_s)
+            if times != self.times:
+                save_costs(self._profile, times)
         tried, accepted = (np.asarray(leaf).tolist() for leaf in (state.draft.stats.tried, state.draft.stats.accepted))
         save_learned(self._profile, Learned(tried, accepted))
 
