@@ -204,7 +204,7 @@ class EngineConfig:
       max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
       kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", for NVIDIA GPUs
-        "pallas-triton", "mosaic" (Hopper) or "jax-triton" (an extra), or "auto": the fastest that run here.
+        "pallas-triton", "mosaic" (Hopper), "jax-triton" (an extra), for TPUs "mosaic-tpu", or "auto": the fastest here.
       numerics: "exact": a token's numbers do not depend on the other rows of a pass, of up to 64, so that every method
         gives plain decoding's text on accelerators and with "xla", too. Native kernels are exact anyway. "fast" leaves
         the order of sums to XLA: texts may differ where two tokens are equally good but for rounding.

@@ -70,13 +70,21 @@ class Kernels:
         return self.name == "cpu"
 
     @property
-    def branches(self) -> bool:
-        """Whether programs may branch on data, and loop until data says so, at no cost.
+    def takes_cpu_forms(self) -> bool:
+        """Whether programs take the forms that are fast on a CPU: a branch or a loop on data where it spares work.
 
-        They may on a CPU. A GPU's loop lies in a CUDA graph (`runtime/program.py`), so that no host waits for it, but
-        each turn is a row of launches after each other. Whatever has a form for either asks here.
+        Accelerators compute it instead. On a GPU a branch is a launch or a wait, on a TPU code for each side of it.
         """
         return self.platform == "cpu"
+
+    @property
+    def loops_are_free(self) -> bool:
+        """Whether a program runs as one module with its loops on data, for which neither host nor launches cost time.
+
+        A GPU's loop lies in a CUDA graph (`runtime/program.py`), so that no host waits for it, but each turn is a row
+        of launches after each other.
+        """
+        return self.platform in ("cpu", "tpu")
 
     @property
     def reads_planes(self) -> bool:

@@ -46,7 +46,7 @@ NEEDS = {
 }
 
 # The implementation that each set is named after. It must work where users ask for the set by name.
-OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"}
+OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton", "mosaic-tpu": "mosaic_tpu"}
 # The implementations of each set by operation; "linear" is that of weights in planes. "auto" has those alone that were
 # measured on a device (docs/results/gpu-h100.md), and takes for each call the one that is fastest there. No SwiGLU is:
 # XLA's own fusion runs at the memory's speed. Kernels that no device has run are in "pallas-triton" alone.
@@ -67,7 +67,8 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
       name: one of `KERNEL_NAMES`.
         "xla": no kernels. "cpu": the native library. "pallas-triton": all Pallas kernels for NVIDIA GPUs from Ampere
         on, also those that no device has run yet. "mosaic": attention for Hopper. "jax-triton": SwiGLU through
-        jax-triton, which is an extra, and the attention of "pallas-triton".
+        jax-triton, which is an extra, and the attention of "pallas-triton". "mosaic-tpu": attention for TPUs, which no
+        TPU has run yet.
         "auto": the fastest that was measured and works here. An implementation is skipped where it is not installed,
         does not run on the device or fails its check. The next one takes its place, in the end XLA, which also runs the
         calls whose shapes an implementation does not take. One warning per process names what should have worked.
@@ -87,8 +88,12 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
         return Kernels("xla", platform)
     if name == "cpu" or (name == "auto" and platform == "cpu"):
         return _choose_native(name, platform, devices)
-    if platform != "gpu":
-        raise ValueError(f"kernels {name!r} run on NVIDIA GPUs, not on {platform}; use auto or xla")
+    made_for = "tpu" if name == "mosaic-tpu" else "gpu"
+    if platform != made_for:
+        kind = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}[made_for]
+        raise ValueError(f"kernels {name!r} run on {kind}, not on {platform}; use auto or xla")
+    if platform == "tpu":
+        return _choose_tpu(name, device if device is not None else jax.local_devices(backend="tpu")[0])
     return _choose_gpu(name, device if device is not None else jax.local_devices(backend="gpu")[0])
 
 
@@ -176,6 +181,14 @@ def _choose_gpu(name: str, device: Any) -> Kernels:
         _, first = chosen[0]
         name = next(named for named, implementation in OWN.items() if implementation == first)
     return dataclasses.replace(base, name=name, implementations=tuple(chosen), automatic=own is None, own=own)
+
+
+def _choose_tpu(name: str, device: Any) -> Kernels:
+    base = Kernels("xla", "tpu", device_kind=device.device_kind)
+    one = ("tree_attention", OWN[name])
+    if problem := find_failure(*one, base, device):
+        raise ValueError(f"kernels {name!r} cannot be used: {problem}")
+    return dataclasses.replace(base, name=name, implementations=(one,), own=OWN[name])
 
 
 def describe_gpu(device: Any) -> Kernels:

@@ -7,7 +7,7 @@
 XLA's compilers need no device: they are told what it is like. Each program is compiled for the Llama-3-8B geometry and
 a 1B draft in bfloat16 or in blocks, with two and with three layers, so that the difference is what a layer takes.
 Nothing is tuned, since nothing can be timed: a product may take other kernels on a device. A TPU runs a program as one
-module, with its loops and branches.
+module, with its loops and branches, whose bodies count once.
 
   waits        loops and branches on data outside of CUDA graphs, for each of which the host waits in every turn; on a
                TPU, transfers to or from the host
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--draft", default=DRAFT, help=f"the same of the draft [{DRAFT}]")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"capacity of the caches [{TOKENS}]")
     parser.add_argument("--set", action="append", default=[], help="NAME=NUMBER, a setting of the methods")
+    parser.add_argument("--kernels", default="auto", choices=("auto", "mosaic-tpu"), help="of a TPU [auto]")
     parser.add_argument("--exact", action="store_true", help="with exact numerics")
     parser.add_argument("--sampled", action="store_true", help="for sampled requests instead of greedy ones")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
@@ -241,7 +242,7 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     from jaxspec.runtime.mesh import MeshPlan
     from jaxspec.runtime.placement import Placement
 
-    kernels = dataclasses.replace(choose_kernels(arguments.device, devices[0]), exact=arguments.exact)
+    kernels = dataclasses.replace(choose_kernels(arguments, devices[0]), exact=arguments.exact)
     plan = MeshPlan(tuple(devices[: arguments.devices]), kernels)
     others = devices[arguments.devices :][: arguments.draft_devices]
 
@@ -262,14 +263,15 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     return [program for program in programs if not any(word in program.name for word in ONCE)]
 
 
-def choose_kernels(name: str, device: Any) -> Any:
-    """The kernels that `auto` chooses for a device where all of them pass their check."""
+def choose_kernels(arguments: argparse.Namespace, device: Any) -> Any:
+    """The kernels that are chosen for a device by name where all of them pass their check."""
     from pallas_kernels import selection
     from pallas_kernels.registry import Kernels
 
-    if is_tpu(name):
-        return Kernels("xla", "tpu", device_kind=device.device_kind)
-    gpu = GPUS[name]
+    if is_tpu(arguments.device):
+        with mock.patch.object(selection, "find_failure", lambda *_: None):
+            return selection.choose(arguments.kernels, "tpu", 1, device)
+    gpu = GPUS[arguments.device]
     # What `auto` chooses where all kernels pass their check, and those that are for "pallas-triton" alone.
     usable = tuple(
         (operation, candidate)
@@ -307,7 +309,7 @@ def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
     lowered = program.lower(program.fit(variant))
     if program._plan.kernels.platform == "tpu":
         compiled = lowered.compile()
-        counts = count_text(compiled.as_text())
+        counts = count_text(compiled.as_text(), nested=True)
         return counts | {
             "waits": counts["transfers"], "launched": ["module"], "compile_s": time.monotonic() - start, "spills": 0,
             "shared": 0, "assembled": [], "spilling": {}, **read_memory(compiled),
@@ -352,10 +354,11 @@ def read_memory(compiled: Any) -> dict[str, int]:
     return {"memory": found.temp_size_in_bytes, "arguments": found.argument_size_in_bytes}
 
 
-def count_text(text: str) -> dict[str, Any]:
-    """Counts of a program's compiled text; see the module."""
+def count_text(text: str, nested: bool = False) -> dict[str, Any]:
+    """Counts of a program's compiled text; see the module. `nested` counts bodies of loops and branches once, too."""
     bodies = split_computations(text)
-    entry = [found for line in bodies["ENTRY"] if (found := read_instruction(line))]
+    counted = list_nested(bodies) if nested else ["ENTRY"]
+    entry = [found for body in counted for line in bodies[body] if (found := read_instruction(line))]
     loops, on_data = [], []
     for line in (line for lines in bodies.values() for line in lines):
         found = read_instruction(line)
@@ -384,6 +387,19 @@ def count_text(text: str) -> dict[str, Any]:
         "collectives": len(crossed), "crossing": crossing, "transfers": transfers,
         "layer": list_layer(bodies["ENTRY"]),
     }  # fmt: skip
+
+
+def list_nested(bodies: dict[str, list[str]]) -> list[str]:
+    """Names of the computations that run: the entry, and those of its loops and branches; no fused ones."""
+    found, waiting = [], ["ENTRY"]
+    while waiting:
+        found.append(waiting.pop())
+        for line in bodies[found[-1]]:
+            if " while(" in line or " conditional(" in line or " call(" in line:
+                names = re.findall(r"(?:body|computation|computations|to_apply)=({.*?}|%?[\w.\-]+)", line)
+                inside = [name for each in names for name in re.findall(r"[\w.\-]+", each)]
+                waiting += [name for name in inside if name in bodies and name not in (*found, *waiting)]
+    return found
 
 
 def list_layer(entry: Sequence[str]) -> list[str]:

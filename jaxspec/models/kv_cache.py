@@ -77,7 +77,7 @@ def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = N
     with jax.named_scope("cache/permute"):
         displaced = (matters & (slots != places)).any()
         carry = (displaced, cache.key, cache.value)
-        if registry.current().branches:
+        if registry.current().takes_cpu_forms:
             # A loop of at most one turn: a conditional would copy the caches.
             _, key, value = jax.lax.while_loop(lambda carry: carry[0], move_all, carry)
         else:

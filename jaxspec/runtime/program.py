@@ -64,7 +64,7 @@ class Program:
 
     def fit(self, variant: Hashable) -> Hashable:
         """The variant of this program that serves requests of a given one; None is the program for all of them."""
-        return None if self._request is None or self._plan.kernels.branches else variant
+        return None if self._request is None or self._plan.kernels.takes_cpu_forms else variant
 
     def is_ready(self, variant: Hashable = None) -> bool:
         """Whether it is compiled for requests of a variant."""

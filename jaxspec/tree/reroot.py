@@ -19,7 +19,7 @@ def follow(tree: Tree, tokens: Array, count: Array) -> tuple[Array, Array]:
       rows: int32 [P + 1], the old root and the nodes reached, in order of depth; after `reached` arbitrary.
       reached: int32 [], nodes reached, the old root included; 0 if it was never evaluated.
     """
-    if not registry.current().branches:
+    if not registry.current().takes_cpu_forms:
         return _follow_at_once(tree, tokens, count)
 
     def step(state, token_and_place):

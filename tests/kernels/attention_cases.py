@@ -153,7 +153,8 @@ class Interpreted:
         """`(operands, offset, active_rows)` -> output, keys and values."""
 
         def run(operands, offset=None, active_rows=None):
-            options = dict(offset=offset, active_rows=active_rows, sliding_window=sliding_window, config=config)
+            options = dict(offset=offset, active_rows=active_rows, sliding_window=sliding_window)
+            options |= {} if config is None else {"config": config}
             with registry.using(self._kernels):
                 return self._module.tree_attention(*operands, **options)
 
@@ -163,13 +164,13 @@ class Interpreted:
         """One program for each set of shapes; lengths, offsets, masks and active rows are data."""
         return jax.jit(self.function(config, sliding_window))
 
-    def attend(self, case, config, active_rows=None):
+    def attend(self, case, config=None, active_rows=None):
         """Output, keys and values of a case, as numpy."""
         offset, active_rows = (None if number is None else np.int32(number) for number in (case.offset, active_rows))
         program = self._program(config, case.sliding_window)
         return jax.tree.map(np.asarray, program(case.operands, offset, active_rows))
 
-    def assert_right(self, case, config, active_rows=None):
+    def assert_right(self, case, config=None, active_rows=None):
         """A case against plain numpy, with NaN where no row may look; the result."""
         case = poisoned(case)
         out, key, value = self.attend(case, config, active_rows)

@@ -34,13 +34,14 @@ def test_choice(monkeypatch):
 
 
 def test_choices_that_are_refused():
-    assert KERNEL_NAMES == ("auto", "xla", "cpu", "pallas-triton", "mosaic", "jax-triton")
+    assert KERNEL_NAMES == ("auto", "xla", "cpu", "pallas-triton", "mosaic", "jax-triton", "mosaic-tpu")
     with pytest.raises(ValueError, match="kernels 'triton' are not known; use auto, xla, cpu, pallas-triton, mosaic"):
         choose("triton", "cpu")
     with pytest.raises(ValueError, match="kernels 'cpu' run on CPU devices, not on gpu"):
         choose("cpu", "gpu")
     for name in KERNEL_NAMES[3:]:
-        with pytest.raises(ValueError, match=f"kernels '{name}' run on NVIDIA GPUs, not on cpu; use auto or xla"):
+        kind = "TPUs" if name == "mosaic-tpu" else "NVIDIA GPUs"
+        with pytest.raises(ValueError, match=f"kernels '{name}' run on {kind}, not on cpu; use auto or xla"):
             choose(name, "cpu")
 
 
@@ -81,7 +82,7 @@ def test_choice_on_gpus(gpu_kernels, warnings):
     # Kernels that no device has run come where they are asked for, and nowhere else.
     unmeasured = {"linear": ("triton",), "move_rows": ("triton",), "add_norm": ("triton",)}
     assert chosen("pallas-triton", "9.0") == ("pallas-triton", attention | unmeasured)
-    packed = {name: choose(name, "gpu", 1, gpu("9.0")).reads_planes for name in KERNEL_NAMES if name != "cpu"}
+    packed = {name: choose(name, "gpu", 1, gpu("9.0")).reads_planes for name in ("xla", *selection.SETS)}
     assert [name for name, reads in packed.items() if reads] == ["pallas-triton"]
     assert chosen("mosaic", "9.0") == ("mosaic", {"tree_attention": ("mosaic",)})
     assert chosen("jax-triton", "8.6") == ("jax-triton", attention | {"swiglu": ("jax_triton",)})
@@ -210,7 +211,19 @@ def test_every_set_names_implementations_that_exist():
                 assert implementation in selection.NEEDS
                 assert (Path(registry.__file__).parent / operation / f"{implementation}.py").is_file(), name
     assert {operation for operations in selection.SETS.values() for operation in operations} == {*kernel_check.CHECKS}
-    assert {*selection.SETS} == {*KERNEL_NAMES} - {"xla", "cpu"}
+    assert {*selection.SETS} == {*KERNEL_NAMES} - {"xla", "cpu", "mosaic-tpu"}
+
+
+def test_choice_on_tpus(gpu_kernels):
+    """XLA unless a kernel is asked for by name, since no TPU has run one."""
+    tpu = types.SimpleNamespace(device_kind="TPU v5 lite")
+    assert choose("auto", "tpu", 4, tpu) == choose("xla", "tpu", 1, tpu) == Kernels("xla", "tpu")
+    assert gpu_kernels.checked == []
+    kernels = choose("mosaic-tpu", "tpu", 1, tpu)
+    assert kernels.implementations == (("tree_attention", "mosaic_tpu"),) and kernels.own == "mosaic_tpu"
+    gpu_kernels.failing.add(("tree_attention", "mosaic_tpu"))
+    with pytest.raises(ValueError, match="'mosaic-tpu' cannot be used: tree_attention by mosaic_tpu fails"):
+        choose("mosaic-tpu", "tpu", 1, tpu)
 
 
 def test_current():

@@ -70,7 +70,9 @@ def rounds_of(case, draft, sampling, accelerator=True):
 
 
 def test_one_place_says_which_form_programs_have():
-    assert [Kernels("xla", platform).branches for platform in ("cpu", "gpu", "tpu")] == [True, False, False]
+    kernels = [Kernels("xla", platform) for platform in ("cpu", "gpu", "tpu")]
+    assert [each.takes_cpu_forms for each in kernels] == [True, False, False]
+    assert [each.loops_are_free for each in kernels] == [True, False, True]
 
 
 @pytest.mark.parametrize(("case", "sampling", "draft"), RUNS)

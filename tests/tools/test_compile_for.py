@@ -199,4 +199,4 @@ def test_programs_for_several_chips(devices, tmp_path):
     rows = compile_programs(tmp_path, "v5e:2x2", "--methods", "ar,swiftspec" if len(devices) > 1 else "ar,specexec",
                             "--devices", *devices)  # fmt: skip
     assert all(row["waits"] == [] and row["copies"] == 0 for row in rows.values())
-    assert rows["ar", "decode 1"]["collectives_a_layer"] == 2
+    assert rows["ar", "decode"]["collectives_a_layer"] == 2

@@ -112,8 +112,8 @@ class ResidentExecutor(TargetExecutor):
         self._sequence = ModelSequence(target, slots, "target", layers=layers, path=max_path, chunk_slots=chunk_slots)
         self.state = self._sequence.state
         round_, request, params = round_shapes(target, max_path), request_shapes(target), target.params()
-        # Whether the number of passes is data. Capture the flag, not `self`: it becomes part of the stored key.
-        self._counts_on_device = counts_on_device = target.plan.kernels.branches
+        # Whether the number of passes is data. Programs capture flags, not `self`: they become part of the stored key.
+        self._counts_on_device, may_idle = target.plan.kernels.loops_are_free, target.plan.kernels.takes_cpu_forms
         self.programs: Sequence[Program] = tuple(self._sequence.programs)
 
         def decode(params, state, request, steps):
@@ -123,7 +123,7 @@ class ResidentExecutor(TargetExecutor):
         def check(params, state, draft, request):
             state, verified, round_ = verify(
                 params, target, state, receive(draft) if receive else draft, request, max_path=max_path, rule=rule,
-                dynamic_rows=dynamic_rows, idle_steps=idle_steps if counts_on_device else 0, layers=layers,
+                dynamic_rows=dynamic_rows, idle_steps=idle_steps if may_idle else 0, layers=layers,
             )  # fmt: skip
             return state, reply(verified) if reply else verified, round_
 
@@ -172,4 +172,4 @@ def place_request(
     """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
     request = make_request(sampling, seed, vocab_size, placement.padded_vocab, prompt_tokens)
     request = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), request, request_shapes(placement))
-    return request if placement.plan.kernels.branches else request.of_variant(find_variant(sampling))
+    return request if placement.plan.kernels.takes_cpu_forms else request.of_variant(find_variant(sampling))

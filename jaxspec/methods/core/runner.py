@@ -339,12 +339,12 @@ def _with_states(verified: Verified, states: PromptStates | None) -> Verified:
 def share_dispatches(target: Placement, draft: Placement | None, num_rows: int) -> bool:
     """Whether rounds of batches of `num_rows` rows share dispatches.
 
-    Not on accelerators, whose hosts would wait for a loop that ends where the text does; nor on several devices.
+    Not on GPUs, on which each operation of a loop that ends where the text does is a launch; nor on several devices.
     """
     alone = len(target.plan.devices) == 1 and (draft is None or draft.plan.mesh == target.plan.mesh)
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params()))
     small = num_rows <= MOST_ROWS and nbytes <= MOST_BYTES
-    return target.plan.kernels.branches and alone and small
+    return target.plan.kernels.loops_are_free and alone and small
 
 
 def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, state: Any, operands: Any) -> Program:

@@ -235,7 +235,7 @@ def _search(
         # A chain is complete after its last pass and never before, unless it stops at an improbable token.
         start = Grown(root.sequence.cache, tree, states), jnp.int32(1)
         chain = settings.width == 1 and settings.branch == 1 and min_score == -math.inf and budget >= depth
-        if depth > 1 and chain and not model.placement.plan.kernels.branches:
+        if depth > 1 and chain and not model.placement.plan.kernels.takes_cpu_forms:
             grown, passes = jax.lax.fori_loop(1, depth, lambda _, carry: grow(carry), start)
         elif depth > 1:
             # Accelerators loop until data says so, too: a pass that is spared saves more than the wait costs.

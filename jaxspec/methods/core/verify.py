@@ -197,7 +197,7 @@ def judge_batch(
         return logits if masks is None else allow(logits, masks, vocab)
 
     # The walk runs plain decoding's own choice of one row, whose bits exact numerics promises.
-    if not target.plan.kernels.branches and batch.rows <= ROWS_AT_ONCE and not target.plan.kernels.exact:
+    if not target.plan.kernels.takes_cpu_forms and batch.rows <= ROWS_AT_ONCE and not target.plan.kernels.exact:
 
         def decide_row(row: Array, row_logits: Array, history: History) -> Any:
             # Of the one row that it is mapped over.

@@ -168,5 +168,5 @@ def layer_store(store: Store, cfg: ModelConfig, named: str | Path = "") -> Layer
 
 
 def branches(target: Placement) -> bool:
-    """Whether a program should skip blocks by branches on the device: not where the host waits for each of them."""
-    return target.plan.devices[0].platform == "cpu"
+    """Whether a program should skip blocks by branches on the device: not on a GPU, see `Kernels`."""
+    return target.plan.kernels.loops_are_free
