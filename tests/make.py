@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.rope import yarn_attention_factor
 
 F32 = GGMLQuantizationType.F32
@@ -66,6 +67,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "glm4": {"norms": "both", "qkv_bias": True, "rope": RopeConfig(1e4, partial=0.5)},
     "granite": _GRANITE,
     "granitemoehybrid": _GRANITE,
+    "lfm2": {"qk_norm": True, "tied": True, "recurrent": RecurrentConfig("convolution", (True, False), 3, 4, 16)},
     "ministral3": {"query_growth": 0.25, "rope": RopeConfig(1e6, "yarn", 4.0, original_context=8)},
 }  # fmt: skip
 
@@ -150,6 +152,11 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
         config["layer_types"] = [
             f"{'full' if cfg.window(index) is None else 'sliding'}_attention" for index in range(cfg.num_layers)
         ]
+    if cfg.family == "lfm2":
+        config |= {
+            "layer_types": ["conv" if cfg.is_recurrent(i) else "full_attention" for i in range(cfg.num_layers)],
+            "conv_L_cache": cfg.recurrent.taps, "norm_eps": cfg.norm_eps, "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
     if cfg.local_rope is not None and cfg.family != "olmo3":
         config["rope_local_base_freq"] = cfg.local_rope.theta
     if (experts := cfg.experts) is not None:
@@ -259,7 +266,8 @@ def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
                 parts.setdefault(f"blk.{pieces[2]}.{fused}.weight", []).append(tensor)
                 break
         else:
-            named[gguf] = tensor[0] if "ffn_gate_inp_shexp" in gguf else tensor
+            whole = "ffn_gate_inp_shexp" in gguf or "shortconv.conv" in gguf
+            named[gguf] = tensor.squeeze(0 if tensor.ndim == 2 else 1) if whole else tensor
     join = {True: np.stack, False: np.concatenate}
     return named | {name: join["_exps" in name](arrays) for name, arrays in parts.items()}
 
@@ -303,6 +311,9 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
             f"{arch}.attention.temperature_scale": cfg.query_growth,
             f"{arch}.rope.scaling.yarn_log_multiplier": 1.0,
         }
+    if arch == "lfm2":
+        heads = [0 if cfg.is_recurrent(index) else cfg.num_kv_heads for index in range(cfg.num_layers)]
+        metadata |= {f"{arch}.shortconv.l_cache": cfg.recurrent.taps, f"{arch}.attention.head_count_kv": heads}
     if arch == "granite":
         metadata |= {
             f"{arch}.embedding_scale": cfg.embed_scale, f"{arch}.residual_scale": cfg.residual_scale,
@@ -349,7 +360,7 @@ def write_gguf(
             tensor = interleave_rows(tensor, cfg.num_heads if "attn_q" in name else cfg.num_kv_heads)
         kind = (
             F32
-            if tensor.ndim == 1 or name.endswith(".bias")
+            if tensor.ndim == 1 or name.endswith((".bias", "shortconv.conv.weight"))
             else qtype
             if isinstance(qtype, GGMLQuantizationType)
             else qtype(known.get(name, name))

@@ -15,6 +15,7 @@ from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.kv_cache import commit_rows, init_cache
 from jaxspec.models.params import declare_params, is_info, leaf_name
+from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
@@ -73,6 +74,10 @@ MORE_FAMILIES: dict[str, ModelConfig] = {
     ),
     "yarn": dataclasses.replace(
         _BASE, rope=RopeConfig(scaling="yarn", factor=4.0, original_context=32, attention_factor=1.14)
+    ),
+    "lfm2": dataclasses.replace(
+        _BASE, family="lfm2", num_layers=4, qk_norm=True, tied=True,
+        recurrent=RecurrentConfig("convolution", (True, False, True, False), 3, 3, 16),
     ),
 }  # fmt: skip
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES

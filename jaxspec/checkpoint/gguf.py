@@ -31,10 +31,11 @@ from pallas_kernels.linear.blocks import FORMATS
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_SHARED_GATE, _SINKS = "mlp.shared_expert_gate", "self_attn.sinks"
+# The final norm, and what LFM2's files call theirs.
+_FINAL_NORMS = ("output_norm.weight", "token_embd_norm.weight")
+_SHARED_GATE, _SINKS, _CONV = "mlp.shared_expert_gate", "self_attn.sinks", "conv.conv"
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -46,8 +47,9 @@ _LAYER_NAMES = {
     "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": _SHARED_GATE,
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.conv": _CONV, "shortconv.out_proj": "conv.out_proj",
 }  # fmt: skip
-_ROPE_FREQS = "rope_freqs.weight"
+_ROPE_FREQS, _KV_HEADS = "rope_freqs.weight", "attention.head_count_kv"
 # LongRoPE's divisors: those within the original context, and those beyond it, which are not used.
 _ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -175,15 +177,20 @@ def _rename(path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig) -> dic
         if name in (_ROPE_FREQS, *_ROPE_FACTORS):
             continue
         hf_name, parts = _TOP_NAMES.get(name, name), name.split(".")
-        if len(parts) == 4 and parts[0] == "blk":
-            part = family.gguf_names.get(parts[2], _LAYER_NAMES.get(parts[2]))
+        if name in _FINAL_NORMS:
+            hf_name = f"{family.final_norm}.weight"
+        if len(parts) >= 4 and parts[0] == "blk":
+            own = ".".join(parts[2:-1])
+            part = family.gguf_names.get(own, _LAYER_NAMES.get(own))
             if part is not None:
-                hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[3]}"
+                hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[-1]}"
             if part == _SINKS:
                 hf_name = sinks_name(parts[1])
             if part == _SHARED_GATE and len(tensor.shape) == 1:
                 # A matrix of one row has one dimension in the file.
                 tensor = dataclasses.replace(tensor, shape=(1, *tensor.shape))
+            if part == _CONV and len(tensor.shape) == 2:
+                tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
         if hf_name in renamed:
             raise CheckpointError(f"{path}: holds the tensor {hf_name!r} twice, the second time as {name!r}")
         renamed[hf_name] = tensor
@@ -212,6 +219,8 @@ class _Hyperparameters(ConfigValues):
     def get(self, key: str, default: Any = None) -> Any:
         """A value; a list of one per layer counts as its value where all layers agree."""
         value = super().get(key, default)
+        if key == _KV_HEADS and isinstance(value, list) and (some := [heads for heads in value if heads != 0]):
+            value = some  # of layers without attention it is 0
         if isinstance(value, list) and value:
             if any(other != value[0] for other in value):
                 self.refuse(key, "layers that differ in it are not supported")
@@ -253,7 +262,7 @@ def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
         "embed_dim": embed_dim,
         "mlp_dim": values.integer("feed_forward_length"),
         "num_heads": num_heads,
-        "num_kv_heads": values.integer("attention.head_count_kv", default=num_heads),
+        "num_kv_heads": values.integer(_KV_HEADS, default=num_heads),
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_context": max_context,

@@ -346,7 +346,7 @@ def read_config(
         "family": name,
         "num_layers": num_layers,
         "embed_dim": values.integer("hidden_size"),
-        "mlp_dim": values.integer("intermediate_size"),
+        "mlp_dim": family.read_mlp_dim(values),
         "num_heads": values.integer("num_attention_heads"),
         "vocab_size": values.integer("vocab_size"),
         "max_context": max_context,

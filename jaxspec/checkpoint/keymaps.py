@@ -6,6 +6,7 @@ whole rows: `[out, in]` is then `[out, in / values, nbytes]`.
 
 import dataclasses
 import functools
+import itertools
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.params import ArrayInfo, declare_leaves
 from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storage, leaf_inputs, weight_leaves
+from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.rope import rotary_order
 from jaxspec.runtime.sharding import Part
 
@@ -170,7 +172,7 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
         return f"model.layers.{layer}.{family.tensor_name(part)}.{kind}"
 
     beside: dict[str, tuple[str, Shape]] = {
-        "embed": (EMBED, (V, D)), "final_norm": ("model.norm.weight", (D,)), "head": (HEAD, (V, D)),
+        "embed": (EMBED, (V, D)), "final_norm": (f"{family.final_norm}.weight", (D,)), "head": (HEAD, (V, D)),
         "fc_bias": ("fc.bias", (D,)), "fc_own": ("fc_own.weight", (D, D)),
         "hidden_norm": ("hidden_norm.weight", (D,)), "layers.0.hidden_norm": (name_of(0, "hidden_norm"), (D,)),
     }  # fmt: skip
@@ -187,15 +189,34 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
         elif cfg.features.fc_norm == "each":
             width = (cfg.features.target_dim,)
             add("fc_norm", *((f"fc_norm.{i}.weight", width) for i in range(cfg.features.num_states)), assemble=np.stack)
-    for index in range(cfg.num_layers):
-        leaf, experts, inputs = f"layers.{index}", cfg.layer_experts(index), cfg.attention_inputs(index)
+
+    def add_recurrent(layer: int, recurrent: RecurrentConfig) -> None:
+        """The block of a layer in place of attention."""
+        leaf, heads, width = f"layers.{layer}", recurrent.key_heads, recurrent.result_width
+
+        def by_head(*parts: int) -> Assemble:
+            """Rows of several kinds, one after the other, `parts` of each head -> those of each head together."""
+            ends = np.cumsum([0, *(heads * rows for rows in parts)])
+
+            def assemble(arrays: Sequence[np.ndarray]) -> np.ndarray:
+                whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+                cuts = [whole[a:b].reshape(heads, -1, *whole.shape[1:]) for a, b in itertools.pairwise(ends)]
+                return np.concatenate(cuts, axis=1)
+
+            return assemble
+
+        rows, channels = heads * recurrent.projected_width, heads * recurrent.input_width
+        add(f"{leaf}.mix_in", (name_of(layer, "conv.in_proj"), (rows, D)), assemble=by_head(*(width,) * 3))
+        add(f"{leaf}.conv", (name_of(layer, "conv.conv"), (channels, 1, recurrent.taps)))
+        add(f"{leaf}.out", (name_of(layer, "conv.out_proj"), (D, heads * width)))
+
+    def add_attention(index: int) -> None:
+        """The attention of a layer."""
+        leaf, inputs = f"layers.{index}", cfg.attention_inputs(index)
         order = rotary_order(cfg.layer_rope(index), H, family.rotary_neighbours)
         group = functools.partial(group_heads, order=order)
         heads = {"q_proj": K * G * H, "k_proj": K * H, "v_proj": K * H}
         qkv = [(name_of(index, f"self_attn.{name}"), (rows, inputs)) for name, rows in heads.items()]
-        for norm, part in _NORMS.items():
-            if f"{leaf}.{norm}" in infos:
-                add(f"{leaf}.{norm}", (name_of(index, part), (D,)))
         if f"{leaf}.qkv" in infos:
             add(f"{leaf}.qkv", *qkv, assemble=group)
         else:
@@ -207,6 +228,24 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
             add(f"{leaf}.out_bias", (name_of(index, "self_attn.o_proj", "bias"), (D,)))
         if cfg.attention_sinks:
             add(f"{leaf}.sinks", (sinks_name(index), (K * G,)))
+        if cfg.qkv_bias:
+            biases = [(name_of(index, f"self_attn.{name}", "bias"), (rows,)) for name, rows in heads.items()]
+            add(f"{leaf}.qkv_bias", *biases, assemble=group)
+        if cfg.qk_norm:
+            for name, rows in (("q_norm", K * G), ("k_norm", K)):
+                width = rows * H if cfg.wide_qk_norm else H
+                turn = {} if order is None else {"assemble": lambda arrays, o=order: arrays[0].reshape(-1, H)[:, o]}
+                add(f"{leaf}.{name}", (name_of(index, f"self_attn.{name}"), (width,)), **turn)
+
+    for index in range(cfg.num_layers):
+        leaf, experts = f"layers.{index}", cfg.layer_experts(index)
+        for norm, part in _NORMS.items():
+            if f"{leaf}.{norm}" in infos:
+                add(f"{leaf}.{norm}", (name_of(index, part), (D,)))
+        if cfg.recurrent is not None and cfg.is_recurrent(index):
+            add_recurrent(index, cfg.recurrent)
+        else:
+            add_attention(index)
         if experts is None:
             add_swiglu(index, "", ("mlp",), cfg.mlp_dim)
         else:
@@ -221,14 +260,6 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
             if experts.shared_dim:
                 add(f"{leaf}.shared_gate", (name_of(index, "mlp.shared_expert_gate"), (1, D)))
                 add_swiglu(index, "shared_", ("mlp.shared_expert",), experts.shared_dim)
-        if cfg.qkv_bias:
-            biases = [(name_of(index, f"self_attn.{name}", "bias"), (rows,)) for name, rows in heads.items()]
-            add(f"{leaf}.qkv_bias", *biases, assemble=group)
-        if cfg.qk_norm:
-            for name, rows in (("q_norm", K * G), ("k_norm", K)):
-                width = rows * H if cfg.wide_qk_norm else H
-                turn = {} if order is None else {"assemble": lambda arrays, o=order: arrays[0].reshape(-1, H)[:, o]}
-                add(f"{leaf}.{name}", (name_of(index, f"self_attn.{name}"), (width,)), **turn)
     # In the order of the declaration.
     return {name: made[name] for name in infos}
 

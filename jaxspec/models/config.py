@@ -17,6 +17,7 @@ from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.features import FeatureConfig
 from jaxspec.models.layer_set import LayerSet
+from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.rope import RopeConfig, rotary_width
 
 # The mesh axis over which weights, heads, vocabulary and caches are split.
@@ -64,6 +65,7 @@ class ModelConfig:
     * `experts` replaces the MLP.
     * `attention_sinks`: each query head has a score beside those of its keys, which weighs no value.
     * `out_bias` of attention's output projection.
+    * `recurrent` replaces attention in some layers.
     """
 
     family: str
@@ -101,6 +103,7 @@ class ModelConfig:
     query_growth: float = 0.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    recurrent: RecurrentConfig | None = None
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -138,6 +141,13 @@ class ModelConfig:
                 continue
             pairs, divisors = rotary_width(rope, self.head_dim) // 2, len(rope.divisors)
             _require(divisors in (0, pairs), f"rope longrope has {divisors} factors for {pairs} pairs")
+        if self.recurrent is not None:
+            listed, mixes = len(self.recurrent.layers), any(self.recurrent.layers) and not all(self.recurrent.layers)
+            _require(listed == L, f"recurrent layers names {listed} layers, the model has {L}")
+            _require(mixes, "a model with recurrent layers needs some of them and some with attention")
+            plain = self.features is None and self.units is None and self.norms == "pre"
+            problem = "recurrent layers are no part of a fed draft or of one made of some layers, and have norms 'pre'"
+            _require(plain, problem)
         if self.experts is not None:
             _require(self.activation == "silu", f"experts with activation {self.activation!r} are not supported")
             listed = len(self.experts.layers)
@@ -179,7 +189,16 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that have an attention block: those with keys and values."""
-        return tuple(index for index in range(self.num_layers) if self.layer_units(index)[0])
+        return tuple(i for i in range(self.num_layers) if self.layer_units(i)[0] and not self.is_recurrent(i))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers that have a recurrent block in place of attention."""
+        return tuple(index for index in range(self.num_layers) if self.is_recurrent(index))
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has a recurrent block in place of attention."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
 
     def attention_inputs(self, layer: int) -> int:
         """Width of what a layer's attention projects: D, or twice that where a token and a state lie side by side."""
@@ -211,7 +230,7 @@ class ModelConfig:
 _LATER_FIELDS = (
     "units", "embed_scale", "activation", "norms", "wide_qk_norm", "query_scale", "attention_softcap", "logit_softcap",
     "local_rope", "experts", "attention_sinks", "out_bias", "features", "nope_layers", "query_growth", "residual_scale",
-    "logit_scale",
+    "logit_scale", "recurrent",
 )  # fmt: skip
 _LATER_ROPE_FIELDS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors", "partial")
 _LATER_EXPERTS_FIELDS = ("chosen_scores", "biases", "limit", "alpha")
@@ -291,7 +310,11 @@ def keep_layers(cfg: ModelConfig, kept: Iterable[int]) -> ModelConfig:
     kept = list(kept)
     sliding = tuple(cfg.sliding_layers[i] for i in kept) if cfg.sliding_layers else ()
     nope = tuple(cfg.nope_layers[i] for i in kept) if cfg.nope_layers else ()
-    experts = cfg.experts
+    experts, recurrent = cfg.experts, cfg.recurrent
     if experts is not None and experts.layers:
         experts = dataclasses.replace(experts, layers=tuple(experts.layers[i] for i in kept))
-    return dataclasses.replace(cfg, num_layers=len(kept), sliding_layers=sliding, nope_layers=nope, experts=experts)
+    if recurrent is not None:
+        recurrent = dataclasses.replace(recurrent, layers=tuple(recurrent.layers[i] for i in kept))
+    return dataclasses.replace(
+        cfg, num_layers=len(kept), sliding_layers=sliding, nope_layers=nope, experts=experts, recurrent=recurrent
+    )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.recurrent import RecurrentRows, begins_alike, block_start, commit_window, rows_shapes
 from jaxspec.pytree import pytree
 from pallas_kernels import registry
 from pallas_kernels.move_rows import move_rows
@@ -24,11 +25,13 @@ class KVCache:
       key: per layer that has attention `[K, S, H]`, rotary positions applied; `value` likewise. Where a device has KV
         heads of two kinds (`jaxspec/models/heads.py`), all layers of the first kind, then all of the second.
       length: int32 scalar, committed tokens.
+      recurrent: per recurrent layer its rows, see `jaxspec/models/recurrent.py`.
     """
 
     key: tuple[jax.Array, ...]
     value: tuple[jax.Array, ...]
     length: jax.Array
+    recurrent: tuple[RecurrentRows, ...] = ()
 
     @property
     def slots(self) -> int:
@@ -36,17 +39,45 @@ class KVCache:
         return self.key[0].shape[1]
 
 
-def init_cache(cfg: ModelConfig, kv_heads: int | tuple[int, ...], slots: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache of a shard with `slots` slots and `kv_heads` heads, one number for each kind of them."""
+def init_cache(
+    cfg: ModelConfig, kv_heads: int | tuple[int, ...], slots: int, dtype: jnp.dtype, recurrent_heads: int = 0
+) -> KVCache:
+    """An empty cache of a shard with `slots` slots and `kv_heads` heads, one number for each kind of them.
+
+    `recurrent_heads` are the shard's key heads of recurrent layers; 0 for all.
+    """
     kinds = (kv_heads,) if isinstance(kv_heads, int) else kv_heads
     shapes = [(heads, slots, cfg.head_dim) for heads in kinds for _ in cfg.attention_layers]
     key, value = (tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(2))
-    return KVCache(key, value, jnp.int32(0))
+    return KVCache(key, value, jnp.int32(0), init_recurrent(cfg, recurrent_heads))
+
+
+def init_recurrent(cfg: ModelConfig, heads: int) -> tuple[RecurrentRows, ...]:
+    """The rows of the recurrent layers of an empty cache, of so many key heads; 0 for all."""
+    if cfg.recurrent is None:
+        return ()
+    shapes = rows_shapes(cfg.recurrent, heads or cfg.recurrent.key_heads)
+    zeros = jax.tree.map(lambda shape: jnp.zeros(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return (zeros,) * len(cfg.recurrent_layers)
+
+
+def rewind_cache(cache: KVCache, length: jax.Array) -> KVCache:
+    """A cache of a longer text, cut to its first `length` tokens, of which `can_rewind` is true."""
+    return dataclasses.replace(cache, length=length)
+
+
+def can_rewind(cfg: ModelConfig, length: int, kept: int) -> bool:
+    """Whether a cache of `length` tokens still has what continues its first `kept` ones; for 0 there is no need."""
+    return cfg.recurrent is None or kept == 0 or begins_alike(length, kept)
 
 
 def commit_rows(cache: KVCache, count: jax.Array) -> KVCache:
     """Make the first `count` window rows part of the prefix; for a chain nothing moves."""
-    return dataclasses.replace(cache, length=cache.length + count)
+    rows = cache.recurrent
+    if rows:
+        with jax.named_scope("cache/fold"):
+            rows = commit_window(rows, cache.length, count, registry.current().takes_cpu_forms)
+    return dataclasses.replace(cache, length=cache.length + count, recurrent=rows)
 
 
 def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
@@ -70,17 +101,25 @@ def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = N
     source = cache.length + jnp.clip(slots, 0, cache.slots - 1 - cache.length)
 
     def move_all(carry: tuple) -> tuple:
-        key, value = carry[1:]
+        key, value = carry[1:3]
         moved = move_rows((*key, *value), source, cache.length)
-        return jnp.bool_(False), moved[: len(key)], moved[len(key) :]
+        return jnp.bool_(False), moved[: len(key)], moved[len(key) :], move_recurrent(carry[3])
+
+    def move_recurrent(layers: tuple[RecurrentRows, ...]) -> tuple[RecurrentRows, ...]:
+        rows, tree = jax.tree.flatten([layer.rows() for layer in layers])
+        if not rows:
+            return ()
+        start = cache.length - block_start(cache.length)
+        moved = move_rows(tuple(rows), start + jnp.clip(slots, 0, rows[0].shape[1] - 1 - start), start)
+        return tuple(map(RecurrentRows.with_rows, layers, jax.tree.unflatten(tree, moved)))
 
     with jax.named_scope("cache/permute"):
         displaced = (matters & (slots != places)).any()
-        carry = (displaced, cache.key, cache.value)
+        carry = (displaced, cache.key, cache.value, cache.recurrent)
         if registry.current().takes_cpu_forms:
             # A loop of at most one turn: a conditional would copy the caches.
-            _, key, value = jax.lax.while_loop(lambda carry: carry[0], move_all, carry)
+            _, key, value, rows = jax.lax.while_loop(lambda carry: carry[0], move_all, carry)
         else:
             # Moving a few rows costs less than a branch.
-            _, key, value = move_all(carry)
-        return dataclasses.replace(cache, key=key, value=value)
+            _, key, value, rows = move_all(carry)
+        return dataclasses.replace(cache, key=key, value=value, recurrent=rows)

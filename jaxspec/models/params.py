@@ -83,7 +83,7 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     def declare_out(leaf: str) -> Any:
         leaf_type = storage.type_of(leaf)
         shape, axes = (D, K, G, H), ("embed", "kv_heads", QUERY_ROWS, None)
-        if crosses_heads(cfg, leaf_type):
+        if crosses_heads(cfg, leaf_type, int(leaf.split(".")[1])):
             shape, axes = (D, 1, K * G * H), ("embed", "uncut", None)
         elif leaf_type in FORMATS:
             shape, axes = (D, K, G * H), ("embed", "kv_heads", QUERY_ROWS)
@@ -123,6 +123,29 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             layer["q_norm"] = layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
         return layer
 
+    def declare_recurrent(index: int) -> Params:
+        name, recurrent = f"layers.{index}", cfg.recurrent
+        assert recurrent is not None  # see `declare_layer`
+        heads, rows, by_head = recurrent.key_heads, recurrent.result_width, ("recurrent_heads", None, "embed")
+
+        def declare(leaf: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
+            return _declare_weight(f"{name}.{leaf}", storage.type_of(f"{name}.{leaf}"), shape, axes)
+
+        def numbers(*shape: int) -> ArrayInfo:
+            return ArrayInfo((heads, *shape), jnp.float32, ("recurrent_heads", *(None for _ in shape)))
+
+        shape, axes = (D, heads, rows), ("embed", "recurrent_heads", None)
+        if crosses_heads(cfg, storage.type_of(f"{name}.out"), index):
+            shape, axes = (D, 1, heads * rows), ("embed", "uncut", None)
+        layer = {"mix_in": declare("mix_in", (heads, recurrent.projected_width, D), by_head)}
+        layer |= {"out": declare("out", shape, axes), "conv": numbers(recurrent.input_width, recurrent.taps)}
+        if recurrent.kind == "delta":
+            layer["mix_gate"] = declare("mix_gate", (heads, rows, D), by_head)
+            layer["mix_rates"] = ArrayInfo((heads, 2 * recurrent.group, D), jnp.float32, by_head)
+            layer |= {"decay": numbers(recurrent.group), "decay_bias": numbers(recurrent.group)}
+            layer["mix_norm"] = ArrayInfo((recurrent.value_dim,), jnp.float32, (None,))
+        return layer
+
     def declare_mlp(index: int) -> Params:
         name, experts = f"layers.{index}", cfg.layer_experts(index)
         if experts is None:
@@ -151,7 +174,7 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
 
     def declare_layer(index: int) -> Params:
         layer: Params = {}
-        blocks = {"attn": declare_attention, "mlp": declare_mlp}
+        blocks = {"attn": declare_recurrent if cfg.is_recurrent(index) else declare_attention, "mlp": declare_mlp}
         for (block, declare_block), runs in zip(blocks.items(), cfg.layer_units(index), strict=True):
             if runs:
                 layer |= declare_input_norms(index, block)

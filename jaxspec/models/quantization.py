@@ -6,6 +6,7 @@ GGUF's blocks become numbers, and numbers blocks, on the host with the `gguf` pa
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -110,10 +111,17 @@ def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
         own |= {"embed": not cfg.shares_embedding, "head": cfg.has_own_head}
         top = tuple(leaf for leaf, is_own in own.items() if is_own)
     layers = [
-        itertools.compress((("qkv", "out"), mlp_weights(cfg, index)), cfg.layer_units(index))
+        itertools.compress((mixing_weights(cfg, index), mlp_weights(cfg, index)), cfg.layer_units(index))
         for index in range(cfg.num_layers)
     ]
     return top + tuple(f"layers.{index}.{name}" for index, own in enumerate(layers) for unit in own for name in unit)
+
+
+def mixing_weights(cfg: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Names of the weights of a layer's attention, or of the recurrent block in its place."""
+    if cfg.recurrent is None or not cfg.is_recurrent(layer):
+        return ("qkv", "out")
+    return ("mix_in", "mix_gate", "out") if cfg.recurrent.kind == "delta" else ("mix_in", "out")
 
 
 def mlp_weights(cfg: ModelConfig, layer: int) -> tuple[str, ...]:
@@ -135,7 +143,8 @@ def leaf_inputs(cfg: ModelConfig, leaf: str) -> int:
     experts = cfg.layer_experts(int(index))
     down = cfg.mlp_dim if experts is None else experts.dim
     shared = 0 if experts is None else experts.shared_dim
-    return {"out": cfg.num_heads * cfg.head_dim, "down": down, "shared_down": shared}.get(kind, cfg.embed_dim)
+    mixed = math.prod(mixed_heads(cfg, int(index)))
+    return {"out": mixed, "down": down, "shared_down": shared}.get(kind, cfg.embed_dim)
 
 
 def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:
@@ -158,8 +167,10 @@ def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:
         if leaf.endswith(".down"):
             return leaf_type
         block_format = FORMATS.get(leaf_type) if isinstance(leaf_type, str) else None
+        layer = int(leaf.split(".")[1])
         cut = splits and block_format is not None and cfg.head_dim % block_format.values != 0
-        return "float32" if cut or crosses_heads(cfg, leaf_type) else leaf_type
+        cut = cut and not cfg.is_recurrent(layer)
+        return "float32" if cut or crosses_heads(cfg, leaf_type, layer) else leaf_type
 
     return collect_storage({leaf: fit(leaf) for leaf in weight_leaves(cfg)}, storage.ordered)
 
@@ -177,10 +188,17 @@ def keep_blocks(storage: Storage, cfg: ModelConfig, dtype: str, formats: Collect
     return collect_storage({leaf: keep(leaf) for leaf in weight_leaves(cfg)}, storage.ordered)
 
 
-def crosses_heads(cfg: ModelConfig, leaf_type: LeafType) -> bool:
-    """Whether the query heads of one KV head do not fill a whole number of blocks of this type."""
+def mixed_heads(cfg: ModelConfig, layer: int) -> tuple[int, int]:
+    """KV heads of a layer, and the results of one's queries; those of a recurrent block's key heads."""
+    if cfg.recurrent is not None and cfg.is_recurrent(layer):
+        return cfg.recurrent.key_heads, cfg.recurrent.result_width
+    return cfg.num_kv_heads, cfg.group * cfg.head_dim
+
+
+def crosses_heads(cfg: ModelConfig, leaf_type: LeafType, layer: int) -> bool:
+    """Whether the results of one KV head (`mixed_heads`) do not fill a whole number of blocks of this type."""
     block_format = FORMATS.get(leaf_type) if isinstance(leaf_type, str) else None
-    return block_format is not None and cfg.group * cfg.head_dim % block_format.values != 0
+    return block_format is not None and mixed_heads(cfg, layer)[1] % block_format.values != 0
 
 
 def undo_order(values: np.ndarray, order: np.ndarray) -> np.ndarray:

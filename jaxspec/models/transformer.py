@@ -24,6 +24,8 @@ from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.mixture import Routed, mix_routed_rows, mix_rows, route_rows
 from jaxspec.models.params import Params
 from jaxspec.models.quantization import PARTS
+from jaxspec.models.recurrent import refuse_window
+from jaxspec.models.recurrent_layer import mix_rows_in_time
 from jaxspec.models.rope import RopeConfig, rope_frequencies
 from jaxspec.pytree import pytree
 from pallas_kernels import registry
@@ -112,7 +114,7 @@ def prefill_with_states(
     """
     position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
     x, written, states = run_layers(
-        params, cfg, token, position, cache, None, None, layers=layers, active_rows=chunk_rows(count)
+        params, cfg, token, position, cache, None, None, layers=layers, active_rows=chunk_rows(count), count=count
     )
     # Only a state after the last layer takes all of it.
     hidden = finish_rows(params, cfg, x) if NORMED in layers else x
@@ -247,11 +249,12 @@ def run_layers(
     params: Params, cfg: ModelConfig, token: jax.Array, position: jax.Array, cache: KVCache, window: Window | None,
     units: LayerSet | jax.Array | None, *, layers: tuple[int, ...] = (),
     enter: Callable[[jax.Array], tuple[jax.Array, jax.Array | None]] | None = None,
-    active_rows: jax.Array | None = None, keys_only: bool = False,
+    active_rows: jax.Array | None = None, keys_only: bool = False, count: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache, dict[int, jax.Array]]:  # fmt: skip
     """All layers; without a window the rows are a causal chunk, of which only the cache is wanted.
 
-    `active_rows` are those of such a chunk; a window has its own.
+    `active_rows` are those of such a chunk; a window has its own. `count` (int32 []) is the number of its tokens that
+    the caller commits, and that recurrent layers take.
     `layers` are those of `forward_with_states`; the last result has their states, but that of `NORMED`. `enter` makes
     the residual stream from the embedded tokens, and what the first layer's attention projects in its place, or None.
     With `keys_only` every layer projects that, as it is, and writes its keys and values; nothing else is computed.
@@ -265,10 +268,13 @@ def run_layers(
     if window is not None:
         windows = {cfg.window(index) for index in range(cfg.num_layers)}
         cut |= {sliding: window.cut(position, sliding) for sliding in windows if sliding is not None}
-    keys, values = list(cache.key), list(cache.value)
-    count = len(cfg.attention_layers)
+    keys, values, recurrent = list(cache.key), list(cache.value), list(cache.recurrent)
+    with_cache = len(cfg.attention_layers)
     # Of each layer, its arrays of the cache: one for each kind of KV head.
-    slot_of = {index: slice(place, None, count) for place, index in enumerate(cfg.attention_layers)}
+    slot_of = {index: slice(place, None, with_cache) for place, index in enumerate(cfg.attention_layers)}
+    place_of = {index: place for place, index in enumerate(cfg.recurrent_layers)}
+    if cfg.recurrent is not None:
+        refuse_window(cfg.recurrent, 0 if window is None else window.mask.shape[1])
     added = None
     for index, layer in enumerate(params["layers"]):
         if index in layers:
@@ -276,11 +282,13 @@ def run_layers(
             states[index] = x
         sliding, place = cfg.window(index), slot_of.get(index)
         key, value = ((), ()) if place is None else (tuple(keys[place]), tuple(values[place]))
+        if index in place_of:
+            key = (recurrent[place_of[index]],)
         x, added, key, value = _run_layer(
             layer, x, added, ropes[cfg.layer_rope(index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
             units[index] if isinstance(units, jax.Array) else None, joined if index == 0 or keys_only else None,
-            active_rows,
+            active_rows, count, recurrent=cfg.is_recurrent(index),
             runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.layer_units(index),
             cfg=cfg, experts=cfg.layer_experts(index), sliding=sliding,
             cache_only=keys_only or (window is None and index == cfg.num_layers - 1 and not wants_end),
@@ -288,27 +296,30 @@ def run_layers(
         )  # fmt: skip
         if place is not None:
             keys[place], values[place] = key, value
+        if index in place_of:
+            (recurrent[place_of[index]],) = key
     x = add_parts(x, added)
     states |= {cfg.num_layers: x} if cfg.num_layers in layers else {}
-    return x, dataclasses.replace(cache, key=tuple(keys), value=tuple(values)), states
+    cache = dataclasses.replace(cache, key=tuple(keys), value=tuple(values), recurrent=tuple(recurrent))
+    return x, cache, states
 
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the
 # operations ask the registry for: it is an argument so that no trace is used for another choice.
 @functools.partial(
-    jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "route_only", "kernels")
+    jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "route_only", "kernels", "recurrent")
 )
 def _run_layer(
     layer: Params, x, added, rope, key, value, length, position, window, units, joined=None, active_rows=None,
-    *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None, sliding, cache_only, kernels,
-    route_only=False,
+    count=None, *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None, sliding, cache_only,
+    kernels, route_only=False, recurrent=False,
 ):  # fmt: skip
     """One layer: the residual stream `x` and parts that it lacks yet, [P, T, D] or None, before and after; the cache.
 
     Only a kernel that adds and normalises at once is given parts, and leaves its own to the next layer.
     """
     active_rows = active_rows if window is None else window.active_rows
-    whole = all(runs) and units is None and joined is None and not cache_only
+    whole = all(runs) and units is None and joined is None and not cache_only and not recurrent
     fused = whole and experts is None and _takes_parts(layer, cfg, x)
     if fused and added is not None:
         x, joined = add_norm(x, added, layer["attn_norm"], cfg.norm_eps, _input_dtype(layer["qkv"]), active_rows)
@@ -330,6 +341,12 @@ def _run_layer(
         )  # fmt: skip
 
     def attend(x, key, value):
+        if recurrent:
+            with jax.named_scope("recurrent"):
+                heads, rows = mix_rows_in_time(
+                    layer, cfg, norm_input(layer, cfg, "attn_norm", x), key[0], length, window, active_rows, count
+                )
+                return heads, (rows,), value
         with jax.named_scope("attention"):
             kinds = split_slots(map_active_rows(project_rows, active_rows, x if joined is None else joined), cfg.group)
             if cfg.wide_qk_norm:

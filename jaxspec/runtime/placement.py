@@ -16,6 +16,7 @@ from jaxspec.models.heads import HeadLayout, head_layout
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params, declare_params, declare_shared
 from jaxspec.models.quantization import Storage, as_storage, parts_of
+from jaxspec.models.recurrent import rows_shapes
 from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.sharding import placed_shapes, round_up
@@ -111,6 +112,12 @@ class Placement:
         """KV heads of one shard by kind, padding included: those with all of their queries, and shared ones."""
         return self.heads.slots
 
+    @property
+    def local_recurrent_heads(self) -> int:
+        """Key heads of recurrent layers of one shard, padding included; 0 without such layers."""
+        heads, degree = 0 if self.cfg.recurrent is None else self.cfg.recurrent.key_heads, self.plan.tensor
+        return round_up(heads, degree) // degree
+
     def params(self) -> Params:
         """Padded, sharded shapes of the parameters as programs take them, those that the model shares included."""
         own, shared = self.own_params(), self.shared_params()
@@ -147,7 +154,13 @@ class Placement:
         degree, H = self.plan.tensor, self.cfg.head_dim
         kinds = [self.array((heads * degree, slots, H), self.kv_dtype, TENSOR_AXIS) for heads in self.local_kv_heads]
         layers = tuple(kind for kind in kinds for _ in self.cfg.attention_layers)
-        return KVCache(layers, layers, self.array((), jnp.int32))
+        recurrent = ()
+        if self.cfg.recurrent is not None:
+            shapes = rows_shapes(self.cfg.recurrent, self.local_recurrent_heads * degree)
+            split = lambda shape: self.array(shape, jnp.float32, TENSOR_AXIS)  # noqa: E731
+            rows = jax.tree.map(split, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+            recurrent = (rows,) * len(self.cfg.recurrent_layers)
+        return KVCache(layers, layers, self.array((), jnp.int32), recurrent)
 
     def shapes(self, tree: Any, specs: Any) -> Any:
         """Shapes of a pytree of arrays, split as the partition specs of another say."""

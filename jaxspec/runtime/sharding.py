@@ -42,6 +42,7 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "vocab": TENSOR_AXIS,
     "head_rows": TENSOR_AXIS,
     "kv_heads": TENSOR_AXIS,
+    "recurrent_heads": TENSOR_AXIS,
     "mlp": TENSOR_AXIS,
     "experts": None,
     "expert_mlp": TENSOR_AXIS,

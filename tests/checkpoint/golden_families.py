@@ -27,6 +27,7 @@ GOLDEN = {
     "gpt_oss": {},
     **{name: {} for name in ("olmo3", "seed_oss", "smollm3", "exaone4", "glm4", "granite", "granitemoehybrid")},
     "ministral3": {},
+    "lfm2": {},
 }
 TOKENS = np.random.default_rng(3).integers(0, 72, 24).tolist()
 

@@ -146,7 +146,7 @@ BAD_CONFIGS = {
     "family": (ConfigError, {"model_type": "gpt2"}, "model_type is 'gpt2'"),
     "latent attention": (ConfigError, {"model_type": "deepseek_v3"}, "is 'deepseek_v3'; its latent attention"),
     "recurrent": (ConfigError, {"model_type": "qwen3_5", "text_config": {}}, "is 'qwen3_5'; its recurrent layers"),
-    "convolutions": (ConfigError, {"model_type": "lfm2"}, "is 'lfm2'; its short convolutions need a cache"),
+    "convolutions": (ConfigError, {"model_type": "lfm2_moe"}, "is 'lfm2_moe'; its mixture of experts beside"),
     "two widths": (ConfigError, {"model_type": "gemma4"}, "is 'gemma4'; heads of two widths and layers"),
     "no text model": (CheckpointError, {"model_type": "mistral3"}, "lacks text_config with the model_type"),
     "latent text": (

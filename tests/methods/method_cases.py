@@ -157,6 +157,9 @@ def draft_config(family, geometry):
         case "layer":
             experts = cfg.experts and dataclasses.replace(cfg.experts, layers=cfg.experts.layers[:1])
             sliding, nope = cfg.sliding_layers[:1], cfg.nope_layers[:1]
+            if cfg.recurrent is not None:  # a layer of each kind
+                recurrent = dataclasses.replace(cfg.recurrent, layers=cfg.recurrent.layers[:2])
+                return dataclasses.replace(cfg, num_layers=2, recurrent=recurrent)
             return dataclasses.replace(cfg, num_layers=1, sliding_layers=sliding, nope_layers=nope, experts=experts)
         case "shared":
             layer = draft_config(family, "layer")
@@ -205,8 +208,9 @@ class EditedSource(RandomSource):
 
 def sharpen(tensors):
     """Logits of standard deviation 3 instead of 1: some tokens are probable, most are not."""
-    if "model.norm.weight" in tensors:  # EAGLE-1 has none
-        tensors["model.norm.weight"] *= 3
+    for name in ("model.norm.weight", "model.embedding_norm.weight"):  # EAGLE-1 has none
+        if name in tensors:
+            tensors[name] *= 3
 
 
 def drop_layers(tensors, first):

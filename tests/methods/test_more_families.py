@@ -23,12 +23,13 @@ METHODS = {
 }
 FAST = [
     *(("mixtral", "lookup"), ("mixtral", "chain"), ("qwen2-moe", "specexec")),
+    *(("lfm2", "chain"), ("lfm2", "specexec")),
     *(("gemma2", "chain"), ("olmo2", "specexec"), ("gpt-oss", "specexec"), ("exaone4", "specexec")),
 ]
 # Four devices, on which neither heads nor experts divide.
 WIDE = [
     *(("mixtral", "chain"), ("qwen2-moe", "chain"), ("gemma2", "chain"), ("olmo2", "chain"), ("gemma3", "specexec")),
-    *(("gpt-oss", "chain"), ("exaone4", "chain")),
+    *(("gpt-oss", "chain"), ("exaone4", "chain"), ("lfm2", "chain")),
 ]
 
 
@@ -66,7 +67,10 @@ def test_tokens_of_swiftspec(family):
         check(lambda p, d=draft, **s: tokens_of(swiftspec_cases.decode(case, p, 30, d, 3, **s)), family)
 
 
-@pytest.mark.parametrize("family", fast_part(MORE_FAMILIES, lambda family: family == "mixtral"))
+LAYERS_ALIKE = [family for family, cfg in MORE_FAMILIES.items() if cfg.recurrent is None]
+
+
+@pytest.mark.parametrize("family", fast_part(LAYERS_ALIKE, lambda family: family == "mixtral"))
 def test_tokens_of_swift(family):
     engine = engine_of(dataclasses.replace(EAGER), family)
     params = swift_cases.params_of(family)

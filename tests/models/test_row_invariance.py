@@ -70,7 +70,7 @@ def tree_logits(family, kernels, degree):
     cfg, rows, slots = target.cfg, 6, 256
 
     def run(params, tokens, active_rows):
-        cache = init_cache(cfg, target.local_kv_heads, slots, target.dtype)
+        cache = init_cache(cfg, target.local_kv_heads, slots, target.dtype, target.local_recurrent_heads)
         cache = prefill(params, cfg, tokens[:-rows], jnp.int32(tokens.shape[0] - rows), cache)
         position = cache.length + jnp.arange(rows)
         mask = jnp.tril(jnp.ones((rows, rows), bool))

@@ -91,7 +91,18 @@ DENSE = {
     "ministral3": (Ministral3, dict(head_dim=12, rope_parameters=MINISTRAL_ROPE)),
     "ministral3-sliding": (Ministral3, dict(head_dim=8, sliding_window=9, rope_parameters=MINISTRAL_ROPE)),
 }  # fmt: skip
-MODELS = DENSE | {
+Lfm2 = transformers.Lfm2Config
+# Layers with a recurrence between those with attention.
+HYBRID = {
+    "lfm2": (Lfm2, dict(
+        num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"], block_auto_adjust_ff_dim=False,
+    )),
+    "lfm2-adjusted": (Lfm2, dict(
+        num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"], conv_L_cache=4,
+        block_multiple_of=16,
+    )),
+}  # fmt: skip
+MODELS = DENSE | HYBRID | {
     "llama": (Llama, {}),
     "llama-one-group": (Llama, dict(num_attention_heads=4, num_key_value_heads=4, hidden_size=64, rms_norm_eps=1e-3)),
     "llama-one-kv-head": (Llama, dict(num_attention_heads=3, num_key_value_heads=1)),
@@ -225,7 +236,7 @@ def test_logits(name, tmp_path):
         assert relative_error(window_logits(params, cfg, tokens), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", fast_part(DENSE, lambda name: name in ("exaone4", "ministral3")))
+@pytest.mark.parametrize("name", fast_part(DENSE | HYBRID, lambda name: name in ("exaone4", "ministral3", *HYBRID)))
 def test_logits_of_300_tokens(name, tmp_path):
     """Prompts of 1 to 300 tokens, decoded one by one, and some of them prefilled in chunks."""
     model = make_model(name)

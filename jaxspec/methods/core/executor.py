@@ -64,6 +64,10 @@ class TargetExecutor(abc.ABC):
         """Begin with the `common` first tokens of another sequence, see `ModelSequence.resume`."""
         return self._sequence.resume(params, state, tokens, common)
 
+    def rewindable(self, state: SequenceState, kept: int) -> int:
+        """`kept`, or 0 where the cache of `state` has lost what continues so many tokens."""
+        return self._sequence.rewindable(state, kept)
+
     @abc.abstractmethod
     def verify(
         self, params: Params, state: SequenceState, draft: Any, request: Request, meanwhile: Meanwhile = None

@@ -124,7 +124,8 @@ class Runner(abc.ABC):
 
     def num_cached(self, state: Any, common: int, count: int) -> int:
         """How many of `common` tokens `resume` keeps, of a text with `count` tokens before its root."""
-        return fit_kept(common, count, self.executor.chunk_slots)
+        kept = fit_kept(common, count, self.executor.chunk_slots)
+        return self.executor.rewindable(getattr(state, "target", state), kept)
 
     def observe(self, state: Any, outputs: Sequence[StepOutput]) -> None:
         """Take in the rounds of one dispatch, which the host has read; those of one sequence come in order."""

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.models.feature_draft import fuse, prefill_draft
-from jaxspec.models.kv_cache import KVCache, init_cache
+from jaxspec.models.kv_cache import KVCache, can_rewind, init_cache, rewind_cache
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import prefill_with_states
 from jaxspec.models.vocab import VocabShard
@@ -98,14 +98,15 @@ class ModelSequence:
             return SequenceState(cache, history, root, jnp.int32(0), jnp.int32(0), seen)
 
         def create(root):
-            return begin(
-                init_cache(cfg, placement.local_kv_heads, slots, placement.kv_dtype), init_history(vocab), root
+            cache = init_cache(
+                cfg, placement.local_kv_heads, slots, placement.kv_dtype, placement.local_recurrent_heads
             )
+            return begin(cache, init_history(vocab), root)
 
         def rewind(state, token, length, root):
             history = init_history(vocab)
             history = update_history(history, token, jnp.arange(slots) < length, vocab, generated=False)
-            return begin(dataclasses.replace(state.cache, length=length), history, root)
+            return begin(rewind_cache(state.cache, length), history, root)
 
         row = placement.array((slots,), jnp.int32)
         self._create = Program(f"{role} create", create, plan, [scalar], self.state)
@@ -165,12 +166,19 @@ class ModelSequence:
         """Go back to what a sequence shares with int32 `tokens` `[n]`, the last of which is the new root.
 
         `state`, which is donated, is that of a sequence with the same first `common` tokens, maybe of a smaller cache.
-        A draft's cache may hold fewer of them. Waits for what runs on `state`. The second result is the number of
+        A draft's cache may hold fewer of them, and that of a model with recurrent layers what follows its last rows
+        only, else nothing is kept. Waits for what runs on `state`. The second result is the number of
         tokens that are kept; `prefill` takes the others.
         """
         state, count = self._fit(state), len(tokens) - 1
         kept = fit_kept(min(common, read_scalar(state.cache.length)), count, self.chunk_slots)
+        kept = self.rewindable(state, kept)
         return self.rewind(state, tokens[:kept], tokens[-1]), kept
+
+    def rewindable(self, state: SequenceState, kept: int) -> int:
+        """`kept`, or 0 where recurrent layers have folded what continues so many tokens; waits for them then."""
+        cfg = self.placement.cfg
+        return kept if cfg.recurrent is None or can_rewind(cfg, read_scalar(state.cache.length), kept) else 0
 
     def resume(
         self, params: Params, state: SequenceState, tokens: np.ndarray, common: int, states: PromptStates | None = None
@@ -226,7 +234,7 @@ class ModelSequence:
             tuple(map(move, *layers))
             for layers in ((new.cache.key, state.cache.key), (new.cache.value, state.cache.value))
         )
-        return dataclasses.replace(new, cache=KVCache(key, value, state.cache.length))
+        return dataclasses.replace(new, cache=KVCache(key, value, state.cache.length, state.cache.recurrent))
 
 
 def note_tokens(state: SequenceState, token: Array, count: Array, vocab: VocabShard) -> SequenceState:

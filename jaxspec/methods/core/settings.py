@@ -6,11 +6,13 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.config import LARGEST_INT, check_int
 from jaxspec.errors import ConfigError, JaxspecError, shown
 from jaxspec.methods.core.round import Models
+from jaxspec.models.recurrent import refuse_tree
 
 _LONGEST_LIST, _LARGEST_NUMBER = 1000, 2**63
 
@@ -18,6 +20,23 @@ _LONGEST_LIST, _LARGEST_NUMBER = 1000, 2**63
 def check_range(name: str, value: object, low: int, high: int) -> None:
     """Raise `ConfigError` unless the value is an integer between two limits, both allowed."""
     check_int(name, value, low, high)
+
+
+def check_recurrent(method: Any, models: Models) -> None:
+    """Raise `ConfigError` where a model with recurrent layers is asked for what such layers cannot do yet."""
+    for role, model in zip(("target", "draft"), models, strict=True):
+        if model is None or model.cfg.recurrent is None:
+            continue
+        asked = {
+            "offload": model.resident_layers is not None,
+            "several processes": jax.process_count() > 1,
+            "numerics 'exact'": model.plan.kernels.exact,
+            f"method {method.name!r}, which leaves out layers": method.own_layers,
+        }
+        for what, is_asked in asked.items():
+            if is_asked:
+                raise ConfigError(f"the {role} has recurrent layers, which {what} does not support yet")
+        refuse_tree(model.cfg.recurrent, method.num_rows if role == "target" else 0, method.max_path - 1)
 
 
 def check_flag(name: str, value: object) -> None:

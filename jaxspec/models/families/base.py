@@ -44,6 +44,10 @@ class Family:
     # Every how many layers one sees everything, in families whose other layers have a window of `default_window`; or 0.
     pattern: ClassVar[int] = 0
     default_window: ClassVar[int] = 4096
+    # What `layer_types` calls the layers with a recurrence in place of attention; None for families without any.
+    recurrent_type: ClassVar[str | None] = None
+    # The name of the final norm.
+    final_norm: ClassVar[str] = "model.norm"
     # Whether the MLP's gate and up projections are one tensor in a Hugging Face folder.
     fuses_gate_up: ClassVar[bool] = False
     # The part of each head that turns where `partial_rotary_factor` is absent; None where all of it must.
@@ -101,6 +105,10 @@ class Family:
             "sliding_window": window,
             "sliding_layers": layers,
         }
+
+    def read_mlp_dim(self, values: ConfigValues) -> int:
+        """F, which some families compute."""
+        return values.integer("intermediate_size")
 
     def read_rope(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """The rotary embedding in `config.json`, as fields of `ModelConfig`."""
@@ -169,7 +177,8 @@ class Family:
         """`ModelConfig.sliding_window` and `sliding_layers`; a list of layer types wins over a first layer."""
         window, layers = self.sliding_layers(values, num_layers)
         if (types := values.get("layer_types")) is not None:
-            known = isinstance(types, list) and set(map(str, types)) <= {_SLIDING, _FULL, "attention"}
+            names = {_SLIDING, _FULL, "attention", self.recurrent_type}
+            known = isinstance(types, list) and set(map(str, types)) <= names
             if not known or len(types) != num_layers:
                 values.refuse("layer_types", f"a list of {num_layers} of {_SLIDING!r} and {_FULL!r} is supported")
             listed = tuple(kind == _SLIDING for kind in types)

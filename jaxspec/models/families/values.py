@@ -69,6 +69,14 @@ class ConfigValues:
             return None if value is None else tuple(value)
         self.refuse(key, f"a positive number or {count} times true or false is needed", CheckpointError)
 
+    def listed(self, key: str, count: int) -> list[Any]:
+        """The values of `count` layers: a list of so many, or one of all."""
+        self._read.add(key)
+        value = self._values.get(key)
+        if isinstance(value, list) and len(value) != count:
+            self.refuse(key, f"a value for each of {count} layers is needed", CheckpointError)
+        return value if isinstance(value, list) else [value] * count
+
     def refuse(self, key: str, why: str, error: type[ValueError] = ConfigError) -> NoReturn:
         """Raise an error that names the key and its value."""
         text = repr(self._values.get(key))

@@ -1,0 +1,99 @@
+"""Models with recurrent layers: every method's tokens over many blocks and turns, rewinds, and what is refused."""
+
+import functools
+
+import pytest
+from marks import fast_part
+from method_cases import PROMPT, Case, draft_placement, models_of, params_of, run, tokens_of
+from test_prefix_reuse import answer
+from tiny_models import ALL_FAMILIES
+
+from jaxspec.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.methods.auto.settings import Auto
+from jaxspec.methods.autoregressive import Autoregressive
+from jaxspec.methods.chain import Chain
+from jaxspec.methods.core.round import Models
+from jaxspec.methods.lookup import PromptLookup
+from jaxspec.methods.specexec import SpecExec
+from jaxspec.methods.specinfer import SpecInfer
+from jaxspec.methods.swift.settings import Swift
+from jaxspec.methods.swiftspec.settings import SwiftSpec
+from jaxspec.models.recurrent import BLOCK
+from jaxspec.offload.plan import stream_layers
+
+HYBRIDS = [family for family, cfg in ALL_FAMILIES.items() if cfg.recurrent is not None]
+METHODS = {
+    "auto": Auto(), "lookup": PromptLookup(), "chain": Chain(5), "specexec": SpecExec(12, width=3),
+    "specinfer": SpecInfer((2, 2, 1)), "swiftspec": SwiftSpec(7, 4, depth=2, branch_free=False, adaptive=False),
+}  # fmt: skip
+CONTEXT = 6 * BLOCK
+
+
+@functools.cache
+def case_of(family, method, geometry="layer", degree=1):
+    made = Autoregressive() if method == "ar" else METHODS[method]
+    return Case(family, degree, "none" if method in ("ar", "lookup") else geometry, made)
+
+
+@functools.cache
+def engine_of(case):
+    engine = Engine(models_of(case), case.method, CONTEXT)
+    engine.prepare()
+    return engine
+
+
+@functools.cache
+def expected(family, count, sampled):
+    case = case_of(family, "ar")
+    return tokens_of(run(engine_of(case), params_of(case), PROMPT, count, 3, **sampled_by(sampled)))
+
+
+def sampled_by(sampled):
+    return {"temperature": 0.9} if sampled else {}
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    fast_part([(f, m) for f in HYBRIDS for m in METHODS], lambda _, method: method in ("chain", "swiftspec")),
+)
+def test_tokens_over_many_blocks(family, method):
+    case = case_of(family, method)
+    for draft in ("copy", "random"):
+        for sampled in (False, True)[: 1 + (case.method.exact == "tokens")]:
+            params = params_of(case, draft)
+            rounds = run(engine_of(case), params, PROMPT, 4 * BLOCK, 3, **sampled_by(sampled))
+            assert tokens_of(rounds) == expected(family, 4 * BLOCK, sampled)
+
+
+@pytest.mark.parametrize(("family", "method"), [(f, m) for f in HYBRIDS for m in ("ar", "chain")])
+def test_turns_go_on_where_they_can(family, method, monkeypatch):
+    """Texts that go on from others, or turn off within a block or before it: the tokens of empty caches."""
+    case = case_of(family, method)
+    engine, params = engine_of(case), params_of(case, "random")
+    monkeypatch.setattr(engine, "_idle", [])
+    text = [*PROMPT, *expected(family, 3 * BLOCK, False)]
+    turns = [text[:70], text[:90], [*text[:86], 1, 2], [*text[:50], 3], text[:100]]
+    monkeypatch.setattr(engine, "session_memory", 0)
+    cold = [tokens_of(answer(engine, params, turn, 8)[0]) for turn in turns]
+    monkeypatch.setattr(engine, "session_memory", 1)  # one text is kept, and taken by the next
+    cached = []
+    for turn, tokens in zip(turns, cold, strict=True):
+        rounds, kept = answer(engine, params, turn, 8)
+        assert tokens_of(rounds) == tokens
+        cached.append(kept)
+    # The second goes on from the first; the third turns off within the last block, the fourth before it.
+    assert cached[1] >= 69 and cached[2] == 0 or cached[2] >= 80
+    assert cached[3] == 0 and cached[0] == 0
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_what_recurrent_layers_cannot_do_yet_is_refused(family):
+    models = Models(models_of(case_of(family, "ar")).target)
+    with pytest.raises(ConfigError, match="the target has recurrent layers, which method 'swift', which leaves out"):
+        Engine(models, Swift(), CONTEXT)
+    with pytest.raises(ConfigError, match="the target has recurrent layers, which offload does not support yet"):
+        Engine(models._replace(target=stream_layers(models.target, 0)), Autoregressive(), CONTEXT)
+    large = models._replace(draft=draft_placement(family, 1, "layer"))
+    with pytest.raises(ConfigError, match="rows for drafted tokens, this method needs 2001: draft a smaller tree"):
+        Engine(large, SpecExec(2000), CONTEXT)
