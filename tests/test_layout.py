@@ -15,7 +15,7 @@ REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 BUDGETS = {
     "jaxspec": 36_500,
     "jaxspec/*.py": 3_200,
-    "jaxspec/methods": 6_830,
+    "jaxspec/methods": 6_880,
     "jaxspec/sampling jaxspec/tree": 1_470,
     "jaxspec/models": 4_290,
     "jaxspec/offload": 2_130,
