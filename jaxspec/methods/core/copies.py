@@ -49,10 +49,9 @@ def keep_answer(earlier: np.ndarray, answer: Sequence[int]) -> np.ndarray:
     added = np.array([*answer[-EARLIER_TOKENS + 1 :], -1], np.int32)
     if len(added) <= EARLIER_MATCH:
         return earlier
-    if len(added) <= len(earlier):
-        known = np.lib.stride_tricks.sliding_window_view(earlier, len(added))
-        if (known == added).all(axis=1).any():
-            return earlier
+    starts = np.flatnonzero(earlier[: max(0, len(earlier) - len(added) + 1)] == added[0])
+    if any(np.array_equal(earlier[start : start + len(added)], added) for start in starts):
+        return earlier
     return np.concatenate([earlier, added])[-EARLIER_TOKENS:]
 
 
