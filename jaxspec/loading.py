@@ -396,8 +396,9 @@ def _fit_features(weights: Weights, draft_weights: Weights) -> Weights:
         features = features.resolve(target.num_layers)
     except ConfigError as error:
         raise ConfigError(f"{draft_weights.path}: {error}") from error
-    # A block draft was trained on the embedding as its target scales it.
-    scale = target.embed_scale if features.kind == "block" else draft.embed_scale
+    # A block draft was trained on the embedding as its target scales it, unless it says otherwise.
+    scaled = features.kind == "block" and draft.embed_scale == 1
+    scale = target.embed_scale if scaled else draft.embed_scale
     config = dataclasses.replace(draft, features=features, embed_scale=scale)
     return dataclasses.replace(draft_weights, config=config)
 

@@ -13,22 +13,22 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 36_500,
+    "jaxspec": 37_150,
     "jaxspec/*.py": 3_200,
-    "jaxspec/methods": 6_880,
-    "jaxspec/sampling jaxspec/tree": 1_470,
-    "jaxspec/models": 4_290,
-    "jaxspec/offload": 2_130,
-    "jaxspec/checkpoint": 4_660,
+    "jaxspec/methods": 7_175,
+    "jaxspec/sampling jaxspec/tree": 1_490,
+    "jaxspec/models": 4_410,
+    "jaxspec/offload": 2_132,
+    "jaxspec/checkpoint": 4_790,
     "jaxspec/runtime": 2_290,
     "jaxspec/text": 2_216,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_150,
     "pallas_kernels": 6_150,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
-    "tools": 8_950,
-    "tests": 36_000,
+    "tools": 9_040,
+    "tests": 36_420,
 }
-MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 14}
+MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 
 
 def is_type_checking(node):

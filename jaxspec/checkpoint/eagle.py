@@ -43,13 +43,13 @@ _OURS = (
     "draft_vocab_size", "truncated_vocab_size", "target_hidden_size", "eagle_config", _LAYER_IDS, "fc_norm", "bias",
     "norm_before_residual", "norm_before_fc", "norm_output", "tie_word_embeddings", "auto_map", "sliding_window",
     "layer_types", "use_sliding_window", "max_window_layers", "target_model_type", "num_hidden_layers",
-    "num_aux_hidden_states", "parallel_drafting", *block_drafts.KEYS,
+    "num_aux_hidden_states", "parallel_drafting", "ptd_token_id", "pard_token", *block_drafts.KEYS,
 )  # fmt: skip
 
 # Drafts that have a `fc.weight`, too, and compute something else.
-_OTHER_DRAFTS = (
-    "DFlash2", "DSpark", "Domino", "DFlare", "TreeFlash", "PEagle", "ParallelEagle", "Medusa", "Hydra", "JetFlow",
-)  # fmt: skip
+_OTHER_DRAFTS = ("Domino", "DFlare", "TreeFlash", "Medusa", "Hydra", "JetFlow", "Muse")
+_TYPES = ("eagle3", "eagle", "peagle")
+_BLOCK_TYPES = ("dflash", "dspark")
 
 
 def is_feature_draft(path: Path) -> bool:
@@ -75,6 +75,8 @@ class FeatureDraftSource(HFSource):
     def _find_tensors(self) -> dict[str, TensorPlace]:
         found = _find_tensors(self.path)
         self._vocabulary = {name: found.pop(name) for name in (_OFFSETS, _MEMBERS) if name in found}
+        for name in block_drafts.UNUSED:
+            found.pop(name, None)
         renamed = {canonical_name(name): tensor for name, tensor in found.items()}
         if len(renamed) != len(found):
             raise CheckpointError(f"{self.path}: holds a tensor under two names")
@@ -140,14 +142,17 @@ def read_draft_config(
     """
     values = ConfigValues(path, raw)
     nested = "transformer_layer_config" in raw or "speculators_model_type" in raw
-    kind = values.get("speculators_model_type", "eagle3")
-    if kind not in (("dflash",) if nested and block_drafts.is_block_draft(tensors) else ("eagle3", "eagle")):
-        values.refuse("speculators_model_type", "drafts of type eagle3 and dflash are supported, each with its tensors")
-    others = _OTHER_DRAFTS if block_drafts.is_block_draft(tensors) else (*_OTHER_DRAFTS, "DFlash")
+    kind, is_block = values.get("speculators_model_type", "eagle3"), block_drafts.is_block_draft(tensors)
+    if kind not in (_BLOCK_TYPES if nested and is_block else _TYPES):
+        listed = ", ".join((*_TYPES, *_BLOCK_TYPES))
+        values.refuse("speculators_model_type", f"drafts of type {listed} are supported, each with its tensors")
+    others = _OTHER_DRAFTS if is_block else (*_OTHER_DRAFTS, "DFlash", "DSpark")
     if any(word in str(values.get("architectures")) for word in others):
-        values.refuse("architectures", "drafts of this architecture are not supported; EAGLE-1, EAGLE-3 and DFlash are")
-    if values.flag("parallel_drafting"):
-        values.refuse("parallel_drafting", "drafts that propose several tokens in a pass are not supported")
+        supported = "EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, JetSpec and DSpark are"
+        values.refuse("architectures", f"drafts of this architecture are not supported; {supported}")
+    is_parallel = not is_block and "mask_hidden" in tensors
+    if not is_parallel and (values.flag("parallel_drafting") or kind == "peagle"):
+        values.refuse("architectures", "a draft that proposes several tokens in a pass needs the tensor mask_hidden")
     layer = _layer_settings(values, raw, nested)
     layer_values = ConfigValues(path, layer)
     indices = {name.split(".")[2] for name in tensors if name.startswith("model.layers.")}
@@ -158,10 +163,13 @@ def read_draft_config(
         raise CheckpointError(f"{path}: num_hidden_layers is {asked}, but the files hold {num_layers} layers")
     plain = {key: value for key, value in layer.items() if key not in _OURS} | {"num_hidden_layers": num_layers}
     cfg = read_config(path, plain, max_layers=len(tensors), harmless=_HARMLESS)
-    if block_drafts.is_block_draft(tensors):
+    if is_block:
         features = block_drafts.read_block_features(values, cfg, tensors, nested)
+        cfg = dataclasses.replace(cfg, **block_drafts.read_scales(values))
     else:
         features = _read_features(values, cfg, tensors, nested)
+    if is_parallel:
+        features = dataclasses.replace(features, **block_drafts.read_parallel(values, cfg))
     own_embedding = EMBED in tensors
     if head_ids is not None and not features.own_head:
         raise CheckpointError(f"{path}: the files hold {_OFFSETS} and no {HEAD}")
@@ -173,8 +181,9 @@ def read_draft_config(
     if features.own_head and rows not in (None, held):
         raise CheckpointError(f"{path}: draft_vocab_size is {rows}, and the head has {held} rows")
     window, sliding = _read_window(layer_values, num_layers)
-    if features.kind == "block" and window is not None:
-        layer_values.refuse("layer_types", "a draft that fills a block in one pass has full attention")
+    if features.kind == "block" and nested and window is not None:
+        # Its rows see as far back as the root does, each by its own distance in the other layouts.
+        layer_values.refuse("layer_types", "sliding windows of blocks are not supported in the layout of speculators")
     return dataclasses.replace(
         cfg, features=features, head_ids=ids, shares_embedding=not own_embedding, tied=False, sliding_window=window,
         sliding_layers=sliding,

@@ -18,6 +18,7 @@ import numpy as np
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.families import FAMILIES
+from jaxspec.models.features import FeatureConfig
 from jaxspec.models.params import ArrayInfo, declare_leaves
 from jaxspec.models.quantization import PARTS, LeafType, Storage, collect_storage, leaf_inputs, weight_leaves
 from jaxspec.models.recurrent import RecurrentConfig
@@ -178,6 +179,8 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
     }  # fmt: skip
     if cfg.head_ids:
         beside["head"] = (HEAD, (len(cfg.head_ids), D))
+    if cfg.features is not None and cfg.features.block:
+        beside |= _block_tensors(cfg, cfg.features)
     for name, source in beside.items():
         if name in infos:
             add(name, source)
@@ -262,6 +265,28 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
                 add_swiglu(index, "shared_", ("mlp.shared_expert",), experts.shared_dim)
     # In the order of the declaration.
     return {name: made[name] for name in infos}
+
+
+def _block_tensors(cfg: ModelConfig, features: FeatureConfig) -> dict[str, tuple[str, Shape]]:
+    """Tensors that drafts have which fill a block in one pass, by leaf; as far as a kind of them has it."""
+    D, V, rank, rows = cfg.embed_dim, cfg.vocab_size, features.markov_rank, len(cfg.head_ids) or cfg.vocab_size
+    found = {
+        "mask_hidden": ("mask_hidden", (1, 1, features.states_dim)),
+        "markov_in": ("markov_head.markov_w1.weight", (V, rank)),
+        "markov_out": ("markov_head.markov_w2.weight", (rows, rank)),
+        "markov_gate": ("markov_head.gate_proj.weight", (rank, D + rank)),
+        "markov_gate_bias": ("markov_head.gate_proj.bias", (rank,)),
+        "selector_in": ("candidate_selector.predecessor_codebook", (V, features.selector_rank)),
+        "selector_out": ("candidate_selector.successor_codebook", (V, features.selector_rank)),
+        "selector_hidden": ("candidate_selector.hidden_projection.weight", (features.selector_rank, D)),
+    }
+    for index in range(cfg.num_layers if features.conv_taps else 0):
+        shapes = (2, features.conv_taps, D), (2 * features.conv_taps * (D // features.conv_group), D)
+        for block, part in (("attn", "attention_conv"), ("mlp", "mlp_conv")):
+            tensors = (f"model.layers.{index}.{part}.{name}" for name in ("base_kernel", "kernel_projection.weight"))
+            leaves = (f"layers.{index}.{block}_{name}" for name in ("conv", "conv_kernel"))
+            found |= dict(zip(leaves, zip(tensors, shapes, strict=True), strict=True))
+    return found
 
 
 def release_pages(file: np.memmap) -> None:

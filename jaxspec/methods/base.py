@@ -120,9 +120,10 @@ class Method(abc.ABC):
         if self.needs_draft:
             check_draft(self.name, models.draft is not None)
         features = None if models.draft is None else models.draft.cfg.features
-        if self.drafts and not self.takes_blocks and features is not None and features.kind == "block":
+        if self.drafts and not self.takes_blocks and features is not None and features.block:
             raise ConfigError(
-                f"method {self.name!r} cannot use a draft that fills a block in one pass: use 'chain' or 'specexec'"
+                f"method {self.name!r} cannot use a draft that fills a block in one pass: use 'auto', 'chain', "
+                "'specexec' or 'specinfer'"
             )
         if self.drafts and not self.own_devices:
             check_same_devices(self.name, models)

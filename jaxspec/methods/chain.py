@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
-from jaxspec.methods.core.drafter import Drafter, block_rows, is_block
+from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
 from jaxspec.methods.core.proposals import same_draw
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
@@ -63,29 +63,27 @@ class Chain(Method):
     def draft_rows(self) -> int:
         return 1
 
-    def check(self, models: Models) -> None:
-        super().check(models)
-        if self.rule == "rejection" and models.draft is not None and is_block(models.draft):
-            raise ConfigError("rule 'rejection' cannot use a draft that fills a block in one pass: use rule 'match'")
-
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft = models.draft
         assert draft is not None
         min_score = log_threshold("min_probability", self.min_probability)
-        slots = cache_slots(tokens, max(2 * self.num_rows, block_rows(draft)))
-        shape = SampledShape((1,) * self.num_draft_tokens)
+        places = min(self.num_draft_tokens, num_places(draft))
+        slots = cache_slots(tokens, max(2 * self.num_rows, block_rows(draft, self.max_path)))
+        # A block has no further places.
+        shape = SampledShape((1,) * (places or self.num_draft_tokens))
 
         def sampled(verified: Verified) -> Drafter:
             return SampledDrafter(draft, slots, shape, verified, replacement=True, min_score=min_score)
 
         def matched(verified: Verified) -> Drafter:
-            settings = TreeSettings(self.num_rows, depth=self.num_draft_tokens, min_score=min_score)
+            settings = TreeSettings(self.num_rows, depth=self.num_draft_tokens, min_score=min_score, places=places)
             propose = same_draw(draft.vocab, scored=min_score > -math.inf)
             return TreeDrafter(draft, slots, settings, verified, propose=propose)
 
         exact = self.rule == "match"
         return SpeculativeRunner(
-            models.target, tokens, matched if exact else sampled, max_path=self.max_path, num_rows=self.num_rows,
+            models.target, tokens, matched if exact else sampled, max_path=self.max_path,
+            num_rows=self.num_rows if exact else shape.rows,
             rule=match if exact else rejection(shape, replacement=True), dynamic_rows=self.min_probability > 0,
             draft=draft,
         )  # fmt: skip

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.methods.core.drafter import ModelDrafter, keep_states, run_draft, run_root
+from jaxspec.methods.core.block import fill_block, place_logits
+from jaxspec.methods.core.drafter import ModelDrafter, Root, feed_block, keep_states, run_draft, run_root, run_verified
 from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft, Rule
@@ -154,7 +155,18 @@ def draw_tree(
         reached = jnp.cumprod(known.astype(jnp.int32)).sum()
         with jax.named_scope("draft/commit"):
             sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, verified.path, reached))
-    root = run_root(params, cfg, sequence, verified, reached)
+    block, features = None, cfg.features
+    if features is not None and features.block:
+        token, masked = verified.tokens[verified.count - 1], None
+        if features.kind == "block":
+            sequence = feed_block(params, cfg, sequence, verified)
+        else:
+            masked, _, sequence = run_verified(params, cfg, sequence, verified, features.block - 1)
+        block, cache = fill_block(params, cfg, vocab, token, sequence.cache, levels, masked)
+        sequence = dataclasses.replace(sequence, cache=cache)
+        root = Root(token, block.hidden[:1], None, sequence, sequence.seen)
+    else:
+        root = run_root(params, cfg, sequence, verified, reached)
     sequence, produced, cache = root.sequence, root.produced, root.sequence.cache
     states = None if root.states is None else jnp.zeros((window, cfg.embed_dim)).at[0].set(root.states[0])
 
@@ -208,10 +220,19 @@ def draw_tree(
         score=jnp.zeros(shape.rows),
         draft_logprob=jnp.full((window, columns), -jnp.inf),
     )
-    growth = sample(empty, jnp.int32(0), vocab_logits(params, cfg, root.hidden), jnp.zeros((1, shape.rows), bool))
-    with jax.named_scope("draft/levels"):
-        start = (cache, states, growth, jnp.int32(1))
-        cache, _, growth, passes = jax.lax.while_loop(go_on, run_level, start)
+    if block is not None:
+        growth, passes = empty, jnp.int32(1)
+        for level, (start, size) in enumerate(zip(shape.level_starts[:-1], shape.level_sizes, strict=False)):
+            rows = slice(start, start + size)
+            on_path = jnp.array(padded[rows, : shape.rows]).at[:, 0].set(False)
+            logits = place_logits(params, cfg, vocab, block, level, growth.token[rows])
+            growth = sample(growth, jnp.int32(level), logits, on_path)
+    else:
+        first = vocab_logits(params, cfg, root.hidden)
+        growth = sample(empty, jnp.int32(0), first, jnp.zeros((1, shape.rows), bool))
+        with jax.named_scope("draft/levels"):
+            start = (cache, states, growth, jnp.int32(1))
+            cache, _, growth, passes = jax.lax.while_loop(go_on, run_level, start)
 
     rows = jnp.arange(shape.rows, dtype=jnp.int32)
     batch = Batch(

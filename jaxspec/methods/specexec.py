@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.drafter import Drafter, block_rows
+from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
 from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
@@ -106,9 +106,11 @@ class SpecExec(Method):
         propose = tree_proposals(self.ranking, draft.vocab, branch, loss=math.log(self.decay))
 
         settings = TreeSettings(
-            self.num_rows, width, branch, depth, min_score=log_threshold("min_probability", self.min_probability)
-        )
-        slots = cache_slots(tokens, max(settings.tree_rows + self.max_path, block_rows(draft)))
+            self.num_rows, width, branch, depth, min_score=log_threshold("min_probability", self.min_probability),
+            places=min(depth, num_places(draft)),
+        )  # fmt: skip
+        rows = block_rows(draft, self.max_path) or settings.tree_rows + self.max_path
+        slots = cache_slots(tokens, max(rows, self.max_path))
 
         def make_drafter(verified: Verified) -> Drafter:
             return TreeDrafter(draft, slots, settings, verified, propose=propose)

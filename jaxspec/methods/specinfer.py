@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
-from jaxspec.methods.core.drafter import Drafter
+from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
@@ -35,6 +35,7 @@ class SpecInfer(Method):
     name: ClassVar[str] = "specinfer"
     drafts: ClassVar[bool] = True
     needs_draft: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     def __post_init__(self):
         if isinstance(self.expansion, str) or not isinstance(self.expansion, Sequence) or not self.expansion:
@@ -71,11 +72,15 @@ class SpecInfer(Method):
     def check(self, models: Models) -> None:
         super().check(models)
         check_branch("expansion", self._shape.draws, models)
+        places = 0 if models.draft is None else num_places(models.draft)
+        if 0 < places < len(self.expansion):
+            raise ConfigError(f"expansion has {len(self.expansion)} levels, the draft fills {places} places")
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         draft, shape = models.draft, self._shape
         assert draft is not None
-        slots = cache_slots(tokens, shape.inner_rows + shape.width + self.max_path)
+        rows = max(shape.inner_rows + shape.width + self.max_path, block_rows(draft, self.max_path))
+        slots = cache_slots(tokens, rows)
 
         def make_drafter(verified: Verified) -> Drafter:
             return SampledDrafter(draft, slots, shape, verified, replacement=self.replacement, min_score=-float("inf"))

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import Window, chunk_rows, run_layers
+from jaxspec.models.transformer import Window, chunk_rows, look_up, run_layers
+from jaxspec.models.vocab import VocabShard
 from pallas_kernels.linear import as_matrix, linear
 from pallas_kernels.rms_norm import rms_norm
 
@@ -87,18 +88,44 @@ def prefill_draft(
 
 
 def forward_block(params: Params, cfg: ModelConfig, root: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-    """One pass of a block draft: what the head sees of the places after `root` (int32 []), float32 [B - 1, D].
+    """One pass of a block draft: what the head sees of its `places` after `root` (int32 []), float32 [places, D].
 
     The cache holds the states of every token before the root. Rows of the block stay in its window, to be overwritten.
     """
     features = cfg.features
     assert features is not None
     rows = jnp.arange(features.block, dtype=jnp.int32)
-    mask = jnp.ones((features.block, features.block), bool)
-    window = Window(jnp.tril(mask) if features.causal else mask, cache.length + rows, None, None)
+    every = jnp.ones((features.block, features.block), bool)
+    mask, sliding_mask = (jnp.tril(every) if causal else every for causal in (features.causal, features.sliding_causal))
+    window = Window(mask, cache.length + rows, None, None, sliding_mask)
     token = jnp.where(rows == 0, root, features.mask_token)
     x, cache, _ = run_layers(params, cfg, token, window.position, cache, window, None)
-    return rms_norm(x[1:], params["final_norm"], cfg.norm_eps), cache
+    return rms_norm(x[features.first_row :], params["final_norm"], cfg.norm_eps), cache
+
+
+def logits_after(
+    params: Params, cfg: ModelConfig, vocab: VocabShard, logits: jax.Array, hidden: jax.Array, token: jax.Array
+) -> jax.Array:
+    """Logits of a block's place after each of the tokens, int32 [w], that may stand before it: float32 [w, V_local].
+
+    `hidden`, float32 [1, D], is what the head sees of the place, and `logits`, float32 [1, V_local], what it makes of
+    it. DSpark adds a product of the token before; DFlash2 adds one to those of the likeliest tokens, and has no others.
+    """
+    features = cfg.features
+    assert features is not None
+    if features.markov_rank:
+        before, out = look_up(params["markov_in"], token), params["markov_out"]
+        if features.markov_gated:
+            joined = jnp.concatenate([jnp.broadcast_to(hidden, (len(token), hidden.shape[1])), before], axis=1)
+            before = before * jax.nn.sigmoid(linear(joined, params["markov_gate"]) + params["markov_gate_bias"])
+        return logits + linear(before, as_matrix(out, out.shape[0]))
+    if features.selector_rank:
+        best, likely = vocab.top_k(logits, features.selector_top)
+        before, after = look_up(params["selector_in"], token), look_up(params["selector_out"], likely[0])
+        product = jnp.sum((before * linear(hidden, params["selector_hidden"]))[:, None] * after[None], axis=-1)
+        every = jnp.full((len(token), logits.shape[1]), -jnp.inf)
+        return every.at[:, vocab.local(likely[0])].set(best + product, mode="drop")
+    return jnp.broadcast_to(logits, (len(token), logits.shape[1]))
 
 
 def _enter(

@@ -27,15 +27,21 @@ class FeatureConfig:
         residual stream. "eagle1": `fc` joins token and state to the residual stream, and a row's own state is what the
         head sees. "added": the state is added to the token's embedding, the layers are those of an ordinary decoder,
         and a row's own state is `fc_own` times what the head sees; a draft that is fed zeros is an ordinary draft.
-        "block": one pass fills `block` - 1 masked places after the root, see `feature_draft.forward_block`.
+        "block": one pass fills the masked places of a block after the root, see `feature_draft.forward_block`.
       own_head: whether the checkpoint has a head; else it is the target's.
       norm_before_residual: the normed state is the residual stream.
       norm_output: a row's own state is taken after the final norm.
       fc_norm: norms of the target's states before `fc`: one over all of them, or one for each.
       fc_bias: whether `fc` has a bias.
-      block: B, rows of a block draft's pass, the root's included; 0 for other kinds.
+      block: B, rows of a pass that proposes for several places, the root's included; 0 for a draft of one place. Of
+        kind "eagle3" (P-EAGLE) they follow the verified rows, and take `mask_hidden` as state.
+      first_row: row of a block that proposes the token after the root, 0 or 1.
       mask_token: token of the masked places of a block.
-      causal: whether a place of a block sees the earlier ones alone, else all.
+      causal: whether a place of a block sees the earlier ones alone, else all; `sliding_causal` says it of layers with
+        a sliding window.
+      markov_rank: r, of the correction by the token before (DSpark); 0 for none. `markov_gated`: it has a gate.
+      conv_taps: taps of the convolutions over a block's rows (DFlash2), with `conv_group` columns in a group; or 0.
+      selector_rank: r, of the choice among the `selector_top` likeliest tokens by the one before (DFlash2); or 0.
       target_layers: layers of the target that the draft was made for; 0 where that is not known.
     """
 
@@ -51,6 +57,14 @@ class FeatureConfig:
     mask_token: int = 0
     causal: bool = False
     target_layers: int = 0
+    first_row: int = 1
+    sliding_causal: bool = False
+    markov_rank: int = 0
+    markov_gated: bool = False
+    conv_taps: int = 0
+    conv_group: int = 0
+    selector_rank: int = 0
+    selector_top: int = 0
 
     def __post_init__(self):
         """Refuse what no draft can be fed."""
@@ -63,11 +77,26 @@ class FeatureConfig:
             raise ConfigError("an EAGLE-1 draft is fed the state after the final norm and has the target's head")
         if self.kind == "added" and (self.own_head or self.norm_before_residual or self.norm_output):
             raise ConfigError("a draft whose states are added to embeddings has its target's head and no such norms")
-
-        if (self.kind == "block") != (self.block != 0):
+        if (self.kind == "block" and not self.block) or (self.block and self.kind not in ("block", "eagle3")):
             raise ConfigError(f"a draft of kind {self.kind} has no block of {self.block} rows")
-        if self.kind == "block" and (self.block < 2 or self.mask_token < 0 or not self.layers):
-            raise ConfigError("a block draft has two rows or more, a mask token and named states")
+        if self.block and (self.block < 2 or self.mask_token < 0 or self.first_row not in (0, 1)):
+            raise ConfigError(
+                "a block draft has two rows or more, a mask token, and its first row proposes or the second"
+            )
+        if self.kind == "block" and not self.layers:
+            raise ConfigError("a block draft has named states")
+        if self.kind != "block" and (self.markov_rank or self.conv_taps or self.selector_rank):
+            raise ConfigError("only a block draft has a correction by the token before, and convolutions")
+
+    @property
+    def places(self) -> int:
+        """D: tokens of a path that one pass proposes; 0 for a draft that proposes one."""
+        return max(self.block - self.first_row, 0)
+
+    @property
+    def first_order(self) -> bool:
+        """Whether what a block proposes for a place depends on the token before it."""
+        return self.markov_rank > 0 or self.selector_rank > 0
 
     @property
     def num_states(self) -> int:

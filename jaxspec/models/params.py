@@ -180,6 +180,11 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
                 layer |= declare_input_norms(index, block)
                 layer |= declare_block(index)
                 layer |= {f"{block}_post_norm": norm} if cfg.norms != "pre" else {}
+                if features is not None and (taps := features.conv_taps):
+                    leaf, rows = f"{block}_conv_kernel", 2 * taps * (D // features.conv_group)
+                    kind = storage.type_of(f"layers.{index}.{leaf}")
+                    layer[f"{block}_conv"] = ArrayInfo((2, taps, D), jnp.float32, (None, None, None))
+                    layer[leaf] = _declare_weight(f"layers.{index}.{leaf}", kind, (rows, D), (None, "embed"))
         return layer
 
     params: Params = {"final_norm": norm, "layers": [declare_layer(index) for index in range(cfg.num_layers)]}
@@ -203,6 +208,20 @@ def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage)
         made["fc_own"] = _declare_weight("fc_own", storage.type_of("fc_own"), (D, D), (None, "embed"))
     if features.kind == "block":
         made["hidden_norm"] = ArrayInfo((D,), jnp.float32, (None,))
+    elif features.block:
+        made["mask_hidden"] = ArrayInfo((features.states_dim,), jnp.float32, (None,))
+    if rank := features.markov_rank:
+        rows, axis = (len(cfg.head_ids), "head_rows") if cfg.head_ids else (cfg.vocab_size, "vocab")
+        kinds = {leaf: storage.type_of(leaf) for leaf in ("markov_in", "markov_out")}
+        made["markov_in"] = _declare_weight("markov_in", kinds["markov_in"], (cfg.vocab_size, rank), ("vocab", None))
+        made["markov_out"] = _declare_weight("markov_out", kinds["markov_out"], (rows, rank), (axis, None))
+    if features.markov_gated:
+        made["markov_gate"] = ArrayInfo((rank, D + rank), jnp.float32, (None, None))
+        made["markov_gate_bias"] = ArrayInfo((rank,), jnp.float32, (None,))
+    if rank := features.selector_rank:
+        for leaf in ("selector_in", "selector_out"):
+            made[leaf] = _declare_weight(leaf, storage.type_of(leaf), (cfg.vocab_size, rank), ("vocab", None))
+        made["selector_hidden"] = ArrayInfo((rank, D), jnp.float32, (None, "embed"))
     if features.fc_bias:
         made["fc_bias"] = ArrayInfo((D,), jnp.float32, (None,))
     if features.fc_norm != "none":

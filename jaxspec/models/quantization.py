@@ -109,11 +109,15 @@ def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
     if cfg.features is not None:
         own = {"fc": True, "fc_own": cfg.features.kind == "added"}
         own |= {"embed": not cfg.shares_embedding, "head": cfg.has_own_head}
+        own |= {f"markov_{side}": cfg.features.markov_rank > 0 for side in ("in", "out")}
+        own |= {f"selector_{side}": cfg.features.selector_rank > 0 for side in ("in", "out")}
         top = tuple(leaf for leaf, is_own in own.items() if is_own)
     layers = [
         itertools.compress((mixing_weights(cfg, index), mlp_weights(cfg, index)), cfg.layer_units(index))
         for index in range(cfg.num_layers)
     ]
+    if cfg.features is not None and cfg.features.conv_taps:
+        layers = [(*own, ("attn_conv_kernel", "mlp_conv_kernel")) for own in layers]
     return top + tuple(f"layers.{index}.{name}" for index, own in enumerate(layers) for unit in own for name in unit)
 
 
@@ -135,6 +139,8 @@ def leaf_inputs(cfg: ModelConfig, leaf: str) -> int:
     """Inputs of a weight leaf, the values of one of its rows."""
     if leaf == "fc" and cfg.features is not None:
         return cfg.features.fusion_inputs(cfg.embed_dim)
+    if leaf.startswith(("markov_", "selector_")) and cfg.features is not None:
+        return cfg.features.markov_rank or cfg.features.selector_rank
     if not leaf.startswith("layers."):
         return cfg.embed_dim
     _, index, kind = leaf.split(".")

@@ -41,16 +41,21 @@ from pallas_kernels.tree_attention import tree_attention
 
 @pytree
 class Window:
-    """The tree window as a pass sees it: `mask` bool [T, W], `position` int32 [W]; see `forward`."""
+    """The tree window as a pass sees it: `mask` bool [T, W], `position` int32 [W]; see `forward`.
+
+    Layers with a sliding window have `sliding_mask`, where it is another one.
+    """
 
     mask: jax.Array
     position: jax.Array
     offset: jax.Array | None
     active_rows: jax.Array | None
+    sliding_mask: jax.Array | None = None
 
     def cut(self, row_position: jax.Array, sliding: int) -> "Window":
         """Hide positions outside a sliding window of `sliding` positions."""
-        return dataclasses.replace(self, mask=self.mask & (row_position[:, None] - self.position[None, :] < sliding))
+        mask = self.mask if self.sliding_mask is None else self.sliding_mask
+        return dataclasses.replace(self, mask=mask & (row_position[:, None] - self.position[None, :] < sliding))
 
 
 def forward(
@@ -155,8 +160,12 @@ def vocab_logits(
 
 
 def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D] float32
+    """Look tokens up in the embedding."""
+    return look_up(params["embed"], token)
+
+
+def look_up(table: Any, token: jax.Array) -> jax.Array:  # [V / shards, n], int32 [T] -> [T, n] float32
     """Look tokens up in a vocabulary-parallel table."""
-    table = params["embed"]
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
         return take_rows(table, token)
     local = token - jax.lax.axis_index(TENSOR_AXIS) * table.shape[0]
@@ -328,7 +337,8 @@ def _run_layer(
 
     def project_rows(active_rows, x):
         # What is joined to a token's state is normed already.
-        return project(layer, cfg, norm_input(layer, cfg, "attn_norm", x) if joined is None else x, active_rows)
+        normed = norm_input(layer, cfg, "attn_norm", x) if joined is None else x
+        return project(layer, cfg, normed if joined is not None else convolve(layer, "attn", normed), active_rows)
 
     def attend_each(qkv, key, value, sinks):
         cos, sin = rope
@@ -366,6 +376,8 @@ def _run_layer(
         result = _all_reduce(project_out(layer, heads, active_rows), layer["out"])
         if "out_bias" in layer:
             result = result + layer["out_bias"]
+        if "attn_conv" in layer:
+            result = convolve(layer, "attn", norm_input(layer, cfg, "attn_norm", x), result)
         return x + finish_block(layer, cfg, "attn_post_norm", result)
 
     def add_mlp(active_rows, x):
@@ -374,7 +386,10 @@ def _run_layer(
                 result = feed_forward(layer, cfg, x, active_rows)
             else:
                 result = mix_rows(layer, experts, norm_input(layer, cfg, "mlp_norm", x), active_rows)
-            return x + finish_block(layer, cfg, "mlp_post_norm", _all_reduce(result, layer["down"]))
+            result = _all_reduce(result, layer["down"])
+            if "mlp_conv" in layer:
+                result = convolve(layer, "mlp", norm_input(layer, cfg, "mlp_norm", x), result)
+            return x + finish_block(layer, cfg, "mlp_post_norm", result)
 
     def route(active_rows, x):
         with jax.named_scope("mlp"):
@@ -414,7 +429,7 @@ def _run_layer(
 
 def _takes_parts(layer: Params, cfg: ModelConfig, x: jax.Array) -> bool:
     """Whether both norms of a layer come right after sums of the residual stream, and a kernel does that at once."""
-    between = ("attn_post_norm", "mlp_post_norm", "out_bias", "gate_up_order")
+    between = ("attn_post_norm", "mlp_post_norm", "out_bias", "gate_up_order", "attn_conv")
     norms = "attn_norm" in layer and "mlp_norm" in layer and not any(leaf in layer for leaf in between)
     plain = cfg.activation == "silu" and cfg.residual_scale == 1
     return norms and plain and fuses_norm(x, layer["mlp_norm"])
@@ -555,6 +570,25 @@ def query_factors(cfg: ModelConfig, position: jax.Array) -> jax.Array:  # int32 
     return jnp.take(jnp.asarray(table, jnp.float32), position // step, mode="clip")[:, None, None, None]
 
 
+def convolve(layer: Params, name: str, normed: jax.Array, result: jax.Array | None = None) -> jax.Array:
+    """A sublayer's input of a block's rows, or its `result`, convolved over the rows; as it is without a kernel.
+
+    The kernel of a row, for either side, is the layer's own and a part for groups of columns that `normed`, float32
+    [T, D], says: the sublayer's input. Before the block's first row are zeros.
+    """
+    rows = normed if result is None else result
+    if f"{name}_conv" not in layer:
+        return rows
+    own, side = layer[f"{name}_conv"], 0 if result is None else 1
+    projection = layer[f"{name}_conv_kernel"]
+    (T, D), taps = rows.shape, own.shape[1]
+    said = linear(normed, as_matrix(projection, projection.shape[0])).reshape(T, 2, taps, -1)[:, side]
+    kernel = own[side] + jnp.repeat(said, D // said.shape[-1], axis=-1)  # [T, taps, D]
+    before = jnp.pad(rows, ((taps - 1, 0), (0, 0)))
+    shifted = jnp.stack([before[taps - 1 - back :][:T] for back in range(taps)], axis=1)
+    return jnp.sum(kernel * shifted, axis=1)
+
+
 def scale_queries(qkv: jax.Array, factor: float | jax.Array) -> jax.Array:  # [T, K, G + 2, H]
     """Queries times a factor, or one for each row."""
     return jnp.concatenate([qkv[:, :, :-2] * factor, qkv[:, :, -2:]], axis=2)
@@ -589,12 +623,13 @@ def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> 
 def feed_forward(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
     """Norm and gated MLP with the columns of this shard, [T, D] -> [T, D] float32; a partial sum over shards."""
     gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
-    if cfg.activation == "silu" and "mlp_norm" in layer and "gate_up_order" not in layer:
+    if cfg.activation == "silu" and "mlp_norm" in layer and not {"gate_up_order", "mlp_conv"} & layer.keys():
         dtype = row_dtype(layer["down"])
         hidden = norm_swiglu(x, layer["mlp_norm"], gate_up, cfg.norm_eps, active_rows, dtype)  # [T, F]
     else:
         gated = swiglu if cfg.activation == "silu" else geglu
-        hidden = gated(_order(layer, "gate_up", norm_input(layer, cfg, "mlp_norm", x)), gate_up, active_rows)
+        normed = convolve(layer, "mlp", norm_input(layer, cfg, "mlp_norm", x))
+        hidden = gated(_order(layer, "gate_up", normed), gate_up, active_rows)
     down = as_matrix(layer["down"], layer["down"].shape[0])
     return linear(_order(layer, "down", hidden), down, active_rows)
 

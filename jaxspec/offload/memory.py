@@ -75,6 +75,8 @@ def _work(models: Models, tokens: int, slots: int, rows: int, draft_rows: int) -
     # Of large batches the head scores a row when it is reached.
     scored = rows if rows <= LAZY_HEAD_ROWS else 1
     found = dict.fromkeys(target.plan.devices, max(passes, of_batch + _head_work(target, scored, CHOICE_ROWS)))
+    if draft is not None and draft.cfg.features is not None:
+        draft_rows = max(draft_rows, draft.cfg.features.block)
     if draft is not None and draft_rows:
         ranked = _head_work(draft, RANKED_ROWS * draft_rows, CHOICE_ROWS)
         own = max(layer_work(draft, max(chunk, draft_rows), slots), ranked)

@@ -3,6 +3,7 @@
 import functools
 import json
 
+import block_folders
 import pytest
 from eagle_folders import random_tensors, write_folder
 from make import tiny_config, write_hf
@@ -153,6 +154,13 @@ def test_a_draft_that_is_fed_hidden_states(fed_pair):
     """Also across to another process."""
     check(fed_pair, 2, 1, {"methods": [CHAIN, SPECINFER]})
     check(fed_pair, 2, 1, {"draft_process": 0, "methods": [SWIFTSPEC]})
+
+
+@pytest.mark.slow
+def test_a_draft_that_fills_a_block(fed_pair, tmp_path):
+    ids = {"target_layer_ids": [-1, 1], "num_target_layers": 3}
+    head = block_folders.write_deepspec(tmp_path / "dspark", block_folders.markov_tensors(), **ids)
+    check((fed_pair[0], str(head)), 2, 1, {"methods": [CHAIN, SPECEXEC, AUTO]})
 
 
 @pytest.mark.slow

@@ -195,6 +195,20 @@ def draft_config(family, geometry):
             made = draft_config(family, "fed block")
             features = dataclasses.replace(made.features, own_head=True, causal=True)
             return dataclasses.replace(made, shares_embedding=False, head_ids=HEAD_IDS, features=features)
+        case "fed dspark":  # the first row proposes, and the token before corrects what a place says
+            made = draft_config(family, "fed block own")
+            features = dataclasses.replace(made.features, first_row=0, markov_rank=8, markov_gated=True, causal=False)
+            return dataclasses.replace(made, features=features)
+        case "fed dflash2":  # convolutions, a choice among the likeliest tokens, sliding windows
+            made = draft_config(family, "fed block")
+            features = dataclasses.replace(
+                made.features, conv_taps=2, conv_group=16, selector_rank=8, selector_top=6, sliding_causal=True
+            )
+            return dataclasses.replace(made, features=features, sliding_window=16, sliding_layers=(True, False))
+        case "fed parallel":  # P-EAGLE
+            features = FeatureConfig(cfg.embed_dim, (1, 1, 2), block=4, first_row=0, mask_token=7)
+            made = dataclasses.replace(FED, num_layers=2, shares_embedding=True, head_ids=HEAD_IDS)
+            return dataclasses.replace(made, features=features)
     raise ValueError(geometry)
 
 

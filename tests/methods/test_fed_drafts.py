@@ -1,6 +1,7 @@
 """Feature drafts: the invariants of every draft, and what is kept between rounds."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from method_cases import (
     Case,
     EditedSource,
     Steps,
+    Untimed,
     case_id,
     check_counts,
     count_on,
@@ -28,6 +30,7 @@ from method_cases import (
     params_of,
     plain,
     run,
+    target_params,
     tokens_of,
 )
 from test_draft_cache import assert_prefix
@@ -35,8 +38,11 @@ from test_exact import exact_samplings
 from test_prefix_reuse import answer
 from tiny_models import FAMILIES, on_one_device
 
+from jaxspec.check.distribution import Draw, check_distribution
+from jaxspec.check.reference_decoder import ReferenceDecoder
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.checkpoint.shared_weights import share_embedding
+from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.auto.settings import Auto
@@ -64,8 +70,24 @@ BLOCKS = [
     Case("llama", 2, "fed block", Chain(4)),
     Case("qwen3", 1, "fed block", Chain(3, min_probability=0.05)),
     Case("llama", 2, "fed block own", SpecExec(6, branch=3)),
+    Case("llama", 1, "fed block", Auto(draft_cost=1e-3)),
+    Case("llama", 1, "fed dspark", SpecExec(9, branch=4)),
+    Case("llama", 4, "fed dspark", Auto(draft_cost=1e-3)),
+    Case("llama", 2, "fed dspark", Chain(7)),
+    Case("llama", 1, "fed block", Chain(3, "rejection")),
+    Case("llama", 2, "fed dspark", Chain(5, "rejection")),
+    Case("qwen3", 1, "fed dspark", SpecInfer((2, 2))),
+    Case("llama", 1, "fed dflash2", SpecExec(9, branch=3)),
+    Case("llama", 4, "fed dflash2", Chain(4)),
+    Case("mistral", 1, "fed dflash2", Auto(draft_cost=1e-3)),
 ]
-FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4, BLOCKS[0]]
+PARALLEL = [
+    Case("llama", 1, "fed parallel", SpecExec(9, branch=3)),
+    Case("llama", 4, "fed parallel", Chain(6)),
+    Case("llama", 1, "fed parallel", Auto(draft_cost=1e-3)),
+    Case("llama", 2, "fed parallel", Chain(3, "rejection")),
+]
+FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4, BLOCKS[0], BLOCKS[4], BLOCKS[5], PARALLEL[0]]
 CASES = [
     *FAST,
     FED_SPECEXEC,
@@ -79,8 +101,9 @@ CASES = [
     Case("qwen3", 1, "fed added", SpecInfer((2, 2))),
     Case("mistral", 1, "fed added", Chain(3)),
     Case("gemma2", 1, "fed", Chain(2)),
-    *BLOCKS[1:],
+    *(case for case in (*BLOCKS, *PARALLEL) if case not in FAST),
 ]
+LAW = {"temperature": 2.5, "presence_penalty": 0.4}
 KINDS = ("copy", "random", "adversarial", "constant", "broken")
 
 
@@ -145,12 +168,32 @@ def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
         prompt += [*tokens_of(warm), *PROMPT[turn : turn + 4]]
 
 
-@pytest.mark.parametrize(
-    "method", [SwiftSpec(), SpecInfer((2, 2)), Auto(), Chain(rule="rejection")], ids=lambda method: method.name
-)
-def test_methods_that_cannot_fill_blocks_say_what_can(method):
-    with pytest.raises(ConfigError, match="one pass: use "):
-        method.check(models_of(Case("llama", 1, "fed block", method)))
+@pytest.mark.parametrize("geometry", ["fed block", "fed dspark", "fed parallel"])
+def test_methods_that_cannot_fill_blocks_say_what_can(geometry):
+    with pytest.raises(ConfigError, match="one pass: use 'auto'"):
+        SwiftSpec().check(models_of(Case("llama", 1, geometry, SwiftSpec())))
+    with pytest.raises(ConfigError, match="7 levels, the draft fills [45] places"):
+        SpecInfer((1,) * 7).check(models_of(Case("llama", 1, geometry, SpecInfer((1,) * 7))))
+
+
+@pytest.mark.parametrize("case", [BLOCKS[9], PARALLEL[3]], ids=case_id)
+def test_the_law_of_rejection_is_that_of_the_target(case):
+    """q is a place's own law, or its row of the transitions, with penalties of the tokens drawn before it."""
+    target = Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32)
+    reference = ReferenceDecoder(target, target_params("llama"))
+    sampling = SamplingParams(4, **LAW)
+
+    @functools.cache
+    def scores(text):
+        row = list(reference.rows(text[: len(PROMPT)], text[len(PROMPT) :], sampling))[-1]
+        return row.log_probs
+
+    draws = []
+    for seed in range(500):
+        rounds = run(engine_of(case), params_of(case, "random"), PROMPT, 4, 1000 + seed, **LAW)
+        draws.append(Draw(tuple(tokens_of(rounds)), rounds[0].accepted))
+    result = check_distribution(scores, PROMPT, draws)
+    assert result.verdict == "equal" and result.after, result
 
 
 def good_params(wrong=(), heeds=0.0):
@@ -193,6 +236,39 @@ def test_a_good_draft_is_always_accepted(method):
         assert tokens_of(rounds) == count_on(prompt[-1], 40)
         # The root of a text of one token has no state before it: what follows it may be missed.
         assert [one.accepted for one in rounds[1:]] == [4] * (len(rounds) - 1)
+
+
+def good_block():
+    """A target that counts, and a DSpark head that counts too: by its correction of the token before."""
+    target, rng = counting(), np.random.default_rng(3)
+    config = draft_config("llama", "fed dspark")
+    features = dataclasses.replace(config.features, markov_rank=48, markov_gated=False)
+    config = dataclasses.replace(config, head_ids=(), features=features)
+
+    def edit(tensors):
+        codes = rng.normal(size=(VOCAB, 48)).astype(np.float32)
+        tensors["lm_head.weight"] *= 0
+        tensors["markov_head.markov_w1.weight"] = codes
+        tensors["markov_head.markov_w2.weight"] = np.roll(codes, 1, axis=0)
+
+    own = load_foreign(EditedSource(config, 0, edit), plan_mesh(1), FLOAT32)
+    return Placement(config, plan_mesh(1), FLOAT32), ModelParams(target, own)
+
+
+@pytest.mark.parametrize(
+    "method", [Chain(9), SpecExec(12, branch=2), Auto(draft_cost=0.01)], ids=lambda method: method.name
+)
+def test_a_good_block_is_always_accepted(method, monkeypatch):
+    monkeypatch.setattr("jaxspec.methods.auto.settings.RoundTimer", Untimed)
+    placement, params = good_block()
+    engine = Engine(Models(Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32), placement), method, 250)
+    engine.prepare()
+    for prompt in ([5, 6, 7], [42]):
+        rounds = run(engine, params, prompt, 90)
+        assert tokens_of(rounds) == count_on(prompt[-1], 90)
+        # Every place of every block, as soon as `auto` knows that it pays.
+        assert [one.accepted for one in rounds[-6:-1]] == [5] * 5
+        assert {one.draft_passes for one in rounds[-6:]} == {1}
 
 
 def test_what_a_draft_is_fed_is_what_the_reference_is_fed():

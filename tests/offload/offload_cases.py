@@ -69,6 +69,7 @@ CHECKPOINTS = {
     ),
     "fed": lambda folder: write_fed(folder / "fed"),
     "added": lambda folder: write_added(folder / "added"),
+    "block": lambda folder: write_added(folder / "block", BLOCK),
     "draft": lambda folder: write_hf(folder / "draft", tiny_config(num_layers=1), sharp(CONFIG, layers=1)),
 }  # fmt: skip
 
@@ -86,9 +87,17 @@ def write_fed(path):
     return path
 
 
-def write_added(path):
-    """A draft with states added to its embeddings, which also takes the one after the final norm; Q8_0."""
-    features = FeatureConfig(CONFIG.embed_dim, (1, NORMED), "added", own_head=False, fc_norm="each")
+ADDED = FeatureConfig(CONFIG.embed_dim, (1, NORMED), "added", own_head=False, fc_norm="each")
+BLOCK = FeatureConfig(
+    CONFIG.embed_dim, (0, LAYERS), "block", own_head=False, block=4, mask_token=5, first_row=0, markov_rank=32
+)  # fmt: skip
+
+
+def write_added(path, features=ADDED):
+    """A draft with states added to its embeddings, which also takes the one after the final norm; Q8_0.
+
+    With other `features`, such as those of a DSpark head, another one.
+    """
     cfg = dataclasses.replace(tiny_config(num_layers=1), tied=False, shares_embedding=True, features=features)
     rng = np.random.default_rng(4)
 

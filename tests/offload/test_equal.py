@@ -68,13 +68,16 @@ METHODS = {
     "fed specinfer": (SpecInfer((2, 2)), 1),
     "fed swiftspec": (SwiftSpec(7, depth=3), 1),
     "added chain": (Chain(3), 4),
+    "block chain": (Chain(4), 4),
+    "block specexec": (SpecExec(8, branch=3), 1),
+    "block auto": (Auto(draft_cost=0.01), 1),
 }
 
 
 @pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
 def test_methods(folder, name):
     method, degree = METHODS[name]
-    draft = name.split()[0] if name.startswith(("fed", "added")) else "draft"
+    draft = name.split()[0] if name.startswith(("fed", "added", "block")) else "draft"
     options = {"degree": degree, "draft": checkpoint(folder, draft) if method.drafts else None}
     expected = make_pair(checkpoint(folder, "q4_0"), method, **options)
     streamed = make_pair(checkpoint(folder, "q4_0"), method, offload="host", resident=1, **options)

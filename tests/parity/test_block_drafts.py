@@ -3,63 +3,51 @@
 import dataclasses
 import heapq
 import itertools
-import json
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from block_folders import (
+    DSPARK,
+    HD,
+    HEADS,
+    KV,
+    LAYERS,
+    MASK,
+    RANK,
+    SLIDING,
+    STATES,
+    TABLES,
+    THETA,
+    TOP,
+    B,
+    H,
+    V,
+    dflash2_tensors,
+    inner,
+    markov_tensors,
+    random_tensors,
+    write_deepspec,
+    write_dflash2,
+    write_folder,
+    write_speculators,
+)
+from safetensors.numpy import load_file
 from tiny_models import empty_cache, on_one_device
 
+from jaxspec.checkpoint.convert import convert
 from jaxspec.checkpoint.eagle import open_feature_draft
 from jaxspec.checkpoint.load import load_foreign, open_weights
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.feature_draft import forward_block, fuse, prefill_draft
+from jaxspec.methods.core.block import Block, make_table
+from jaxspec.methods.core.proposals import DraftModel
+from jaxspec.models.feature_draft import forward_block, fuse, logits_after, prefill_draft
+from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.tree.table import best_prefixes
-
-H, F, HEADS, KV, HD, V, B, LAYERS, STATES, MASK, THETA = 48, 40, 4, 2, 8, 101, 4, 2, 2, 97, 10_000.0
-CONFIG = {
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": H, "intermediate_size": F,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": HD, "num_hidden_layers": LAYERS,
-    "vocab_size": V, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": THETA,
-    "attention_bias": False, "num_target_layers": 6, "block_size": B, "tie_word_embeddings": False,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 4]}, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-
-def random_tensors(seed=0):
-    rng = np.random.default_rng(seed)
-
-    def weight(*shape):
-        return (rng.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)
-
-    def norm(width):
-        return (1 + rng.normal(size=width) / 4).astype(np.float32)
-
-    tensors = {"fc.weight": weight(H, STATES * H), "hidden_norm.weight": norm(H), "norm.weight": norm(H)}
-    for index in range(LAYERS):
-        shapes = {
-            "self_attn.q_proj": (HEADS * HD, H), "self_attn.k_proj": (KV * HD, H), "self_attn.v_proj": (KV * HD, H),
-            "self_attn.o_proj": (H, HEADS * HD), "mlp.gate_proj": (F, H), "mlp.up_proj": (F, H),
-            "mlp.down_proj": (H, F),
-        }  # fmt: skip
-        tensors |= {f"layers.{index}.{name}.weight": weight(*shape) for name, shape in shapes.items()}
-        widths = {"input_layernorm": H, "post_attention_layernorm": H, "self_attn.q_norm": HD, "self_attn.k_norm": HD}
-        tensors |= {f"layers.{index}.{name}.weight": norm(width) for name, width in widths.items()}
-    return tensors
-
-
-def write_folder(path, tensors, **changes):
-    path.mkdir(parents=True, exist_ok=True)
-    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, path / "model.safetensors")
-    return path
-
-
-def inner(**changes):
-    return {"dflash_config": CONFIG["dflash_config"] | changes}
+from jaxspec.tree.table import best_prefixes, num_prefixes, pick_distinct
 
 
 def normed(x, scale):
@@ -73,7 +61,20 @@ def rotate(x, position):  # [T, heads, HD]
     return x * cos + np.concatenate([-second, first], axis=-1) * sin
 
 
-def reference(tensors, embed, states, root, causal):
+def convolved(w, name, normed, rows, side):
+    """DFlash2's convolution over the rows of a block, entry by entry."""
+    own = w[f"{name}.base_kernel"]
+    taps = own.shape[1]
+    said = (normed @ w[f"{name}.kernel_projection.weight"].T).reshape(len(rows), 2, taps, -1)
+    out = np.zeros_like(rows)
+    for i in range(len(rows)):
+        for t in range(min(taps, i + 1)):
+            for c in range(H):
+                out[i, c] += (own[side, t, c] + said[i, side, t, c // (H // said.shape[-1])]) * rows[i - t, c]
+    return out
+
+
+def reference(tensors, embed, states, root, causal, first=1, window=None):
     """What the head sees of the places after a root whose text before it has `states`, [t, n * H]; float64."""
     w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     known = len(states)
@@ -82,9 +83,15 @@ def reference(tensors, embed, states, root, causal):
     mask = np.ones((B, known + B), bool)
     if causal:
         mask[:, known:] = np.tril(mask[:, known:])
+    if window is not None:
+        mask &= position[known:, None] - position[None] < window
     for index in range(LAYERS):
         layer = {n.split(".", 2)[2].removesuffix(".weight"): t for n, t in w.items() if n.startswith(f"layers.{index}")}
-        h = normed(x, layer["input_layernorm"])
+        named = {f"{n}.weight" if n.endswith("projection") else n: t for n, t in layer.items()}
+        convolves = "attention_conv.base_kernel" in layer
+        before = h = normed(x, layer["input_layernorm"])
+        if convolves:
+            h = convolved(named, "attention_conv", before, h, 0)
         both = np.concatenate([context, h])
         q = normed((h @ layer["self_attn.q_proj"].T).reshape(B, HEADS, HD), layer["self_attn.q_norm"])
         k = normed((both @ layer["self_attn.k_proj"].T).reshape(-1, KV, HD), layer["self_attn.k_norm"])
@@ -94,17 +101,34 @@ def reference(tensors, embed, states, root, causal):
         scores = np.where(mask[None], np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HD), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        x = x + np.einsum("hqk,khd->qhd", weights, v).reshape(B, -1) @ layer["self_attn.o_proj"].T
-        h = normed(x, layer["post_attention_layernorm"])
+        out = np.einsum("hqk,khd->qhd", weights, v).reshape(B, -1) @ layer["self_attn.o_proj"].T
+        x = x + (convolved(named, "attention_conv", before, out, 1) if convolves else out)
+        before = h = normed(x, layer["post_attention_layernorm"])
+        if convolves:
+            h = convolved(named, "mlp_conv", before, h, 0)
         gate, up = h @ layer["mlp.gate_proj"].T, h @ layer["mlp.up_proj"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj"].T
-    return normed(x, w["norm.weight"])[1:]
+        out = (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj"].T
+        x = x + (convolved(named, "mlp_conv", before, out, 1) if convolves else out)
+    return normed(x, w["norm.weight"])[first:]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_places_equal_those_of_numpy_in_chunks_and_over_rounds(causal, tmp_path):
-    tensors, rng = random_tensors(), np.random.default_rng(1)
-    source = open_feature_draft(write_folder(tmp_path, tensors, **inner(causal_head=causal)))
+# Layouts of folders: how each is written, whether its block is causal, the first row that proposes, its window.
+FOLDERS = {
+    "dflash": (lambda path: write_folder(path, random_tensors(), **inner(causal_head=False)), False, 1, None),
+    "jetspec": (lambda path: write_folder(path, random_tensors(), **inner(causal_head=True)), True, 1, None),
+    "sliding": (lambda path: write_folder(path, random_tensors(), **SLIDING), True, 1, 6),
+    "sliding, all": (lambda path: write_folder(path, random_tensors(), is_causal=False, **SLIDING), False, 1, 6),
+    "deepspec": (lambda path: write_deepspec(path, markov_tensors()), False, 0, None),
+    "dflash2": (lambda path: write_dflash2(path, dflash2_tensors(), is_causal=False, **SLIDING), False, 1, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", FOLDERS)
+def test_places_equal_those_of_numpy_in_chunks_and_over_rounds(layout, tmp_path):
+    write, causal, first, window = FOLDERS[layout]
+    rng = np.random.default_rng(1)
+    source = open_feature_draft(write(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
     cfg = source.config
     embed = rng.normal(size=(V, H)).astype(np.float32)
     params = load_foreign(source, plan_mesh(1), "float32") | {"embed": jnp.asarray(embed)}
@@ -126,7 +150,47 @@ def test_places_equal_those_of_numpy_in_chunks_and_over_rounds(causal, tmp_path)
         hidden, cache, length = go_on(params, chunk, np.int32(count), np.int32(root), cache)
         known += count
         assert int(length) == known
-        np.testing.assert_allclose(hidden, reference(tensors, embed, states[:known], root, causal), atol=2e-5)
+        expected = reference(tensors, embed, states[:known], root, causal, first, window)
+        np.testing.assert_allclose(hidden, expected, atol=2e-5, rtol=1e-5)
+
+
+def after(tensors, kind, logits, hidden, token):
+    """Logits of one place after a token, [V]; float64."""
+    w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    if kind == "dflash2":
+        best = np.argsort(-logits, kind="stable")[:TOP]
+        out = np.full(V, -np.inf)
+        said = w["candidate_selector.hidden_projection.weight"] @ hidden
+        for b in best:
+            product = w["candidate_selector.predecessor_codebook"][token] * said
+            out[b] = logits[b] + (product * w["candidate_selector.successor_codebook"][b]).sum()
+        return out
+    before = w["markov_head.markov_w1.weight"][token]
+    if kind == "gated":
+        gate = w["markov_head.gate_proj.weight"] @ np.concatenate([hidden, before]) + w["markov_head.gate_proj.bias"]
+        before = before / (1 + np.exp(-gate))
+    return logits + w["markov_head.markov_w2.weight"] @ before
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "dflash2"])
+def test_logits_after_a_token_are_those_of_the_published_heads(kind, tmp_path):
+    rng = np.random.default_rng(7)
+    if kind == "dflash2":
+        folder = write_dflash2(tmp_path, dflash2_tensors())
+    else:
+        folder = write_deepspec(tmp_path, markov_tensors(kind), markov_head_type=kind)
+    source, tensors = open_feature_draft(folder), load_file(folder / "model.safetensors")
+    params = load_foreign(source, plan_mesh(1), "float32")
+    vocab, hidden, token = VocabShard(V, V), rng.normal(size=(1, H)), np.array([3, 50, 3, 100])
+    logits = rng.normal(size=(1, V)) * 3
+
+    @on_one_device
+    def found(params, logits, hidden, token):
+        return logits_after(params, source.config, vocab, logits, hidden, token)
+
+    made = found(params, logits.astype(np.float32), hidden.astype(np.float32), token.astype(np.int32))
+    for row, before in zip(np.asarray(made), token, strict=True):
+        np.testing.assert_allclose(row, after(tensors, kind, logits[0], hidden[0], before), atol=2e-5, rtol=1e-5)
 
 
 def test_settings_are_read_in_both_places_and_ids_leave_layers(tmp_path):
@@ -147,16 +211,48 @@ def test_settings_are_read_in_both_places_and_ids_leave_layers(tmp_path):
     assert unknown.features.resolve(7).layers == (2, 5)
 
 
-def write_speculators(path, tensors, **changes):
-    own = {"block_size", "dflash_config", "num_target_layers", "architectures", "torch_dtype"}
-    config = {
-        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "speculators_version": "0.5.0",
-        "transformer_layer_config": {key: value for key, value in CONFIG.items() if key not in own},
-        "block_size": B, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [2, 5], "draft_vocab_size": 67,
-    } | changes  # fmt: skip
-    write_folder(path, tensors)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "dflash2"])
+@pytest.mark.parametrize("branch", [1, 4])
+def test_a_table_of_first_order_is_the_walk_over_its_places(branch, kind, tmp_path):
+    rng, places, root = np.random.default_rng(9), 4, 17
+    if kind == "dflash2":
+        folder = write_dflash2(tmp_path, dflash2_tensors())
+    else:
+        folder = write_deepspec(tmp_path, markov_tensors(kind), markov_head_type=kind)
+    source, tensors = open_feature_draft(folder), load_file(folder / "model.safetensors")
+    params = load_foreign(source, plan_mesh(1), "float32")
+    placement: Any = SimpleNamespace(cfg=source.config, vocab=VocabShard(V, V))
+    hidden = rng.normal(size=(places, H)).astype(np.float32)
+    logits = (rng.normal(size=(places, V)) * 3).astype(np.float32)
+    nothing: Any = None
+
+    def propose(logits, paths, request, position):
+        best, token = jax.lax.top_k(jax.nn.log_softmax(logits), branch)
+        return token.astype(jnp.int32), best
+
+    @on_one_device
+    def table(params, hidden, logits):
+        model = DraftModel(params, placement, propose, nothing)
+        return make_table(model, Block(hidden, logits), jnp.int32(root), nothing, jnp.int32(0))
+
+    token, logprob = map(np.asarray, table(params, hidden, logits))
+    before, reach = [root], np.zeros(1)
+    for place in range(places):
+        rows = []
+        for one in before:
+            row = after(tensors, kind, logits[place].astype(np.float64), hidden[place].astype(np.float64), one)
+            rows.append(row - np.log(np.exp(row - row.max()).sum()) - row.max())
+        best = [sorted(row)[-branch] for row in rows]
+        for p, row in enumerate(rows):
+            for c, one in enumerate(token[place]):
+                if logprob[place, p, c] > -np.inf:
+                    np.testing.assert_allclose(logprob[place, p, c], row[one], atol=1e-4)
+                else:  # none of this parent's likeliest ones
+                    assert row[one] <= best[p] + 1e-4
+        # The likeliest continuation of the best prefix is there, and it is first where there is one candidate.
+        scores = np.array([r + row for r, row in zip(reach, rows, strict=True)]).max(axis=0)
+        assert token[place][0] == np.argmax(scores)
+        before, reach = token[place].tolist(), scores[token[place]]
 
 
 def test_the_layout_of_speculators_is_the_same_draft_with_its_own_tables(tmp_path):
@@ -173,15 +269,59 @@ def test_the_layout_of_speculators_is_the_same_draft_with_its_own_tables(tmp_pat
     params = load_foreign(source, plan_mesh(1), "float32")
     np.testing.assert_array_equal(params["embed"], tables["embed_tokens.weight"])
     np.testing.assert_array_equal(params["head"], tables["lm_head.weight"])
-    with pytest.raises(CheckpointError, match="first row proposes"):
-        open_weights(write_speculators(tmp_path / "anchor", tensors | tables, sample_from_anchor=True))
+    anchor = open_weights(write_speculators(tmp_path / "anchor", tensors | tables, sample_from_anchor=True)).config
+    assert (anchor.features.first_row, anchor.features.places) == (0, B)
+
+
+def test_dspark_is_the_same_draft_in_three_layouts(tmp_path):
+    tensors = markov_tensors()
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence")}
+    deepspec = open_weights(write_deepspec(tmp_path / "deepspec", tensors)).config
+    forge = inner(projector_type="dspark", **DSPARK) | {"architectures": ["DSparkDraftModel"]}
+    spec_forge = open_weights(write_folder(tmp_path / "forge", plain, **forge)).config
+    path = write_speculators(
+        tmp_path / "speculators", tensors | TABLES, speculators_model_type="dspark", draft_vocab_size=V,
+        architectures=["DSparkSpeculator"], **DSPARK,
+    )  # fmt: skip
+    speculators = open_weights(path).config
+    first = deepspec.features
+    assert (first.block, first.places, first.markov_rank, first.markov_gated) == (B, B, RANK, True)
+    assert first.layers == spec_forge.features.layers == speculators.features.layers == (2, 5)
+    assert dataclasses.replace(spec_forge.features, own_head=True) == first
+    assert dataclasses.replace(speculators.features, target_layers=6) == first
+    embedding = open_weights(write_deepspec(tmp_path / "embedding", tensors, target_layer_ids=[-1, 4])).config
+    assert embedding.features.layers == (0, 5)
+    later = dict(speculators_model_type="dspark", draft_vocab_size=V, sample_from_anchor=False, **DSPARK)
+    shifted = open_weights(write_speculators(tmp_path / "later", tensors | TABLES, **later)).config
+    assert shifted.features.places == B - 1
+
+
+def test_scales_of_dflash2_are_its_own(tmp_path):
+    own = {"input_embedding_scale": 2.5, "output_multiplier": 0.5, "final_logit_softcapping": 30.0}
+    made = inner(conv_kernel_size=2, conv_group_size=16, selector_rank=RANK, selector_top_k=TOP, **own)
+    cfg = open_weights(write_dflash2(tmp_path, dflash2_tensors(), **made)).config
+    assert (cfg.embed_scale, cfg.logit_scale, cfg.logit_softcap) == (2.5, 0.5, 30.0)
+
+
+@pytest.mark.parametrize("write", [write_deepspec, write_dflash2])
+def test_a_native_checkpoint_keeps_a_head_of_first_order(write, tmp_path):
+    folder = write(tmp_path / "own", markov_tensors() if write is write_deepspec else dflash2_tensors())
+    convert(folder, tmp_path / "native")
+    kept = open_weights(tmp_path / "native").config
+    assert dataclasses.replace(kept, shares_embedding=False) == dataclasses.replace(
+        open_weights(folder).config, shares_embedding=False
+    )
 
 
 REFUSED = {
-    "DSpark": ({"architectures": ["Qwen3DSparkModel"]}, "this architecture"),
-    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "this architecture"),
-    "another": ({"architectures": ["LlamaForCausalLMEagle3"]}, "DFlashDraftModel is supported"),
-    "speculators": ({"speculators_model_type": "dspark"}, "speculators_model_type"),
+    "no head": ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 8}, "missing"),
+    "recurrent": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "markov_head_type": "rnn"}, "'rnn'; 'vanilla' and",
+    ),
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "conv_group_size"),
+    "Domino": ({"architectures": ["DominoDraftModel"]}, "this architecture"),
+    "another": ({"architectures": ["LlamaForCausalLMEagle3"]}, "DFlashDraftModel, .* are supported"),
+    "speculators": ({"speculators_model_type": "muse"}, "speculators_model_type"),
     "no layers": ({"speculators_model_type": "dflash"}, "transformer_layer_config"),
     "projector": (inner(projector_type="domino"), "projector_type 'domino'"),
     "selector": (inner(selector_rank=256), "'selector_rank' is not supported"),
@@ -190,9 +330,8 @@ REFUSED = {
     "mask": (inner(mask_token_id=V), "mask token 101"),
     "states": (inner(target_layer_ids=[1, 2, 4]), "3 states"),
     "causality": (inner(causal=True, causal_head=False), "contradict"),
-    "sliding": (
-        {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention"] * LAYERS},
-        "full attention",
+    "convolutions": (
+        inner(dspark_backbone_conv_enabled=True) | {"architectures": ["DSparkDraftModel"]}, "backbone_conv",
     ),
 }  # fmt: skip
 
@@ -231,7 +370,13 @@ def test_the_tree_of_a_table_is_that_of_a_heap(ties):
         logprob = -rng.integers(0, 3, (depths, branch)) if ties else np.log(rng.random((depths, branch)))
         logprob = -np.sort(-logprob.astype(np.float32))
         token = np.arange(depths * branch, dtype=np.int32).reshape(depths, branch)
-        made = best_prefixes(jnp.asarray(token), jnp.asarray(logprob), count)
+        made, _ = best_prefixes(jnp.asarray(token), jnp.asarray(logprob), count)
+        assert made.score.shape == (num_prefixes(depths, branch, count),)
+        # A table of transitions with equal rows says the same.
+        rows = jnp.broadcast_to(jnp.asarray(logprob)[:, None], (depths, branch, branch))
+        same, _ = best_prefixes(jnp.asarray(token), rows, count)
+        for one, other in zip(jax.tree.leaves(same), jax.tree.leaves(made), strict=True):
+            np.testing.assert_array_equal(one, other)
         score, parent = np.asarray(made.score), np.asarray(made.parent)
         assert (parent < np.arange(len(parent))).all()
 
@@ -247,3 +392,38 @@ def test_the_tree_of_a_table_is_that_of_a_heap(ties):
             assert {ranks_of(i) for i in best} == {ranks for _, ranks in expected}
         if branch == 1:
             np.testing.assert_allclose(np.sort(score)[::-1], np.cumsum(logprob[:, 0])[: len(score)], atol=1e-5)
+
+
+def walk_all(first, table, token, count):
+    """The best prefixes of a table of transitions, by scoring all paths."""
+    found = []
+    for depth in range(1, len(token) + 1):
+        for ranks in itertools.product(range(token.shape[1]), repeat=depth):
+            steps = [table[d, ranks[d - 1], ranks[d]] for d in range(1, depth)]
+            found.append((first[ranks[0]] + sum(steps), ranks))
+    return sorted(found, reverse=True)[:count]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_tree_of_transitions_is_that_of_all_paths(ties):
+    rng = np.random.default_rng(8)
+    for depths, branch, count in itertools.product((1, 4), (1, 3), (4, 16)):
+        shape = (depths, branch, branch)
+        logprob = (-rng.integers(0, 3, shape) if ties else np.log(rng.random(shape))).astype(np.float32)
+        token = np.arange(depths * branch, dtype=np.int32).reshape(depths, branch)
+        made, _ = best_prefixes(jnp.asarray(token), jnp.asarray(logprob), count)
+        score = np.asarray(made.score)
+        best = np.argsort(-score, kind="stable")[:count]
+        expected = walk_all(logprob[0, 0], logprob, token, count)
+        np.testing.assert_allclose(score[best][: len(expected)], [s for s, _ in expected], atol=1e-5)
+        if not ties:
+            chosen = {(int(made.token[i]), int(made.depth[i])) for i in best}
+            assert chosen == {(int(token[len(r) - 1, r[-1]]), len(r)) for _, r in expected}
+
+
+def test_each_token_is_picked_once_by_its_best_score():
+    token = jnp.array([5, 9, 5, 7, 9, 5], jnp.int32)
+    score = jnp.array([-3.0, -1.0, -0.5, -4.0, -1.0, -0.5])
+    picked, best = pick_distinct(token, score, 4)
+    assert picked[:3].tolist() == [5, 9, 7]
+    np.testing.assert_array_equal(best, np.array([-0.5, -1.0, -4.0, -np.inf], np.float32))

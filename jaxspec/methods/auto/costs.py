@@ -35,6 +35,8 @@ MOST_SAMPLES, ENOUGH_S = 6, 0.5
 CONTEXT = 256
 # Children of a node that the draft model proposes.
 BRANCH = 2
+# Tokens of each place of a block: below one that was accepted, further ones hardly ever are.
+PLACE_BRANCH = 4
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 

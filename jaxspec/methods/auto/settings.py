@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxspec.errors import ConfigError
-from jaxspec.methods.auto.costs import BRANCH, MeasuringRunner
+from jaxspec.methods.auto.costs import BRANCH, PLACE_BRANCH, MeasuringRunner
 from jaxspec.methods.auto.profiles import RoundTimes, find_costs, load_costs, weigh_devices
 from jaxspec.methods.base import NO_STORE, DeviceChoice, Method, Store
 from jaxspec.methods.core.copies import CopySettings
@@ -24,7 +24,7 @@ from jaxspec.methods.core.cost_model import (
     stream_growth,
     tree_passes,
 )
-from jaxspec.methods.core.drafter import Drafter
+from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
 from jaxspec.methods.core.proposals import tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
@@ -61,7 +61,8 @@ class Auto(Method):
 
     Attributes:
       num_draft_tokens: most tokens of a target pass, the root not counted.
-      length: most tokens drafted by the model in a row, at most `num_draft_tokens`; None is 8, or that.
+      length: most tokens drafted by the model in a row, at most `num_draft_tokens`; None is 8, or that. A draft that
+        fills a block proposes for all its places.
       ngram: see `PromptLookup`.
       candidates: see `PromptLookup`.
       draft_cost: time of a draft pass over that of a target pass of one row; 0 takes what was measured on this machine,
@@ -82,6 +83,7 @@ class Auto(Method):
 
     name: ClassVar[str] = "auto"
     drafts: ClassVar[bool] = True
+    takes_blocks: ClassVar[bool] = True
 
     def __post_init__(self):
         check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
@@ -129,18 +131,25 @@ class Auto(Method):
         source = "given" if len(used) == len(given) else f"given, rest {rest}" if used else rest
         cost = figures.get("draft_cost", 0.0 if draft is None else relative_draft_cost(target, draft))
         passes = pass_costs(target, self.num_rows, figures.get("pass_cost", ()))
-        return CostModel(passes, cost, figures.get("round_cost", ROUND_COST), source)
+        one_pass = draft is not None and num_places(draft) > 0
+        return CostModel(passes, cost, figures.get("round_cost", ROUND_COST), one_pass, source)
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         length, (target, draft) = self.length, models
         assert length is not None
         copies = CopySettings(self.ngram, self.candidates, self.num_draft_tokens)
-        settings = TreeSettings(self.num_rows, branch=BRANCH, depth=length, copies=copies, weighs=True)
-        propose = None if draft is None else tree_proposals("noise", draft.vocab, BRANCH)
+        # A block proposes for all its places, which costs no more.
+        places = 0 if draft is None else min(num_places(draft), self.num_draft_tokens)
+        branch = min(PLACE_BRANCH, draft.num_tokens) if draft is not None and places else BRANCH
+        settings = TreeSettings(
+            self.num_rows, branch=branch, depth=length, copies=copies, weighs=True, places=places
+        )  # fmt: skip
+        propose = None if draft is None else tree_proposals("noise", draft.vocab, branch)
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
         profile = None if given else find_costs(store.cache_folder, models, self.num_rows)
         times = previous.times if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
-        slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows)), self.costs(models, times)
+        rows = 0 if draft is None else block_rows(draft, self.max_path)
+        slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows, rows)), self.costs(models, times)
 
         def make_drafter(verified: Verified) -> Drafter:
             return TreeDrafter(draft or target, slots, settings, verified, propose=propose, costs=costs)
@@ -148,7 +157,7 @@ class Auto(Method):
         timer = previous.timer if isinstance(previous, SpeculativeRunner) else None
         return MeasuringRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True,
-            timer=timer or RoundTimer(), profile=profile, times=times, length=length if draft is not None else 0,
+            timer=timer or RoundTimer(), profile=profile, times=times, length=0 if draft is None else places or length,
             weigh=lambda times: self.costs(models, times), draft=draft,
         )  # fmt: skip
 
@@ -165,6 +174,7 @@ def stream_speeds(models: Models, ratio: float, expert_share: float) -> dict[int
     def speed(budget: int) -> float:
         passes, width = pass_costs(target, budget + 1)[-1], SpecExec(budget).draft_rows
         drafting = tree_passes(budget, width) * draft_cost * pass_costs(draft, width)[-1]
+        drafting = draft_cost if num_places(draft) else drafting
         reading = ratio * stream_growth(target, budget + 1, expert_share)
         return float(USUAL_RATES[budget] * plain / (max(reading, passes) + drafting))
 

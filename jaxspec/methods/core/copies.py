@@ -81,6 +81,17 @@ class Nodes:
     weight: Array  # float32 [N], how much each counts; 0 where there is none
 
 
+def no_nodes(count: int) -> Nodes:
+    """Room for so many nodes, of which none is there."""
+    zeros = jnp.zeros(count, jnp.int32)
+    return Nodes(zeros.astype(jnp.uint32), zeros.astype(jnp.uint32), zeros, zeros, jnp.zeros(count))
+
+
+def concatenate(first: Nodes, second: Nodes) -> Nodes:
+    """All nodes of both."""
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+
+
 def path_terms(token: Array, depth: Array) -> Array:
     """Terms of path hashes, uint32: a node's hash is the sum over its path, root excluded.
 

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,13 @@ FORGETTING = 0.98
 
 # Kinds: first choices, other choices, both again where a copy agrees; then copies, and contradicted copies.
 OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PRIOR_COPY)
-KINDS = COPIES + 2 * CONTRADICTED
+# Then places of a block, see `place_kind`: what became of their tokens over what their other kind promised.
+PLACES = COPIES + 2 * CONTRADICTED
+DEPTHS, RANKS = 8, 3
+KINDS = PLACES + 2 * DEPTHS * RANKS
+# That ratio before anything is known, below a choice that is not the first: marginals go on as if that one were right.
+BESIDE = 0.3
+SUREST = 0.99
 
 
 @pytree
@@ -88,6 +94,7 @@ class CostModel:
     passes: np.ndarray  # float64 [bs], of target passes of 1, 2, ... rows
     draft: float = 0.0  # of a draft pass of one row; 0 without a draft
     round: float = ROUND_COST  # what a round costs apart from its passes
+    one_pass: bool = False  # whether a draft pass proposes all tokens of a round; it has more rows then
     # The origin of the figures: "built in", "measured", "given", or two of them.
     source: str = "built in"
 
@@ -104,7 +111,8 @@ class CostModel:
     def pays(self, rate: float, length: int) -> bool:
         """Whether a chain of up to `length` tokens, each accepted with a chance of `rate`, gains on plain decoding."""
         tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
-        gain = (1 + np.cumsum(rate**tokens)) / (self.rounds[tokens] + self.draft * tokens)
+        passes = np.ones_like(tokens) if self.one_pass else tokens
+        gain = (1 + np.cumsum(rate**tokens)) / (self.rounds[tokens] + self.draft * passes)
         return bool(gain.max(initial=0.0) > 1 / self.rounds[0])
 
     def place(self, placement: Placement) -> PlacedCosts:
@@ -134,6 +142,42 @@ def best_count(scores: Array, costs: Array) -> tuple[Array, Array]:
     gain = 1 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.exp(best))])
     count = jnp.argmax(gain / costs[: gain.shape[0]]).astype(jnp.int32)
     return count, gain[count]
+
+
+class Prospect(NamedTuple):
+    """Whether a draft model is asked."""
+
+    wanted: Array  # bool [], it is: because that pays, or to see whether it does now
+    pays: Array  # bool []
+    retry: Array  # bool []
+    num_copied: Array  # int32 [], copied tokens that pay without it
+
+
+def weigh_prospect(
+    copied: Array, chain: Array, drafting: Array, costs: PlacedCosts, idle: Array, patience: Array
+) -> Prospect:
+    """Weigh a draft that was not made yet against copies alone.
+
+    Args:
+      copied: float32 [N], scores of copied tokens.
+      chain: float32 [L], the chance that the first 1, 2, ... tokens of a chain of the model are all accepted.
+      drafting: float32 [L], what these take apart from their round.
+      costs: of rounds.
+      idle: int32 [], tokens since the model was asked; after `patience` it is asked though it seems not to pay.
+    """
+    last = costs.rounds.shape[0] - 1
+    num_copied, copy_gain = best_count(copied, costs.rounds)
+    first_copy = jnp.exp(copied.max())
+    # A chain of the model brings what the copies do not have.
+    length = jnp.arange(1, chain.shape[0] + 1)
+    gain = copy_gain + jnp.cumsum(chain) * (1 - first_copy)
+    spent = costs.rounds[jnp.minimum(num_copied + length, last)] + drafting
+    pays = jnp.max(gain / spent) > copy_gain / costs.rounds[num_copied]
+    # A draft that would not pay if all its tokens were accepted is never tried.
+    best = (1 + length) / (costs.rounds[jnp.minimum(length, last)] + drafting)
+    hopeful = best.max() > 1 / costs.rounds[0]
+    retry = ~pays & (num_copied == 0) & (idle >= patience) & hopeful
+    return Prospect(pays | retry, pays, retry, num_copied)
 
 
 def keep_best(candidates: Candidates, costs: Array) -> tuple[Candidates, Array, Array]:
@@ -182,8 +226,9 @@ def weight_form(target: Placement) -> str:
 
 
 def relative_draft_cost(target: Placement, draft: Placement) -> float:
-    """A draft pass of one row over a target pass, by the bytes of weights that each reads."""
-    return _bytes_read(draft) / _bytes_read(target) + FIXED_DRAFT_COST
+    """A draft pass over a target pass, by the bytes of weights that each reads; of one row, or of a block's rows."""
+    rows = 1 if draft.cfg.features is None else max(1, draft.cfg.features.block)
+    return _bytes_read(draft) / _bytes_read(target) * float(pass_costs(draft, rows)[-1]) + FIXED_DRAFT_COST
 
 
 def relative_set_cost(target: Placement, layers: LayerSet) -> float:
@@ -292,21 +337,24 @@ class AcceptanceStats:
         `tried`, float32 or bool [n], is how much each counts that the verified text could confirm or refute.
         """
         tried = tried.astype(jnp.float32)
-        copied = kind >= COPIES
+        copied, placed = (kind >= COPIES) & (kind < PLACES), kind >= PLACES
 
         def kept(own: Array) -> Array:
             return FORGETTING ** ((accepted & own).sum() + ((tried > 0) & own).any())
 
         # What becomes of copies makes nothing older that is known of the draft.
-        weight = jnp.where(jnp.arange(KINDS) < COPIES, kept(~copied), kept(copied))
+        every = jnp.arange(KINDS)
+        weight = jnp.where(every < COPIES, kept(~copied & ~placed), kept(copied))
+        weight = jnp.where(every < PLACES, weight, kept(placed))
         return AcceptanceStats(
             tried=(self.tried * weight).at[kind].add(tried),
             accepted=(self.accepted * weight).at[kind].add(accepted.astype(jnp.float32)),
         )
 
     def rates(self) -> Array:
-        """Estimated chance that a token of each kind is accepted, once the walk comes to it; float32 [KINDS]."""
-        rates = (self.accepted + PRIOR_WEIGHT * jnp.array(_priors())) / (self.tried + PRIOR_WEIGHT)
+        """Estimated chance that a token of each kind is accepted, once the walk comes to it; float32 [PLACES]."""
+        tried, accepted = self.tried[:PLACES], self.accepted[:PLACES]
+        rates = (accepted + PRIOR_WEIGHT * jnp.array(_priors())) / (tried + PRIOR_WEIGHT)
         model, copies = jnp.split(jnp.minimum(rates, 1.0), [COPIES])
         # A longer match is never worth less.
         return jnp.concatenate([model, jax.lax.cummax(copies.reshape(2, -1), axis=1).reshape(-1)])
@@ -314,6 +362,14 @@ class AcceptanceStats:
     def rate(self, kind: Array) -> Array:
         """`rates` of some kinds, of their shape."""
         return self.rates()[kind]
+
+    def place_ratios(self, beside: float) -> Array:
+        """Tokens of a block that were accepted over those that were expected to be, float32 [KINDS - PLACES].
+
+        `beside` is believed of those below a choice that is not the first, before anything is known.
+        """
+        prior = np.tile(np.repeat([1.0, beside], RANKS), DEPTHS).astype(np.float32)
+        return (self.accepted[PLACES:] + PRIOR_WEIGHT * prior) / (self.tried[PLACES:] + PRIOR_WEIGHT)
 
     def mean_rate(self) -> Array:
         """Estimated chance of a first choice whose probability is not known yet, float32 []."""
@@ -335,3 +391,8 @@ def class_of(logprob: Array) -> Array:
 def copy_kind(length: Array) -> Array:
     """The kind of a copy after a match of so many tokens, int32, of any shape."""
     return COPIES + jnp.minimum(length, CONTRADICTED - 1)
+
+
+def place_kind(depth: int, beside: Array, rank: Array) -> Array:
+    """The kind of a block's token by its depth, whether it lies below a choice that is not the first, and its rank."""
+    return PLACES + (2 * (min(depth, DEPTHS) - 1) + beside.astype(jnp.int32)) * RANKS + jnp.minimum(rank, RANKS - 1)

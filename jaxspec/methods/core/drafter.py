@@ -18,7 +18,7 @@ from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.feature_draft import forward_block, forward_draft, fuse, prefill_draft
+from jaxspec.models.feature_draft import forward_draft, fuse, prefill_draft
 from jaxspec.models.kv_cache import KVCache, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward, vocab_logits
@@ -31,8 +31,6 @@ from jaxspec.sampling.processors import History, history_shapes
 from jaxspec.sampling.request import Request, request_shapes
 from jaxspec.tree.grow import add_rows, pick_leaves, picked_mask, plant
 from jaxspec.tree.reroot import pending_tokens
-from jaxspec.tree.select import Candidates
-from jaxspec.tree.table import best_prefixes
 from jaxspec.tree.tree import Tree
 
 # How a drafter makes a batch, for one shard: (parameters of the draft, state, what the last round verified, history,
@@ -218,25 +216,32 @@ def run_root(params: Params, cfg: ModelConfig, sequence: SequenceState, verified
 
 
 def run_verified(
-    params: Params, cfg: ModelConfig, sequence: SequenceState, verified: Verified
+    params: Params, cfg: ModelConfig, sequence: SequenceState, verified: Verified, masked: int = 0
 ) -> tuple[Array, Array, SequenceState]:
-    """Run everything that was verified through a feature draft, see `run_root`.
+    """Run everything that was verified through a feature draft, see `run_root`, and `masked` rows of P-EAGLE after it.
 
-    Returns what the head sees of the root and the root's own state, float32 [1, D] each, and the sequence.
+    Returns what the head sees of the root and of these rows, float32 [1 + masked, D], the root's own state, float32
+    [1, D], and the sequence.
     """
     # The root of the round before lies in the window, with true states.
     known = jnp.maximum(sequence.seen - 1, 0) - sequence.cache.length
     cache: KVCache = commit_rows(sequence.cache, known)
-    rows = verified.tokens.shape[0]
+    rows, count = verified.tokens.shape[0] + masked, verified.count + masked
     position = cache.length + jnp.arange(rows, dtype=jnp.int32)
-    assert verified.states is not None
+    token, states = verified.tokens, verified.states
+    assert states is not None
+    if masked and cfg.features is not None:
+        is_known = jnp.arange(rows) < verified.count
+        token = jnp.where(is_known, jnp.pad(token, (0, masked)), cfg.features.mask_token)
+        states = jnp.where(is_known[:, None], jnp.pad(states, ((0, masked), (0, 0))), params["mask_hidden"])
     hidden, own, cache = forward_draft(
-        params, cfg, verified.tokens, fuse(params, cfg, verified.states, verified.count), position, cache,
-        jnp.tril(jnp.ones((rows, rows), bool)), active_rows=verified.count,
+        params, cfg, token, fuse(params, cfg, states, count), position, cache,
+        jnp.tril(jnp.ones((rows, rows), bool)), active_rows=count,
     )  # fmt: skip
     last = verified.count - 1
     seen = sequence.seen + verified.count
-    hidden, own = (jnp.take(x, last[None], axis=0, mode="clip") for x in (hidden, own))
+    hidden = jnp.take(hidden, last + jnp.arange(1 + masked), axis=0, mode="clip")
+    own = jnp.take(own, last[None], axis=0, mode="clip")
     return hidden, own, dataclasses.replace(sequence, cache=commit_rows(cache, last), seen=seen)
 
 
@@ -250,35 +255,17 @@ def feed_block(params: Params, cfg: ModelConfig, sequence: SequenceState, verifi
     return dataclasses.replace(sequence, cache=cache, seen=sequence.seen + verified.count)
 
 
-def fill_block(
-    model: DraftModel, sequence: SequenceState, root: Array, history: History, *, depth: int, budget: int,
-    min_score: float,
-) -> tuple[Candidates, KVCache]:  # fmt: skip
-    """One pass of a block draft: the best prefixes of what it finds likely at its first `depth` places; the cache.
-
-    `root`, int32 [], is the last verified token; `budget` and `min_score` are those of `best_prefixes`.
-    """
-    with jax.named_scope("draft/block"):
-        hidden, cache = forward_block(model.params, model.placement.cfg, root, sequence.cache)
-        # The trained block is filled always: with fewer masks its places would say something else.
-        places = min(depth, budget, hidden.shape[0])
-        logits = vocab_logits(model.params, model.placement.cfg, hidden[:places])
-        # What lies before a place is not known: penalties see the verified text alone.
-        paths = PathHistory(history, jnp.zeros(1, jnp.int32), jnp.zeros((places, 1), bool))
-        token, logprob = model.propose(
-            logits, paths, model.request, sequence.seen + jnp.arange(places, dtype=jnp.int32)
-        )
-        return best_prefixes(token, logprob, budget, min_score), cache
+def num_places(placement: Placement) -> int:
+    """D: places of a round that a draft fills in one pass; 0 for a draft that takes a pass for each."""
+    return 0 if placement.cfg.features is None else placement.cfg.features.places
 
 
-def is_block(placement: Placement) -> bool:
-    """Whether a draft fills all places of a round in one pass."""
-    return block_rows(placement) > 0
-
-
-def block_rows(placement: Placement) -> int:
-    """Rows of the pass of such a draft, 0 for others."""
-    return 0 if placement.cfg.features is None else placement.cfg.features.block
+def block_rows(placement: Placement, path: int) -> int:
+    """Rows of the pass of such a draft, 0 for others; `path` (P) are the most that were verified before it."""
+    features = placement.cfg.features
+    if features is None or not features.block:
+        return 0
+    return features.block if features.kind == "block" else features.block + path
 
 
 class Rows(NamedTuple):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.methods.core.block import block_round
 from jaxspec.methods.core.copies import EARLIER_TOKENS, Text
 from jaxspec.methods.core.cost_model import (
     CostModel,
@@ -74,14 +75,16 @@ class TreeDrafter(Drafter):
             self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
             self.programs = tuple(self._sequence.programs)
             sequence = self._sequence.state
-            tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
+            if not settings.places:
+                tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
         self.skips = settings.weighs or not has_model
         if not settings.weighs:
             self.idle_steps = STEPS_PER_DISPATCH if settings.copies else 0
 
         def begin(sequence, stats):
             text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
-            tree = init_tree(settings.tree_rows, settings.branch) if has_model else None
+            grows = has_model and not settings.places
+            tree = init_tree(settings.tree_rows, settings.branch) if grows else None
             first = jnp.int32(FIRST_PATIENCE)
             nodes = blank_nodes(settings, has_model) if settings.learns else None
             return TreeState(text, sequence, tree, stats, nodes, idle=first, patience=first)
@@ -95,6 +98,8 @@ class TreeDrafter(Drafter):
 
         def draft(params, state, verified, history, request, costs=None):
             model = DraftModel(params, placement, propose, request) if propose is not None else None
+            if model is not None and settings.places:
+                return block_round(model, settings, state, verified, history, costs)
             return draft_round(model, settings, state, verified, history, costs)
 
         def skip(params, state, verified):

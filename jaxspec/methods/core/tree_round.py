@@ -13,9 +13,11 @@ from jaxspec.methods.core.copies import (
     CopySettings,
     Nodes,
     Text,
+    concatenate,
     find_copies,
     join,
     learn,
+    no_nodes,
     path_terms,
     proposal_hashes,
 )
@@ -24,9 +26,10 @@ from jaxspec.methods.core.cost_model import (
     OTHERS,
     AcceptanceStats,
     PlacedCosts,
-    best_count,
+    Prospect,
     class_of,
     keep_best,
+    weigh_prospect,
 )
 from jaxspec.methods.core.drafter import (
     Grown,
@@ -34,8 +37,6 @@ from jaxspec.methods.core.drafter import (
     Rows,
     expand,
     feed_block,
-    fill_block,
-    is_block,
     plant_children,
     run_root,
     run_verified,
@@ -53,6 +54,7 @@ from jaxspec.sampling.processors import History
 from jaxspec.tree.grow import is_complete, leaf_scores
 from jaxspec.tree.reroot import follow
 from jaxspec.tree.select import Candidates, pack_best, proposals, root_alone, select_batch
+from jaxspec.tree.table import num_prefixes
 from jaxspec.tree.tree import Tree, init_tree
 
 # Verified tokens that a draft which was left alone takes in one pass when it is asked again.
@@ -73,6 +75,8 @@ class TreeSettings:
       min_score: leaves that score below it are not evaluated, -inf for no bound.
       copies: what is copied of earlier text; None for nothing.
       weighs: whether only what pays is drafted, else as much as the batch holds.
+      places: places of a block that are proposed for, of a draft that fills all of them in one pass; 0 for others. Each
+        has `branch` (k) tokens.
     """
 
     num_rows: int
@@ -82,11 +86,19 @@ class TreeSettings:
     min_score: float = -math.inf
     copies: CopySettings | None = None
     weighs: bool = False
+    places: int = 0
 
     @property
     def tree_rows(self) -> int:
         """M, see `tree_rows`."""
         return tree_rows(self.width, self.depth)
+
+    @property
+    def proposals(self) -> int:
+        """Most tokens that a draft model proposes in a round, of which a batch is chosen."""
+        if self.places:
+            return num_prefixes(self.places, self.branch, self.num_rows - 1)
+        return self.tree_rows * self.branch
 
     @property
     def learns(self) -> bool:
@@ -115,26 +127,31 @@ class TreeState:
 def blank_nodes(settings: TreeSettings, has_model: bool) -> Nodes:
     """Nothing proposed."""
     copies = settings.copies
-    count = settings.tree_rows * settings.branch if has_model else 1
-    count += copies.candidates * copies.length if copies is not None else 0
-    zeros = jnp.zeros(count, jnp.int32)
-    return Nodes(zeros.astype(jnp.uint32), zeros.astype(jnp.uint32), zeros, zeros, jnp.zeros(count))
+    return no_nodes(num_observed(settings, has_model) + (0 if copies is None else copies.candidates * copies.length))
+
+
+def num_observed(settings: TreeSettings, has_model: bool) -> int:
+    """Nodes that are learned from of a model's proposals; those of a block count as tokens and as places."""
+    return settings.proposals * (2 if settings.places else 1) if has_model else 1
 
 
 def take_in(
-    params: Any, placement: Placement | None, settings: TreeSettings, state: TreeState, verified: Verified
-) -> tuple[TreeState, Array, tuple[Array, Array] | None]:
+    params: Any, placement: Placement | None, settings: TreeSettings, state: TreeState, verified: Verified,
+    masked: int = 0,
+) -> tuple[TreeState, Array, tuple[Array, Array] | None]:  # fmt: skip
     """Learn from the last round and keep what the last tree knows of the verified path; for one shard.
 
     Returns the state, the number of rows of the tree that were kept, and of a draft that is fed hidden states what the
     head sees of the root, and the root's own state. Such a draft keeps no rows: they stand on states of its own.
+    `masked` is that of `run_verified`.
     """
     text, stats, sequence = state.text.append(verified), state.stats, state.sequence
     if stats is not None and state.nodes is not None:
         stats = learn(stats, state.nodes, verified)
     reached, root = jnp.int32(0), None
-    if placement is not None and sequence is not None and state.tree is not None:
+    if placement is not None and sequence is not None:
         if placement.cfg.features is None:
+            assert state.tree is not None
             with jax.named_scope("draft/commit"):
                 path, reached = follow(state.tree, verified.tokens, verified.count)
                 # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
@@ -143,7 +160,7 @@ def take_in(
         elif placement.cfg.features.kind == "block":
             sequence = feed_block(params, placement.cfg, sequence, verified)
         else:
-            hidden, own, sequence = run_verified(params, placement.cfg, sequence, verified)
+            hidden, own, sequence = run_verified(params, placement.cfg, sequence, verified, masked)
             root = hidden, own
     return dataclasses.replace(state, text=text, stats=stats, sequence=sequence), reached, root
 
@@ -155,21 +172,12 @@ def draft_round(
     """Take in the last round, and propose a batch for the next; for one shard."""
     placement, params = (None, ()) if model is None else (model.placement, model.params)
     state, reached, root = take_in(params, placement, settings, state, verified)
-    if model is not None and is_block(model.placement):
-        assert state.sequence is not None
-        root, budget = verified.tokens[verified.count - 1], settings.num_rows - 1
-        candidates, cache = fill_block(
-            model, state.sequence, root, history, depth=settings.depth, budget=budget, min_score=settings.min_score
-        )
-        sequence = dataclasses.replace(state.sequence, cache=cache)
-        batch = pack_best(root, candidates, settings.num_rows)
-        return dataclasses.replace(state, sequence=sequence), Draft(batch, jnp.int32(1))
     if model is not None and costs is None:
         grown, sequence, passes = _search(model, settings, state, verified, history, reached, root)
         batch = select_batch(grown.tree, settings.num_rows)
         sequence = dataclasses.replace(sequence, cache=grown.cache)
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
-    copied = find_and_join(settings, state)
+    copied = find_and_join(settings, state, model is not None)
     if model is not None and costs is not None:
         return _weigh(model, settings, state, verified, history, costs, copied, root)
     candidates = copied.candidates
@@ -179,7 +187,7 @@ def draft_round(
     return dataclasses.replace(state, nodes=copied.nodes), Draft(batch, jnp.int32(0))
 
 
-class _Copied(NamedTuple):
+class Copied(NamedTuple):
     """What is copied in a round."""
 
     copies: Copies | None
@@ -187,22 +195,18 @@ class _Copied(NamedTuple):
     nodes: Nodes
 
 
-def find_and_join(settings: TreeSettings, state: TreeState) -> _Copied:
+def find_and_join(settings: TreeSettings, state: TreeState, has_model: bool) -> Copied:
     """Copies of earlier text, without a draft's proposals."""
-    count = 1 if state.tree is None else state.tree.rows * state.tree.branch
+    count = settings.proposals if has_model else 1
     zero = jnp.zeros(count, jnp.int32)
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
-    none = Nodes(zero.astype(jnp.uint32), zero.astype(jnp.uint32), zero, zero, jnp.zeros(count))
+    none = no_nodes(num_observed(settings, has_model))
     if settings.copies is None:
-        return _Copied(None, nothing, none)
+        return Copied(None, nothing, none)
     assert state.stats is not None
     copies = find_copies(state.text, state.stats, settings.copies)
-    candidates, nodes = join(nothing, none.hash, zero > 0, jnp.bool_(False), copies, state.stats)
-    return _Copied(copies, candidates, _concatenate(none, nodes))
-
-
-def _concatenate(first: Nodes, second: Nodes) -> Nodes:
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
+    candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, state.stats)
+    return Copied(copies, candidates, concatenate(none, nodes))
 
 
 def _search(
@@ -261,25 +265,17 @@ class _Weighed:
 
 def _weigh(
     model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
-    costs: PlacedCosts, copied: _Copied, root: tuple[Array, Array] | None,
+    costs: PlacedCosts, copied: Copied, root: tuple[Array, Array] | None,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
     text, stats, sequence, tree = state.text, state.stats, state.sequence, state.tree
     assert stats is not None and sequence is not None and tree is not None
     num_rows, width, mean, copies = settings.num_rows, settings.width, stats.mean_rate(), copied.copies
-    num_copied, copy_gain = best_count(copied.candidates.score, costs.rounds)
-    first_copy = jnp.exp(copied.candidates.score.max())
-    # A chain of the model brings what the copies do not have.
-    length = jnp.arange(1, settings.depth + 1)
-    gain = copy_gain + jnp.cumsum(mean**length) * (1 - first_copy)
-    spent = costs.rounds[jnp.minimum(num_copied + length, num_rows - 1)] + costs.draft * length
-    pays = jnp.max(gain / spent) > copy_gain / costs.rounds[num_copied]
-    idle = state.idle + verified.count
-    # A draft that would not pay if all its tokens were accepted is never tried.
-    best = (1 + length) / (costs.rounds[jnp.minimum(length, num_rows - 1)] + costs.draft * length)
-    hopeful = best.max() > 1 / costs.rounds[0]
-    retry = ~pays & (num_copied == 0) & (idle >= state.patience) & hopeful
-    wanted = pays | retry
+    length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
+    prospect = weigh_prospect(
+        copied.candidates.score, mean**length, costs.draft * length, costs, idle, state.patience
+    )  # fmt: skip
+    wanted = prospect.wanted
 
     if root is None:
         hidden, cache, passes = _catch_up(model, sequence.cache, text, wanted)
@@ -310,7 +306,7 @@ def _weigh(
         if copies is not None:
             has_row = (made.child_row >= 0).reshape(-1)
             candidates, others = join(candidates, hashes, has_row, made.size > 0, copies, stats)
-            nodes = _concatenate(nodes, others)
+            nodes = concatenate(nodes, others)
             chance, parent = jnp.exp(candidates.score[hashes.size :]), candidates.parent[hashes.size :]
             covered = covered.at[jnp.where(parent >= 0, parent, candidates.score.size)].max(chance, mode="drop")
         spent = costs.rounds + costs.draft * passes
@@ -348,18 +344,23 @@ def _weigh(
     alone = root_alone(text.token[text.length - 1], num_rows)
     # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
     batch = jax.lax.cond(
-        wanted | (num_copied > 0), lambda: pack_best(alone.token[0], weighed.candidates, num_rows), lambda: alone
+        wanted | (prospect.num_copied > 0),
+        lambda: pack_best(alone.token[0], weighed.candidates, num_rows),
+        lambda: alone,
     )
-    backoff = jnp.where(retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
-    state = dataclasses.replace(
+    sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
+    state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes)
+    return wait_longer(state, prospect, idle), Draft(batch, weighed.passes)
+
+
+def wait_longer(state: TreeState, prospect: Prospect, idle: Array) -> TreeState:
+    """Count the tokens since the model was asked, and say after how many it is asked again for nothing."""
+    backoff = jnp.where(prospect.retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
+    return dataclasses.replace(
         state,
-        sequence=dataclasses.replace(sequence, cache=weighed.grown.cache),
-        tree=weighed.grown.tree,
-        nodes=weighed.nodes,
-        idle=jnp.where(wanted, 0, idle),
-        patience=jnp.where(pays, FIRST_PATIENCE, backoff),
+        idle=jnp.where(prospect.wanted, 0, idle),
+        patience=jnp.where(prospect.pays, FIRST_PATIENCE, backoff),
     )
-    return state, Draft(batch, weighed.passes)
 
 
 def spread_states(own: Array | None, tree: Tree) -> Array | None:
