@@ -134,6 +134,10 @@ def main() -> None:
     parser.add_argument("--draft-devices", type=int, default=0, help="of the draft alone, after the target's [none]")
     parser.add_argument("--target", default=TARGET, help=f"geometry, of configs/models [{TARGET}]")
     parser.add_argument("--draft", default=DRAFT, help=f"the same of the draft [{DRAFT}]")
+    parser.add_argument(
+        "--block", type=int, default=0, help="rows of a draft that fills a block, as wide as the target"
+    )
+    parser.add_argument("--markov", type=int, default=0, help="rank of its correction by the token before, as DSpark's")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"capacity of the caches [{TOKENS}]")
     parser.add_argument("--set", action="append", default=[], help="NAME=NUMBER, a setting of the methods")
     parser.add_argument("--kernels", default="auto", choices=("auto", "mosaic-tpu"), help="of a TPU [auto]")
@@ -237,10 +241,11 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     import jax.numpy as jnp
 
     from jaxspec.methods.core.round import Models
+    from jaxspec.models.features import FeatureConfig
     from jaxspec.models.presets import load_preset
     from jaxspec.models.quantization import Storage, fit_storage
     from jaxspec.runtime.mesh import MeshPlan
-    from jaxspec.runtime.placement import Placement
+    from jaxspec.runtime.placement import Placement, SharedEmbedding
 
     kernels = dataclasses.replace(choose_kernels(arguments, devices[0]), exact=arguments.exact)
     plan = MeshPlan(tuple(devices[: arguments.devices]), kernels)
@@ -251,12 +256,25 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
         storage = fit_storage(Storage(arguments.weights), cfg, plan.tensor)
         return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage)
 
-    draft = (
-        place(arguments.draft, layers - 1, MeshPlan(tuple(others), kernels) if others else plan)
-        if method.drafts
-        else None
-    )
-    models = Models(place(arguments.target, layers, plan), draft)
+    def place_block(target: Placement, layers: int) -> Placement:
+        # Five states of the target, as published heads of Qwen3 take.
+        features = FeatureConfig(
+            target.cfg.embed_dim, (0, 0, 1, 1, 2), "block", own_head=False, block=arguments.block,
+            first_row=0 if arguments.markov else 1, markov_rank=arguments.markov,
+        )  # fmt: skip
+        cfg = dataclasses.replace(
+            target.cfg, num_layers=layers, tied=False, shares_embedding=True, features=features
+        )  # fmt: skip
+        storage = fit_storage(Storage(arguments.weights), cfg, plan.tensor)
+        shared = SharedEmbedding(target.cfg, target.weights)
+        return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage, shared_embedding=shared)
+
+    target, draft = place(arguments.target, layers, plan), None
+    if method.drafts and arguments.block:
+        draft = place_block(target, layers - 1)
+    elif method.drafts:
+        draft = place(arguments.draft, layers - 1, MeshPlan(tuple(others), kernels) if others else plan)
+    models = Models(target, draft)
     # Some methods put data on their devices when they are bound, which devices that are not there cannot take.
     with mock.patch("jax.device_put", describe_arrays):
         programs = method.bind(models, arguments.tokens).programs

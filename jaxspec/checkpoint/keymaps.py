@@ -2,6 +2,8 @@
 
 Letters are those of `ModelConfig`. The leaves are those of `declare_params`, unpadded. Blocks move as numbers do, in
 whole rows: `[out, in]` is then `[out, in / values, nbytes]`.
+
+This file exceeds 400 lines because one place names the tensors of every leaf.
 """
 
 import dataclasses
