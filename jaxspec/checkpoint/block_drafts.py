@@ -89,7 +89,7 @@ def read_block_features(
     sliding = not values.flag("sliding_window_non_causal") if nested else (*causal, True)[0]
     return FeatureConfig(
         width, layers, "block", own_head=HEAD in tensors, block=block, mask_token=mask, causal=any(causal),
-        target_layers=made_for, first_row=0 if from_root else 1, sliding_causal=sliding,
+        target_layers=made_for, first_row=0 if from_root else 1, sliding_causal=sliding, window_from_root=nested,
         **(_read_markov(settings, tensors) if is_dspark else {}),
         **(_read_selector(settings, cfg) if kind == DFLASH2 else {}),
     )  # fmt: skip

@@ -181,9 +181,8 @@ def read_draft_config(
     if features.own_head and rows not in (None, held):
         raise CheckpointError(f"{path}: draft_vocab_size is {rows}, and the head has {held} rows")
     window, sliding = _read_window(layer_values, num_layers)
-    if features.kind == "block" and nested and window is not None:
-        # Its rows see as far back as the root does, each by its own distance in the other layouts.
-        layer_values.refuse("layer_types", "sliding windows of blocks are not supported in the layout of speculators")
+    if features.window_from_root and window is not None:
+        window += 1  # the root sees the token that is a window away, too
     return dataclasses.replace(
         cfg, features=features, head_ids=ids, shares_embedding=not own_embedding, tied=False, sliding_window=window,
         sliding_layers=sliding,

@@ -97,7 +97,9 @@ def forward_block(params: Params, cfg: ModelConfig, root: jax.Array, cache: KVCa
     rows = jnp.arange(features.block, dtype=jnp.int32)
     every = jnp.ones((features.block, features.block), bool)
     mask, sliding_mask = (jnp.tril(every) if causal else every for causal in (features.causal, features.sliding_causal))
-    window = Window(mask, cache.length + rows, None, None, sliding_mask)
+    # Windows are cut by these positions, rows are rotated by their own.
+    seen_from = jnp.broadcast_to(cache.length, rows.shape) if features.window_from_root else None
+    window = Window(mask, cache.length + rows, None, None, sliding_mask, seen_from)
     token = jnp.where(rows == 0, root, features.mask_token)
     x, cache, _ = run_layers(params, cfg, token, window.position, cache, window, None)
     return rms_norm(x[features.first_row :], params["final_norm"], cfg.norm_eps), cache

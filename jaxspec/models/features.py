@@ -39,6 +39,7 @@ class FeatureConfig:
       mask_token: token of the masked places of a block.
       causal: whether a place of a block sees the earlier ones alone, else all; `sliding_causal` says it of layers with
         a sliding window.
+      window_from_root: whether sliding windows of a block's rows end where the root's does, else each has its own.
       markov_rank: r, of the correction by the token before (DSpark); 0 for none. `markov_gated`: it has a gate.
       conv_taps: taps of the convolutions over a block's rows (DFlash2), with `conv_group` columns in a group; or 0.
       selector_rank: r, of the choice among the `selector_top` likeliest tokens by the one before (DFlash2); or 0.
@@ -59,6 +60,7 @@ class FeatureConfig:
     target_layers: int = 0
     first_row: int = 1
     sliding_causal: bool = False
+    window_from_root: bool = False
     markov_rank: int = 0
     markov_gated: bool = False
     conv_taps: int = 0

@@ -43,7 +43,8 @@ from pallas_kernels.tree_attention import tree_attention
 class Window:
     """The tree window as a pass sees it: `mask` bool [T, W], `position` int32 [W]; see `forward`.
 
-    Layers with a sliding window have `sliding_mask`, where it is another one.
+    Layers with a sliding window have `sliding_mask`, where it is another one. Their windows end at the rows' positions,
+    or at those of `seen_from`, int32 [T].
     """
 
     mask: jax.Array
@@ -51,6 +52,7 @@ class Window:
     offset: jax.Array | None
     active_rows: jax.Array | None
     sliding_mask: jax.Array | None = None
+    seen_from: jax.Array | None = None
 
     def cut(self, row_position: jax.Array, sliding: int) -> "Window":
         """Hide positions outside a sliding window of `sliding` positions."""
@@ -270,6 +272,7 @@ def run_layers(
     """
     x, frame = begin_rows(params, cfg, token, position, cache.length, window)
     x, joined = (x, None) if enter is None else enter(x)
+    position = position if window is None or window.seen_from is None else window.seen_from
     wants_end = cfg.num_layers in layers or NORMED in layers
     states: dict[int, jax.Array] = {}
     ropes = dict(zip(rope_settings(cfg), frame.ropes, strict=True))
