@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspec.checkpoint.shipped import warn_of_damage
 from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
-from jaxspec.engine import Engine, derive_seed, fresh_seed
+from jaxspec.engine import FIRST_CAPACITY, Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, shown
 from jaxspec.files import checkpoint_digest, vocabulary_digest
 from jaxspec.foreign import check_keywords
@@ -27,7 +27,8 @@ from jaxspec.methods.auto.profiles import profile_path
 from jaxspec.methods.base import DeviceChoice, Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import make_method, resolve_method
-from jaxspec.offload.plan import OffloadPlan, check_room
+from jaxspec.offload.memory import memory_limits
+from jaxspec.offload.plan import OffloadPlan, check_devices, check_room, fits_devices
 from jaxspec.offload.stream import LayerStream
 from jaxspec.results import READING, Completion, Stream, StreamEvent
 from jaxspec.runtime import hosts
@@ -196,6 +197,15 @@ class LLM:
             models = models._replace(target=plan.target)
             if config.device_memory is not None:
                 room = functools.partial(check_room, plan, int(config.device_memory))
+        if config.offload == "none" and (limits := memory_limits(models)):
+            lends = opened.draft is not None and opened.draft.layers is not None
+            tokens = config.max_context or min(FIRST_CAPACITY, models.target.cfg.max_context)
+            if config.kernels == "auto" and not fits_devices(limits, lends, method, models, store, tokens):
+                # The kernel for TPUs is not measured yet, but writes no scores.
+                meshes = plan_meshes(dataclasses.replace(config, kernels="mosaic-tpu"), method, opened)
+                other = opened.place(*meshes, config.dtype, config.activations, config.kv_dtype)
+                models = other if fits_devices(limits, lends, method, other, store, tokens) else models
+            room = functools.partial(check_devices, limits, lends)
         session_memory = None if config.session_memory is None else int(config.session_memory)
         engine = Engine(models, method, config.max_context, store, session_memory, room)
         devices = _check_processes(opened, engine, config)

@@ -232,6 +232,7 @@ def count_method(name: str, devices: Sequence[Any], arguments: argparse.Namespac
             "collectives_a_layer": more["collectives"] - fewer["collectives"],
             "crossing_a_layer": more["crossing"] - fewer["crossing"],
             "arguments_a_layer": more["arguments"] - fewer["arguments"],
+            "products_a_layer": more["products"] - fewer["products"],
             "by_kind_a_layer": dict(collections.Counter(more["kinds"]) - collections.Counter(fewer["kinds"])),
         }  # fmt: skip
 
@@ -326,7 +327,7 @@ def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
         variant = find_variant(SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1))
     lowered = program.lower(program.fit(variant))
     if program._plan.kernels.platform == "tpu":
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=choose_options(program._plan))
         counts = count_text(compiled.as_text(), nested=True)
         return counts | {
             "waits": counts["transfers"], "launched": ["module"], "compile_s": time.monotonic() - start, "spills": 0,
@@ -401,7 +402,8 @@ def count_text(text: str, nested: bool = False) -> dict[str, Any]:
         for kind, _, shape in entry
     )
     return {
-        "on_data": on_data, "loops": loops, "kernels": sum(kinds.values()), "kinds": dict(kinds), "copies": copies,
+        "on_data": on_data, "loops": loops, "products": text.count(" convolution("),
+        "kernels": sum(kinds.values()), "kinds": dict(kinds), "copies": copies,
         "collectives": len(crossed), "crossing": crossing, "transfers": transfers,
         "layer": list_layer(bodies["ENTRY"]),
     }  # fmt: skip

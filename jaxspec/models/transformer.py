@@ -270,6 +270,9 @@ def run_layers(
     the residual stream from the embedded tokens, and what the first layer's attention projects in its place, or None.
     With `keys_only` every layer projects that, as it is, and writes its keys and values; nothing else is computed.
     """
+    if registry.current().platform == "tpu":
+        # Else XLA changes layouts of weights before a loop of passes, and keeps the copies while it runs.
+        params, token = jax.lax.optimization_barrier((params, token))
     x, frame = begin_rows(params, cfg, token, position, cache.length, window)
     x, joined = (x, None) if enter is None else enter(x)
     position = position if window is None or window.seen_from is None else window.seen_from

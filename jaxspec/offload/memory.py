@@ -1,4 +1,7 @@
-"""Memory that an answer takes beside the weights, known before anything is compiled: for plans of streamed targets."""
+"""Memory that an answer takes beside the weights, known before anything is compiled.
+
+Plans of streamed targets go by it, and TPUs, whose compiler refuses a program that does not fit after minutes.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -38,12 +41,20 @@ def answer_needs(
 ) -> Needs:  # fmt: skip
     """Bytes that an answer of up to `tokens` tokens, prompt included, takes on each device.
 
-    `runner` is bound to the models, the target's layers are streamed. A target pass has `rows` rows and gives at most
+    `runner` is bound to the models. A target pass has `rows` rows and gives at most
     `path` tokens, a draft pass has `draft_rows`, 0 without a draft model.
     """
     target, draft = models
     passed = (round_shapes(target, path), request_shapes(target), None if draft is None else request_shapes(draft))
     return Needs(bytes_by_device((runner.held, passed)), _work(models, tokens, runner.slots, rows, draft_rows))
+
+
+def memory_limits(models: Models) -> dict[Any, int]:
+    """Bytes of each TPU of this process that the models lie on, as it reports them."""
+    devices = {device for model in models if model is not None for device in model.plan.devices}
+    own = [each for each in devices if each.platform == "tpu" and each.process_index == jax.process_index()]
+    reported = {device: (device.memory_stats() or {}).get("bytes_limit") for device in own}
+    return {device: limit for device, limit in reported.items() if limit}
 
 
 def bytes_by_device(tree: Any) -> dict[Any, int]:
@@ -59,8 +70,8 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
 def _work(models: Models, tokens: int, slots: int, rows: int, draft_rows: int) -> dict[Any, int]:
     target, draft = models
     chunk = min(max(CHUNKS), slots)
-    prompt = sum(plan_chunks(tokens, slots))
     # Rows between the programs of a pass; those of one chunk come and go while a layer runs.
+    prompt = chunk if target.resident_layers is None else sum(plan_chunks(tokens, slots))
     of_prompt = _rows_bytes(target, prompt, windowed=False) + 4 * chunk * target.cfg.embed_dim
     of_batch = _rows_bytes(target, rows, windowed=True) + 4 * rows * target.cfg.embed_dim
     if draft is not None and (features := draft.cfg.features) is not None:
@@ -96,7 +107,10 @@ def layer_work(placement: Placement, rows: int, slots: int) -> int:
     values = 2 * width + 4 * cfg.embed_dim + 2 * heads * cfg.head_dim
     if placement.plan.kernels.native:
         return 4 * rows * values
-    values += 2 * placement.heads.queries * slots  # scores and their exponentials
+    kernels = placement.plan.kernels
+    # The kernel for TPUs writes none; it takes heads as wide as a tile.
+    if kernels.platform != "tpu" or cfg.head_dim % 128 or not kernels.candidates("tree_attention"):
+        values += 2 * placement.heads.queries * slots  # scores and their exponentials
     # XLA multiplies by numbers: the largest matrix of a layer, where it is kept in blocks.
     matrix = 2 * width * cfg.embed_dim if placement.weights.default in FORMATS else 0
     return 4 * (rows * values + matrix)

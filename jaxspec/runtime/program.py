@@ -1,6 +1,6 @@
 """Programs: functions of one shard, compiled ahead of time for the shapes they will meet.
 
-XLA's options are its own but for a few. `XLA_FLAGS` has the last word: an option that it names is not set here.
+XLA's options are its own but for a few. `XLA_FLAGS` has the last word, on TPUs `LIBTPU_INIT_ARGS`: an option that it names is not set here.
 """
 
 import contextlib
@@ -34,6 +34,8 @@ GPU_OPTIONS = {
 }
 # Added to the kinds of work in graphs where a program has several devices: its all-reduces are nodes of the graph then.
 COLLECTIVES = ",COLLECTIVES"
+# Weights come in tiles of 8 rows. With tiles of 16, which tpu7x prefers, XLA copies all of them before a loop.
+TPU_OPTIONS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
 # On CPUs nothing; tests that need no fast programs compile quickly.
 CPU_OPTIONS: dict[str, str | bool] = {}
 
@@ -273,10 +275,11 @@ def release_free_memory() -> None:
 
 def choose_options(plan: MeshPlan) -> dict[str, Any] | None:
     """Compiler options of programs on a mesh; None where there are none."""
-    options: dict[str, Any] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}.get(plan.kernels.platform, {})
+    known: dict[str, dict[str, Any]] = {"gpu": GPU_OPTIONS, "tpu": TPU_OPTIONS, "cpu": CPU_OPTIONS}
+    options = known.get(plan.kernels.platform, {})
     if options is GPU_OPTIONS and len(plan.devices) > 1:
         options = {name: f"{value}{COLLECTIVES}" for name, value in options.items()}
-    given = os.environ.get("XLA_FLAGS", "")
+    given = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     return {name: value for name, value in options.items() if f"--{name}" not in given} or None
 
 

@@ -11,7 +11,14 @@ from pallas_kernels.linear.blocks import PLANES, Blocks, Weight, find_format
 from pallas_kernels.linear.config import MAX_ROWS, count_parts
 from pallas_kernels.linear.exact import linear as exact_linear
 from pallas_kernels.linear.exact import linear_parts as exact_linear_parts
-from pallas_kernels.linear.reference import as_numbers, linear_in_parts, linear_in_tiles, linear_of_batch, linear_on_cpu
+from pallas_kernels.linear.reference import (
+    as_numbers,
+    linear_in_parts,
+    linear_in_tiles,
+    linear_of_batch,
+    linear_on_cpu,
+    linear_on_tpu,
+)
 from pallas_kernels.linear.reference import linear as linear_reference
 
 # Platform of programs that are differentiated through `jax.vmap`, which runs everything that calls `linear`.
@@ -44,7 +51,7 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
         if isinstance(weight, Blocks):
             fused = find_packed(x, weight)
             return fused.linear(x, weight) if fused else linear_in_tiles(x, weight, kernels.platform)
-        forms = {"cpu": linear_on_cpu, BATCHES: linear_of_batch}
+        forms = {"cpu": linear_on_cpu, "tpu": linear_on_tpu, BATCHES: linear_of_batch}
         return forms.get(kernels.platform, linear_reference)(x, weight)
     data, weight_format = native_weight(weight)
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)

@@ -69,6 +69,20 @@ def linear_in_parts(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:  
     return _product("tpi,opi->pto", rows, columns)
 
 
+def linear_on_tpu(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [T, O] float32
+    """`linear` on the matrix unit for any number of rows: one row is padded to a tile of eight.
+
+    XLA multiplies one row by sums on the vector unit, in an order of its own: plain decoding and verification would
+    round differently.
+    """
+    return linear(pad_one_row(x), weight)[: x.shape[0]]
+
+
+def pad_one_row(x: jax.Array) -> jax.Array:
+    """One row `[1, ...]` with seven of zeros after it; more rows as they are."""
+    return jnp.pad(x, [(0, 7)] + [(0, 0)] * (x.ndim - 1)) if x.shape[0] == 1 else x
+
+
 def linear_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [T, O] float32
     """`linear` in the forms that XLA's CPU backend runs fastest."""
     rows = x.shape[0]

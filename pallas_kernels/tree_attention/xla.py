@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
+from pallas_kernels.linear.reference import pad_one_row
 from pallas_kernels.tree_attention.blocked import attend_chunk, attend_tree
 from pallas_kernels.tree_attention.reference import attend_chunk as reference_chunk
 from pallas_kernels.tree_attention.reference import attend_tree as reference_tree
@@ -18,17 +19,22 @@ def tree_attention(
     query, key, value = write_rotated(qkv, cos, sin, key, value, length, offset)
     if write_only:
         return query, key, value
-    on_cpu = registry.current().platform == "cpu"
+    platform, (T, _, G, _) = registry.current().platform, query.shape
+    on_cpu = platform == "cpu"
+    if platform == "tpu" and T * G == 1 and window_mask is not None:
+        # As `linear_on_tpu`: one row would not go through the matrix unit.
+        query, position, window_mask = (pad_one_row(x) for x in (query, position, window_mask))
     if window_mask is None:
         chunk = attend_chunk if on_cpu else reference_chunk
         return chunk(query, key, value, length, sliding_window, softcap, sinks), key, value
-    used = None if offset is None else offset + query.shape[0]
+    used = None if offset is None else offset + T
 
     def attend(_, query, position, mask):
         tree = attend_tree if on_cpu else reference_tree
         return tree(query, key, value, length, mask, position, sliding_window, used, softcap, sinks)
 
-    return map_active_rows(attend, active_rows, query, position, window_mask), key, value
+    out = map_active_rows(attend, active_rows, query, position, window_mask)
+    return (out if out.shape[0] == T else out[:T]), key, value
 
 
 def write_rotated(qkv, cos, sin, key, value, length, offset):  # -> [T, K, G, H], the cache
