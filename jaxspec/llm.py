@@ -27,8 +27,8 @@ from jaxspec.methods.auto.profiles import profile_path
 from jaxspec.methods.base import DeviceChoice, Method, Store
 from jaxspec.methods.core.round import ModelParams, Models, StepOutput
 from jaxspec.methods.registry import make_method, resolve_method
-from jaxspec.offload.memory import memory_limits
-from jaxspec.offload.plan import OffloadPlan, check_devices, check_room, fits_devices
+from jaxspec.offload.plan import OffloadPlan, check_room
+from jaxspec.offload.room import check_devices, fits_devices, memory_limits
 from jaxspec.offload.stream import LayerStream
 from jaxspec.results import READING, Completion, Stream, StreamEvent
 from jaxspec.runtime import hosts

@@ -1,7 +1,4 @@
-"""Memory that an answer takes beside the weights, known before anything is compiled.
-
-Plans of streamed targets go by it, and TPUs, whose compiler refuses a program that does not fit after minutes.
-"""
+"""Memory that an answer takes beside the weights, known before anything is compiled: for plans, and for TPUs."""
 
 import math
 from typing import Any, NamedTuple
@@ -47,14 +44,6 @@ def answer_needs(
     target, draft = models
     passed = (round_shapes(target, path), request_shapes(target), None if draft is None else request_shapes(draft))
     return Needs(bytes_by_device((runner.held, passed)), _work(models, tokens, runner.slots, rows, draft_rows))
-
-
-def memory_limits(models: Models) -> dict[Any, int]:
-    """Bytes of each TPU of this process that the models lie on, as it reports them."""
-    devices = {device for model in models if model is not None for device in model.plan.devices}
-    own = [each for each in devices if each.platform == "tpu" and each.process_index == jax.process_index()]
-    reported = {device: (device.memory_stats() or {}).get("bytes_limit") for device in own}
-    return {device: limit for device, limit in reported.items() if limit}
 
 
 def bytes_by_device(tree: Any) -> dict[Any, int]:

@@ -250,7 +250,7 @@ def plan_for_method(
         chosen = method.configure(models, store)
         chosen.check(models)
         try:
-            needs = _method_needs(chosen, chosen.bind(models, tokens), models, tokens)
+            needs = method_needs(chosen, chosen.bind(models, tokens), models, tokens)
             plan = plan_offload(weights, *models, config, *needs)
         except ConfigError:
             if found is None:
@@ -269,7 +269,7 @@ def plan_for_method(
 
 def check_room(plan: OffloadPlan, limit: int, method: Method, runner: Runner, models: Models, tokens: int) -> None:
     """ConfigError where answers take more than `limit` bytes leave room for, beside the layers that stay."""
-    needs, device = _method_needs(method, runner, models, tokens), models.target.plan.devices[0]
+    needs, device = method_needs(method, runner, models, tokens), models.target.plan.devices[0]
     wanted = dataclasses.replace(plan, held=needs.held[device], work=needs.work[device])
     if wanted.device_bytes > limit:
         raise ConfigError(
@@ -279,45 +279,8 @@ def check_room(plan: OffloadPlan, limit: int, method: Method, runner: Runner, mo
         )
 
 
-def check_devices(
-    limits: Mapping[Any, int], lends: bool, method: Method, runner: Runner, models: Models, tokens: int
-) -> None:
-    """ConfigError where weights, answers and programs take more than a device's bytes, of those in `limits`.
-
-    `lends` says that the draft consists of the target's own arrays.
-    """
-    needs, (target, draft) = _method_needs(method, runner, models, tokens), models
-    trees = [target.params()]
-    if draft is not None and not lends:
-        # The target's own arrays; a head of some of its rows is a copy.
-        lent = {*draft.shared_params()} - ({"head"} if draft.cfg.head_ids else set())
-        trees.append({name: leaf for name, leaf in draft.params().items() if name not in lent})
-    weights = bytes_by_device(trees)
-    for device, limit in limits.items():
-        parts = (weights.get(device, 0), needs.held.get(device, 0), needs.work.get(device, 0))
-        if sum(parts) > limit:
-            named = zip(("weights", "caches, trees and texts", "programs while they run"), parts, strict=True)
-            told = ", ".join(f"{name} {format_bytes(size)}" for name, size in named)
-            raise ConfigError(
-                f"method {method.name} and texts of {tokens} tokens take {format_bytes(sum(parts))} of {device}, which "
-                f"has {format_bytes(limit)} ({told}): give a smaller max_context, fewer draft tokens or more "
-                "target_devices"
-            )
-
-
-def fits_devices(
-    limits: Mapping[Any, int], lends: bool, method: Method, models: Models, store: Store, tokens: int
-) -> bool:
-    """Whether `check_devices` has no objection to a method that is neither configured nor bound yet."""
-    method = method.configure(models, store)
-    try:
-        check_devices(limits, lends, method, method.bind(models, tokens), models, tokens)
-    except ConfigError:
-        return False
-    return True
-
-
-def _method_needs(method: Method, runner: Runner, models: Models, tokens: int) -> Needs:
+def method_needs(method: Method, runner: Runner, models: Models, tokens: int) -> Needs:
+    """Bytes by device that answers of up to `tokens` tokens take with a bound method."""
     path = max(method.max_path, STEPS_PER_DISPATCH)
     return answer_needs(runner, models, tokens, rows=method.num_rows, path=path, draft_rows=method.draft_rows)
 

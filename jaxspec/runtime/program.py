@@ -1,6 +1,7 @@
 """Programs: functions of one shard, compiled ahead of time for the shapes they will meet.
 
-XLA's options are its own but for a few. `XLA_FLAGS` has the last word, on TPUs `LIBTPU_INIT_ARGS`: an option that it names is not set here.
+XLA's options are its own but for a few. `XLA_FLAGS`, on TPUs also `LIBTPU_INIT_ARGS`, has the last word: an option that
+it names is not set here.
 """
 
 import contextlib

@@ -16,8 +16,7 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.presets import load_preset
-from jaxspec.offload.memory import memory_limits
-from jaxspec.offload.plan import check_devices, fits_devices
+from jaxspec.offload.room import check_devices, fits_devices, memory_limits
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
 from pallas_kernels.registry import Kernels
