@@ -152,6 +152,7 @@ class LLM:
                 profile = profile_path(
                     self._cache_folder, opened.target.path, opened.draft.path, dtype=config.dtype,
                     kernels=config.kernels, activations=config.activations, kv_dtype=config.kv_dtype,
+                    numerics=config.numerics,
                 )  # fmt: skip
             self._device_choice = choice = resolved.choose_devices(profile, devices)
             if choice is not None and (best := choice.best) is not None:

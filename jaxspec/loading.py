@@ -299,8 +299,6 @@ def plan_meshes(config: EngineConfig, method: Method, opened: OpenModels) -> tup
         shared = target == draft
         target = _make_exact(target)
         draft = target if shared else _make_exact(draft)
-        if opened.target.config.experts is not None and target.kernels.exact:
-            raise ConfigError(f"{opened.target.path}: numerics 'exact' knows no mixtures of experts: use 'fast'")
     if not config.expert_parallel:
         return target, draft
     if target.tensor == 1:

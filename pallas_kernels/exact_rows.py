@@ -7,6 +7,7 @@ themselves.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +15,20 @@ import jax.numpy as jnp
 TILE, MOST_ROWS = 8, 64
 
 
-def map_tiles(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:  # [T, ...] each -> [T, ...]
-    """Apply a function of `TILE` rows to all rows, a tile at a time.
+def map_tiles(function: Callable[..., Any], *arrays: jax.Array, tile: int = TILE) -> Any:  # [T, ...] -> [T, ...]
+    """Apply a function of `tile` rows to all rows, a tile at a time; it returns an array or several.
 
     The barriers keep XLA from fusing a tile with what is before and after it, which differs from pass to pass.
     """
     rows = arrays[0].shape[0]
-    padding = -rows % TILE
+    padding = -rows % tile
 
     def split(array: jax.Array) -> jax.Array:
         padded = jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
-        return padded.reshape(-1, TILE, *array.shape[1:])
+        return padded.reshape(-1, tile, *array.shape[1:])
 
-    def run(tile: tuple[jax.Array, ...]) -> jax.Array:
-        return jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(tile)))
+    def run(operands: tuple[jax.Array, ...]) -> Any:
+        return jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(operands)))
 
     out = jax.lax.map(run, tuple(map(split, arrays)))
-    return out.reshape(-1, *out.shape[2:])[:rows]
+    return jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:])[:rows], out)

@@ -53,7 +53,7 @@ OWN = {"pallas-triton": "triton", "mosaic": "mosaic", "jax-triton": "jax_triton"
 SETS: dict[str, dict[str, tuple[str, ...]]] = {
     "auto": {"tree_attention": ("triton", "mosaic")},
     "pallas-triton": dict.fromkeys(("tree_attention", "linear", "move_rows", "add_norm"), ("triton",)),
-    "mosaic": {"tree_attention": ("mosaic",)},
+    "mosaic": {"tree_attention": ("mosaic",), "linear_sum": ("mosaic",)},
     "jax-triton": {"tree_attention": ("triton",), "swiglu": ("jax_triton",)},
 }
 # Operations with tables of tuned block sizes.
@@ -66,9 +66,9 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
     Args:
       name: one of `KERNEL_NAMES`.
         "xla": no kernels. "cpu": the native library. "pallas-triton": all Pallas kernels for NVIDIA GPUs from Ampere
-        on, also those that no device has run yet. "mosaic": attention for Hopper. "jax-triton": SwiGLU through
-        jax-triton, which is an extra, and the attention of "pallas-triton". "mosaic-tpu": attention for TPUs, which no
-        TPU has run yet.
+        on, also those that no device has run yet. "mosaic": for Hopper, attention, and products that are added up over
+        several GPUs in one kernel. "jax-triton": SwiGLU through jax-triton, which is an extra, and the attention of
+        "pallas-triton". "mosaic-tpu": attention for TPUs, which no TPU has run yet.
         "auto": the fastest that was measured and works here. An implementation is skipped where it is not installed,
         does not run on the device or fails its check. The next one takes its place, in the end XLA, which also runs the
         calls whose shapes an implementation does not take. One warning per process names what should have worked.
@@ -94,7 +94,7 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
         raise ValueError(f"kernels {name!r} run on {kind}, not on {platform}; use auto or xla")
     if platform == "tpu":
         return _choose_tpu(name, device if device is not None else jax.local_devices(backend="tpu")[0])
-    return _choose_gpu(name, device if device is not None else jax.local_devices(backend="gpu")[0])
+    return _choose_gpu(name, device if device is not None else jax.local_devices(backend="gpu")[0], devices)
 
 
 def make_exact(kernels: Kernels, device: Any) -> Kernels:
@@ -157,7 +157,7 @@ def _choose_native(name: str, platform: str, devices: int) -> Kernels:
     return Kernels("xla", platform)
 
 
-def _choose_gpu(name: str, device: Any) -> Kernels:
+def _choose_gpu(name: str, device: Any, devices: int) -> Kernels:
     """The implementations of a set that run on a GPU and pass their check."""
     # A table that cannot be read gives its error now, not while a program is traced.
     for operation in TUNED:
@@ -166,6 +166,10 @@ def _choose_gpu(name: str, device: Any) -> Kernels:
     chosen, own = [], OWN.get(name)
     for operation, candidates in SETS[name].items():
         for candidate in candidates:
+            # JAX gives kernels the memory of devices 0, 1, ... of a process in that order (0.10). So a draft on devices
+            # after the target's has XLA's all-reduces.
+            if operation == "linear_sum" and (devices == 1 or device.id != 0 or jax.process_count() > 1):
+                continue
             obstacle = find_obstacle(candidate, base.capability)
             problem = obstacle or find_failure(operation, candidate, base, device)
             if problem is None:

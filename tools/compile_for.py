@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="NAME=NUMBER, a setting of the methods")
     parser.add_argument("--kernels", default="auto", choices=("auto", "mosaic-tpu"), help="of a TPU [auto]")
     parser.add_argument("--exact", action="store_true", help="with exact numerics")
+    parser.add_argument("--sum", action="store_true", help="products and their sums over devices in one kernel")
     parser.add_argument("--sampled", action="store_true", help="for sampled requests instead of greedy ones")
     parser.add_argument("--methods", default=",".join(METHODS), help="by comma [all]")
     parser.add_argument("--weights", default="bfloat16", help="a dtype or a block format, such as q4_0 [bfloat16]")
@@ -249,6 +250,9 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     from jaxspec.runtime.placement import Placement, SharedEmbedding
 
     kernels = dataclasses.replace(choose_kernels(arguments, devices[0]), exact=arguments.exact)
+    others_kernels = kernels
+    if arguments.sum:
+        kernels = dataclasses.replace(kernels, implementations=(*kernels.implementations, ("linear_sum", "mosaic")))
     plan = MeshPlan(tuple(devices[: arguments.devices]), kernels)
     others = devices[arguments.devices :][: arguments.draft_devices]
 
@@ -274,7 +278,7 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     if method.drafts and arguments.block:
         draft = place_block(target, layers - 1)
     elif method.drafts:
-        draft = place(arguments.draft, layers - 1, MeshPlan(tuple(others), kernels) if others else plan)
+        draft = place(arguments.draft, layers - 1, MeshPlan(tuple(others), others_kernels) if others else plan)
     models = Models(target, draft)
     # Some methods put data on their devices when they are bound, which devices that are not there cannot take.
     with mock.patch("jax.device_put", describe_arrays):

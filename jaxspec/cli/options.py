@@ -46,7 +46,8 @@ class Option:
             kind = list[int] if name.endswith("_ids") else list[str]
         elif kind is bool:
             flag = f"{flag}/--no-{flag[2:]}"
-        flags = self.flags if "/" in "".join(self.flags) or name.endswith("_ids") else (flag, *self.flags)
+        whole = "/" in "".join(self.flags) or name.endswith("_ids") or self.flags == (flag.partition("/")[0],)
+        flags = self.flags if whole else (flag, *self.flags)
         option = typer.Option(*flags, help=self.help)
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind | None, option]
@@ -98,7 +99,7 @@ METHOD: Options = {
     "num_draft_tokens": Option((int,), "Most drafted tokens of a target pass."),
     "swift_layers": Option((str,), "File of layer sets that swift reads and writes [beside the compiled programs]."),
 }
-ENGINE: Options = options_of(EngineConfig)
+ENGINE: Options = {**options_of(EngineConfig), "exact": Option((bool,), "The same as --numerics exact.", ("--exact",))}
 # Commands that measure or compare keep no caches of one answer for the next.
 MEASURED_ENGINE: Options = {name: option for name, option in ENGINE.items() if name != "session_memory"}
 SAMPLING: Options = options_of(SamplingParams)

@@ -44,7 +44,8 @@ def command(name: str, *groups: Options, extra_words: bool = False) -> Callable[
             del values["version"]
             if generated:
                 taken = {option: values.pop(option) for option in generated}
-                values["given"] = {option: value for option, value in taken.items() if value not in (None, [])}
+                given = {option: value for option, value in taken.items() if value not in (None, [])}
+                values["given"] = given | ({"numerics": "exact"} if given.pop("exact", False) else {})
             run_command(name, lambda: function(**values))
 
         parameters: list[inspect.Parameter] = []

@@ -171,7 +171,7 @@ def app(
 
     _print(tuning, table_console(out))
     notes = Console(stderr=True)
-    if method == "swiftspec" and (path := _save_profile(tuning, files, command_line)) is not None:
+    if method == "swiftspec" and (path := _save_profile(tuning, files, command_line, given)) is not None:
         notes.print(f"method auto will use this profile: {path}", highlight=False, soft_wrap=True)
     if method == "swift":
         notes.print(f"the layer sets are in {store.path}", highlight=False, soft_wrap=True)
@@ -264,7 +264,7 @@ def _split_devices(
     return split_devices(place, count, progress, refuse)
 
 
-def _save_profile(tuning: "Tuning", files: tuple[Any, ...], command_line: str) -> Path | None:
+def _save_profile(tuning: "Tuning", files: tuple[Any, ...], command_line: str, given: dict[str, Any]) -> Path | None:
     """Keep the speeds for method `auto`; returns the file, or None without a compile cache."""
     from jaxspec.methods.auto.profiles import profile_path, save_profile
     from jaxspec.runtime.store.folder import enable_compile_cache
@@ -276,7 +276,7 @@ def _save_profile(tuning: "Tuning", files: tuple[Any, ...], command_line: str) -
     if folder is None or draft is None:
         return None
     settings = dict(zip(("dtype", "kernels", "activations", "kv_dtype"), files[2:], strict=True))
-    path = profile_path(folder, model, draft, **settings)
+    path = profile_path(folder, model, draft, **settings, numerics=given.get("numerics", "fast"))
     save_profile(path, profile_rows(tuning), command_line)
     return path
 

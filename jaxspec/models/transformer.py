@@ -32,7 +32,8 @@ from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.add_norm import fuses as fuses_norm
-from pallas_kernels.linear import as_matrix, linear, linear_parts, row_dtype, take_rows
+from pallas_kernels.linear import Weight, as_matrix, linear, row_dtype, take_rows
+from pallas_kernels.linear_sum import add_parts, all_reduce, linear_sum, linear_sum_parts
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
 from pallas_kernels.swiglu import geglu, norm_swiglu, swiglu
@@ -242,7 +243,8 @@ def mix_one_layer(
 
     def mix(active_rows: jax.Array | None, routed: Routed) -> jax.Array:
         with jax.named_scope("mlp"):
-            mixed = _all_reduce(mix_routed_rows(layer, experts, routed, places, active_rows), layer["down"])
+            mixed = mix_routed_rows(layer, experts, routed, places, active_rows)
+            mixed = all_reduce(mixed, layer["down"], TENSOR_AXIS)
             return routed.x + finish_block(layer, cfg, "mlp_post_norm", mixed)
 
     active_rows = None if frame.window is None else frame.window.active_rows
@@ -379,7 +381,7 @@ def _run_layer(
             return jnp.concatenate(heads, axis=1), tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
 
     def add_attention(active_rows, x, heads):
-        result = _all_reduce(project_out(layer, heads, active_rows), layer["out"])
+        result = project_out(layer, heads, active_rows, linear_over_devices)
         if "out_bias" in layer:
             result = result + layer["out_bias"]
         if "attn_conv" in layer:
@@ -389,10 +391,10 @@ def _run_layer(
     def add_mlp(active_rows, x):
         with jax.named_scope("mlp"):
             if experts is None:
-                result = feed_forward(layer, cfg, x, active_rows)
+                result = feed_forward(layer, cfg, x, active_rows, linear_over_devices)
             else:
                 result = mix_rows(layer, experts, norm_input(layer, cfg, "mlp_norm", x), active_rows)
-            result = _all_reduce(result, layer["down"])
+                result = all_reduce(result, layer["down"], TENSOR_AXIS)
             if "mlp_conv" in layer:
                 result = convolve(layer, "mlp", norm_input(layer, cfg, "mlp_norm", x), result)
             return x + finish_block(layer, cfg, "mlp_post_norm", result)
@@ -446,32 +448,13 @@ def _finish_in_parts(
 ) -> tuple[jax.Array, jax.Array]:
     """The rest of a layer after attention: the residual stream without the MLP's result, and that in parts."""
     heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
-    parts = linear_parts(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
-    parts = _all_reduce_parts(parts, layer["out"])
+    parts = linear_sum_parts(heads, as_matrix(layer["out"], layer["out"].shape[0]), TENSOR_AXIS, active_rows)
     x, normed = add_norm(x, parts, layer["mlp_norm"], cfg.norm_eps, row_dtype(layer["gate_up"]), active_rows)
     with jax.named_scope("mlp"):
         gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
         hidden = _order(layer, "down", swiglu(normed, gate_up, active_rows, dtype=row_dtype(layer["down"])))
-        parts = linear_parts(hidden, as_matrix(layer["down"], layer["down"].shape[0]), active_rows)
-        return x, _all_reduce_parts(parts, layer["down"])
-
-
-def add_parts(x: jax.Array, added: jax.Array | None) -> jax.Array:  # [T, D], [P, T, D] -> [T, D]
-    """The residual stream with the parts that it lacks."""
-    if added is None:
-        return x
-    if registry.current().exact:
-        return functools.reduce(jnp.add, [added[part].astype(jnp.float32) for part in range(added.shape[0])], x)
-    return x + jnp.sum(added, axis=0)
-
-
-def _all_reduce_parts(parts: jax.Array, weight: Any) -> jax.Array:  # [P, T, D] -> the same, [1, T, D] of several shards
-    """`_all_reduce` of a sum of parts, in the type in which it crossed: what adds it reads any."""
-    if jax.lax.axis_size(TENSOR_AXIS) == 1:
-        return parts
-    if registry.current().exact:
-        return jax.lax.all_gather(add_parts(parts[0], parts[1:]).astype(row_dtype(weight)), TENSOR_AXIS)
-    return jax.lax.psum(jnp.sum(parts, axis=0).astype(row_dtype(weight)), TENSOR_AXIS)[None]
+        down = as_matrix(layer["down"], layer["down"].shape[0])
+        return x, linear_sum_parts(hidden, down, TENSOR_AXIS, active_rows)
 
 
 def _input_dtype(weight: Any) -> Any:
@@ -483,19 +466,6 @@ def _run_if(condition: jax.Array, function: Callable[..., tuple], *carry: jax.Ar
     """The function's result if `condition`, else `carry` as it is."""
     # A loop of at most one turn: a conditional would copy the cache.
     return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), *function(*c[1:])), (condition, *carry))[1:]
-
-
-def _all_reduce(x: jax.Array, weight: Any) -> jax.Array:
-    """The sum over shards of what was multiplied by `weight`, float32.
-
-    Partial sums cross in the type in which that weight takes rows: on accelerators bfloat16, half the bytes.
-    """
-    if jax.lax.axis_size(TENSOR_AXIS) == 1:
-        return x
-    x = x.astype(row_dtype(weight))
-    if registry.current().exact:
-        return add_parts(jnp.zeros(x.shape), jax.lax.all_gather(x, TENSOR_AXIS))
-    return jax.lax.psum(x, TENSOR_AXIS).astype(jnp.float32)
 
 
 def make_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -612,10 +582,17 @@ def split_sinks(layer: Params, kinds: tuple[jax.Array, ...]) -> tuple[jax.Array 
     return tuple(sinks)
 
 
-def project_out(layer: Params, heads: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, ..., H] -> [T, D]
-    """Output projection of this shard's query heads; a partial sum over shards."""
+def linear_over_devices(x: jax.Array, weight: Weight, active_rows: jax.Array | None) -> jax.Array:
+    """`linear`, added up over the shards."""
+    return linear_sum(x, weight, TENSOR_AXIS, active_rows)
+
+
+def project_out(
+    layer: Params, heads: jax.Array, active_rows: jax.Array | None, multiply: Callable[..., jax.Array] = linear
+) -> jax.Array:  # [T, ..., H] -> [T, D]
+    """Output projection of this shard's query heads; a partial sum over shards unless `multiply` adds them up."""
     heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
-    return linear(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
+    return multiply(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
 
 
 def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, D] -> [T, K, n, H]
@@ -626,8 +603,14 @@ def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> 
     return linear(x, as_matrix(weight, K * n * H), active_rows).reshape(x.shape[0], K, n, H)
 
 
-def feed_forward(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
-    """Norm and gated MLP with the columns of this shard, [T, D] -> [T, D] float32; a partial sum over shards."""
+def feed_forward(
+    layer: Params,
+    cfg: ModelConfig,
+    x: jax.Array,
+    active_rows: jax.Array | None,
+    multiply: Callable[..., jax.Array] = linear,
+) -> jax.Array:  # [T, D] -> [T, D] float32
+    """Norm and gated MLP with the columns of this shard; a partial sum over shards unless `multiply` adds them up."""
     gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
     if cfg.activation == "silu" and "mlp_norm" in layer and not {"gate_up_order", "mlp_conv"} & layer.keys():
         dtype = row_dtype(layer["down"])
@@ -637,7 +620,7 @@ def feed_forward(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax
         normed = convolve(layer, "mlp", norm_input(layer, cfg, "mlp_norm", x))
         hidden = gated(_order(layer, "gate_up", normed), gate_up, active_rows)
     down = as_matrix(layer["down"], layer["down"].shape[0])
-    return linear(_order(layer, "down", hidden), down, active_rows)
+    return multiply(_order(layer, "down", hidden), down, active_rows)
 
 
 def _order(layer: Params, name: str, x: jax.Array) -> jax.Array:  # [T, I] -> [T, I]

@@ -1,10 +1,14 @@
 """The experts of a layer in place of its MLP: each row passes a few of many."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native, registry
+from pallas_kernels.exact_rows import MOST_ROWS, map_tiles
 from pallas_kernels.experts.reference import (
     Clamp,
     Scores,
@@ -51,7 +55,7 @@ def experts(
       clamp: another activation in place of silu.
 
     The bits of a row's result do not depend on the other rows with native kernels. They read the weights of those
-    experts only that some row is sent to.
+    experts only that some row is sent to. With exact numerics XLA computes up to 64 rows one after the other.
 
     Raises:
       ValueError: shapes do not fit together.
@@ -61,7 +65,10 @@ def experts(
     kernels = registry.current()
     if not kernels.native:
         biases = gate_up_bias, down_bias
-        return experts_by_xla(x, logits, gate_up, down, per_token, scores, first, biases, clamp)
+        mix = lambda x, logits: experts_by_xla(  # noqa: E731
+            x, logits, gate_up, down, per_token, scores, first, biases, clamp
+        )
+        return _row_by_row(mix, x, logits)
     (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
     none = jnp.zeros((0,), jnp.float32)
     return native.call(
@@ -90,7 +97,7 @@ def choose_experts(
     if logits.ndim != 2 or logits.dtype != jnp.float32 or not 1 <= per_token <= logits.shape[1]:
         raise ValueError(f"{per_token} experts of a row need float32 logits [T, E], got {logits.dtype} {logits.shape}")
     if not registry.current().native:
-        return choose_experts_by_xla(logits, per_token, scores)
+        return _row_by_row(lambda logits: choose_experts_by_xla(logits, per_token, scores), logits)
     shape = (logits.shape[0], per_token)
     out = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     rows = native.row_count(active_rows, logits)
@@ -127,7 +134,8 @@ def chosen_experts(
     kernels = registry.current()
     if not kernels.native:
         biases = gate_up_bias, down_bias
-        return chosen_experts_by_xla(x, choice, score, places, gate_up, down, biases, clamp)
+        mix = lambda *rows: chosen_experts_by_xla(*rows, places, gate_up, down, biases, clamp)  # noqa: E731
+        return _row_by_row(mix, x, choice, score)
     (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
     return native.call(
         "chosen_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32), x.astype(jnp.float32), choice, score, places,
@@ -136,6 +144,12 @@ def chosen_experts(
         limit=np.float32(clamp.limit if clamp else 0), alpha=np.float32(clamp.alpha if clamp else 0),
         threads=kernels.threads,
     )  # fmt: skip
+
+
+def _row_by_row(function: Callable[..., Any], *rows: jax.Array) -> Any:
+    """A function of rows; with exact numerics of one after the other, so that only experts of a row are read."""
+    exact = registry.current().exact and rows[0].shape[0] <= MOST_ROWS
+    return map_tiles(function, *rows, tile=1) if exact else function(*rows)
 
 
 def _check_chosen(

@@ -158,7 +158,7 @@ def test_rows_that_differ_are_a_fault_of_native_kernels_alone(call, monkeypatch,
 
 def test_exact_numerics_are_tested_bit_by_bit(call):
     """With XLA, whose rows differ else: passes of up to sixteen rows have the bits of single rows."""
-    status, out, _ = call("--method", "ar", "--kernels", "xla", "--numerics", "exact", "--json", "-", "w1 w2 w3")
+    status, out, _ = call("--method", "ar", "--kernels", "xla", "--exact", "--json", "-", "w1 w2 w3")
     assert status == 0 and json.loads(out)["rows"]["bitwise"] is True
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import registry
 from pallas_kernels.exact_rows import MOST_ROWS
+from pallas_kernels.experts import choose_experts, chosen_experts, experts
 from pallas_kernels.linear import exact as exact_linear
 from pallas_kernels.linear import linear
 from pallas_kernels.linear.reference import linear as plain_linear
@@ -48,6 +49,30 @@ def test_products(form, dtype):
     for rows in COUNTS:
         first = rng.integers(0, MOST_ROWS - rows + 1)
         assert (bits(run(form, linear, x[first : first + rows], weight)) == bits(most[first : first + rows])).all()
+
+
+@pytest.mark.parametrize(("count", "per_token"), [(4, 2), (40, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["cpu", "gpu"])
+def test_experts(form, dtype, count, per_token):
+    """Few experts, which many rows would all run, and many, of which a row gathers some; apart as streamed layers."""
+    gate_up, down = (jnp.asarray(rng.standard_normal((count, *shape)), dtype) for shape in ((48, 64), (64, 24)))
+    x, logits = (jnp.asarray(rng.standard_normal((MOST_ROWS, size)), jnp.float32) for size in (64, count))
+
+    def mix(x, logits):
+        return experts(x, logits, gate_up, down, per_token, scores="renormalised")
+
+    def mix_apart(x, logits):
+        choice, score = choose_experts(logits, per_token, scores="renormalised")
+        return chosen_experts(x, choice, score, jnp.arange(count, dtype=jnp.int32), gate_up, down)
+
+    most = run(form, mix, x, logits)
+    np.testing.assert_allclose(most, jax.jit(mix)(x, logits), atol=0.3 if dtype == "bfloat16" else 1e-2)
+    for rows in (1, 2, 8, 33):
+        first = rng.integers(0, MOST_ROWS - rows + 1)
+        some = slice(first, first + rows)
+        for function in (mix, mix_apart):
+            assert (bits(run(form, function, x[some], logits[some])) == bits(most[some])).all()
 
 
 @pytest.mark.parametrize("form", ["cpu", "gpu"])

@@ -86,6 +86,8 @@ def test_choice_on_gpus(gpu_kernels, warnings):
     assert [name for name, reads in packed.items() if reads] == ["pallas-triton"]
     assert chosen("mosaic", "9.0") == ("mosaic", {"tree_attention": ("mosaic",)})
     assert chosen("jax-triton", "8.6") == ("jax-triton", attention | {"swiglu": ("jax_triton",)})
+    for place, devices, sums in ((0, 2, ("mosaic",)), (0, 1, ()), (2, 2, ())):
+        assert choose("mosaic", "gpu", devices, gpu("9.0", id=place)).candidates("linear_sum") == sums
     assert [choose(name, "gpu", 1, gpu("9.0")).own for name in ("auto", "mosaic")] == [None, "mosaic"]
     kernels = choose("auto", "gpu", 4, gpu("9.0", "NVIDIA H100 80GB HBM3"))
     assert kernels.capability == (9, 0) and kernels.device_kind == "NVIDIA H100 80GB HBM3"

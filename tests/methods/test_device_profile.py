@@ -79,6 +79,7 @@ def test_auto_follows_the_profile(tmp_path, monkeypatch):
     assert kept.generate("w1 w2 w3", sampling).stats.choice.devices is None
     # What changes the speed of a pass has a profile of its own.
     assert profile_path(tmp_path / "cache", folder, folder, **settings | {"kv_dtype": "float16"}) != path
+    assert profile_path(tmp_path / "cache", folder, folder, **settings, numerics="exact") != path
     assert internals(LLM(folder, kv_dtype="float16", **options)).engine.method == Auto()
     # Streamed layers are loaded as their plan says: the profile is of resident ones.
     streamed = LLM(folder, offload="host", resident_layers=1, **options)

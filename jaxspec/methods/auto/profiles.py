@@ -118,11 +118,12 @@ def save_learned(profile: Path, learned: Learned) -> None:
 
 
 def profile_path(
-    folder: Path, model: Path, draft: Path, *, dtype: str, kernels: str, activations: str, kv_dtype: str
-) -> Path:
+    folder: Path, model: Path, draft: Path, *, dtype: str, kernels: str, activations: str, kv_dtype: str,
+    numerics: str = "fast",
+) -> Path:  # fmt: skip
     """The file of a pair's profile on this machine's devices, with what changes the speed of a pass; it may be new."""
     devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
-    settings = [dtype, kernels, activations, kv_dtype]
+    settings = [dtype, kernels, activations, kv_dtype, *[numerics] * (numerics != "fast")]
     key = json.dumps([str(model.resolve()), str(draft.resolve()), *settings, devices])
     return folder / FOLDER / f"{digest_text(key)[:32]}.json"
 
