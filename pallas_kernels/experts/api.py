@@ -134,7 +134,9 @@ def chosen_experts(
     kernels = registry.current()
     if not kernels.native:
         biases = gate_up_bias, down_bias
-        mix = lambda *rows: chosen_experts_by_xla(*rows, places, gate_up, down, biases, clamp)  # noqa: E731
+        mix = lambda x, choice, score: chosen_experts_by_xla(  # noqa: E731
+            x, choice, score, places, gate_up, down, biases, clamp
+        )
         return _row_by_row(mix, x, choice, score)
     (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
     return native.call(

@@ -137,7 +137,7 @@ def _multiply(x, weight, out, rows_ref, weight_ref, staged, ready) -> None:
 
 def _accumulate(add_products: Any, width: int) -> jax.Array:  # [64, width] float32
     if not registry.current().interpret:
-        return pl.run_scoped(add_products, plgpu.ACC((ROWS, width), jnp.float32))
+        return pl.run_scoped(add_products, plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32))
 
     def from_zero(total):
         total[...] = jnp.zeros(total.shape, total.dtype)
