@@ -7,7 +7,6 @@ Windows have as much weight as prefixes, so that a wrong mask shows. All that a 
 The expected results come from numpy, as in `self_check`.
 """
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from pallas_kernels import registry, row_checks
 from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS, Blocks, dequantise
 from pallas_kernels.linear.planes import planes_name, to_planes
-from pallas_kernels.row_checks import ADDITIONS, DTYPES, MOVES, Arrays
+from pallas_kernels.row_checks import ADDITIONS, DTYPES, MOVES, SUMS, Arrays
 from pallas_kernels.self_check import as_in_programs, compare, rotate
 
 # Where the float16 scales of a block of a GGUF file lie.
@@ -70,17 +69,6 @@ class Swiglu(NamedTuple):
     required: bool = True
 
 
-class Sum(NamedTuple):
-    """A product that two devices add up, by its rows, each one's inputs, and outputs."""
-
-    name: str
-    rows: int
-    inputs: int
-    outputs: int
-    dtype: str = "bfloat16"
-    required: bool = False
-
-
 class Packed(NamedTuple):
     """A product by a weight in planes, or SwiGLU of it, by format, rows, inputs and outputs."""
 
@@ -117,9 +105,6 @@ SWIGLU = (
     Swiglu("a few rows", 3, 256, 256, "bfloat16"),
     Swiglu("ragged float32 rows", 40, 100, 83, "float32"),
 )
-
-# Rows, inputs of a device and outputs.
-SUMS = (Sum("rows of two devices", 5, 192, 128), Sum("64 rows of two devices", 64, 256, 64))
 
 
 def find_kernel_difference(operation: str, implementation: str, kernels: registry.Kernels, device: Any) -> str | None:
@@ -343,42 +328,6 @@ def _expect_linear(call: Packed, o: Arrays) -> Arrays:
     return {"the result": gate / (1 + np.exp(-gate)) * up}
 
 
-def _make_sum(call: Sum) -> Arrays:
-    rng = np.random.default_rng(0)
-    shapes = {"x": (call.rows, 2 * call.inputs), "weight": (call.outputs, 2 * call.inputs)}
-    return {name: rng.standard_normal(shape, np.float32).astype(jnp.bfloat16) for name, shape in shapes.items()}
-
-
-def _over_two(function: Callable[..., Any], o: Arrays) -> Any:
-    """A function of two devices' inputs, each of which has a half of them."""
-    devices = np.array(jax.local_devices(backend=registry.current().platform)[:2])
-    halves, whole = jax.P(None, "tensor"), jax.P()
-    run = jax.shard_map(
-        function, mesh=jax.sharding.Mesh(devices, ("tensor",)), in_specs=(halves, halves), out_specs=whole,
-        check_vma=False,
-    )  # fmt: skip
-    return run(o["x"], o["weight"])
-
-
-def _take_sum(module: ModuleType, call: Sum, o: Arrays) -> bool:
-    taken = []
-
-    def ask(x: jax.Array, weight: jax.Array) -> jax.Array:
-        taken.append(module.supports(x, weight, "tensor"))
-        return x
-
-    jax.eval_shape(functools.partial(_over_two, ask), o)
-    return all(taken)
-
-
-def _run_sum(module: ModuleType, call: Sum, o: Arrays) -> dict[str, Any]:
-    return {"sum": _over_two(lambda x, weight: module.linear_sum(x, weight, "tensor"), o)}
-
-
-def _expect_sum(call: Sum, o: Arrays) -> Arrays:
-    return {"sum": o["x"].astype(np.float32) @ o["weight"].astype(np.float32).T}
-
-
 class Check(NamedTuple):
     """How an operation is checked.
 
@@ -410,6 +359,6 @@ CHECKS = {
         row_checks.run_addition,
         row_checks.expect_addition,
     ),
-    "linear_sum": Check(SUMS, _make_sum, _take_sum, _run_sum, _expect_sum),
+    "linear_sum": Check(SUMS, row_checks.make_sum, row_checks.take_sum, row_checks.run_sum, row_checks.expect_sum),
     "swiglu": Check(SWIGLU, _make_swiglu, _take_swiglu, _run_swiglu, _expect_swiglu),
 }

@@ -1,8 +1,11 @@
-"""Calls of the small operations on rows, `move_rows` and `add_norm`, and what numpy makes of them (`kernel_check`)."""
+"""Calls of `move_rows`, `add_norm` and `linear_sum`, and what numpy makes of them (`kernel_check`)."""
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -106,3 +109,59 @@ def expect_addition(call: Addition, o: Arrays) -> Arrays:
         "the result": total,
         "the norm": total / np.sqrt(np.mean(total * total, axis=1, keepdims=True) + EPSILON) * o["scale"],
     }
+
+
+class Sum(NamedTuple):
+    """A product that two devices add up, by its rows, each one's inputs, and outputs."""
+
+    name: str
+    rows: int
+    inputs: int
+    outputs: int
+    dtype: str = "bfloat16"
+    required: bool = True
+
+
+# Rows, inputs of a device and outputs.
+SUMS = (Sum("a sum of two devices", 5, 192, 128), Sum("a sum of 64 rows", 64, 256, 64))
+
+
+def make_sum(call: Sum) -> Arrays:
+    """Operands of all devices."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (call.rows, 2 * call.inputs), "weight": (call.outputs, 2 * call.inputs)}
+    return {name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+
+
+def _over_two(function: Callable[..., Any], o: Arrays) -> Any:
+    """A function of two devices' inputs, each of which has a half of them."""
+    first = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    devices = np.array(first.client.local_devices()[:2])
+    halves, whole = jax.P(None, "tensor"), jax.P()
+    run = jax.shard_map(
+        function, mesh=jax.sharding.Mesh(devices, ("tensor",)), in_specs=(halves, halves), out_specs=whole,
+        check_vma=False,
+    )  # fmt: skip
+    return run(o["x"], o["weight"])
+
+
+def take_sum(module: ModuleType, call: Sum, o: Arrays) -> bool:
+    """Whether the kernel takes the call."""
+    taken = []
+
+    def ask(x: jax.Array, weight: jax.Array) -> jax.Array:
+        taken.append(module.supports(x, weight, "tensor"))
+        return x
+
+    jax.eval_shape(functools.partial(_over_two, ask), o)
+    return all(taken)
+
+
+def run_sum(module: ModuleType, call: Sum, o: Arrays) -> dict[str, Any]:
+    """The sum on the first device."""
+    return {"sum": _over_two(lambda x, weight: module.linear_sum(x, weight, "tensor"), o)}
+
+
+def expect_sum(call: Sum, o: Arrays) -> Arrays:
+    """The same by numpy."""
+    return {"sum": o["x"].astype(np.float32) @ o["weight"].astype(np.float32).T}

@@ -9,6 +9,7 @@ import pytest
 from kernel_cases import ALL_FORMATS, needs_native
 
 from pallas_kernels import kernel_check, native, registry, selection, self_check
+from pallas_kernels.linear_sum import reference
 from pallas_kernels.native import library
 from pallas_kernels.registry import Kernels
 from pallas_kernels.selection import choose
@@ -28,6 +29,10 @@ def test_the_check_of_gpu_kernels(monkeypatch, operation):
     if operation == "swiglu":
         # Its only kernel is jax-triton's, which runs in no interpreter here.
         stand_in = types.SimpleNamespace(supports=lambda *_: True, swiglu=swiglu_by_xla)
+        monkeypatch.setattr(registry, "import_implementation", lambda *_: stand_in)
+    if operation == "linear_sum":
+        # Nor does this kernel as a whole.
+        stand_in = types.SimpleNamespace(supports=lambda *_: True, linear_sum=reference.linear_sum)
         monkeypatch.setattr(registry, "import_implementation", lambda *_: stand_in)
     device = jax.devices()[0]
     find_failure = selection.find_failure.__wrapped__
