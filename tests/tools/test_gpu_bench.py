@@ -433,7 +433,7 @@ def test_targets():
     steps += [{"kernels": form, "prefix": 512, "rows": 1, "seconds": seconds} for form, seconds in forms]
     rounds_ = [
         {"name": f"rounds, plain{more}, 0 accepted", "seconds": s} for more, s in (("", 3.0), (", pallas-triton", 2.0))
-    ]
+    ] + [{"name": f"rounds, specexec {k}, 4 accepted", "seconds": s} for k, s in ((128, 9.0), (512, 24.0))]
     link = [{"name": name, "bytes_per_s": rate} for name, rate in (("link", 20.0), ("streamed pass", 17.0))]
     results = {
         "tests": {"rows": [{"outcome": "passed"}, {"outcome": "failed"}]}, "tree_attention": {"rows": attention},
@@ -442,10 +442,10 @@ def test_targets():
     assert [published_bandwidth(kind) for kind in ("NVIDIA GH200 480GB", "NVIDIA L4", "cpu")] == [4.0e12, 0.3e12, None]
     verdicts = targets.judge(results, 100.0)
     assert [(v["measured"], v["met"]) for v in verdicts] == [
-        (1.0, False), (2.5, True), (2.0, False), (1.2, False), (None, None), (1.5, True), (None, None), (0.85, True),
-        (1.5, True), (1.0, False), (None, None), (1.2, False), (0.8, True)
+        (1.0, False), (2.5, True), (2.0, False), (1.2, False), (None, None), (1.5, True), (None, None), (3.0, True),
+        (8.0, False), (None, None), (0.85, True), (1.5, True), (1.0, False), (None, None), (1.2, False), (0.8, True)
     ]  # fmt: skip
-    assert verdicts[8]["target"].endswith("a (mosaic)")
+    assert verdicts[11]["target"].endswith("a (mosaic)")
 
 
 @pytest.mark.slow

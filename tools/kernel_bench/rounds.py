@@ -28,15 +28,22 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
+# Draft tokens of SpecExec, and the most rounds of plain decoding that a round may take: written down before any ran.
+SPECEXEC_RATIOS = {128: 4.0, 512: 7.0, 2048: 20.0}
 TARGET, DRAFT = "llama-3-8b", "llama-3.2-1b"
 PREFIX = 512
 ACCEPTED = (0, 2, 4)
 WARM_ROUNDS, TIMED_ROUNDS, TRACED_ROUNDS = 6, 24, 8
 # A path of four tokens: a random draft finds all tokens as likely, and grows level by level.
-METHODS = {
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("ar", {}),
     "specexec": ("specexec", {"num_draft_tokens": 16, "width": 4, "branch": 2, "depth": 5}),
     "swiftspec": ("swiftspec", {"num_draft_tokens": 15, "width": 8, "branch": 2, "depth": 2}),
+    "chain": ("chain", {"num_draft_tokens": 4}),
+} | {
+    # Levels of up to 64 nodes with two children each: 7, 10 and 22 draft passes.
+    f"specexec {budget}": ("specexec", {"num_draft_tokens": budget, "width": 64, "branch": 2, "depth": 32})
+    for budget in SPECEXEC_RATIOS
 }
 # Names the option that jaxspec sets for GPUs, and so leaves it as XLA has it: no loops in CUDA graphs.
 XLA_GRAPHS = "--xla_gpu_enable_command_buffer=+FUSION"
@@ -68,6 +75,8 @@ CONFIGURATIONS = {
     "specexec": Configuration("specexec"),
     "swiftspec": Configuration("swiftspec"),
     "swiftspec, draft on the CPU": Configuration("swiftspec", accepted=(2,), draft_platform="cpu"),
+    **{name: Configuration(name, accepted=(4,)) for name in METHODS if name.startswith("specexec ")},
+    "chain": Configuration("chain", accepted=(2,)),
     "plain, default precision": Configuration("plain", exact=False, accepted=(0,)),
     "specexec, default precision": Configuration("specexec", exact=False, accepted=(2,)),
     "plain, XLA's graphs": Configuration("plain", flags=XLA_GRAPHS, accepted=(0,)),

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kernel_bench.rounds import SPECEXEC_RATIOS
+
 ATTENTION_SPEEDUP = 1.5
 VERIFY_RATIO = 1.15
 BANDWIDTH_SHARE = 0.70
@@ -64,7 +66,7 @@ def _judge_forms(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _judge_defaults(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Kernels that `auto` leaves out until this is met: then it may have them."""
+    """Kernels that `auto` leaves out until this is met: then it may have them. Large budgets."""
     seconds = {row["name"]: row.get("seconds") for row in _rows(parts, "rounds")}
     verdicts = []
     for method, accepted in (("plain", 0), ("specexec", 2)):
@@ -75,6 +77,10 @@ def _judge_defaults(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         verdicts.append(
             _verdict(f"add_norm and move_rows pay in rounds of {method}", gain, None if gain is None else gain > 1)
         )
+    for budget, most in SPECEXEC_RATIOS.items():
+        ratio = _divide(seconds.get(f"rounds, specexec {budget}, 4 accepted"), seconds.get("rounds, plain, 0 accepted"))
+        met = None if ratio is None else ratio <= most
+        verdicts.append(_verdict(f"a round of specexec {budget} at most {most} rounds of plain decoding", ratio, met))
     return verdicts
 
 
