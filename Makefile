@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Write a Python class for a stack with push, pop and peek.
 
-.PHONY: demo test test-tools test-all parity lint clean
+.PHONY: demo test test-tools test-all parity lint docs clean
 
 demo: $(VENV)/.installed
 	@echo "load the model, compile its programs, decode"
@@ -34,6 +34,10 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# The documentation as a site, in build/site; a link or an anchor that leads nowhere ends it.
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build
 
 clean:
 	rm -rf $(VENV) build *.egg-info
@@ -66,4 +70,9 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-parity: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/pip install --quiet torch==2.13.0
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "install what the site of the documentation needs"
+	$(PIP) --no-build-isolation --editable '.[docs]'
 	touch $@

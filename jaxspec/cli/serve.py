@@ -28,7 +28,7 @@ from jaxspec.cli.progress import waiting
 from jaxspec.cli.run import command
 from jaxspec.config import parse_bytes
 from jaxspec.errors import ConfigError, suggest
-from jaxspec.text.answer_parser import FAMILIES
+from jaxspec.text.families import FAMILIES
 
 NAME = "jaxspec-serve"
 KEY_VARIABLE = "JAXSPEC_API_KEY"

@@ -2,85 +2,137 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any
+import re
 
 from jaxspec.config import SamplingParams, StructuredOutputs
 from jaxspec.errors import ConfigError
-from jaxspec.structured.grammar import JSON_FORM, read_schema, text_with_calls
-from jaxspec.text.answer_parser import END_THINK, FAMILIES
+from jaxspec.structured.grammar import read_schema, write_json
+from jaxspec.structured.values import write_arguments
+from jaxspec.text.families import END_THINK, FAMILIES
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.turn import Turn
 
-# What stands before a call's name, before its arguments, after them, and between two calls.
-_FORMS = {
-    "hermes": ('\n{"name": "', '", "arguments": ', "}\n", "\n"),
-    "llama3": ('{"name": "', '", "parameters": ', "}", "; "),
-    "mistral": ('{"name": "', '", "arguments": ', "}", ", "),
-}
+ANY = r"(.|\n)*"
+NO_BRACE = r"(\s*[^{\s](.|\n)*)?"  # text that is no call of Llama's, which needs no marker
 
 
 def shape_answer(tokenizer: Tokenizer, turn: Turn, sampling: SamplingParams) -> SamplingParams:
-    """Sampling parameters under which an answer has the calls that the turn asks for.
+    """Sampling parameters under which an answer has the calls, or the shape, that the turn asks for.
 
-    Strict tools that need not be called are a matter of the model in families whose calls no free text may precede.
-    Reasoning that the prompt opened comes before a shape that the caller asked for.
-    ConfigError: the family's calls cannot be constrained, or the caller asked for another shape.
+    Reasoning that the prompt opened, and gpt-oss' channel for it, come before the shape.
+    ConfigError: the caller asked for another shape too, or the family cannot write a tool's schema.
     """
-    shape, family = sampling.structured_outputs, FAMILIES[turn.family or "hermes"]
-    special = {tokenizer.token_bytes(token).decode("utf-8", "replace"): token for token in tokenizer.special_ids}
-    triggered = turn.strict and turn.tools and turn.family == "hermes" and family.opening not in special
-    if not turn.required and (shape is not None or not triggered):
-        if shape is None or not turn.thinks:
-            return sampling
-        if shape.json is None and not shape.json_object:
-            raise ConfigError("structured_outputs after reasoning are JSON; switch the reasoning off for another shape")
-        schema = {"type": "object"} if shape.json is None else shape.json
-        return _with(sampling, {"answer": _json(schema)}, "answer", turn)
-    if shape is not None:
+    shape = sampling.structured_outputs
+    if turn.required and shape is not None:
         raise ConfigError("structured_outputs and calls of tools are two shapes of one answer: give one of them")
-    if turn.family not in _FORMS:
-        raise ConfigError(f"tool_choice must be 'auto' or 'none' for models of family {turn.family}")
-    before, middle, after, between = _FORMS[turn.family]
-    if not turn.required:
-        calls = [
-            (f"{family.opening}{before}{name}{middle}", schema, f"{after}{family.closing}")
-            for name, schema in turn.tools.items()
-        ]
-        return dataclasses.replace(sampling, structured_outputs=text_with_calls(calls, family.opening))
-
-    def text(marker: str) -> str:
-        return f"<[{special[marker]}]>" if marker in special else json.dumps(marker, ensure_ascii=False)
-
-    rules, calls = {}, []
-    for index, (name, schema) in enumerate(turn.tools.items()):
-        rules[f"arguments_{index}"] = _json(schema)
-        head = f"{before}{name}{middle}"
-        if turn.family == "mistral" and "[ARGS]" in tokenizer.chat_template:
-            call = f"{text(family.opening)} {json.dumps(name)} {text('[ARGS]')} arguments_{index}"
-            between = ""
-        else:
-            call = f"{json.dumps(head, ensure_ascii=False)} arguments_{index} {json.dumps(after)}"
-        if turn.family == "hermes":
-            call = f"{text(family.opening)} {call} {text(family.closing)}"
-        calls.append(call)
-    rules["call"] = " | ".join(calls)
-    start = f"call ({json.dumps(between)} call)*" if turn.parallel and between else "call+" if turn.parallel else "call"
-    if turn.family == "mistral" and between:
-        start = f'{text(family.opening)} "[" {start} "]"'
-    return _with(sampling, rules, start, turn)
+    writer = _Writer(tokenizer, turn)
+    if turn.required:
+        return writer.after_reasoning(sampling, writer.calls())
+    if shape is None:
+        return writer.free(sampling) if turn.strict and turn.tools else sampling
+    if not turn.thinks and turn.family != "harmony":
+        return sampling
+    if shape.json is None and not shape.json_object:
+        raise ConfigError("structured_outputs after reasoning are JSON; switch the reasoning off for another shape")
+    writer.rules["answer"] = write_json({"type": "object"} if shape.json is None else shape.json)
+    opening = [writer.text("<|channel|>final<|message|>")] if turn.family == "harmony" else []
+    return writer.after_reasoning(sampling, " ".join([*opening, "answer"]))
 
 
-def _with(sampling: SamplingParams, rules: Mapping[str, str], start: str, turn: Turn) -> SamplingParams:
-    """Sampling under a grammar, after the reasoning that the prompt opened."""
-    lines = [f"{name}: {rule}" for name, rule in rules.items()]
-    if turn.thinks:
-        lines += [rf"thought[lazy]: /(.|\n)*{END_THINK.replace('/', chr(92) + '/')}/", r"gap: /\n{0,2}/"]
-        start = f"thought gap {start}"
-    return dataclasses.replace(
-        sampling, structured_outputs=StructuredOutputs(grammar="\n".join([f"start: {start}", *lines]))
-    )
+class _Writer:
+    """A grammar in llguidance's Lark, for the answers of one turn."""
+
+    def __init__(self, tokenizer: Tokenizer, turn: Turn):
+        """Write no rules yet."""
+        family = FAMILIES[turn.family or "hermes"]
+        self.rules: dict[str, str] = {}
+        self._turn, self._family = turn, family
+        special = {tokenizer.token_bytes(token).decode("utf-8", "replace"): token for token in tokenizer.special_ids}
+        self._special = {marker: special[marker] for marker in family.markers if marker in special}
+        self._form = next(form for form in family.forms if form.sign in tokenizer.chat_template)
+
+    def text(self, text: str) -> str:
+        """A text, with its markers as the special tokens that they are; "" for none."""
+        parts = re.split("(" + "|".join(map(re.escape, self._special)) + ")", text) if self._special else [text]
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+    def until(self, marker: str, name: str, text: str = ANY, without: tuple[str, ...] = ()) -> str:
+        """Text of a regular expression and then a marker, which the text does not hold, nor those in `without`."""
+        end, name = marker.strip(), name.upper()
+        held = "|".join(_quote(one) for one in {end, *without} if one)
+        if marker in self._special:
+            self.rules[name] = f"/{text}/ & ~/{ANY}({held}){ANY}/"
+            return f"{name} {self.text(marker)}"
+        before, after = marker.split(end)
+        more = "|".join(_quote(one) for one in {*without} - {end})
+        self.rules[name] = f"/{text}{_quote(before + end)}/ & ~/{ANY}{_quote(end)}(.|\\n)+/" + (
+            f" & ~/{ANY}({more}){ANY}/" if more else ""
+        )
+        return " ".join(filter(None, [name, self.text(after)]))
+
+    def calls(self) -> str:
+        """The calls of an answer, one at least."""
+        between, call = self._form.between, self._call()
+        if self._turn.parallel and between is not None:
+            call = f"{call} ({self.text(between)} {call})*"
+        return " ".join(filter(None, [self.text(self._form.before), call, self.text(self._form.after)]))
+
+    def _call(self) -> str:
+        """The rule of one call."""
+        form, calls = self._form, []
+        for index, (name, schema) in enumerate(self._turn.tools.items()):
+            head, _, tail = form.call.replace("NAME", name).partition("ARGUMENTS")
+            rule = f"arguments_{index}"
+            if form.arguments == "json":
+                self.rules[rule] = write_json(schema)
+            else:
+                write_arguments(self, rule, read_schema(schema), form.arguments)
+            calls.append(" ".join(filter(None, [self.text(head), rule, self.text(tail)])))
+        self.rules["call"] = " | ".join(calls)
+        return "call"
+
+    def free(self, sampling: SamplingParams) -> SamplingParams:
+        """Text in which calls, once they begin, are complete calls of the tools."""
+        opening = self._family.opening
+        if self._turn.family == "harmony":
+            final = self.text("<|channel|>final<|message|>")
+            self.rules["FINAL"] = f"/{ANY}/"
+            return self.after_reasoning(sampling, f"({self.calls()} | {final} FINAL)")
+        text = NO_BRACE if self._family.bare else ANY
+        lead = self.until(opening, "lead", text)
+        self.rules["TAIL"] = f"/{text}/ & ~/{ANY}{_quote(opening)}{ANY}/"
+        if self._family.bare:
+            return self._with(sampling, f"{self.calls()} | {lead} {self.calls()} | TAIL")
+        # The marker that opens a call is part of the text before it.
+        form = dataclasses.replace(self._form, before=self._form.before.removeprefix(opening))
+        if not self._form.before:
+            form = dataclasses.replace(form, call=form.call.removeprefix(opening), between=None)
+        self._form = form
+        return self._with(sampling, f"({lead} {self.calls()}){'*' if self._turn.parallel else '?'} TAIL")
+
+    def after_reasoning(self, sampling: SamplingParams, start: str) -> SamplingParams:
+        """Sampling under the grammar, after reasoning that the prompt opened, or in gpt-oss' messages."""
+        if self._turn.family == "harmony":
+            channel, message, next_ = map(self.text, ("<|channel|>", "<|message|>", "<|start|>assistant"))
+            self.rules["note"] = (
+                f'{channel} ("analysis" | "commentary") {message} {self.until("<|end|>", "note_text")} {next_}'
+            )
+            start = f"note* {start}"
+        elif self._turn.thinks:
+            self.rules["thought[lazy]"] = f"/{ANY}{_quote(END_THINK)}/"
+            self.rules["gap"] = r"/\n{0,2}/"
+            start = f"thought gap ({start})"
+        return self._with(sampling, start)
+
+    def _with(self, sampling: SamplingParams, start: str) -> SamplingParams:
+        lines = [f"start: {start}", *(f"{name}: {rule}" for name, rule in self.rules.items())]
+        return dataclasses.replace(sampling, structured_outputs=StructuredOutputs(grammar="\n".join(lines)))
 
 
-def _json(schema: Mapping[str, Any] | str) -> str:
-    return "%json " + json.dumps(read_schema(schema) | {"x-guidance": JSON_FORM}, ensure_ascii=False)
+def _quote(text: str) -> str:
+    """A text in a regular expression of a grammar."""
+    return re.sub(r"[^\w\s<>=]", lambda found: "\\" + found[0], text).replace("\n", r"\n")

@@ -152,17 +152,9 @@ def read_shape(shape: StructuredOutputs) -> str:
     return _llguidance().LLMatcher.grammar_from_lark(_check_length("grammar", shape.grammar))
 
 
-def text_with_calls(calls: Sequence[tuple[str, Mapping[str, Any], str]], trigger: str) -> StructuredOutputs:
-    """Free text in which each `trigger` begins a call, and a call has one of the given shapes.
-
-    `calls` are what a call begins with (the trigger first), the JSON schema of what follows, and what ends it.
-    """
-    tag = _llguidance().StructTag
-    tags = [
-        tag(trigger=trigger, begin=begin, grammar=read_schema(schema) | {"x-guidance": JSON_FORM}, end=end)
-        for begin, schema, end in calls
-    ]
-    return StructuredOutputs(grammar=tag.to_grammar(tags, assume_special=False))
+def write_json(schema: Mapping[str, Any] | str) -> str:
+    """A JSON schema as a part of a Lark grammar; ConfigError: see `read_schema`."""
+    return "%json " + json.dumps(read_schema(schema) | {"x-guidance": JSON_FORM}, ensure_ascii=False)
 
 
 def read_schema(schema: Mapping[str, Any] | str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Matcher:
         self._ends = frozenset(eos_ids)
         self._end_mask = self._bits(eos_ids)
         self.ended = False  # an end token was taken
+        self._next: list[int] | None = None  # the forced token, or none, once it is known of this state
         self.num_forced = 0  # tokens taken that were the only ones allowed, of `num_taken`
         self.num_taken = 0
 
@@ -48,11 +49,11 @@ class Matcher:
             forced = self.forced()
             if token in self._ends:
                 accepted = self._matcher.is_accepting()
-                self.ended = True
+                self.ended, self._next = True, None
             else:
-                accepted = forced in (None, token) and self._matcher.validate_tokens([token]) == 1
+                accepted = token == forced or (forced is None and self._matcher.validate_tokens([token]) == 1)
                 if accepted:
-                    self._matcher.consume_token(token)
+                    self._consume(token)
             self._check()
             if not accepted:
                 raise ConfigError(
@@ -64,15 +65,16 @@ class Matcher:
 
     def forced(self) -> int | None:
         """The one token that may come next; None where there are several, or only ends of the text."""
-        tokens = [] if self.ended else self._matcher.compute_ff_tokens()
-        if tokens and tokens[0] not in self._ends and self._matcher.validate_tokens(tokens[:1]) == 1:
-            return tokens[0]
-        return None
+        if self._next is None:
+            tokens = [] if self.ended else self._matcher.compute_ff_tokens()[:1]
+            ends = tokens and (tokens[0] in self._ends or self._matcher.validate_tokens(tokens) != 1)
+            self._next = [] if ends else tokens
+        return self._next[0] if self._next else None
 
     def chain(self, most: int) -> list[int]:
         """Forced tokens that follow each other, at most `most`; the state stays."""
         tokens = []
-        while len(tokens) < most and (token := self.forced()) is not None and self._matcher.consume_token(token):
+        while len(tokens) < most and (token := self.forced()) is not None and self._consume(token):
             tokens.append(token)
         self._back(len(tokens))
         return tokens
@@ -107,7 +109,7 @@ class Matcher:
                 self._back(1)
                 continue
             if row:
-                self._matcher.consume_token(int(token[row]))
+                self._consume(int(token[row]))
                 stack.append(-row)
             mask = self.mask()
             found[row, : len(mask)] = mask
@@ -117,7 +119,12 @@ class Matcher:
                     stack.append(child)
         return found
 
+    def _consume(self, token: int) -> bool:
+        self._next = None
+        return self._matcher.consume_token(token)
+
     def _back(self, count: int) -> None:
+        self._next = None if count else self._next
         if count and not self._matcher.rollback(count):
             self._check()
 

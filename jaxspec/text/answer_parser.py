@@ -4,17 +4,21 @@ Each family of models marks them in its own way; `FAMILIES` says how. A parser n
 well-formed call of a known tool stays content. Its parts do not depend on how the text was cut into pieces.
 """
 
-import ast
 import dataclasses
-import json
 import re
-import secrets
-import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-Call = tuple[str, str]  # name of the tool, and its arguments as JSON
-THINK, END_THINK = "<think>", "</think>"
+from jaxspec.text.families import (
+    END_THINK,
+    FAMILIES,
+    HARMONY_MARKERS,
+    LISTED_HEAD,
+    NAMED_HEAD,
+    RECIPIENT,
+    THINK,
+    Schemas,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,126 +31,20 @@ class Part:
     id: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """How a family of models marks calls of tools.
-
-    Attributes:
-      signs: texts of its chat templates; one of them suffices.
-      opening, closing: markers around a call, or around several; without a closing one a call ends with its arguments.
-      head: what a call begins with, up to its arguments, which are a JSON object; group 1 is the tool's name.
-      read: the calls of a whole body that `head` does not match, None where it holds none.
-      bare: whether an answer may be a call without markers.
-      id_length: of a call's name; 0 is OpenAI's form.
-    """
-
-    signs: tuple[str, ...]
-    opening: str
-    closing: str
-    head: re.Pattern[str] | None
-    read: Callable[[str], list[Call] | None]
-    bare: bool = False
-    id_length: int = 0
-
-    def make_id(self) -> str:
-        if not self.id_length:
-            return f"call_{secrets.token_hex(12)}"
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(self.id_length))
-
-
-def find_family(template: str, name: str | None = None) -> str:
-    """The name of a template's family, `name` if given; Hermes where nothing else is found."""
-    if name is not None:
-        return name
-    return next((key for key, family in FAMILIES.items() if any(sign in template for sign in family.signs)), "hermes")
-
-
-def _read_json(body: str) -> list[Call] | None:
-    """Calls as JSON: an object with name and arguments, a list of them, or several after semicolons."""
-    calls, decoder, at = [], json.JSONDecoder(), 0
-    try:
-        while at < len(body):
-            value, at = decoder.raw_decode(body, at)
-            at += len(body[at:]) - len(body[at:].lstrip("; \n\r\t"))
-            for one in value if isinstance(value, list) else [value]:
-                arguments = one.get("arguments", one.get("parameters", {}))
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                if not isinstance(one["name"], str) or not isinstance(json.loads(text), dict):
-                    return None
-                calls.append((one["name"], text))
-    except (ValueError, KeyError, AttributeError, RecursionError):
-        return None
-    return calls or None
-
-
-def _read_python(body: str) -> list[Call] | None:
-    """Llama's built-in tools: `name.call(key="value")`; else JSON."""
-    found = re.fullmatch(r"\s*([\w-]+)\.call\((.*)\)\s*", body, re.DOTALL)
-    if found is None:
-        return _read_json(body)
-    try:
-        call: Any = ast.parse(f"f({found[2]})", mode="eval").body
-        return [(found[1], json.dumps({key.arg: ast.literal_eval(key.value) for key in call.keywords}))]
-    except (ValueError, TypeError, SyntaxError, AttributeError, RecursionError, MemoryError):
-        return None
-
-
-def _read_gemma(body: str) -> list[Call] | None:
-    """FunctionGemma's `call:name{key:<escape>text<escape>,other:3}`."""
-    found = re.fullmatch(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", body, re.DOTALL)
-    if found is None:
-        return None
-    texts = found[2].split("<escape>")
-    for index, text in enumerate(texts):
-        odd = index % 2
-        texts[index] = json.dumps(text) if odd else re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', text)
-    return _read_json(f'{{"name": "{found[1]}", "arguments": {"".join(texts)}}}')
-
-
-def _read_xml(body: str) -> list[Call] | None:
-    """Qwen3-Coder's `<function=name><parameter=key>value</parameter></function>`; a value that is JSON is read so."""
-    calls = []
-    for name, inner in re.findall(r"<function=([^>\s]+)>(.*?)</function>", body, re.DOTALL):
-        arguments = {}
-        for key, value in re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", inner, re.DOTALL):
-            try:
-                arguments[key] = json.loads(value)
-            except (ValueError, RecursionError):
-                arguments[key] = value
-        calls.append((name, json.dumps(arguments, ensure_ascii=False)))
-    return calls or None
-
-
-_JSON_HEAD = r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_JSON = re.compile(_JSON_HEAD)
-_LISTED = re.compile(rf"\s*\[?{_JSON_HEAD}")
-_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")  # of Mistral's later templates
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
-
-FAMILIES: Mapping[str, Family] = {
-    "harmony": Family(("<|channel|>",), "", "", None, _read_json),
-    "mistral": Family(("[TOOL_CALLS]",), "[TOOL_CALLS]", "", _LISTED, _read_json, id_length=9),
-    "gemma": Family(("<start_function_call>",), "<start_function_call>", "<end_function_call>", None, _read_gemma),
-    "qwen3_coder": Family(("<function=",), "<tool_call>", "</tool_call>", None, _read_xml),
-    "hermes": Family(("<tool_call>",), "<tool_call>", "</tool_call>", _JSON, _read_json),
-    "llama3": Family(("<|python_tag|>", "<|start_header_id|>"), "<|python_tag|>", "", _JSON, _read_python, bare=True),
-}
-HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
-
-
 class AnswerParser:
     """Parts of one answer; `message` has what was given out so far."""
 
     def __init__(
-        self, family: str, tools: Collection[str] = (), *, reasons: bool = False, thinks: bool = False,
+        self, family: str, tools: Schemas | Collection[str] = (), *, reasons: bool = False, thinks: bool = False,
         most_calls: int | None = None,
     ):  # fmt: skip
-        """Begin an answer of a model of `family`, which may call `tools`.
+        """Begin an answer of a model of `family`, which may call `tools`: names, or the schemas of their arguments.
 
         `reasons`: it may begin with reasoning. `thinks`: it does so, as the prompt opened it. Calls beyond `most_calls`
         are left out.
         """
-        self._family, self._tools, self._most_calls = FAMILIES[family], frozenset(tools), most_calls
+        self._family, self._most_calls = FAMILIES[family], most_calls
+        self._tools = tools if isinstance(tools, Mapping) else dict.fromkeys(tools, {})
         self._reasons = reasons
         self._held = ""  # text that is not given out yet
         self._opening = ""  # what led to the call under way; content again if there is none
@@ -260,12 +158,12 @@ class AnswerParser:
     def _call(self) -> bool:
         """After the opening of a call, or between two calls of a list."""
         family, text = self._family, self._held
-        heads = (family.head,) if family.opening != "[TOOL_CALLS]" else (_LISTED, _NAMED)
+        heads = (family.head,) if family.opening != "[TOOL_CALLS]" else (LISTED_HEAD, NAMED_HEAD)
         for head in heads:
             found = None if head is None else head.match(text)
             if found is not None and found[1] in self._tools:
                 self._start_call(found[1])
-                self._held, self._closes = text[found.end() :], head is not _NAMED
+                self._held, self._closes = text[found.end() :], head is not NAMED_HEAD
                 self._state, self._depth, self._quoted, self._escaped = self._arguments, 0, False, False
                 return True
         end = text.find(family.closing) if family.closing else -1
@@ -274,7 +172,7 @@ class AnswerParser:
             return False
         body = text[:end] if end >= 0 else text
         self._held = text[end + len(family.closing) :] if end >= 0 else ""
-        calls = None if unlike else family.read(body.strip())
+        calls = None if unlike else family.read(body.strip(), self._tools)
         self._state = self._content
         if calls is not None and all(name in self._tools for name, _ in calls):
             for name, arguments in calls:
@@ -341,6 +239,14 @@ class HarmonyParser(AnswerParser):
     _kind: Literal["content", "reasoning"] = "content"
 
     def _begin(self) -> bool:
+        """The rest of the header that the prompt began: where it names a recipient, no marker precedes that."""
+        start, sign = self._held.lstrip(), "to=functions."
+        if not self._final and len(start) < len(sign) and sign.startswith(start):
+            return False
+        self._state = self._header if start.startswith(sign) else self._message
+        return True
+
+    def _message(self) -> bool:
         text, marker = self._until(HARMONY_MARKERS)
         self._give(self._kind, text)
         if marker in ("<|start|>", "<|channel|>"):
@@ -354,13 +260,13 @@ class HarmonyParser(AnswerParser):
                 self._held = ""
             return False
         self._held, self._fresh = rest, True
-        recipient = _RECIPIENT.search(head)
+        recipient = RECIPIENT.search(head)
         if recipient is not None and recipient[1] in self._tools:
             self._start_call(recipient[1])
             self._state = self._whole_arguments
         else:
             self._kind = "reasoning" if "analysis" in head and recipient is None else "content"
-            self._state = self._begin
+            self._state = self._message
         return True
 
     def _whole_arguments(self) -> bool:
@@ -369,6 +275,6 @@ class HarmonyParser(AnswerParser):
         self._give_arguments(text.lstrip() if self._fresh else text)
         self._fresh = self._fresh and not text
         if marker is not None:
-            self._state = self._header if marker in ("<|start|>", "<|channel|>") else self._begin
+            self._state = self._header if marker in ("<|start|>", "<|channel|>") else self._message
             self._kind, self._fresh = "content", True
         return marker is not None

@@ -7,14 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jaxspec.errors import ConfigError, shown, suggest
-from jaxspec.text.answer_parser import (
-    FAMILIES,
-    HARMONY_MARKERS,
-    THINK,
-    AnswerParser,
-    HarmonyParser,
-    find_family,
-)
+from jaxspec.text.answer_parser import AnswerParser, HarmonyParser
+from jaxspec.text.families import FAMILIES, THINK, find_family
 from jaxspec.text.tokenizer import Tokenizer
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -138,7 +132,6 @@ def open_turn(
         plain.insert(0, {"role": "system", "content": system + prompt})
         text = tokenizer.apply_chat_template(plain, arguments=given)
     reasons = THINK in template or family == "harmony"
-    markers = HARMONY_MARKERS if family == "harmony" else (FAMILIES[family].opening, FAMILIES[family].closing, "[ARGS]")
     special = tokenizer.special_ids if schemas or family == "harmony" else ()
     return Turn(
         ids=tokenizer.encode(text, add_special_tokens=False),
@@ -149,7 +142,9 @@ def open_turn(
         parallel=parallel_tool_calls and chosen in CHOICES,
         reasons=reasons,
         thinks=reasons and text.rstrip().endswith(THINK),
-        shown=frozenset(i for i in special if tokenizer.token_bytes(i).decode("utf-8", "replace") in markers),
+        shown=frozenset(
+            i for i in special if tokenizer.token_bytes(i).decode("utf-8", "replace") in FAMILIES[family].markers
+        ),
     )
 
 

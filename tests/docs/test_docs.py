@@ -117,3 +117,11 @@ def test_a_round_is_read_in_few_files(name):
     marks = files_per_round.read_table(files_per_round.PAGE.read_text())[0][name]
     assert 0 < files_per_round.num_files(marks) <= ROUND_FILES.get(name, MOST_ROUND_FILES)
     assert all((ROOT / "jaxspec" / file).is_file() for file in marks)
+
+
+def test_the_site_has_every_page():
+    """`make docs` builds it and checks its links; the pages of results need no entry."""
+    listed = re.findall(r"^ +- (?:[A-Z]\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")]
+    made = ["index.md", "examples.md", "api.md", "contributing.md"]
+    assert sorted(listed) == sorted([*made, *(page for page in pages if not page.startswith("results/"))])

@@ -85,6 +85,38 @@ def test_streamed_calls(client, says):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+ARGUMENTS = '{"city": "Rome"}'
+HARMONY = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+FAMILIES = {
+    "<|channel|>": f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{HARMONY}",
+    "<start_function_call>": "<start_function_call>call:get_weather{city:<escape>Rome<escape>}<end_function_call>",
+    "<function=": "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function></tool_call>",
+    "[TOOL_CALLS]": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
+    "<|python_tag|>": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
+}
+
+
+@pytest.mark.parametrize("sign", FAMILIES)
+def test_a_loop_of_each_family(client, says, served_llm, monkeypatch, sign):
+    """A streamed call, its result, and the answer; gpt-oss' reasoning too."""
+    template = (
+        f"{{{{ tools }}}} {{% for m in messages %}}{{{{ m.content }}}} {{{{ m.tool_calls }}}}{{% endfor %}} {sign}"
+    )
+    monkeypatch.setattr(type(served_llm.tokenizer), "chat_template", template)
+    turns = says(FAMILIES[sign], "It is warm.")
+    with client.chat.completions.stream(model="tiny", messages=QUESTION, tools=TOOLS) as stream:
+        choice = stream.get_final_completion().choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and not choice.message.content
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Rome"})
+    assert getattr(choice.message, "reasoning_content", None) == ("hm" if sign == "<|channel|>" else None)
+    called = {"role": "assistant", "tool_calls": [call.model_dump(include={"id", "type", "function"})]}
+    history = [*QUESTION, called, {"role": "tool", "tool_call_id": call.id, "content": "w3"}]
+    answer = client.chat.completions.create(model="tiny", messages=history, tools=TOOLS).choices[0]
+    assert answer.message.content == "It is warm." and answer.finish_reason == "stop"
+    assert len(turns[1].ids) > len(turns[0].ids)
+
+
 def test_the_clients_own_stream_adds_the_calls_up(client, says):
     says(CALLS)
     with client.chat.completions.stream(model="tiny", messages=QUESTION, tools=TOOLS) as stream:

@@ -13,6 +13,7 @@ from jaxspec.config import SamplingParams, StructuredOutputs
 from jaxspec.errors import ConfigError
 from jaxspec.structured.calls import shape_answer
 from jaxspec.structured.grammar import Grammars
+from jaxspec.text.families import HARMONY_MARKERS
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.turn import open_turn
 
@@ -22,12 +23,31 @@ SCHEMAS = {
         "required": ["city"], "additionalProperties": False,
     },
     "switch": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    "note": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "maxLength": 8}, "day": {"type": "string", "enum": ["Mon", "2"]},
+            "at": {"type": ["integer", "null"], "minimum": 3}, "tags": {"$ref": "#/$defs/tags"},
+        },
+        "required": ["day"], "additionalProperties": False,
+        "$defs": {"tags": {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3},
+                                                                {"type": "boolean"}]}, "maxItems": 2, "minItems": 1}},
+    },
 }  # fmt: skip
 SCHEMAS["switch"]["additionalProperties"] = False
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 QUESTION = [{"role": "user", "content": "Weather?"}]
-SPECIAL = ["[TOOL_CALLS]", "[ARGS]"]
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", *HARMONY_MARKERS, "<escape>"]
+TEMPLATES = {
+    "hermes": "<tool_call>",
+    "llama3": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral, later": "[TOOL_CALLS][ARGS]",
+    "gemma": "<start_function_call>",
+    "qwen3_coder": "<function=",
+    "harmony": "<|channel|>",
+}
 
 
 def tokenizer_of(template):
@@ -38,14 +58,14 @@ def tokenizer_of(template):
     return Tokenizer(dataclasses.replace(parts, backend=backend, chat_template=template))
 
 
-def answer(tokenizer, sampling, rng, most=400):
-    """A random text of the grammar, or of free text up to a length."""
-    size = tokenizer.vocab_size
-    matcher = Grammars(tokenizer, size, tokenizer.eos_ids).match(sampling.structured_outputs)
-    ids = []
+def answer(tokenizer, matcher, rng, most):
+    """A random text of the grammar, at most so many tokens."""
+    size, ids = tokenizer.vocab_size, []
     while not matcher.ended and len(ids) < most:
         bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:size]
-        ids.append(rng.choice(np.flatnonzero(bits).tolist()))
+        allowed = np.flatnonzero(bits)
+        markers = [token for token in sorted(tokenizer.special_ids) if bits[token]]
+        ids.append(int(rng.choice(markers if markers and rng.random() < 0.3 else allowed)))
         matcher.take(ids[-1:])
     return ids, matcher.ended
 
@@ -57,36 +77,60 @@ def check(message):
 
 
 @pytest.mark.parametrize("choice", ["required", "switch"])
-@pytest.mark.parametrize("signs", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"])
-def test_each_answer_is_calls(signs, choice):
-    tokenizer, rng = tokenizer_of(f"{{{{ tools }}}} {signs}"), random.Random(signs)
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_each_answer_is_calls(family, choice):
+    tokenizer, rng = tokenizer_of(f"{{{{ tools }}}} {TEMPLATES[family]}"), random.Random(family)
     turn = open_turn(tokenizer, QUESTION, tools=TOOLS, tool_choice=choice)
-    sampling = shape_answer(tokenizer, turn, SamplingParams())
-    counts = []
-    for _ in range(12):
-        ids, ended = answer(tokenizer, sampling, rng, 120)
+    assert turn.family == family.partition(",")[0]
+    shape = shape_answer(tokenizer, turn, SamplingParams()).structured_outputs
+    grammars, counts = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids), []
+    for _ in range(8):
+        ids, ended = answer(tokenizer, grammars.match(shape), rng, 120)
         detokenizer = tokenizer.make_detokenizer(shown=turn.shown)
         message = turn.read(detokenizer.push(ids) + detokenizer.finish())
         if ended:
-            assert not message["content"]
+            assert family == "harmony" or not message["content"]
             counts.append(check(message))
-    assert max(counts) == 1 if choice == "switch" else max(counts) >= 1
+    assert max(counts) == 1 if choice == "switch" or family == "harmony" else max(counts) >= 1
 
 
-def test_a_call_of_a_strict_tool_fits_its_schema():
-    """Free text until the marker; from then on the schema decides."""
-    tokenizer = tokenizer_of("{{ tools }} <tool_call>")
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "note", "arguments": {"text": "a, b", "day": "2"}}\n</tool_call>',
+    "llama3": '{"name": "note", "parameters": {"text": "a, b", "day": "2"}}',
+    "mistral": '[TOOL_CALLS][{"name": "note", "arguments": {"text": "a, b", "day": "2"}}]',
+    "mistral, later": '[TOOL_CALLS]note[ARGS]{"text": "a, b", "day": "2"}',
+    "gemma": "<start_function_call>call:note{text:<escape>a, b<escape>,day:<escape>2<escape>}<end_function_call>",
+    "qwen3_coder": "<tool_call>\n<function=note>\n<parameter=text>\na, b\n</parameter>\n<parameter=day>\n2\n"
+                   "</parameter>\n</function>\n</tool_call>",
+    "harmony": "<|channel|>commentary to=functions.note <|constrain|>json<|message|>"
+               '{"text": "a, b", "day": "2"}',
+}  # fmt: skip
+FREE = {"llama3": "", "harmony": "<|channel|>analysis<|message|>Let me <b>see.<|end|><|start|>assistant"}
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_a_call_of_a_strict_tool_fits_its_schema(family):
+    """Free text until a call begins; from then on the schema decides."""
+    tokenizer = tokenizer_of(f"{{{{ tools }}}} {TEMPLATES[family]}")
     turn = open_turn(tokenizer, QUESTION, tools=STRICT)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
     shape = shape_answer(tokenizer, turn, SamplingParams()).structured_outputs
-    matcher = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).match(shape)
-    matcher.take(tokenizer.encode("Let me see."))
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+    free, call = FREE.get(family, "Let me <b>see. "), CALLS[family]
+
+    def took(text):
+        matcher = grammars.match(shape)
+        matcher.take(tokenizer.encode(text, add_special_tokens=False))
+        return matcher
+
+    assert took(free + call).mask()[tokenizer.eos_ids[0] // 32] >> np.uint32(tokenizer.eos_ids[0] % 32) & 1
+    message = turn.read(free + call)
+    assert check(message) == 1 and json.loads(message["tool_calls"][0]["function"]["arguments"])["day"] == "2"
+    for wrong in (call.replace("note", "nota"), call.replace("2", "3"), call.replace("text", "texts")):
+        with pytest.raises(ConfigError, match="allow no token"):
+            took(free + wrong)
+    words = {"harmony": "<|channel|>final<|message|>So <tool", "llama3": "So {"}.get(family, 'So {"name": 3} <tool')
+    bits = np.unpackbits(took(words).mask().view(np.uint8), bitorder="little")
     assert bits.sum() > 40_000
-    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"'
-    matcher.take(tokenizer.encode(call))
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-    allowed = {tokenizer.token_bytes(int(token)) for token in np.flatnonzero(bits)}
-    assert all(one.startswith((b",", b"}")) for one in allowed), allowed
 
 
 def test_reasoning_comes_before_a_shape():
@@ -105,12 +149,27 @@ def test_reasoning_comes_before_a_shape():
         shape_answer(tokenizer, turn, SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
 
 
-def test_two_shapes_and_families_without_one_are_refused():
+def test_a_shape_of_gpt_oss_is_its_last_channel():
     tokenizer = tokenizer_of("{{ tools }} <|channel|>")
+    turn = open_turn(tokenizer, QUESTION)
+    shape = StructuredOutputs(json=SCHEMAS["switch"])
+    shape = shape_answer(tokenizer, turn, SamplingParams(structured_outputs=shape)).structured_outputs
+    matcher = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).match(shape)
+    text = FREE["harmony"] + '<|channel|>final<|message|>{"on": true}'
+    matcher.take([*tokenizer.encode(text), tokenizer.eos_ids[0]])
+    assert turn.read(text)["content"] == '{"on": true}' and turn.read(text)["reasoning_content"] == "Let me <b>see."
+
+
+def test_two_shapes_and_schemas_that_cannot_be_written_are_refused():
+    tokenizer = tokenizer_of("{{ tools }} <function=")
     turn = open_turn(tokenizer, QUESTION, tools=TOOLS, tool_choice="required")
-    with pytest.raises(ConfigError, match="of family harmony"):
-        shape_answer(tokenizer, turn, SamplingParams())
     with pytest.raises(ConfigError, match="two shapes"):
         shape_answer(tokenizer, turn, SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
-    turn = open_turn(tokenizer_of("{{ tools }} [TOOL_CALLS]"), QUESTION, tools=STRICT)
-    assert shape_answer(tokenizer, turn, SamplingParams()) == SamplingParams()
+    for schema, named in (
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "'pattern'"), ({"oneOf": []}, "'oneOf'"),
+        ({"properties": {"a b": {}}}, "'a b'"),
+    ):  # fmt: skip
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        turn = open_turn(tokenizer, QUESTION, tools=tools, tool_choice="required")
+        with pytest.raises(ConfigError, match=named):
+            shape_answer(tokenizer, turn, SamplingParams())

@@ -11,7 +11,7 @@ from byte_tokenizer import BytesTokenizer
 
 from jaxspec import ConfigError, SamplingParams, StructuredOutputs
 from jaxspec.structured import grammar
-from jaxspec.structured.grammar import MOST_CHARACTERS, Grammars, read_schema, text_with_calls
+from jaxspec.structured.grammar import MOST_CHARACTERS, Grammars, read_schema
 
 TOKENIZER = BytesTokenizer(["true", "false", '{"', '"', '": ', "name", "ab", "abc", ", "])
 GRAMMARS = Grammars(TOKENIZER, TOKENIZER.vocab_size + 5, TOKENIZER.eos_ids)
@@ -95,18 +95,6 @@ def test_masks_of_a_tree_are_those_of_each_nodes_path():
             except ConfigError:
                 expected = set(TOKENIZER.eos_ids)
             assert allowed(masks[row]) == expected, (row, path)
-
-
-def test_free_text_is_constrained_once_a_call_begins():
-    calls = [('<call>{"name": "get", "arguments": ', {"type": "object", "maxProperties": 0}, "}</call>")]
-    matcher = GRAMMARS.match(text_with_calls(calls, "<call>"))
-    take_text(matcher, "well, ")
-    assert set(TOKENIZER.eos_ids) <= allowed(matcher.mask())
-    take_text(matcher, '<call>{"name": "get", "arguments": {}}</call>')
-    assert set(TOKENIZER.eos_ids) <= allowed(matcher.mask())
-    other = GRAMMARS.match(text_with_calls(calls, "<call>"))
-    with pytest.raises(ConfigError, match="allow no token"):
-        take_text(other, '<call>{"x')
 
 
 ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}

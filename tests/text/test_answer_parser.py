@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from jaxspec.text.answer_parser import FAMILIES, AnswerParser, HarmonyParser, find_family
+from jaxspec.text.answer_parser import AnswerParser, HarmonyParser
+from jaxspec.text.families import FAMILIES, find_family
 
 TOOLS = ("get_weather", "add")
 WEATHER, ADD = ("get_weather", {"city": 'Ber{lin "x" \\ </tool'}), ("add", {"a": 1, "b": [2, {"c": "}"}]})
@@ -69,6 +70,10 @@ ANSWERS = {
         "harmony", f"{HEAD}add<|message|>{A}<|call|><|start|>assistant{HEAD}get_weather<|message|>{W}<|call|>",
         False, None, None, [ADD, WEATHER],
     ),
+    "harmony recipient first": (
+        "harmony", f" to=functions.add<|channel|>commentary json<|message|>{A}<|call|>", False, None, None, [ADD],
+    ),
+    "harmony no recipient": ("harmony", "to=5 is", False, "to=5 is", None, []),
     "harmony other tool": ("harmony", f"{HEAD}other<|message|>{{}}", False, "{}", None, []),
 }  # fmt: skip
 
@@ -146,6 +151,15 @@ def test_arguments_are_streamed_and_calls_limited():
     assert len(message["tool_calls"]) == 1
     message, _ = parse("mistral", "[TOOL_CALLS]add[ARGS]{}")
     assert len(message["tool_calls"][0]["id"]) == 9  # its templates refuse others
+
+
+def test_a_text_stays_one_where_the_schema_says_so():
+    schemas = {"add": {"properties": {"a": {"type": "string"}, "b": {"type": ["string", "integer"]}}}}
+    parser = AnswerParser("qwen3_coder", schemas)
+    parser.push(
+        "<tool_call><function=add><parameter=a>\n1\n</parameter><parameter=b>1</parameter></function></tool_call>"
+    )
+    assert json.loads(parser.message["tool_calls"][0]["function"]["arguments"]) == {"a": "1", "b": 1}
 
 
 def test_an_answer_without_calls_is_its_text():

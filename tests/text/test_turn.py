@@ -7,6 +7,7 @@ import pytest
 from text_models import smollm2
 
 from jaxspec.errors import ConfigError
+from jaxspec.text.families import FAMILIES
 from jaxspec.text.tokenizer import Tokenizer
 from jaxspec.text.turn import open_turn
 
@@ -91,7 +92,8 @@ def test_a_template_without_tools_has_them_as_text(tokenizer):
 
 @pytest.mark.parametrize("tokenizer", ["{{ '<|im_start|>assistant<|channel|>' }}"], indirect=True)
 def test_markers_that_are_special_tokens_are_text(tokenizer, monkeypatch):
-    monkeypatch.setattr("jaxspec.text.turn.HARMONY_MARKERS", ("<|im_start|>",))
+    harmony = dataclasses.replace(FAMILIES["harmony"], markers=("<|im_start|>",))
+    monkeypatch.setattr("jaxspec.text.turn.FAMILIES", FAMILIES | {"harmony": harmony})
     turn = open_turn(tokenizer, HISTORY[:2])
     assert [tokenizer.token_bytes(i) for i in turn.shown] == [b"<|im_start|>"]
     shown = tokenizer.make_detokenizer(shown=turn.shown)

@@ -1,7 +1,8 @@
 """Rounds under a constraint: the host reads what is drafted, and masks each row's choice (docs/structured_output.md).
 
 A round is three dispatches: draft, the target's pass, the choice of tokens. The host computes the masks between the
-last two, while the pass runs. Requests without a constraint run other programs, which know nothing of masks.
+last two, while the pass runs; plain decoding has its one mask before the pass and is one dispatch. Requests without a
+constraint run other programs, which know nothing of masks.
 """
 
 import dataclasses
@@ -59,16 +60,27 @@ class ConstrainedPasses:
             # The next round without a constraint counts its drafts anew.
             return dataclasses.replace(state, idle=jnp.int32(0)), reply(verified) if reply else verified, round_
 
+        def step(params, state, draft, request, masks):
+            state, hidden, states = run(params, state, draft)
+            return choose(params, state, draft, request, hidden, states, masks)
+
         draft, width = draft_shapes(target, num_rows), target.cfg.embed_dim
         hidden = target.array((num_rows, width), jnp.float32)
         states = target.array((num_rows, len(layers) * width), jnp.float32) if layers else None
         masks = target.array((num_rows, -(-self._columns // 32)), jnp.uint32)
-        args = [target.params(), executor.state, draft]
-        self._run = Program("constrained pass", run, target.plan, args, (executor.state, hidden, states), donate=[1])
-        args = [*args, request_shapes(target), hidden, states, masks]
-        out = executor.state, verified, round_shapes(target, max_path)
-        self._choose = Program("constrained choice", choose, target.plan, args, out, donate=[1])
-        self.programs: Sequence[Program] = (self._run, self._choose)
+        args, out = [target.params(), executor.state, draft], (executor.state, verified, round_shapes(target, max_path))
+        request = request_shapes(target)
+        self.programs: Sequence[Program]
+        if num_rows == 1:  # the mask of the root is known before the pass: one dispatch does
+            args += [request, masks]
+            self.programs = (Program("constrained step", step, target.plan, args, out, donate=[1]),)
+            return
+        self.programs = (
+            Program("constrained pass", run, target.plan, args, (executor.state, hidden, states), donate=[1]),
+            Program(
+                "constrained choice", choose, target.plan, [*args, request, hidden, states, masks], out, donate=[1]
+            ),
+        )
 
     def verify(
         self, params: Params, state: SequenceState, draft: Draft, request: Request, matcher: "Matcher"
@@ -77,9 +89,14 @@ class ConstrainedPasses:
 
         The second result has the form of the executor's `verified`.
         """
-        state, hidden, states = self._run(params, state, draft)
-        masks = matcher.masks(np.asarray(draft.batch.token), np.asarray(draft.batch.parent), self._columns)
-        return self._choose(params, state, draft, request, hidden, states, masks)
+        token, parent = np.asarray(draft.batch.token), np.asarray(draft.batch.parent)
+        if self.num_rows == 1:
+            (step,) = self.programs
+            return step(params, state, draft, request, matcher.masks(token, parent, self._columns))
+        run, choose = self.programs
+        state, hidden, states = run(params, state, draft)
+        masks = matcher.masks(token, parent, self._columns)
+        return choose(params, state, draft, request, hidden, states, masks)
 
     def chain(self, root: int, tokens: Sequence[int], passes: int = 0) -> Draft:
         """A batch, on the host, of tokens below the root that follow each other; none for plain decoding."""
