@@ -14,6 +14,7 @@ from jaxspec.checkpoint.load import load_foreign
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.kv_cache import commit_rows, init_cache
+from jaxspec.models.layer_kinds import LayerKinds
 from jaxspec.models.params import declare_params, is_info, leaf_name
 from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.transformer import forward, prefill, vocab_logits
@@ -35,6 +36,11 @@ FAMILIES: dict[str, ModelConfig] = {
     "qwen3": dataclasses.replace(_BASE, family="qwen3", qk_norm=True, head_dim=12, num_heads=6, tied=True),
 }  # fmt: skip
 
+_GEMMA4 = dict(
+    family="gemma4_text", num_layers=4, activation="gelu", norms="both", tied=True, embed_scale=48**0.5,
+    qk_norm=True, rope=RopeConfig(1e6, "proportional", partial=1 / 3), local_rope=RopeConfig(), sliding_window=7,
+    sliding_layers=(True, False) * 2,
+)  # fmt: skip
 # Families that differ in more than that; tests that take long for each family have tests of their own for these.
 MORE_FAMILIES: dict[str, ModelConfig] = {
     "mixtral": dataclasses.replace(_BASE, family="mixtral", experts=ExpertsConfig(5, 2, 37)),
@@ -79,6 +85,11 @@ MORE_FAMILIES: dict[str, ModelConfig] = {
         _BASE, family="lfm2", num_layers=4, qk_norm=True, tied=True,
         recurrent=RecurrentConfig("convolution", (True, False, True, False), 3, 3, 16),
     ),
+    "gemma4": dataclasses.replace(
+        _BASE, **_GEMMA4, logit_softcap=12.0,
+        kinds=LayerKinds(12, 3, sharing=2, sharing_mlp_dim=140, inputs_dim=5),
+    ),
+    "gemma4-large": dataclasses.replace(_BASE, **_GEMMA4, kinds=LayerKinds(12, 1, keys_are_values=True)),
 }  # fmt: skip
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
 

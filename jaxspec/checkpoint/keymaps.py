@@ -138,15 +138,15 @@ def sinks_name(layer: int | str) -> str:
 
 def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str, Recipe]:
     """One recipe per leaf of `declare_params(cfg, storage)`, by leaf name such as `layers.3.qkv`."""
-    D, K, G, H, V = cfg.embed_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
+    D, V, kinds = cfg.embed_dim, cfg.vocab_size, cfg.kinds
     infos, family = declare_leaves(cfg, storage), FAMILIES[cfg.family]
     made: dict[str, Recipe] = {}
 
-    def group_heads(arrays: Sequence[np.ndarray], order: np.ndarray | None, per_head: int = 1) -> np.ndarray:
+    def group_heads(arrays: Sequence[np.ndarray], H: int, order: np.ndarray | None, per_head: int = 1) -> np.ndarray:
         """q `[N*H, ...]`, k and v `[K*H, ...]` -> `[K, G+2, H, ...]`: each KV head's queries, key and value.
 
-        The last array holds `per_head` rows of heads for each of the K heads, which may be some of the model's. The
-        entries of each head are put in `order`, but for those of a third array.
+        The last array holds `per_head` rows of heads of H entries for each of the K heads, maybe some of the model's.
+        The entries of each head are put in `order`, but for those of a third array.
         """
         heads = arrays[-1].shape[0] // (per_head * H)
         grouped = [a.reshape(heads, -1, H, *a.shape[1:]) for a in arrays]
@@ -217,12 +217,17 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
 
     def add_attention(index: int) -> None:
         """The attention of a layer."""
-        leaf, inputs = f"layers.{index}", cfg.attention_inputs(index)
+        leaf, inputs, (K, H) = f"layers.{index}", cfg.attention_inputs(index), cfg.layer_heads(index)
+        G = cfg.num_heads // K
         order = rotary_order(cfg.layer_rope(index), H, family.rotary_neighbours)
-        group = functools.partial(group_heads, order=order)
+        group = functools.partial(group_heads, H=H, order=order)
         heads = {"q_proj": K * G * H, "k_proj": K * H, "v_proj": K * H}
         qkv = [(name_of(index, f"self_attn.{name}"), (rows, inputs)) for name, rows in heads.items()]
-        if f"{leaf}.qkv" in infos:
+        if kinds is not None and kinds.keys_are_values and cfg.window(index) is None:
+            qkv[2] = qkv[1]
+        if cfg.shares_keys(index):
+            add(f"{leaf}.qkv", qkv[0], assemble=functools.partial(group, per_head=G))
+        elif f"{leaf}.qkv" in infos:
             add(f"{leaf}.qkv", *qkv, assemble=group)
         else:
             for part, tensor in zip(PARTS, qkv, strict=True):
@@ -237,12 +242,27 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
             biases = [(name_of(index, f"self_attn.{name}", "bias"), (rows,)) for name, rows in heads.items()]
             add(f"{leaf}.qkv_bias", *biases, assemble=group)
         if cfg.qk_norm:
-            for name, rows in (("q_norm", K * G), ("k_norm", K)):
+            for name, rows in (("q_norm", K * G), ("k_norm", K))[: 1 if cfg.shares_keys(index) else 2]:
                 width = rows * H if cfg.wide_qk_norm else H
                 turn = {} if order is None else {"assemble": lambda arrays, o=order: arrays[0].reshape(-1, H)[:, o]}
                 add(f"{leaf}.{name}", (name_of(index, f"self_attn.{name}"), (width,)), **turn)
 
+    def add_own_inputs(index: int, P: int) -> None:
+        """What a layer makes of its own inputs, and its scale."""
+        add(f"layers.{index}.scale", (f"model.layers.{index}.layer_scalar", (1,)))
+        if P:
+            add(f"layers.{index}.input_gate", (name_of(index, "per_layer_input_gate"), (P, D)))
+            add(f"layers.{index}.input_out", (name_of(index, "per_layer_projection"), (D, P)))
+            add(f"layers.{index}.input_norm", (name_of(index, "post_per_layer_input_norm"), (D,)))
+
+    if kinds is not None and kinds.inputs_dim:
+        rows = cfg.num_layers * kinds.inputs_dim
+        add("inputs_embed", ("model.embed_tokens_per_layer.weight", (V, rows)))
+        add("inputs_proj", ("model.per_layer_model_projection.weight", (rows, D)))
+        add("inputs_norm", ("model.per_layer_projection_norm.weight", (kinds.inputs_dim,)))
     for index in range(cfg.num_layers):
+        if kinds is not None:
+            add_own_inputs(index, kinds.inputs_dim)
         leaf, experts = f"layers.{index}", cfg.layer_experts(index)
         for norm, part in _NORMS.items():
             if f"{leaf}.{norm}" in infos:
@@ -252,7 +272,7 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
         else:
             add_attention(index)
         if experts is None:
-            add_swiglu(index, "", ("mlp",), cfg.mlp_dim)
+            add_swiglu(index, "", ("mlp",), cfg.layer_mlp_dim(index))
         else:
             add(f"{leaf}.router", (name_of(index, "mlp.gate"), (experts.count, D)))
             add_swiglu(index, "", [f"mlp.experts.{i}" for i in range(experts.count)], experts.dim)
@@ -401,6 +421,10 @@ def check_accounted(source: TensorSource) -> None:
     def is_harmless(name: str, shape: Shape) -> bool:
         """Whether a tensor adds nothing to the config: saved rotary frequencies, and the head of a tied model."""
         tied_head = name == HEAD and cfg.tied and shape == (cfg.vocab_size, cfg.embed_dim)
+        _, layer, part, _ = _layer_part(name)
+        keys = part in ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+        if keys and layer.isdecimal() and int(layer) < cfg.num_layers and cfg.shares_keys(int(layer)):
+            return True  # of a layer that takes those of an earlier one
         return tied_head or name.endswith(".rotary_emb.inv_freq")
 
     expected = {name: shape for recipe in recipes(cfg).values() for name, shape in recipe.sources}

@@ -14,6 +14,7 @@ from jaxspec.errors import CheckpointError, one_line
 # Types of folders whose text model sees text as it would alone, and what transformers assumes of its absent settings.
 _WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {},
+    "gemma4": {},
     "gemma3": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
         "max_position_embeddings": 131072,

@@ -16,6 +16,7 @@ from jaxspec.errors import ConfigError, suggest
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.features import FeatureConfig
+from jaxspec.models.layer_kinds import LayerKinds
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.rope import RopeConfig, rotary_width
@@ -66,6 +67,7 @@ class ModelConfig:
     * `attention_sinks`: each query head has a score beside those of its keys, which weighs no value.
     * `out_bias` of attention's output projection.
     * `recurrent` replaces attention in some layers.
+    * `kinds`: layers without a sliding window have other widths, and the last ones share keys.
     """
 
     family: str
@@ -104,6 +106,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     recurrent: RecurrentConfig | None = None
+    kinds: LayerKinds | None = None
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -139,8 +142,11 @@ class ModelConfig:
         for rope in (self.rope, self.local_rope):
             if rope is None:
                 continue
-            pairs, divisors = rotary_width(rope, self.head_dim) // 2, len(rope.divisors)
+            H = self.head_dim if self.kinds is None or rope is not self.rope else self.kinds.full_head_dim
+            pairs, divisors = rotary_width(rope, H) // 2, len(rope.divisors)
             _require(divisors in (0, pairs), f"rope longrope has {divisors} factors for {pairs} pairs")
+        if self.kinds is not None:
+            self._check_kinds(self.kinds)
         if self.recurrent is not None:
             listed, mixes = len(self.recurrent.layers), any(self.recurrent.layers) and not all(self.recurrent.layers)
             _require(listed == L, f"recurrent layers names {listed} layers, the model has {L}")
@@ -171,6 +177,16 @@ class ModelConfig:
                 as_wide = self.embed_dim == self.features.target_dim
                 _require(as_wide, "a feature draft with its target's head is as wide as the target")
 
+    def _check_kinds(self, kinds: LayerKinds) -> None:
+        plain = self.features is None and self.units is None and self.recurrent is None and self.experts is None
+        problem = "layers of two kinds are no part of a fed draft or of one made of some layers, and have no experts"
+        _require(plain, problem)
+        K, L = kinds.full_kv_heads, self.num_layers
+        _require(self.num_heads % K == 0, f"num_heads {self.num_heads} is not a multiple of full_kv_heads {K}")
+        known = {self.window(index) for index in range(L - kinds.sharing)}
+        shares = all(self.window(index) in known for index in range(max(0, L - kinds.sharing), L))
+        _require(shares, f"{kinds.sharing} of {L} layers share keys of earlier ones, which there are not of each kind")
+
     @property
     def has_own_head(self) -> bool:
         """Whether it is a feature draft with a head of its own, maybe for some tokens only."""
@@ -189,7 +205,8 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that have an attention block: those with keys and values."""
-        return tuple(i for i in range(self.num_layers) if self.layer_units(i)[0] and not self.is_recurrent(i))
+        own = range(self.num_layers - (0 if self.kinds is None else self.kinds.sharing))
+        return tuple(i for i in own if self.layer_units(i)[0] and not self.is_recurrent(i))
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -199,6 +216,31 @@ class ModelConfig:
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent block in place of attention."""
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def shares_keys(self, layer: int) -> bool:
+        """Whether a layer uses the keys and values of an earlier one."""
+        return self.kinds is not None and layer >= self.num_layers - self.kinds.sharing
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer uses: itself, or the last one of its kind that has its own."""
+        if not self.shares_keys(layer):
+            return layer
+        return max(index for index in self.attention_layers if self.window(index) == self.window(layer))
+
+    def layer_heads(self, layer: int) -> tuple[int, int]:
+        """K and H of one layer."""
+        if self.kinds is None or self.window(layer) is not None:
+            return self.num_kv_heads, self.head_dim
+        return self.kinds.full_kv_heads, self.kinds.full_head_dim
+
+    def cache_heads(self, kv_heads: int, layer: int) -> tuple[int, int]:
+        """KV heads and H of a layer's cache on a device that holds `kv_heads` of the layers with a window."""
+        K, H = self.layer_heads(layer)
+        return (kv_heads if K == self.num_kv_heads else K), H
+
+    def layer_mlp_dim(self, layer: int) -> int:
+        """F of one layer that has no experts."""
+        return self.kinds.sharing_mlp_dim if self.kinds is not None and self.shares_keys(layer) else self.mlp_dim
 
     def attention_inputs(self, layer: int) -> int:
         """Width of what a layer's attention projects: D, or twice that where a token and a state lie side by side."""
@@ -230,7 +272,7 @@ class ModelConfig:
 _LATER_FIELDS = (
     "units", "embed_scale", "activation", "norms", "wide_qk_norm", "query_scale", "attention_softcap", "logit_softcap",
     "local_rope", "experts", "attention_sinks", "out_bias", "features", "nope_layers", "query_growth", "residual_scale",
-    "logit_scale", "recurrent",
+    "logit_scale", "recurrent", "kinds",
 )  # fmt: skip
 _LATER_ROPE_FIELDS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors", "partial")
 _LATER_EXPERTS_FIELDS = ("chosen_scores", "biases", "limit", "alpha")

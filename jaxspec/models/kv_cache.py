@@ -47,7 +47,8 @@ def init_cache(
     `recurrent_heads` are the shard's key heads of recurrent layers; 0 for all.
     """
     kinds = (kv_heads,) if isinstance(kv_heads, int) else kv_heads
-    shapes = [(heads, slots, cfg.head_dim) for heads in kinds for _ in cfg.attention_layers]
+    sizes = (cfg.cache_heads(kind, index) for kind in kinds for index in cfg.attention_layers)
+    shapes = [(heads, slots, width) for heads, width in sizes]
     key, value = (tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(2))
     return KVCache(key, value, jnp.int32(0), init_recurrent(cfg, recurrent_heads))
 

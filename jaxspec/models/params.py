@@ -27,7 +27,8 @@ Params = dict[str, Any]
 # Parameters of a layer's MLP block; the others are its attention's.
 MLP_PARAMS = (
     "mlp_norm", "mlp_post_norm", "gate_up", "down", "gate_up_order", "down_order", "router", "shared_gate",
-    "shared_gate_up", "shared_down", "router_bias", "gate_up_bias", "down_bias",
+    "shared_gate_up", "shared_down", "router_bias", "gate_up_bias", "down_bias", "input_gate", "input_out",
+    "input_norm", "scale",
 )  # fmt: skip
 
 # Those of which a mixture of experts has one for each expert: weights, and all of them.
@@ -74,14 +75,15 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     Raises:
       ValueError: the storage names a leaf that the model does not have, or blocks that do not fill a leaf's rows.
     """
-    D, K, G, H, V = cfg.embed_dim, cfg.num_kv_heads, cfg.group, cfg.head_dim, cfg.vocab_size
+    D, N, V, kinds = cfg.embed_dim, cfg.num_heads, cfg.vocab_size, cfg.kinds
     storage = as_storage(storage)
     if unknown := {leaf for leaf, _ in storage.leaves} - set(weight_leaves(cfg)):
         raise ValueError(f"the storage names {min(unknown)!r}, which is no weight of this model")
     norm, features = ArrayInfo((D,), jnp.float32, (None,)), cfg.features
 
     def declare_out(leaf: str) -> Any:
-        leaf_type = storage.type_of(leaf)
+        leaf_type, (K, H) = storage.type_of(leaf), cfg.layer_heads(int(leaf.split(".")[1]))
+        G = N // K
         shape, axes = (D, K, G, H), ("embed", "kv_heads", QUERY_ROWS, None)
         if crosses_heads(cfg, leaf_type, int(leaf.split(".")[1])):
             shape, axes = (D, 1, K * G * H), ("embed", "uncut", None)
@@ -90,12 +92,16 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         return _declare_weight(leaf, leaf_type, shape, axes, group=G)
 
     def declare_qkv(leaf: str) -> Any:
-        leaf_type = storage.type_of(leaf)
+        index, leaf_type = int(leaf.split(".")[1]), storage.type_of(leaf)
+        K, H = cfg.layer_heads(index)
+        G = N // K
 
         def declare(name: str, kind: LeafType, rows: str, n: int) -> Any:
             return _declare_weight(name, kind, (K, n, H, inputs), ("kv_heads", rows, None, "embed"), group=G)
 
-        inputs = cfg.attention_inputs(int(leaf.split(".")[1]))
+        inputs = cfg.attention_inputs(index)
+        if isinstance(leaf_type, str) and cfg.shares_keys(index):
+            return declare(leaf, leaf_type, QUERY_ROWS, G)
         if isinstance(leaf_type, str):
             return declare(leaf, leaf_type, QKV_ROWS, G + 2)
         parts = zip(PARTS, leaf_type, (QUERY_ROWS, KV_ROWS, KV_ROWS), (G, 1, 1), strict=True)
@@ -107,7 +113,8 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         return {f"{leaf}_order": ArrayInfo((count,), jnp.int32, (None,)) for leaf, count in kept.items()}
 
     def declare_attention(index: int) -> Params:
-        name = f"layers.{index}"
+        name, (K, H) = f"layers.{index}", cfg.layer_heads(index)
+        G = N // K
         layer = {"qkv": declare_qkv(f"{name}.qkv"), "out": declare_out(f"{name}.out")}
         layer |= declare_orders(name, qkv=cfg.attention_inputs(index), out=K * G * H)
         if cfg.qkv_bias:
@@ -120,7 +127,8 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             for leaf, rows, n in (("q_norm", QUERY_ROWS, G), ("k_norm", KV_ROWS, 1)):
                 layer[leaf] = ArrayInfo((K, n, H), jnp.float32, ("kv_heads", rows, None), group=G)
         elif cfg.qk_norm:
-            layer["q_norm"] = layer["k_norm"] = ArrayInfo((H,), jnp.float32, (None,))
+            layer["q_norm"] = ArrayInfo((H,), jnp.float32, (None,))
+            layer |= {} if cfg.shares_keys(index) else {"k_norm": layer["q_norm"]}
         return layer
 
     def declare_recurrent(index: int) -> Params:
@@ -149,8 +157,9 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
     def declare_mlp(index: int) -> Params:
         name, experts = f"layers.{index}", cfg.layer_experts(index)
         if experts is None:
-            layer = _declare_swiglu(storage, name, "", (), cfg.mlp_dim, D)
-            return layer | declare_orders(name, gate_up=D, down=cfg.mlp_dim)
+            width = cfg.layer_mlp_dim(index)
+            layer = _declare_swiglu(storage, name, "", (), width, D)
+            return layer | declare_orders(name, gate_up=D, down=width) | declare_own_inputs(name)
         router = ArrayInfo((experts.count, D), jnp.float32, (None, "embed"))
         layer = {"router": router} | _declare_swiglu(storage, name, "", (experts.count,), experts.dim, D)
         if experts.biases:
@@ -164,6 +173,16 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             layer["shared_gate"] = ArrayInfo((1, D), jnp.float32, (None, "embed"))
             layer |= _declare_swiglu(storage, name, "shared_", (), experts.shared_dim, D)
         return layer
+
+    def declare_own_inputs(name: str) -> Params:
+        """What a layer makes of its own inputs, and the number that its result is multiplied by."""
+        if kinds is None:
+            return {}
+        layer: Params = {"scale": ArrayInfo((1,), jnp.float32, (None,))}
+        for leaf, shape in {"input_gate": (kinds.inputs_dim, D), "input_out": (D, kinds.inputs_dim)}.items():
+            if kinds.inputs_dim:
+                layer[leaf] = _declare_weight(f"{name}.{leaf}", storage.type_of(f"{name}.{leaf}"), shape, (None, None))
+        return layer | ({"input_norm": norm} if kinds.inputs_dim else {})
 
     def declare_input_norms(index: int, block: str) -> Params:
         if features is not None and index == 0 and block == "attn":
@@ -194,6 +213,11 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             del params["final_norm"]
     if not cfg.shares_embedding:
         params["embed"] = _declare_weight("embed", storage.type_of("embed"), (V, D), ("vocab", "embed"))
+    if kinds is not None and kinds.inputs_dim:
+        rows, P = cfg.num_layers * kinds.inputs_dim, kinds.inputs_dim
+        for leaf, shape, axis in (("inputs_embed", (V, rows), "vocab"), ("inputs_proj", (rows, D), None)):
+            params[leaf] = _declare_weight(leaf, storage.type_of(leaf), shape, (axis, None))
+        params["inputs_norm"] = ArrayInfo((P,), jnp.float32, (None,))
     if cfg.has_own_head or (features is None and not cfg.shares_embedding and not cfg.tied):
         rows, axis = (len(cfg.head_ids), "head_rows") if cfg.head_ids else (V, "vocab")
         params["head"] = _declare_weight("head", storage.type_of("head"), (rows, D), (axis, "embed"))

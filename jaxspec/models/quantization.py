@@ -112,6 +112,8 @@ def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
         own |= {f"markov_{side}": cfg.features.markov_rank > 0 for side in ("in", "out")}
         own |= {f"selector_{side}": cfg.features.selector_rank > 0 for side in ("in", "out")}
         top = tuple(leaf for leaf, is_own in own.items() if is_own)
+    inputs = cfg.kinds.inputs_dim if cfg.kinds is not None else 0
+    top += ("inputs_embed", "inputs_proj") if inputs else ()
     layers = [
         itertools.compress((mixing_weights(cfg, index), mlp_weights(cfg, index)), cfg.layer_units(index))
         for index in range(cfg.num_layers)
@@ -132,7 +134,8 @@ def mlp_weights(cfg: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of the weights of a layer's MLP or experts. A router is no weight: it is float32 always."""
     experts = cfg.layer_experts(layer)
     shared = ("shared_gate_up", "shared_down") if experts is not None and experts.shared_dim else ()
-    return ("gate_up", "down", *shared)
+    own = ("input_gate", "input_out") if cfg.kinds is not None and cfg.kinds.inputs_dim else ()
+    return ("gate_up", "down", *shared, *own)
 
 
 def leaf_inputs(cfg: ModelConfig, leaf: str) -> int:
@@ -141,16 +144,19 @@ def leaf_inputs(cfg: ModelConfig, leaf: str) -> int:
         return cfg.features.fusion_inputs(cfg.embed_dim)
     if leaf.startswith(("markov_", "selector_")) and cfg.features is not None:
         return cfg.features.markov_rank or cfg.features.selector_rank
+    own = 0 if cfg.kinds is None else cfg.kinds.inputs_dim
+    if leaf == "inputs_embed":
+        return own * cfg.num_layers
     if not leaf.startswith("layers."):
         return cfg.embed_dim
     _, index, kind = leaf.split(".")
     if kind == "qkv":
         return cfg.attention_inputs(int(index))
     experts = cfg.layer_experts(int(index))
-    down = cfg.mlp_dim if experts is None else experts.dim
+    down = cfg.layer_mlp_dim(int(index)) if experts is None else experts.dim
     shared = 0 if experts is None else experts.shared_dim
     mixed = math.prod(mixed_heads(cfg, int(index)))
-    return {"out": mixed, "down": down, "shared_down": shared}.get(kind, cfg.embed_dim)
+    return {"out": mixed, "down": down, "shared_down": shared, "input_out": own}.get(kind, cfg.embed_dim)
 
 
 def fit_storage(storage: Storage, cfg: ModelConfig, degree: int) -> Storage:
@@ -198,7 +204,8 @@ def mixed_heads(cfg: ModelConfig, layer: int) -> tuple[int, int]:
     """KV heads of a layer, and the results of one's queries; those of a recurrent block's key heads."""
     if cfg.recurrent is not None and cfg.is_recurrent(layer):
         return cfg.recurrent.key_heads, cfg.recurrent.result_width
-    return cfg.num_kv_heads, cfg.group * cfg.head_dim
+    K, H = cfg.layer_heads(layer)
+    return K, cfg.num_heads // K * H
 
 
 def crosses_heads(cfg: ModelConfig, leaf_type: LeafType, layer: int) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxspec.errors import ConfigError
 
-SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +20,12 @@ class RopeConfig:
     times within `original_context`, keeps those that turn more than `beta_fast` times, and interpolates between them;
     `truncate` rounds the ends of that band to whole pairs. "longrope" (arXiv 2402.13753) divides each frequency by its
     own number in `divisors`. `attention_factor` multiplies cosines and sines (yarn and longrope). `partial` is the part
-    of each head that turns, from 0 (none) to 1 (all).
+    of each head that turns, from 0 (none) to 1 (all). With "proportional" scaling its frequencies are the first ones of
+    a whole head, and checkpoints hold the pairs i and i + H / 2 as they are used here.
     """
 
     theta: float = 10000.0
-    scaling: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    scaling: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -57,7 +58,11 @@ class RopeConfig:
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # float32 [H / 2]
     """Radians per position of each pair; those that stand still come last and have 0."""
-    turning = _turning_frequencies(rope, rotary_width(rope, head_dim))
+    width = rotary_width(rope, head_dim)
+    if rope.scaling == "proportional":
+        turning = _turning_frequencies(rope, head_dim)[: width // 2]
+    else:
+        turning = _turning_frequencies(rope, width)
     return np.pad(turning, (0, head_dim // 2 - len(turning)))
 
 
@@ -79,6 +84,8 @@ def rotary_order(rope: RopeConfig, head_dim: int, neighbours: bool) -> np.ndarra
     Here the pairs are i and i + H / 2, and those that turn come first. In checkpoints the first `rotary_width` entries
     turn, their first half against their second, or each even one against its neighbour.
     """
+    if rope.scaling == "proportional":
+        return None
     width = rotary_width(rope, head_dim)
     turning = np.arange(width).reshape(-1, 2).T if neighbours else np.arange(width).reshape(2, -1)
     order = np.concatenate([turning, np.arange(width, head_dim).reshape(2, -1)], axis=1).reshape(-1)
@@ -89,7 +96,7 @@ def _turning_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:  # floa
     """Radians per position of the pairs of a head that turns as a whole; longrope has a divisor for each."""
     frequency = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
     match rope.scaling:
-        case "default":
+        case "default" | "proportional":
             return frequency
         case "linear":
             return frequency / np.float32(rope.factor)

@@ -8,6 +8,7 @@ This file exceeds 400 lines because one layer serves all families, resident and 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,7 @@ class Frame:
     length: jax.Array  # int32 [], of the cache
     window: Window | None
     live: jax.Array | None = None  # int32 [], rows whose experts are needed; None for all of the window's active rows
+    own: jax.Array | None = None  # float32 [T, L, P], inputs of each layer, see `LayerKinds`
 
 
 def begin_rows(
@@ -197,13 +199,29 @@ def begin_rows(
         x = embed(params, token)
         if cfg.embed_scale != 1:
             x = x * cfg.embed_scale
-    ropes = tuple(make_tables(rope, cfg.head_dim, position) for rope in rope_settings(cfg))
-    return x, Frame(ropes, position, length, window, live)
+        own = None if "inputs_embed" not in params else make_own_inputs(params, cfg, token, x)
+    ropes = tuple(make_tables(rope, width, position) for rope, width in rope_settings(cfg))
+    return x, Frame(ropes, position, length, window, live, own)
 
 
-def rope_settings(cfg: ModelConfig) -> tuple[RopeConfig, ...]:
-    """The rotary settings of a model's layers, each once."""
-    return tuple(dict.fromkeys(cfg.layer_rope(index) for index in range(cfg.num_layers)))
+def make_own_inputs(params: Params, cfg: ModelConfig, token: jax.Array, x: jax.Array) -> jax.Array:
+    """Each layer's own inputs of embedded rows `x` [T, D]: of their tokens, and of what they are; [T, L, P] float32."""
+    assert cfg.kinds is not None  # whose weights these are
+    shape = token.shape[0], cfg.num_layers, cfg.kinds.inputs_dim
+    made = linear(x, as_matrix(params["inputs_proj"], shape[1] * shape[2]), None) * cfg.embed_dim**-0.5
+    made = rms_norm(made.reshape(shape), params["inputs_norm"], cfg.norm_eps)
+    looked_up = look_up(params["inputs_embed"], token).reshape(shape) * cfg.kinds.inputs_dim**0.5
+    return (made + looked_up) * 2**-0.5
+
+
+def layer_rope(cfg: ModelConfig, layer: int) -> tuple[RopeConfig, int]:
+    """The rotary settings of one layer, and the width of its heads."""
+    return cfg.layer_rope(layer), cfg.layer_heads(layer)[1]
+
+
+def rope_settings(cfg: ModelConfig) -> tuple[tuple[RopeConfig, int], ...]:
+    """Those of all layers, each once."""
+    return tuple(dict.fromkeys(layer_rope(cfg, index) for index in range(cfg.num_layers)))
 
 
 def run_one_layer(
@@ -219,8 +237,8 @@ def run_one_layer(
     window, sliding = frame.window, cfg.window(index)
     if window is not None and sliding is not None:
         window = window.cut(frame.position, sliding)
-    out, added, key, value = _run_layer(
-        layer, x, None, frame.ropes[rope_settings(cfg).index(cfg.layer_rope(index))], key, value, frame.length,
+    out, added, key, value, _ = _run_layer(
+        layer, x, None, frame.ropes[rope_settings(cfg).index(layer_rope(cfg, index))], key, value, frame.length,
         frame.position, window, None, runs=cfg.layer_units(index), cfg=cfg, experts=cfg.layer_experts(index),
         sliding=sliding, cache_only=False, route_only=route_only, kernels=registry.current(),
     )  # fmt: skip
@@ -289,11 +307,17 @@ def run_layers(
     with_cache = len(cfg.attention_layers)
     # Of each layer, its arrays of the cache: one for each kind of KV head.
     slot_of = {index: slice(place, None, with_cache) for place, index in enumerate(cfg.attention_layers)}
+    sharing = [index for index in range(cfg.num_layers) if cfg.shares_keys(index)]
+    slot_of |= {index: slot_of[cfg.keys_of(index)] for index in sharing}
+    lenders = {cfg.keys_of(index) for index in sharing}
+    lent: dict[int, jax.Array] = {}
     place_of = {index: place for place, index in enumerate(cfg.recurrent_layers)}
     if cfg.recurrent is not None:
         refuse_window(cfg.recurrent, 0 if window is None else window.mask.shape[1])
+    # Of a chunk, layers after the last one with keys of its own are not wanted.
+    last = max(cfg.attention_layers) if sharing and window is None and not layers else cfg.num_layers - 1
     added = None
-    for index, layer in enumerate(params["layers"]):
+    for index, layer in enumerate(params["layers"][: last + 1]):
         if index in layers:
             x, added = add_parts(x, added), None
             states[index] = x
@@ -301,16 +325,19 @@ def run_layers(
         key, value = ((), ()) if place is None else (tuple(keys[place]), tuple(values[place]))
         if index in place_of:
             key = (recurrent[place_of[index]],)
-        x, added, key, value = _run_layer(
-            layer, x, added, ropes[cfg.layer_rope(index)], key, value, cache.length, position,
+        x, added, key, value, rows = _run_layer(
+            layer, x, added, ropes[layer_rope(cfg, index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
             units[index] if isinstance(units, jax.Array) else None, joined if index == 0 or keys_only else None,
-            active_rows, count, recurrent=cfg.is_recurrent(index),
+            active_rows, count, None if frame.own is None else frame.own[:, index],
+            lent[cfg.keys_of(index)] if cfg.shares_keys(index) else None, recurrent=cfg.is_recurrent(index),
             runs=(units.attention[index], units.mlp[index]) if isinstance(units, LayerSet) else cfg.layer_units(index),
             cfg=cfg, experts=cfg.layer_experts(index), sliding=sliding,
-            cache_only=keys_only or (window is None and index == cfg.num_layers - 1 and not wants_end),
-            kernels=registry.current(),
+            cache_only=keys_only or (window is None and index == last and not wants_end),
+            kernels=registry.current(), lends=index in lenders,
         )  # fmt: skip
+        if index in lenders:
+            lent[index] = rows
         if place is not None:
             keys[place], values[place] = key, value
         if index in place_of:
@@ -324,14 +351,28 @@ def run_layers(
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the
 # operations ask the registry for: it is an argument so that no trace is used for another choice.
 @functools.partial(
-    jax.jit, static_argnames=("runs", "cfg", "experts", "sliding", "cache_only", "route_only", "kernels", "recurrent")
+    jax.jit,
+    static_argnames=(
+        "runs",
+        "cfg",
+        "experts",
+        "sliding",
+        "cache_only",
+        "route_only",
+        "kernels",
+        "recurrent",
+        "lends",
+    ),
 )
 def _run_layer(
     layer: Params, x, added, rope, key, value, length, position, window, units, joined=None, active_rows=None,
-    count=None, *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None, sliding, cache_only,
-    kernels, route_only=False, recurrent=False,
+    count=None, own=None, lent=None, *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None,
+    sliding, cache_only, kernels, route_only=False, recurrent=False, lends=False,
 ):  # fmt: skip
     """One layer: the residual stream `x` and parts that it lacks yet, [P, T, D] or None, before and after; the cache.
+
+    `own` are the rows' inputs of this layer alone, [T, P], `lent` the keys and values that it shares, [T, K, 2, H]. The
+    last result are those that it `lends`, or None.
 
     Only a kernel that adds and normalises at once is given parts, and leaves its own to the next layer.
     """
@@ -342,6 +383,8 @@ def _run_layer(
         x, joined = add_norm(x, added, layer["attn_norm"], cfg.norm_eps, _input_dtype(layer["qkv"]), active_rows)
     else:
         x = add_parts(x, added)
+
+    to_lend: list[jax.Array] = []
 
     def project_rows(active_rows, x):
         # What is joined to a token's state is normed already.
@@ -366,10 +409,14 @@ def _run_layer(
                 )
                 return heads, (rows,), value
         with jax.named_scope("attention"):
-            kinds = split_slots(map_active_rows(project_rows, active_rows, x if joined is None else joined), cfg.group)
+            qkv = map_active_rows(project_rows, active_rows, x if joined is None else joined)
+            if cfg.kinds is not None:
+                kinds = (norm_kind(layer, cfg, qkv, lent),)
+            else:
+                kinds = split_slots(qkv, cfg.group)
             if cfg.wide_qk_norm:
                 kinds = norm_all_heads(layer, cfg, kinds)
-            elif "q_norm" in layer:
+            elif "q_norm" in layer and cfg.kinds is None:
                 kinds = tuple(norm_heads(layer, cfg, qkv) for qkv in kinds)
             if cfg.query_scale != 1:
                 kinds = tuple(scale_queries(qkv, cfg.query_scale) for qkv in kinds)
@@ -377,7 +424,8 @@ def _run_layer(
                 factor = query_factors(cfg, position)
                 kinds = tuple(scale_queries(qkv, factor) for qkv in kinds)
             done = [attend_each(*kind) for kind in zip(kinds, key, value, split_sinks(layer, kinds), strict=True)]
-            heads = [kind.reshape(kind.shape[0], -1, cfg.head_dim) for kind, _, _ in done]
+            heads = [kind.reshape(kind.shape[0], -1, kind.shape[-1]) for kind, _, _ in done]
+            to_lend.extend(kind[:, :, -2:] for kind in kinds[:1] if lends)
             return jnp.concatenate(heads, axis=1), tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
 
     def add_attention(active_rows, x, heads):
@@ -414,25 +462,27 @@ def _run_layer(
     if units is not None and units.ndim == 1:
         x, key, value = _run_if(units[0], attention_unit, x, key, value)
         (x,) = _run_if(units[1], mlp_unit, x)
-        return x, None, key, value
+        return x, None, key, value, None
     if units is not None:
         attended, key, value = attention_unit(x, key, value)
         x = jnp.where(units[0][:, None], attended, x)
-        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), None, key, value
+        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), None, key, value, None
     if all(runs):
         heads, key, value = attend(x, key, value)
+        lending = to_lend[0] if lends else None
         if cache_only:
-            return x, None, key, value
+            return x, None, key, value, lending
         if fused:
-            return *_finish_in_parts(layer, cfg, x, heads, active_rows), key, value
+            return *_finish_in_parts(layer, cfg, x, heads, active_rows), key, value, lending
         end = route if route_only else add_mlp
         finish = lambda active_rows, x, heads: end(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
-        return map_active_rows(finish, active_rows, x, heads), None, key, value
+        x = map_active_rows(finish, active_rows, x, heads)
+        return (x if cfg.kinds is None else finish_kind(layer, cfg, x, own, active_rows)), None, key, value, lending
     if runs[0]:
         x, key, value = attention_unit(x, key, value)
     if runs[1]:
         (x,) = mlp_unit(x)
-    return x, None, key, value
+    return x, None, key, value, None
 
 
 def _takes_parts(layer: Params, cfg: ModelConfig, x: jax.Array) -> bool:
@@ -505,6 +555,37 @@ def norm_heads(layer: Params, cfg: ModelConfig, qkv: jax.Array) -> jax.Array:  #
     query = rms_norm(qkv[:, :, :-2], layer["q_norm"], cfg.norm_eps)
     key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
     return jnp.concatenate([query, key, qkv[:, :, -1:]], axis=2)
+
+
+def norm_kind(layer: Params, cfg: ModelConfig, qkv: jax.Array, lent: jax.Array | None) -> jax.Array:
+    """Queries, keys and values of a model of `LayerKinds`, normalised, [T, K, G + 2, H]; scores are not divided.
+
+    With `lent`, keys and values that a layer before has normalised, `qkv` are queries alone, [T, K, G, H].
+    """
+    queries = qkv if lent is not None else qkv[:, :, :-2]
+    # The kernels divide by the root of the width.
+    queries = rms_norm(queries, layer["q_norm"], cfg.norm_eps) * math.sqrt(qkv.shape[-1])
+    if lent is None:
+        key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
+        value = rms_norm(qkv[:, :, -1:], jnp.ones(qkv.shape[-1]), cfg.norm_eps)
+        lent = jnp.concatenate([key, value], axis=2)
+    return jnp.concatenate([queries, lent], axis=2)
+
+
+def finish_kind(
+    layer: Params, cfg: ModelConfig, x: jax.Array, own: jax.Array | None, active_rows: jax.Array | None
+) -> jax.Array:  # [T, D]
+    """The end of a layer of a model of `LayerKinds`: what it makes of its own inputs [T, P], and its scale."""
+
+    def add_own(active_rows: jax.Array | None, x: jax.Array, own: jax.Array) -> jax.Array:
+        gate = linear(x, as_matrix(layer["input_gate"], layer["input_gate"].shape[0]), active_rows)
+        made = linear(jax.nn.gelu(gate) * own, as_matrix(layer["input_out"], layer["input_out"].shape[0]), active_rows)
+        return x + rms_norm(made, layer["input_norm"], cfg.norm_eps)
+
+    if own is not None:
+        with jax.named_scope("own_inputs"):
+            x = map_active_rows(add_own, active_rows, x, own)
+    return x * layer["scale"]
 
 
 def norm_all_heads(layer: Params, cfg: ModelConfig, kinds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -293,7 +293,7 @@ def row_shapes(
     cfg, position, scalar = target.cfg, target.array((rows,), jnp.int32), target.array((), jnp.int32)
 
     def tables(position: Array) -> Any:
-        return tuple(make_tables(rope, cfg.head_dim, position) for rope in rope_settings(cfg))
+        return tuple(make_tables(rope, width, position) for rope, width in rope_settings(cfg))
 
     ropes = target.replicated(jax.eval_shape(tables, position))
     mask: Any = target.array((rows, rows), jnp.bool_)

@@ -151,9 +151,12 @@ class Placement:
 
     def cache(self, slots: int) -> KVCache:
         """Shapes of a KV cache, split by KV heads: padded or replicated where the devices do not divide them."""
-        degree, H = self.plan.tensor, self.cfg.head_dim
-        kinds = [self.array((heads * degree, slots, H), self.kv_dtype, TENSOR_AXIS) for heads in self.local_kv_heads]
-        layers = tuple(kind for kind in kinds for _ in self.cfg.attention_layers)
+        degree = self.plan.tensor
+        layers = tuple(
+            self.array((heads * degree, slots, H), self.kv_dtype, TENSOR_AXIS)
+            for kind in self.local_kv_heads
+            for heads, H in (self.cfg.cache_heads(kind, index) for index in self.cfg.attention_layers)
+        )
         recurrent = ()
         if self.cfg.recurrent is not None:
             shapes = rows_shapes(self.cfg.recurrent, self.local_recurrent_heads * degree)

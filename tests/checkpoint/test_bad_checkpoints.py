@@ -147,7 +147,7 @@ BAD_CONFIGS = {
     "latent attention": (ConfigError, {"model_type": "deepseek_v3"}, "is 'deepseek_v3'; its latent attention"),
     "recurrent": (ConfigError, {"model_type": "qwen3_5", "text_config": {}}, "is 'qwen3_5'; its recurrent layers"),
     "convolutions": (ConfigError, {"model_type": "lfm2_moe"}, "is 'lfm2_moe'; its mixture of experts beside"),
-    "two widths": (ConfigError, {"model_type": "gemma4"}, "is 'gemma4'; heads of two widths and layers"),
+    "no settings of the text": (CheckpointError, {"model_type": "gemma4"}, "lacks text_config"),
     "no text model": (CheckpointError, {"model_type": "mistral3"}, "lacks text_config with the model_type"),
     "latent text": (
         ConfigError, {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},

@@ -157,10 +157,12 @@ def draft_config(family, geometry):
         case "layer":
             experts = cfg.experts and dataclasses.replace(cfg.experts, layers=cfg.experts.layers[:1])
             sliding, nope = cfg.sliding_layers[:1], cfg.nope_layers[:1]
+            kinds = cfg.kinds and dataclasses.replace(cfg.kinds, sharing=0, sharing_mlp_dim=0)
             if cfg.recurrent is not None:  # a layer of each kind
                 recurrent = dataclasses.replace(cfg.recurrent, layers=cfg.recurrent.layers[:2])
                 return dataclasses.replace(cfg, num_layers=2, recurrent=recurrent)
-            return dataclasses.replace(cfg, num_layers=1, sliding_layers=sliding, nope_layers=nope, experts=experts)
+            cut = dict(sliding_layers=sliding, nope_layers=nope, experts=experts, kinds=kinds)
+            return dataclasses.replace(cfg, num_layers=1, **cut)
         case "shared":
             layer = draft_config(family, "layer")
             return dataclasses.replace(layer, shares_embedding=True, head_ids=HEAD_IDS)

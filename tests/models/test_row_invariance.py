@@ -37,7 +37,10 @@ def text(length, seed=0):
     return np.random.default_rng(seed).integers(0, 101, length).tolist()
 
 
-BITWISE = [("qwen3", "float32"), *((family, "float32") for family in ("qwen2-moe", "gemma2", "olmo2", "granite"))]
+BITWISE = [
+    ("qwen3", "float32"),
+    *((family, "float32") for family in ("qwen2-moe", "gemma2", "olmo2", "granite", "gemma4")),
+]
 
 
 @needs_native
@@ -89,7 +92,8 @@ def tree_logits(family, kernels, degree):
     fast_part(
         [
             *((family, 1) for family in FAMILIES),
-            *((family, 4) for family in MORE_FAMILIES),
+            *((family, 4) for family, cfg in MORE_FAMILIES.items() if cfg.kinds is None),
+            ("gemma4", 3),
             ("llama-tied", 2),
             ("qwen3", 3),
             ("olmo2", 6),

@@ -40,6 +40,7 @@ Qwen2, Qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
 Mixtral, Qwen2Moe = transformers.MixtralConfig, transformers.Qwen2MoeConfig
 Phi3 = transformers.Phi3Config
 Gemma2, Gemma3 = transformers.Gemma2Config, transformers.Gemma3TextConfig
+Gemma4 = transformers.Gemma4TextConfig
 GptOss = transformers.GptOssConfig
 Olmo3, SeedOss, SmolLM3 = transformers.Olmo3Config, transformers.SeedOssConfig, transformers.SmolLM3Config
 Exaone4, Glm4 = transformers.Exaone4Config, transformers.Glm4Config
@@ -66,6 +67,13 @@ PARTIAL_LONGROPE = dict(
 )  # fmt: skip
 MINISTRAL_ROPE = YARN | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
 
+# Layers with a window and without one in turn.
+GEMMA4 = dict(
+    head_dim=8, global_head_dim=16, sliding_window=9, num_hidden_layers=6, tie_word_embeddings=True,
+    layer_types=["sliding_attention", "full_attention"] * 3, vocab_size_per_layer_input=101,
+    hidden_size_per_layer_input=0,
+)  # fmt: skip
+
 # The families of 2026. Four layers where one in four differs.
 DENSE = {
     "olmo3": (
@@ -87,6 +95,13 @@ DENSE = {
     "granite": (Granite, MULTIPLIERS),
     "granite-dense": (GraniteHybrid, GRANITE_DENSE | dict(position_embedding_type="rope")),
     "granite-dense-nope": (GraniteHybrid, GRANITE_DENSE | dict(tie_word_embeddings=True)),
+    "gemma4-small": (
+        Gemma4, GEMMA4 | dict(
+            hidden_size_per_layer_input=8, num_kv_shared_layers=2, use_double_wide_mlp=True,
+            final_logit_softcapping=30.0,
+        )
+    ),
+    "gemma4-keys-are-values": (Gemma4, GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
     "phi4-mini": (Phi3, dict(rope_parameters=PARTIAL_LONGROPE, original_max_position_embeddings=400)),
     "ministral3": (Ministral3, dict(head_dim=12, rope_parameters=MINISTRAL_ROPE)),
     "ministral3-sliding": (Ministral3, dict(head_dim=8, sliding_window=9, rope_parameters=MINISTRAL_ROPE)),
@@ -166,7 +181,7 @@ def make_model(name):
                 parameter.copy_(noise / 2)
             else:
                 # Gemma stores its scales less one.
-                parameter.copy_(noise / 4 + (0 if "gemma" in config.model_type else 1))
+                parameter.copy_(noise / 4 + (0 if config.model_type in ("gemma2", "gemma3_text") else 1))
     return model
 
 

@@ -9,7 +9,7 @@ from jaxspec.models.families.base import Family
 
 _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3", "phi3", "olmo2",
-    "gpt_oss", "olmo3", "seed_oss", "smollm3", "exaone4", "glm4", "granite", "granitemoehybrid", "ministral3",
+    "gemma4", "gpt_oss", "olmo3", "seed_oss", "smollm3", "exaone4", "glm4", "granite", "granitemoehybrid", "ministral3",
     "lfm2",
 )  # fmt: skip
 
@@ -21,8 +21,8 @@ _REASONS = {
         "qwen3_next qwen3next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen35 qwen35moe granitehybrid "
         "mamba mamba2 jamba bamba falcon_h1 falcon-h1 nemotron_h",
     "its mixture of experts beside short convolutions is not supported, lfm2 is": "lfm2_moe lfm2moe",
-    "heads of two widths and layers that share another layer's keys are not supported":
-        "gemma4 gemma4_text gemma4_unified",
+    "only its Hugging Face folders are supported": "gemma4",
+    "its text model of several kinds of input is not supported, gemma4 is": "gemma4_unified gemma4_unified_text",
     "its mixture of experts is not supported, dense models are": "granitemoe granitemoeshared glm4_moe glm4moe",
     "its chunked attention, which some layers have without rotary embedding, is not supported": "llama4 llama4_text",
     "its first generation is not supported, gemma2 and gemma3_text are": "gemma",

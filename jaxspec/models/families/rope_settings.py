@@ -19,7 +19,7 @@ ROPE_KEYS = frozenset({
     PARTIAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate",
     "short_factor", "long_factor",
 })  # fmt: skip
-_SUPPORTED = "default, linear, dynamic, llama3, yarn, longrope"
+_SUPPORTED = "default, linear, dynamic, llama3, yarn, longrope, and proportional for Gemma 4"
 
 
 def find_rope(values: ConfigValues) -> tuple[str, dict[str, Any]]:
