@@ -14,15 +14,16 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoint.keymaps import recipes
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.layer_kinds import LayerKinds
 from jaxspec.models.recurrent import RecurrentConfig
-from jaxspec.models.rope import yarn_attention_factor
+from jaxspec.models.rope import rope_frequencies, yarn_attention_factor
 
 F32 = GGMLQuantizationType.F32
 
 _GGUF_ARCHITECTURES = {
     "mistral": "llama", "gpt_oss": "gpt-oss",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-    "olmo3": "olmo2", "ministral3": "mistral3", "granitemoehybrid": "granite",
+    "gemma4_text": "gemma4", "olmo3": "olmo2", "ministral3": "mistral3", "granitemoehybrid": "granite",
 }  # fmt: skip
 # Architectures whose files hold rotary pairs in neighbouring rows, and tensors that a family's file has in one.
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
@@ -41,6 +42,11 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "mixtral": {"experts": ExpertsConfig(4, 2, 96), "rope": RopeConfig(1e6)},
     "qwen2_moe": {"qkv_bias": True, "experts": ExpertsConfig(6, 3, 32, False, 64)},
     "qwen3_moe": {"qk_norm": True, "experts": ExpertsConfig(5, 2, 32)},
+    "gemma4_text": _GEMMA | dict(
+        num_layers=4, sliding_layers=(True, False) * 2, qk_norm=True, local_rope=RopeConfig(1e4), logit_softcap=30.0,
+        rope=RopeConfig(1e6, "proportional", partial=0.25),
+        kinds=LayerKinds(32, 2, sharing=2, sharing_mlp_dim=192, inputs_dim=32),
+    ),
     "gemma2": _GEMMA | dict(attention_softcap=50.0, logit_softcap=30.0),
     "gemma3_text": _GEMMA | dict(
         qk_norm=True, sliding_layers=(), rope=RopeConfig(1e6, "linear", 8.0), local_rope=RopeConfig(1e4)
@@ -244,7 +250,7 @@ def gguf_name(name: str, family: str = "llama") -> str:
     name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
     (arch,) = [arch for arch, known in MODEL_ARCH_NAMES.items() if known == architecture]
     found = get_tensor_name_map(arch, 100).get_name(name, (".weight", ".bias"))
-    return f"{found}.weight" if name.endswith("sinks") else found
+    return f"{found}.weight" if name.endswith(("sinks", "layer_scalar")) else found
 
 
 def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -306,6 +312,19 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
         metadata[f"{arch}.attention.sliding_window"] = cfg.sliding_window
     if cfg.family in ("olmo3", "exaone4"):
         metadata[f"{arch}.attention.sliding_window_pattern"] = list(cfg.sliding_layers)
+    if (kinds := cfg.kinds) is not None:
+        layers = range(cfg.num_layers)
+        metadata |= {
+            f"{arch}.attention.key_length": kinds.full_head_dim, f"{arch}.attention.value_length": kinds.full_head_dim,
+            f"{arch}.attention.key_length_swa": cfg.head_dim, f"{arch}.attention.value_length_swa": cfg.head_dim,
+            f"{arch}.rope.dimension_count": kinds.full_head_dim, f"{arch}.rope.dimension_count_swa": cfg.head_dim,
+            f"{arch}.rope.freq_base_swa": cfg.local_rope.theta,
+            f"{arch}.attention.sliding_window_pattern": list(cfg.sliding_layers),
+            f"{arch}.attention.shared_kv_layers": kinds.sharing,
+            f"{arch}.attention.head_count_kv": [cfg.layer_heads(index)[0] for index in layers],
+            f"{arch}.feed_forward_length": [cfg.layer_mlp_dim(index) for index in layers],
+            f"{arch}.embedding_length_per_layer_input": kinds.inputs_dim,
+        }  # fmt: skip
     if cfg.query_growth:
         metadata |= {
             f"{arch}.attention.temperature_scale": cfg.query_growth,
@@ -370,7 +389,11 @@ def write_gguf(
         except NotImplementedError:
             data = random_blocks(kind, *tensor.shape)
         writer.add_tensor(name, data, raw_dtype=kind)
-    for name, tensor in (extra or {}).items():
+    extra = dict(extra or {})
+    if cfg.rope.scaling == "proportional":
+        turning = rope_frequencies(cfg.rope, cfg.kinds.full_head_dim) != 0
+        extra["rope_freqs.weight"] = np.where(turning, 1, 1e30).astype(np.float32)
+    for name, tensor in extra.items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -32,6 +32,9 @@ from pallas_kernels.linear.blocks import FORMATS
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 # The final norm, and what LFM2's files call theirs.
 _FINAL_NORMS = ("output_norm.weight", "token_embd_norm.weight")
@@ -50,6 +53,8 @@ _LAYER_NAMES = {
     "shortconv.in_proj": "conv.in_proj", "shortconv.conv": _CONV, "shortconv.out_proj": "conv.out_proj",
 }  # fmt: skip
 _ROPE_FREQS, _KV_HEADS = "rope_freqs.weight", "attention.head_count_kv"
+# Divisors from which on a pair stands still.
+_STILL = 1e29
 # LongRoPE's divisors: those within the original context, and those beyond it, which are not used.
 _ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -186,6 +191,8 @@ def _rename(path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig) -> dic
                 hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[-1]}"
             if part == _SINKS:
                 hf_name = sinks_name(parts[1])
+            if part == "layer_scalar":
+                hf_name = hf_name.removesuffix(".weight")
             if part == _SHARED_GATE and len(tensor.shape) == 1:
                 # A matrix of one row has one dimension in the file.
                 tensor = dataclasses.replace(tensor, shape=(1, *tensor.shape))
@@ -216,13 +223,15 @@ def _refuse_block_types(path: Path, tensors: dict[str, GGUFTensor]) -> None:
 class _Hyperparameters(ConfigValues):
     """The `{architecture}.*` keys of a GGUF file."""
 
+    first_counts: tuple[str, ...] = ()  # keys of lists whose first entry is the model's own
+
     def get(self, key: str, default: Any = None) -> Any:
         """A value; a list of one per layer counts as its value where all layers agree."""
         value = super().get(key, default)
         if key == _KV_HEADS and isinstance(value, list) and (some := [heads for heads in value if heads != 0]):
             value = some  # of layers without attention it is 0
         if isinstance(value, list) and value:
-            if any(other != value[0] for other in value):
+            if any(other != value[0] for other in value) and key not in self.first_counts:
                 self.refuse(key, "layers that differ in it are not supported")
             return value[0]
         return value
@@ -234,6 +243,7 @@ class _Hyperparameters(ConfigValues):
 
 def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
     values = _Hyperparameters(path, header.metadata, f"{family.gguf_architecture}.")
+    values.first_counts = family.gguf_lists
     embed = header.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError(f"{path}: has no two-dimensional tensor 'token_embd.weight'")
@@ -256,6 +266,7 @@ def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
     if values.get("attention.causal", True) is not True:
         values.refuse("attention.causal", "only causal attention is supported")
     max_context = values.integer("context_length")
+    rope = _read_rope(path, header, values, turns, max_context, family.yarn_truncates)
     fields = {
         "family": family.name,
         "num_layers": values.integer("block_count"),
@@ -266,13 +277,15 @@ def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_context": max_context,
-        "rope": dataclasses.replace(
-            _read_rope(path, header, values, turns, max_context, family.yarn_truncates), partial=turns / head_dim
-        ),
+        "rope": rope if turns == head_dim else dataclasses.replace(rope, partial=turns / head_dim),
         "norm_eps": values.number("attention.layer_norm_rms_epsilon"),
         "tied": "output.weight" not in header.tensors,
         **family.read_gguf(values, max_context),
     }
+    if (kinds := fields.get("kinds")) is not None:
+        full = fields["sliding_layers"].index(False)
+        alike = f"blk.{full}.attn_v.weight" not in header.tensors
+        fields["kinds"] = dataclasses.replace(kinds, keys_are_values=alike)
     if family.default_bias is not None:
         fields["qkv_bias"] = "blk.0.attn_q.bias" in header.tensors
     if fields["rope"].scaling == "longrope":
@@ -299,7 +312,7 @@ def _read_rope(
         names = " and ".join((repr(_ROPE_FREQS), repr(_ROPE_FACTORS[0])))
         raise ConfigError(f"{path}: asks for {scaling} rope scaling and {names} at once, which is not supported")
     if divisors[0] is not None:
-        return _recover_llama3(path, divisors[0], theta, head_dim)
+        return _recover_scaling(path, divisors[0], theta, head_dim)
     if divisors[1] is not None or scaling == "longrope":
         if divisors[1] is None or not np.isfinite(divisors[1]).all() or not (divisors[1] > 0).all():
             raise CheckpointError(f"{path}: longrope scaling needs positive numbers in {_ROPE_FACTORS[0]!r}")
@@ -333,12 +346,15 @@ def _read_factors(path: Path, header: GGUFHeader, name: str, head_dim: int) -> n
     return np.fromfile(path, "<f4", head_dim // 2, offset=divisors.offset)
 
 
-def _recover_llama3(path: Path, divisors: np.ndarray, theta: float, head_dim: int) -> RopeConfig:
-    """Llama 3.1's scaling from the per-frequency divisors that llama.cpp's converter computed from it.
+def _recover_scaling(path: Path, divisors: np.ndarray, theta: float, head_dim: int) -> RopeConfig:
+    """Llama 3.1's or Gemma 4's scaling from the per-frequency divisors that llama.cpp's converter computed from it.
 
     Its `factor` is the divisor of the lowest frequency; the other three numbers have had these values in every release.
     """
     largest = float(divisors.max(initial=1.0))
+    turning = int(np.sum(divisors == 1))
+    if 0 < turning < len(divisors) and (divisors[:turning] == 1).all() and (divisors[turning:] >= _STILL).all():
+        return RopeConfig(theta, "proportional", partial=turning / len(divisors))
     if np.array_equal(divisors, np.ones_like(divisors)):
         return RopeConfig(theta=theta)
     if math.isfinite(largest) and largest >= 1:
@@ -346,7 +362,9 @@ def _recover_llama3(path: Path, divisors: np.ndarray, theta: float, head_dim: in
         expected = rope_frequencies(RopeConfig(theta), head_dim) / rope_frequencies(rope, head_dim)
         if np.allclose(divisors, expected, rtol=1e-3, atol=0):
             return rope
-    raise ConfigError(f"{path}: {_ROPE_FREQS!r} holds frequency factors other than Llama 3's, which are not supported")
+    raise ConfigError(
+        f"{path}: {_ROPE_FREQS!r} holds frequency factors other than Llama 3's and Gemma 4's, which are not supported"
+    )
 
 
 def _read_eos_ids(path: Path, metadata: dict[str, Any], vocab_size: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import read_header
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.layer_kinds import LayerKinds
 from jaxspec.models.rope import yarn_attention_factor
 
 CASES = {
@@ -21,6 +22,8 @@ CASES = {
     "qwen2_moe": tiny_config("qwen2_moe"),
     "qwen3_moe": tiny_config("qwen3_moe"),
     "gemma2": tiny_config("gemma2"),
+    "gemma4": tiny_config("gemma4_text"),
+    "gemma4_large": tiny_config("gemma4_text", kinds=LayerKinds(32, 1, keys_are_values=True), logit_softcap=None),
     "gemma3": tiny_config("gemma3_text", num_layers=7, sliding_layers=(True,) * 5 + (False, True)),
     "phi3": tiny_config("phi3"),
     "olmo2": tiny_config("olmo2"),

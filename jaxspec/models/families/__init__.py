@@ -21,8 +21,8 @@ _REASONS = {
         "qwen3_next qwen3next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen35 qwen35moe granitehybrid "
         "mamba mamba2 jamba bamba falcon_h1 falcon-h1 nemotron_h",
     "its mixture of experts beside short convolutions is not supported, lfm2 is": "lfm2_moe lfm2moe",
-    "only its Hugging Face folders are supported": "gemma4",
-    "its text model of several kinds of input is not supported, gemma4 is": "gemma4_unified gemma4_unified_text",
+    "its text model is that of gemma4, which is supported, but its folder was never seen":
+        "gemma4_unified gemma4_unified_text",
     "its mixture of experts is not supported, dense models are": "granitemoe granitemoeshared glm4_moe glm4moe",
     "its chunked attention, which some layers have without rotary embedding, is not supported": "llama4 llama4_text",
     "its first generation is not supported, gemma2 and gemma3_text are": "gemma",

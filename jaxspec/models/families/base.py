@@ -77,6 +77,9 @@ class Family:
     # Names of a layer's tensors in a GGUF file, less `blk.N.` and `.weight`, where they mean others than in Llama's.
     gguf_names: ClassVar[Mapping[str, str]] = {}
 
+    # Hyperparameters of a GGUF file that may be lists of unequal numbers, which `read_gguf` reads by layer.
+    gguf_lists: ClassVar[tuple[str, ...]] = ()
+
     def read_config(self, values: ConfigValues, num_layers: int) -> dict[str, Any]:
         """Fields of `ModelConfig` that `config.json` spells in the family's own way.
 

@@ -21,7 +21,12 @@ class Gemma4(Gemma3):
     """Norm scales are stored as they are. Scores are not divided; values are normed without a scale."""
 
     name = "gemma4_text"
-    gguf_architecture = None
+    gguf_architecture = "gemma4"
+    gguf_lists = ("attention.head_count_kv", "feed_forward_length")
+    gguf_names = {
+        "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": "layer_scalar",
+    }  # fmt: skip
     norm_offset = 0.0
 
     def read_config(self, values: ConfigValues, num_layers: int) -> dict[str, Any]:
@@ -72,6 +77,36 @@ class Gemma4(Gemma3):
         if type(heads) is not int or heads < 1:
             values.refuse("num_global_key_value_heads", "a positive number is needed", CheckpointError)
         return named[0], heads
+
+    def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
+        """As llama.cpp computes the architecture; whether keys are values follows from the tensors."""
+        num_layers, width = values.integer("block_count"), values.integer("attention.key_length")
+        narrow = values.integer("attention.key_length_swa")
+        for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+            if values.integer(key, default=narrow) != narrow:
+                values.refuse(key, f"only the head width {narrow} is supported")
+        if values.integer("expert_count", default=0, minimum=0):
+            values.refuse("expert_count", "experts beside an MLP are not supported")
+        layers = values.layer_flags("attention.sliding_window_pattern", num_layers)
+        if layers is None or len(set(layers)) < 2:
+            values.refuse("attention.sliding_window_pattern", "true for some layers, and false for others, is needed")
+        sharing = values.integer("attention.shared_kv_layers", default=0, minimum=0)
+        heads, mlp_dims = (values.by_layer(key, num_layers) for key in self.gguf_lists)
+        known = {(sliding, count) for sliding, count in zip(layers, heads, strict=True)}
+        wide = mlp_dims[-1]
+        alike = [mlp_dims[0]] * (num_layers - sharing) + [wide] * sharing == mlp_dims
+        if len(known) > 2 or not alike:
+            values.refuse("feed_forward_length", "layers that differ otherwise than by sharing keys are not supported")
+        inputs = values.integer("embedding_length_per_layer_input", default=0, minimum=0)
+        full = heads[layers.index(False)]
+        kinds = LayerKinds(width, full, sharing, wide if sharing else 0, inputs_dim=inputs)
+        return {
+            **self.features, "embed_scale": math.sqrt(values.integer("embedding_length")),
+            "num_kv_heads": heads[layers.index(True)], "head_dim": narrow, "query_scale": 1.0, "kinds": kinds,
+            "sliding_window": values.integer("attention.sliding_window"), "sliding_layers": layers,
+            "local_rope": RopeConfig(values.number("rope.freq_base_swa", default=10000.0)),
+            "logit_softcap": values.number("final_logit_softcapping", default=0.0) or None,
+        }  # fmt: skip
 
     def read_rope(self, values: ConfigValues, max_context: int) -> dict[str, RopeConfig]:
         """Layers without a window turn a part of each head, by the first frequencies of a whole one."""

@@ -77,6 +77,15 @@ class ConfigValues:
             self.refuse(key, f"a value for each of {count} layers is needed", CheckpointError)
         return value if isinstance(value, list) else [value] * count
 
+    def by_layer(self, key: str, count: int) -> list[int]:
+        """Positive integers, one for each of `count` layers; a single one is that of all."""
+        self._read.add(key)
+        value = self._values.get(key)
+        listed = [value] * count if type(value) is int else value
+        if not isinstance(listed, list) or len(listed) != count or not all(type(n) is int and n > 0 for n in listed):
+            self.refuse(key, f"a positive number, or {count} of them, is needed", CheckpointError)
+        return listed
+
     def refuse(self, key: str, why: str, error: type[ValueError] = ConfigError) -> NoReturn:
         """Raise an error that names the key and its value."""
         text = repr(self._values.get(key))
