@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_draft, check_recurrent, check_same_devices, check_settings
+from jaxspec.methods.core.settings import check_draft, check_layers, check_same_devices, check_settings
 from pallas_kernels.exact_rows import MOST_ROWS
 
 # What a method promises: the very tokens of plain decoding (same seed), or their distribution.
@@ -116,7 +116,7 @@ class Method(abc.ABC):
 
     def check(self, models: Models) -> None:
         """Raise `ConfigError` where the settings do not fit the models; the default looks at draft and devices."""
-        check_recurrent(self, models)
+        check_layers(self, models)
         if self.needs_draft:
             check_draft(self.name, models.draft is not None)
         features = None if models.draft is None else models.draft.cfg.features

@@ -269,6 +269,7 @@ def test_logits_of_300_tokens(name, tmp_path):
 WRAPPED = {
     "mistral3": ("Mistral3", "pixtral", Ministral3(**SIZES, head_dim=12, rope_parameters=MINISTRAL_ROPE)),
     "gemma3": ("Gemma3", "siglip_vision_model", Gemma3(**SIZES | GEMMA | dict(num_hidden_layers=7))),
+    "gemma4": ("Gemma4", "gemma4_vision", Gemma4(**SIZES | GEMMA4 | dict(pad_token_id=0))),
 }
 
 
@@ -278,7 +279,7 @@ def test_the_text_model_beside_a_vision_tower(name, tmp_path, caplog):
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
     vision = transformers.AutoConfig.for_model(tower, **sizes, patch_size=14)
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
-    config.tie_word_embeddings = name == "gemma3"
+    config.tie_word_embeddings = name != "mistral3"
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     model.generation_config.eos_token_id = None
@@ -286,7 +287,8 @@ def test_the_text_model_beside_a_vision_tower(name, tmp_path, caplog):
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) / (4 if parameter.ndim < 2 else parameter.shape[-1] ** 0.5))
     placement, params = open_saved(model, tmp_path)
-    assert "only the text model is loaded; left out: multi_modal_projector, vision_tower" in caplog.text
+    projector = "embed_vision" if name == "gemma4" else "multi_modal_projector"
+    assert f"only the text model is loaded; left out: {projector}, vision_tower" in caplog.text
     tokens = tokens_of(LENGTH)
     assert relative_error(decoded_logits(params, placement.cfg, tokens), reference_logits(model, tokens)) < TOLERANCE
 

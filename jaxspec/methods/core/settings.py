@@ -22,21 +22,26 @@ def check_range(name: str, value: object, low: int, high: int) -> None:
     check_int(name, value, low, high)
 
 
-def check_recurrent(method: Any, models: Models) -> None:
-    """Raise `ConfigError` where a model with recurrent layers is asked for what such layers cannot do yet."""
+def check_layers(method: Any, models: Models) -> None:
+    """Raise `ConfigError` where recurrent layers, or layers of two kinds, are asked for what they cannot do yet."""
     for role, model in zip(("target", "draft"), models, strict=True):
-        if model is None or model.cfg.recurrent is None:
+        if model is None or (model.cfg.recurrent is None and model.cfg.kinds is None):
             continue
         asked = {
             "offload": model.resident_layers is not None,
             "several processes": jax.process_count() > 1,
-            "numerics 'exact'": model.plan.kernels.exact,
             f"method {method.name!r}, which leaves out layers": method.own_layers,
         }
+        if model.cfg.recurrent is not None:
+            asked |= {"numerics 'exact'": model.plan.kernels.exact}
+            refuse_tree(model.cfg.recurrent, method.num_rows if role == "target" else 0, method.max_path - 1)
+        else:
+            heads, degree = {model.cfg.layer_heads(index)[0] for index in model.cfg.attention_layers}, model.plan.tensor
+            asked |= {f"a split over {degree} devices": degree > 1 and (len(heads) > 1 or min(heads) % degree > 0)}
+        which = "recurrent layers" if model.cfg.recurrent is not None else "layers of two kinds"
         for what, is_asked in asked.items():
             if is_asked:
-                raise ConfigError(f"the {role} has recurrent layers, which {what} does not support yet")
-        refuse_tree(model.cfg.recurrent, method.num_rows if role == "target" else 0, method.max_path - 1)
+                raise ConfigError(f"the {role} has {which}, which {what} does not support yet")
 
 
 def check_flag(name: str, value: object) -> None:

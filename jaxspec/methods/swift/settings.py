@@ -10,7 +10,7 @@ from jaxspec.files import checkpoint_digest
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_flag, check_range, check_recurrent, log_threshold
+from jaxspec.methods.core.settings import check_flag, check_layers, check_range, log_threshold
 from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
 from jaxspec.methods.swift.self_draft import LEVELS, ChainSettings
@@ -118,7 +118,7 @@ class Swift(Method):
     def check(self, models: Models) -> None:
         if models.target.resident_layers is not None:
             raise ConfigError("method swift drafts with the target's own layers, which offload streams: use another")
-        check_recurrent(self, models)
+        check_layers(self, models)
         self._fixed(models.target)
         if max(self.siblings) > models.target.num_tokens:
             raise ConfigError(
