@@ -158,12 +158,26 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
         config["layer_types"] = [
             f"{'full' if cfg.window(index) is None else 'sliding'}_attention" for index in range(cfg.num_layers)
         ]
+    if (kinds := cfg.kinds) is not None:
+        config |= {
+            "global_head_dim": kinds.full_head_dim, "num_global_key_value_heads": kinds.full_kv_heads,
+            "num_kv_shared_layers": kinds.sharing, "use_double_wide_mlp": kinds.sharing > 0,
+            "attention_k_eq_v": kinds.keys_are_values, "hidden_size_per_layer_input": kinds.inputs_dim,
+            "vocab_size_per_layer_input": cfg.vocab_size, "final_logit_softcapping": cfg.logit_softcap,
+            "rope_scaling": None, "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional", "rope_theta": cfg.rope.theta, "partial_rotary_factor": cfg.rope.partial,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": cfg.local_rope.theta},
+            },
+        }  # fmt: skip
+        del config["rope_theta"], config["query_pre_attn_scalar"], config["partial_rotary_factor"]
     if cfg.family == "lfm2":
         config |= {
             "layer_types": ["conv" if cfg.is_recurrent(i) else "full_attention" for i in range(cfg.num_layers)],
             "conv_L_cache": cfg.recurrent.taps, "norm_eps": cfg.norm_eps, "block_auto_adjust_ff_dim": False,
         }  # fmt: skip
-    if cfg.local_rope is not None and cfg.family != "olmo3":
+    if cfg.local_rope is not None and cfg.family not in ("olmo3", "gemma4_text"):
         config["rope_local_base_freq"] = cfg.local_rope.theta
     if (experts := cfg.experts) is not None:
         config |= {"num_experts_per_tok": experts.per_token, "router_aux_loss_coef": 0.02}
