@@ -166,7 +166,8 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
             "vocab_size_per_layer_input": cfg.vocab_size, "final_logit_softcapping": cfg.logit_softcap,
             "rope_scaling": None, "rope_parameters": {
                 "full_attention": {
-                    "rope_type": "proportional", "rope_theta": cfg.rope.theta, "partial_rotary_factor": cfg.rope.partial,
+                    "rope_type": "proportional", "rope_theta": cfg.rope.theta,
+                    "partial_rotary_factor": cfg.rope.partial,
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": cfg.local_rope.theta},
             },
