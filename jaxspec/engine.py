@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import itertools
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,14 +187,13 @@ class Engine:
         return seconds
 
     def calibrate(self, params: ModelParams) -> float:
-        """Let the method measure its passes with the loaded weights; returns the wall time in seconds.
+        """Let the method measure its passes with the loaded weights, and compile what it chooses by them.
 
-        `open` does so where the method cannot start without.
+        Returns the wall time of compiling in seconds. `open` does so where the method cannot start without.
         """
         if self._runner is None:
             return 0.0  # `open` will
-        start = time.perf_counter()
-        if not self._runner.calibrated:
+        if self._runner.measures or not self._runner.calibrated:
             self.settle()  # programs that are loaded beside a measured pass would slow it
         fresh = next((idle for idle in self._idle if idle.runner is self._runner and not idle.tokens), None)
         if fresh is not None:
@@ -203,7 +201,7 @@ class Engine:
         state = self._runner.calibrate(params, None if fresh is None else fresh.state)
         if state is not None:
             self._idle.append(IdleSession(self._runner, None, (), state))
-        return time.perf_counter() - start
+        return compile_programs(self._runner.programs, GREEDY)
 
     def open(
         self, params: ModelParams, prompt: Sequence[int], sampling: SamplingParams, seed: int,

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import numbers
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -19,7 +20,7 @@ import numpy as np
 from jaxspec.checkpoint.shipped import warn_of_damage
 from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
 from jaxspec.engine import FIRST_CAPACITY, Engine, derive_seed, fresh_seed
-from jaxspec.errors import ConfigError, shown
+from jaxspec.errors import ConfigError, JaxspecError, shown
 from jaxspec.files import checkpoint_digest, vocabulary_digest
 from jaxspec.foreign import check_keywords
 from jaxspec.loading import DamagedDraftError, OpenModels, open_models, plan_meshes
@@ -90,7 +91,7 @@ class LLM:
     """A language model, its tokenizer and a decoding method, compiled and ready.
 
     Several threads may use it: calls are answered in the order in which they come, and a stream waits for its turn at
-    each event. `AsyncLLM` is its form for asyncio.
+    each event. `AsyncLLM` is its form for asyncio. `close`, or the end of a `with` block, frees its memory.
 
     Args:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model. A name on the
@@ -125,6 +126,7 @@ class LLM:
     ):
         """Load, place and compile; see the class."""
         self._lock = OrderedLock()  # of threads
+        self._process, self._parts = os.getpid(), None  # of which process, and `Internals` once it is loaded
         config = read_settings(settings)
         resolved = resolve_method(method)
         # What this process can see alone is refused before it waits for others.
@@ -172,7 +174,34 @@ class LLM:
         # Not while the error is handled: it holds on to what was loaded.
         self._assemble(dataclasses.replace(opened, draft=None), resolved, config)
 
+    @property
+    def _internals(self) -> Internals:
+        if self._process != os.getpid():
+            raise JaxspecError(
+                "this LLM was loaded before the process was forked: load it in the child, or start processes with "
+                "multiprocessing's 'spawn'"
+            )
+        if self._parts is None:
+            raise ConfigError("this LLM is closed: load another one")
+        return self._parts
+
+    def close(self) -> None:
+        """Free the memory of weights and caches; nothing can be decoded afterwards.
+
+        Texts under way go on and keep what they need, and so does what `with_method` gave.
+        """
+        with self._lock:
+            self._parts = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
+        if self._parts is None or self._process != os.getpid():
+            return f"<LLM {self.model_path.name!r}, closed>"
         draft = None if self.draft_path is None else self.draft_path.name
         devices = ", ".join(str(device) for device in self._internals.target.plan.devices)
         method = self._internals.engine.method.name
@@ -216,7 +245,7 @@ class LLM:
             self._unreported_compile_s = engine.prepare()
             params = loading.result()
         self._unreported_compile_s += engine.calibrate(params)
-        self._internals = Internals(engine, params, plan, devices)
+        self._parts = Internals(engine, params, plan, devices)
         hosts.gather("loaded", True)
 
     def follow(self) -> None:
@@ -237,7 +266,7 @@ class LLM:
         other, inner = copy.copy(self), self._internals
         with self._lock:
             engine = inner.engine.with_method(resolve_method(method))
-            other._internals = inner._replace(engine=engine)
+            other._parts = inner._replace(engine=engine)
             other._unreported_compile_s = engine.prepare() + engine.calibrate(inner.params)
         return other
 

@@ -127,7 +127,7 @@ class Brief:
 
 
 def _brief(value: Any) -> str:
-    if isinstance(value, tuple) and len(value) > MOST_SHOWN:
+    if isinstance(value, tuple | list) and len(value) > MOST_SHOWN:
         return f"({', '.join(map(repr, value[:MOST_SHOWN]))}, ... {len(value)} in all)"
     return repr(value)
 
@@ -178,8 +178,8 @@ class SpeculationStats(Brief):
     tree_truncated: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Choice(Brief):
     """A method's decisions and the figures behind them; each method that decides adds fields of its own.
 
     Attributes:
@@ -228,6 +228,16 @@ class DecodeStats(Brief):
     timeline: "TraceSummary | None" = None
     cached_prompt_tokens: int = 0
     offload: "OffloadStats | None" = None
+
+    def __str__(self) -> str:
+        speed = "" if self.tokens_per_s is None else f" at {self.tokens_per_s:.1f} tokens/s"
+        parts = [f"{self.prompt_tokens} prompt tokens", f"{self.completion_tokens} tokens{speed}"]
+        parts.append(f"first token after {self.ttft_s:.2f} s")
+        if self.speculative_decoding is not None:
+            parts.append(f"{self.speculative_decoding.mean_acceptance_length:.2f} tokens/pass")
+        if self.compile_s:
+            parts.append(f"compiling {self.compile_s:.2f} s")
+        return ", ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

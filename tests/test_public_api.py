@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import typing
 
 import pytest
@@ -42,7 +43,7 @@ def test_every_exported_name_is_there():
 
 def test_a_model_shows_what_users_call_and_nothing_else(llm):
     shown = {name for name in dir(llm) if not name.startswith("_")}
-    calls = {"generate", "chat", "stream", "encode", "with_method", "follow"}
+    calls = {"generate", "chat", "stream", "encode", "with_method", "follow", "close"}
     assert shown == calls | {"model_path", "draft_path", "tokenizer", "eos_ids"}
 
 
@@ -87,6 +88,42 @@ def test_a_stream_works_in_with_and_for_and_ends_by_abort(llm):
             events.abort()
             seen.append(event)
     assert seen[-1].finish_reason == "abort" and 0 < seen[-1].completion.stats.completion_tokens < 24
+
+
+def test_a_closed_model_says_so_and_what_shares_its_weights_goes_on(llm):
+    wanted = llm.generate([3, 4, 5], SHORT).token_ids
+    with llm.with_method("chain") as other:
+        assert other.generate([3, 4, 5], SHORT).token_ids == wanted
+        events = other.stream([3, 4, 5], SHORT)
+        first = next(events)
+    assert repr(other) == "<LLM 'model', closed>"
+    for call in (lambda: other.generate([3], SHORT), lambda: other.with_method("ar"), lambda: other.stream("w1")):
+        with pytest.raises(jaxspec.ConfigError, match="closed"):
+            call()
+    assert (*first.token_ids, *(token for event in events for token in event.token_ids)) == wanted
+    assert llm.generate([3, 4, 5], SHORT).token_ids == wanted
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_to_load_its_own(llm):
+    llm.generate([3, 4, 5], SHORT)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            llm.generate([3, 4, 5], SHORT)
+        except jaxspec.JaxspecError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert "forked: load it in the child" in os.read(reading, 1000).decode()
+
+
+def test_statistics_print_as_a_line(llm):
+    stats = llm.generate([3, 4, 5], SHORT).stats
+    assert str(stats).startswith("3 prompt tokens, 24 tokens at ") and "tokens/pass" in str(stats)
+    assert len(str(stats)) < 200 and repr(stats).startswith("DecodeStats(")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Native kernels against XLA's products, and against llama.cpp where it is installed: interleaved in one run on CPU.
 
     python tools/bench_kernels.py [--contexts 256,2000] [--repeats 9] [--json FILE] [--model FILE.gguf --blocks]
+    python tools/bench_kernels.py --prompts 16,64,256,1024,4000 [--model FILE.gguf]
 
 The default model, one sequence, two dtypes of weights: float32, and the blocks that its file holds. With `--blocks`
-blocks alone are measured, with rows of 16 and of 8 bits. Each repeat runs every measurement once, in turn; ratios are
-taken within a repeat and their median is reported.
+blocks alone are measured, with rows of 16 and of 8 bits; with `--prompts` the time to the first token after prompts of
+random tokens of these lengths, without what earlier prompts left, in milliseconds per prompt token. Each repeat runs
+every measurement once, in turn; ratios are taken within a repeat and their median is reported.
 
   pure pass W      the chain of products of a one-row pass, attention and everything else left out, with weights W
   KERNELS W T @ C  one target pass over T rows, head included, at C tokens of context: plain decoding is T = 1
@@ -14,11 +16,13 @@ taken within a repeat and their median is reported.
                    of all rows and two threads
 """
 
+import argparse
 import functools
 import importlib.util
 import itertools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from harness import (
@@ -54,7 +58,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--model", default=str(default_model_path()))
     parser.add_argument("--blocks", action="store_true")
+    parser.add_argument("--prompts", type=numbers)
     arguments = parser.parse_args()
+    if arguments.prompts:
+        measure_prompts(arguments)
+        return
     models = BLOCKS if arguments.blocks else MODELS
     runs = make_passes(arguments.model, models, arguments.contexts) | make_peers(arguments.model, arguments.contexts)
     samples = interleave(runs, arguments.repeats)
@@ -62,6 +70,41 @@ def main() -> None:
     ratios = make_ratios(samples, {n: p for n, p in pairs(arguments.contexts).items() if {*p} <= {*samples}})
     print(environment_line() + "\n")
     print(make_table(["ms", "median", "min", "max"], spread_rows(samples, 1e3)) + "\n")
+    print(make_table(["ratio", "median", "min", "max"], spread_rows(ratios)))
+    write_report(arguments.json, seconds=samples, ratios=ratios)
+
+
+def measure_prompts(arguments: argparse.Namespace) -> None:
+    """Measure prompts of several lengths, and print milliseconds per token and ratios to llama.cpp's."""
+    lengths, rng = arguments.prompts, np.random.default_rng(0)
+    prompts = {length: rng.integers(5, 40_000, length).tolist() for length in lengths}
+    first = jaxspec.SamplingParams(max_tokens=1, ignore_eos=True)
+    runs: dict[str, Callable[[], float]] = {}
+
+    def read(llm: jaxspec.LLM, length: int) -> float:
+        return llm.generate([prompts[length]], [first])[0].stats.ttft_s / length
+
+    for name, options in BLOCKS.items():
+        own: Any = {"draft": "none", "method": "ar", "session_memory": 0, "max_context": max(lengths) + 1, **options}
+        llm = jaxspec.LLM(arguments.model, **own)
+        runs |= {f"{name} {length}": functools.partial(read, llm, length) for length in lengths}
+    if importlib.util.find_spec("llama_cpp") is not None:
+        import llama_cpp  # pyright: ignore[reportMissingImports]
+
+        peer = llama_cpp.Llama(arguments.model, n_ctx=max(lengths) + 1, n_threads=2, n_threads_batch=2, verbose=False)
+
+        def read_peer(length: int) -> float:
+            peer.reset()
+            start = time.perf_counter()
+            peer.eval(prompts[length])
+            return (time.perf_counter() - start) / length
+
+        runs |= {f"llama.cpp {length}": functools.partial(read_peer, length) for length in lengths}
+    samples = interleave(runs, arguments.repeats)
+    pairs = itertools.product(BLOCKS, lengths if f"llama.cpp {lengths[0]}" in runs else [])
+    ratios = make_ratios(samples, {f"{n} / llama.cpp, {at}": (f"{n} {at}", f"llama.cpp {at}") for n, at in pairs})
+    print(environment_line() + "\n")
+    print(make_table(["ms per prompt token", "median", "min", "max"], spread_rows(samples, 1e3)) + "\n")
     print(make_table(["ratio", "median", "min", "max"], spread_rows(ratios)))
     write_report(arguments.json, seconds=samples, ratios=ratios)
 

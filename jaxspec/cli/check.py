@@ -157,11 +157,27 @@ def app(
         minutes = max(1, round(estimate_full(report["methods"], setup_s, every) / 60))
         text = f"this was the quick check; --full checks {len(every)} methods with more texts, in about {minutes} min"
         console.print(text, markup=False, highlight=False)
+    report["cache"] = _describe_cache(llm, console)
     write_report(_jsonable(report), json_)
     if faulty:
         raise JaxspecError(f"not lossless here: {', '.join(faulty)}")
     if unused:
         raise JaxspecError(f"kernels {named!r} take no call of this model: others were checked; use auto or xla")
+
+
+def _describe_cache(llm: "LLM", console: "Console") -> dict[str, Any] | None:
+    """Place and size of what jaxspec keeps on the disk; None where it keeps nothing."""
+    from jaxspec.llm import internals
+    from jaxspec.runtime.store import folder, limit
+
+    cache = internals(llm).engine.store.cache_folder
+    if cache is None:
+        return None
+    used, most = limit.used_bytes(cache), limit.most_bytes()
+    text = f"cache: {cache}, {used / 2**20:.0f} MiB of at most {most / 2**20:.0f} MiB"
+    text += f"; {folder.ENVIRONMENT} and {limit.ENVIRONMENT} change that"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return {"folder": str(cache), "bytes": used, "limit": most}
 
 
 def _check_prompts(given: Sequence[str], file: Path | None) -> None:

@@ -116,6 +116,12 @@ PROCESSES: Options = {
     "draft_process": Option((int,), "Process whose devices the draft of swiftspec has [the last]."),
 }
 
+# Titles of options in --help, in this order, after those of the command itself.
+GROUPS: Mapping[str, Options] = {
+    "Model": MODEL, "Method": METHOD, "Sampling": SAMPLING, "Shape of the answer": SHAPES,
+    "Devices and memory": ENGINE, "Several processes": PROCESSES,
+}  # fmt: skip
+
 PlanOption = Annotated[bool, typer.Option("--plan", help="With --offload, print what would stream, and end.")]
 PresetOption = Annotated[
     str | None, typer.Option("--config", help="Preset of these options, by name or TOML file; list shows the names.")

@@ -15,12 +15,30 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from jaxspec import __version__
-from jaxspec.cli.options import Options
+from jaxspec.cli.options import GROUPS, Options
 from jaxspec.cli.start import INTERRUPTED, STDERR, STDOUT, begin, leave_interrupted
 from jaxspec.errors import ConfigError, JaxspecError, one_line
 from jaxspec.foreign import option_hint
+
+
+class _GroupedHelp(typer.core.TyperCommand):
+    """A command whose help lists options below the titles of `GROUPS`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        titles = {name: title for title, group in GROUPS.items() for name in group}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], **{title: [] for title in GROUPS}}
+        for parameter in self.get_params(ctx):
+            title = titles.get(str(parameter.name), "Options")
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections["Arguments" if parameter.param_type_name == "argument" else title].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 def _print_version(context: typer.Context, wanted: bool) -> None:
@@ -65,7 +83,7 @@ def command(name: str, *groups: Options, extra_words: bool = False) -> Callable[
         body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         settings = {"help_option_names": ["-h", "--help"], "allow_extra_args": extra_words}
-        app.command(context_settings=settings)(body)
+        app.command(cls=_GroupedHelp, context_settings=settings)(body)
         return app
 
     return decorate
@@ -123,7 +141,7 @@ def _reporting_errors(name: str) -> Iterator[None]:
             raise
         _fail(name, f"out of memory: {str(error).splitlines()[0]}", 1)
     except (JaxspecError, OSError) as error:
-        _fail(name, error, 1)
+        _fail(name, _named(error), 1)
 
 
 @contextlib.contextmanager
@@ -168,6 +186,16 @@ def leave_after_interrupt() -> NoReturn:
     if (distributed := sys.modules.get("jaxspec.runtime.distributed")) is not None:
         distributed.shut_down()
     os._exit(INTERRUPTED)
+
+
+def _named(error: Exception) -> object:
+    """The error; one of standard output says so, as the system names files that were opened alone."""
+    try:
+        sys.stdout.flush()
+    except OSError as failed:
+        if isinstance(error, OSError) and failed.errno == error.errno:
+            return f"standard output cannot be written: {failed.strerror}"
+    return error
 
 
 def _fail(name: str, error: object, status: int) -> NoReturn:

@@ -16,6 +16,7 @@ from jaxspec.serve.protocol import ApiError
 from jaxspec.serve.replies import Choice, Reply, event_line
 
 STALL_SECONDS = 60.0  # that a client may leave a piece of an answer unread
+OPENING_SECONDS = 1.0  # after which a stream begins with a comment: proxies close what stays silent
 
 
 async def whole(answers: Sequence[Answer], http: Request) -> list[Completion]:
@@ -105,11 +106,16 @@ class EventStream(Response):
             async with asyncio.timeout(STALL_SECONDS):
                 await send(message)
 
-        first = await anext(self._lines)  # an error before the first token has a status of its own
+        # An error before the first token has a status of its own, unless that takes long.
+        first = asyncio.ensure_future(anext(self._lines))
+        done, _ = await asyncio.wait({first}, timeout=OPENING_SECONDS)
+        opening = first.result() if done else b": reading the prompt\n\n"
         with contextlib.suppress(TimeoutError, OSError):
             await write({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await write({"type": "http.response.body", "body": first, "more_body": True})
+            await write({"type": "http.response.body", "body": opening, "more_body": True})
             try:
+                if not done:
+                    await write({"type": "http.response.body", "body": await first, "more_body": True})
                 async for line in self._lines:
                     await write({"type": "http.response.body", "body": line, "more_body": True})
             except ApiError as error:

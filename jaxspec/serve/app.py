@@ -261,7 +261,7 @@ class ApiServer:
         context = self._engine.max_context
         room, wanted = context - len(turn.ids), request.max_tokens or 1
         if room < max(wanted, 1):
-            asked = "" if request.max_tokens is None else f", and max_tokens {wanted} more"
+            asked = "" if wanted < 1 or request.max_tokens is None else f", and max_tokens {wanted} more"
             raise ApiError(
                 400, f"the prompt has {len(turn.ids)} tokens{asked}: the model's context holds {context}",
                 param=request.where if room < 1 else "max_tokens", code="context_length_exceeded",

@@ -10,6 +10,7 @@ from jaxspec.config import MAX_LOGPROBS, MOST_TOKENS, SamplingParams
 from jaxspec.errors import ConfigError, one_line, suggest
 
 COMPLETION_TOKENS = 16  # of /v1/completions where `max_tokens` is absent, as in OpenAI's interface
+UNLIMITED = -1  # as `max_tokens`, in llama.cpp's interface: as much as the context holds
 MAX_STOPS = 16
 
 # Fields that change no token here: taken and left aside.
@@ -17,19 +18,27 @@ HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "verbosity", "cache_prompt", "priority", "request_id", "cache_salt", "id_slot", "n_keep", "return_progress",
     "timings_per_token", "spaces_between_special_tokens", "add_special_tokens", "min_keep",
+    # Details of samplers that are off unless another field, which is refused, switches them on.
+    "mirostat_tau", "mirostat_eta", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+    "xtc_threshold", "dynatemp_exponent", "smoothing_curve", "guided_decoding_backend",
 })  # fmt: skip
 # Fields of `SamplingParams` that have the same name and meaning; the last five are vLLM's additions.
 SAMPLING = (
     "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed",
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens",
 )  # fmt: skip
-# Fields that give an answer a shape, with what they are in `StructuredOutputs`; the later ones are vLLM's older names.
+# Fields that give an answer a shape, with what they are in `StructuredOutputs`: llama.cpp's, vLLM's older and newer
+# ones, and OpenAI's.
 SHAPES = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
-    "structured_outputs": None, "response_format": None,
+    "json_schema": "json", "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar", "structured_outputs": None, "response_format": None,
 }  # fmt: skip
-COMMON = {*SAMPLING, *SHAPES, "model", "stream", "stream_options", "stop", "max_tokens", "logit_bias", "logprobs", "n"}
+COMMON = {
+    *SAMPLING, *SHAPES, "model", "stream", "stream_options", "stop", "max_tokens", "n_predict", "logit_bias",
+    "logprobs", "n",
+}  # fmt: skip
 CHAT_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")  # of `LLM.chat`
+PENALTIES = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "repeat_penalty": 1}  # for none
 CHAT_FIELDS = COMMON | {*CHAT_OPTIONS, "messages", "max_completion_tokens", "top_logprobs", "reasoning_effort"}
 COMPLETION_FIELDS = COMMON | {"prompt", "echo"}
 MOST_CHOICES = 64  # of a request
@@ -40,6 +49,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
     "include_stop_str_in_output": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "best_of": (1,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,),
+    # Of other servers: vLLM, then llama.cpp and text-generation-webui.
+    "truncate_prompt_tokens": (), "allowed_token_ids": (), "bad_words": ([],), "detokenize": (True,),
+    "logits_processors": ([],), "return_token_ids": (False,), "return_tokens_as_token_ids": (False,),
+    "vllm_xargs": ({},), "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},), "echo": (False,),
+    "guided_whitespace_pattern": (), "kv_transfer_params": (),
+    "typical_p": (1,), "typical": (1,), "tfs_z": (1,), "top_a": (0,), "top_n_sigma": (-1, 0), "mirostat": (0,),
+    "mirostat_mode": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "dynatemp_range": (0,),
+    "smoothing_factor": (0,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "penalty_alpha": (0,),
+    "no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "repeat_penalty": (1,), "repeat_last_n": (-1,),
+    "penalize_nl": (False,), "n_probs": (0,), "n_indent": (0,), "grammar": ("",), "samplers": ([], ""), "lora": ([],),
+    "image_data": ([],), "return_tokens": (False,), "post_sampling_probs": (False,), "response_fields": ([],),
+    "t_max_predict_ms": (0, -1), "t_max_prompt_ms": (0, -1),
 }  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_FIELDS = {"role", "content", "name"}  # the last, of one of several users, is left aside
@@ -95,8 +116,10 @@ class ApiRequest:
     def params(self, room: int) -> SamplingParams:
         """Sampling parameters where the context has room for `room` tokens after the prompt."""
         wanted = self.max_tokens
-        if wanted is None:
-            wanted = room if self.chat else min(COMPLETION_TOKENS, room)
+        if wanted == UNLIMITED or (wanted is None and self.chat):
+            wanted = room
+        elif wanted is None:
+            wanted = min(COMPLETION_TOKENS, room)
         try:
             return SamplingParams(**self.sampling, n=self.n, max_tokens=wanted)
         except (ConfigError, TypeError) as error:
@@ -150,7 +173,7 @@ def parse_request(body: Mapping[str, Any], *, chat: bool) -> ApiRequest:
         raise ApiError(400, "stream_options needs stream: true", param="stream_options")
     if not isinstance(streaming, Mapping) or streaming.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, "stream_options supports include_usage alone", param="stream_options")
-    max_tokens = _int(given, "max_tokens", None)
+    max_tokens = _int(given, "max_tokens", _int(given, "n_predict", None))
     max_tokens = _int(given, "max_completion_tokens", max_tokens)
     prompts = [_messages(given.get("messages"))] if chat else _prompts(given.get("prompt"))
     n, echo = _int(given, "n", 1), _bool(given, "echo")
@@ -192,7 +215,8 @@ def _refuse_unsupported(given: Mapping[str, Any], known: set[str]) -> None:
         if name in known:
             continue
         if name in NEUTRAL:
-            if value in NEUTRAL[name]:
+            unused = name == "repeat_last_n" and all(given.get(p, none) == none for p, none in PENALTIES.items())
+            if value in NEUTRAL[name] or unused:
                 continue
             raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
         raise ApiError(400, f"unknown field {name!r}; {suggest(name, sorted(known))}", param=name)

@@ -96,6 +96,7 @@ def test_lossless_methods_are_status_0(call, tmp_path):
     assert "2/2" in out and "quick" not in out
     report = json.loads(out_file.read_text())
     assert report["lossless"] is True and report["dtype"] == "float32" and report["prompts"] == ["1", "2"]
+    assert report["cache"]["bytes"] <= report["cache"]["limit"] == 4 * 2**30
     assert report["weights"] == "float32" and report["kernels"] == choose("auto", "cpu").name
     twin, lawful = report["methods"]
     assert (twin["method"], twin["exact"], twin["settings"]["width"], twin["distribution"]) == ("twin", "tokens", 5, [])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from method_cases import LLAMA_AUTO_LONG, PROMPT, Case, models_of, params_of, plain, run, tokens_of
 
+from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
@@ -26,7 +27,7 @@ from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import KINDS, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
 from jaxspec.runtime import hosts
-from jaxspec.runtime.store import program_files
+from jaxspec.runtime.store import limit, program_files
 
 CASE = LLAMA_AUTO_LONG._replace(method=Auto())
 TIMES = RoundTimes(0.01, {1: 0.011, 2: 0.012, 4: 0.018, 16: 0.041}, search_s=0.002, draft_s=0.001)
@@ -122,11 +123,10 @@ def test_the_figures_are_those_of_the_times():
 def test_rounds_are_measured_once_and_kept(clocked, store):
     engine, clock = clocked
     params = params_of(CASE, "copy")
-    assert not engine.runner.calibrated and engine.runner.report().figures == "built in"
+    assert engine.runner.measures and engine.runner.report().figures == "built in"
     engine.calibrate(params)
-    assert (
-        engine.runner.calibrated and clock.samples == 2 + cost_profile.MOST_SAMPLES
-    )  # the start of the texts to come among them
+    samples = clock.samples
+    assert not engine.runner.measures and samples > cost_profile.MOST_SAMPLES
     report = engine.runner.report()
     expected = fill_rows({rows: 1 + (rows - 1) * ROW_S / PLAIN_S for rows in measured_rows(16)})
     assert report.figures == "measured"
@@ -136,9 +136,9 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     # The device weighs with what the report says, and not with what the measurement needed.
     np.testing.assert_allclose(engine.runner.drafter.operands.rounds[1], expected[1] + report.round_cost, rtol=1e-3)
     engine.calibrate(params)
-    assert clock.samples == 2 + cost_profile.MOST_SAMPLES, "once"
+    assert clock.samples == samples, "once"
     again = make_engine(store)
-    assert again.runner.calibrated and again.runner.report() == report
+    assert not again.runner.measures and again.runner.report() == report
     # Figures of one's own come first, and nothing is measured where all are given.
     own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
     assert own.figures == "given, rest measured" and own.round_cost == 0.5
@@ -148,7 +148,8 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
 def test_the_tokens_are_plain_decodings_after_a_measurement(clocked):
     engine, _ = clocked
     params = params_of(CASE, "copy")
-    rounds = run(engine, params, PROMPT, 40, seed=3)  # opening a text measures first
+    engine.calibrate(params)
+    rounds = run(engine, params, PROMPT, 40, seed=3)
     assert engine.runner.report().figures == "measured"
     assert tokens_of(rounds)[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
     assert engine.runner.timer.gain is None or engine.runner.timer.gain > 0
@@ -163,15 +164,29 @@ def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
     assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
 
 
-def test_a_slow_machine_is_measured_less_often(store, monkeypatch):
-    """A turn of about 0.4 s fills the time with the next one; one of 4 s is enough by itself."""
+@pytest.mark.parametrize(("slow", "rows"), [(0.3, [1, 2, 4, 8, 16]), (4.0, [1, 8, 16]), (15.0, [1, 16]), (100.0, [1])])
+def test_measuring_takes_half_a_second_in_all(store, monkeypatch, slow, rows):
+    """A slow machine, or a large model, leaves the kinds of rounds out for which there is no time."""
     engine = make_engine(store)
     clock = SlowRunner(engine.runner)
     clock.patch(monkeypatch)
-    for slow, samples in ((2.0, 2), (20.0, 1)):
-        clock.slow, clock.samples = slow, 0
-        times = cost_profile.measure_rounds(engine.runner, params_of(CASE, "copy"), None, 16, 8, now=clock)
-        assert clock.samples == samples and times.plain_s == pytest.approx(slow * PLAIN_S)
+    clock.slow, expected = slow, engine.runner.costs
+    times = cost_profile.measure_rounds(engine.runner, params_of(CASE, "copy"), None, 16, 8, expected, now=clock)
+    assert clock.seconds < max(0.5, 1.01 * slow * (PLAIN_S + ROW_S)), "or one pass"
+    assert list(times.verify_s) == rows
+    assert times.plain_s == pytest.approx(slow * (PLAIN_S if slow < 10 else PLAIN_S + ROW_S))
+    figures = times.figures()
+    assert figures["pass_cost"][0] == 1.0 and ("round_cost" in figures) == (times.search_s is not None)
+    profile = find(store)
+    save_costs(profile, times)
+    assert load_costs(profile) == times
+
+
+def test_no_request_waits_for_a_measurement(clocked, monkeypatch):
+    """Where it was left out before the first request, it stays out."""
+    engine, clock = clocked
+    engine.open(params_of(CASE, "copy"), PROMPT, SamplingParams(max_tokens=2), 0).close()
+    assert engine.runner.measures and engine.runner.report().figures == "built in"
 
 
 def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
@@ -195,11 +210,11 @@ def test_costs_of_a_busy_machine_are_measured_again_at_the_next_start(clocked, s
     engine.runner.timer.now = itertools.count(0, 1e-6).__next__
     run(engine, params, PROMPT, 200, seed=3)
     again = make_engine(store)
-    assert not again.runner.calibrated and again.runner.report().figures == "measured"
+    assert again.runner.measures and again.runner.report().figures == "measured"
     monkeypatch.setattr(cost_profile, "measure_rounds", measure_rounds)
     again.calibrate(params)
-    assert again.runner.calibrated and again.runner.times.measured == 2
-    assert make_engine(store).runner.calibrated, "and is kept"
+    assert not again.runner.measures and again.runner.times.measured == 2
+    assert not make_engine(store).runner.measures, "and is kept"
     assert again.runner.times.plain_s <= busy.plain_s
 
 
@@ -260,7 +275,7 @@ def test_a_damaged_file_is_written_again(store):
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, store):
-    (tmp_path / profiles.FOLDER).write_text("no folder")
+    (tmp_path / limit.PROFILES).write_text("no folder")
     profile = find(store)
     assert profile is not None
     save_costs(profile, TIMES)
@@ -286,7 +301,7 @@ def test_where_nothing_is_measured(store, monkeypatch):
     assert spare_slots(128, 16) < 0 <= spare_slots(1024, 16) and measured_rows(3) == [1, 2, 3]
     assert measured_rows(1024)[-1] == 64 and STEPS_PER_DISPATCH > 0
     given = CASE._replace(method=Auto(draft_cost=0.1, pass_cost=(1.0, 1.1), round_cost=0.1))
-    assert make_engine(store, given).runner.calibrated
+    assert not make_engine(store, given).runner.measures
     monkeypatch.setattr(hosts, "several", lambda: True)
     assert find(store) is None
     monkeypatch.setattr(hosts, "several", lambda: False)

@@ -1,9 +1,12 @@
 """The compile cache can be named, moved and switched off, also after its first use."""
 
+import errno
+
+import jax
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.runtime.store import folder, program_files
+from jaxspec.runtime.store import folder, limit, program_files
 from jaxspec.runtime.store.folder import enable_compile_cache
 
 
@@ -34,3 +37,26 @@ def test_none_means_environment_then_caller_then_user(tmp_path, monkeypatch):
 def test_a_named_folder_that_cannot_be_written_is_refused():
     with pytest.raises(ConfigError, match="/proc/nowhere cannot be written"):
         enable_compile_cache("/proc/nowhere")
+
+
+def test_programs_of_a_folder_that_cannot_be_written_are_used(tmp_path, monkeypatch):
+    """As those of a container's image."""
+    (tmp_path / "ready").mkdir()
+
+    def refuse(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(folder.tempfile, "TemporaryFile", refuse)
+    assert enable_compile_cache(str(tmp_path)) == tmp_path and program_files.is_used()
+
+
+def test_jaxs_own_cache_of_several_processes_has_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder.hosts, "several", lambda: True)
+    monkeypatch.setenv(limit.ENVIRONMENT, "2GiB")
+    before = jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cache_dir
+    try:
+        enable_compile_cache(str(tmp_path))
+        assert jax.config.jax_compilation_cache_max_size == 2**31 and not program_files.is_used()
+    finally:
+        for name, value in zip(("max_size", "dir"), before, strict=True):
+            jax.config.update(f"jax_compilation_cache_{name}", value)

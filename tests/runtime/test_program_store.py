@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from tiny_models import FAMILIES, place
 
+from jaxspec.errors import ConfigError
 from jaxspec.methods.core.sequence import ModelSequence
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime import program
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program, compile_programs
-from jaxspec.runtime.store import fingerprint, folder, program_files
+from jaxspec.runtime.store import fingerprint, folder, limit, program_files
 from jaxspec.sampling.variant import GREEDY
 
 PLACEMENT = place(FAMILIES["llama"])
@@ -169,16 +171,58 @@ def test_what_cannot_be_told_apart_is_not_stored():
 
 
 def test_what_was_not_used_for_longest_goes_first(tmp_path):
-    files = tmp_path / "files"
-    files.mkdir()
-    for age, name in enumerate("abc"):
-        (files / name).write_bytes(b"1" * 10)
-        os.utime(files / name, (1000 - age, 1000 - age))
-        os.link(files / name, files / f"{name}, too")  # takes no place
-    program_files.trim(files, 30)
-    assert len(list(files.iterdir())) == 6
-    program_files.trim(files, 20)
-    assert sorted(path.name for path in files.iterdir()) == ["a", "a, too", "b", "b, too"]
+    """Of programs, weights and JAX's own entries together; a file with two names loses both."""
+    for name in ("ready", "weights", "profiles"):
+        (tmp_path / name).mkdir()
+    now = time.time()
+    for age, name in enumerate(("ready/a", "weights/b", "ready/c", "jit_d-cache")):
+        (tmp_path / name).write_bytes(b"1" * 10)
+        os.utime(tmp_path / name, (now - age, now - age))
+    os.link(tmp_path / "ready/c", tmp_path / "ready/c, too")  # takes no place
+    (tmp_path / "jit_d-atime").write_bytes(b"")  # used just now
+    (tmp_path / "own.txt").write_bytes(b"1" * 100)  # the user's
+
+    def names():
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} - {"own.txt"}
+
+    everything = names()
+    assert limit.used_bytes(tmp_path) == 40
+    limit.trim(tmp_path, 40, with_jax=True)
+    assert names() == everything
+    limit.trim(tmp_path, 30, with_jax=True)
+    assert names() == everything - {"ready/c", "ready/c, too"}
+    limit.trim(tmp_path, 10)
+    assert names() == {"ready/a", "jit_d-cache", "jit_d-atime"} and (tmp_path / "own.txt").exists()
+    limit.trim(tmp_path, 5, with_jax=True)
+    assert names() == set()
+
+
+def test_what_is_being_written_stays_and_old_measurements_go(tmp_path):
+    old = time.time() - 100 * 24 * 3600
+    young = (".x.part-1", "costs-2")
+    for name in ("ready", "profiles"):
+        (tmp_path / name).mkdir()
+    for path in ("ready/.x.part-1", "ready/.y.part-2", "profiles/costs-1", "profiles/rates-1", "profiles/costs-2",
+                 "profiles/3.json"):  # fmt: skip
+        (tmp_path / path).write_bytes(b"1")
+        if not path.endswith(young):
+            os.utime(tmp_path / path, (old, old))
+    limit.trim(tmp_path, 2)
+    # What another process writes is not counted; what jaxspec-tune has measured is not old by its age alone.
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".x.part-1", "costs-2", "3.json"}
+    limit.trim(tmp_path, 0)
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".x.part-1"}
+
+
+def test_the_limit_is_of_the_environment(store, monkeypatch):
+    monkeypatch.setenv(limit.ENVIRONMENT, "1KiB")
+    store.mkdir()
+    (store / "older").write_bytes(b"1" * 2000)
+    folder.enable_compile_cache(str(store.parent))
+    assert list(store.iterdir()) == []
+    monkeypatch.setenv(limit.ENVIRONMENT, "much")
+    with pytest.raises(ConfigError, match="JAXSPEC_CACHE_SIZE must be a number of bytes"):
+        folder.enable_compile_cache(str(store.parent))
 
 
 def test_two_processes_that_name_one_program_leave_no_other_name(store):

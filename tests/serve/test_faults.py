@@ -1,6 +1,7 @@
 """Limits and faults: the right code for each, no answer lost or wrong, nothing left afterwards."""
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -12,10 +13,12 @@ import time
 
 import httpx
 import pytest
-from serving import Rounds
+from native_models import LLAMA, write_native, write_tokenizer
+from serving import Rounds, Running
 
 from jaxspec.config import SamplingParams
-from jaxspec.llm import internals
+from jaxspec.engine import CPU_PIECE
+from jaxspec.llm import LLM, internals
 from jaxspec.serve import answers
 from jaxspec.serve.app import Limits
 
@@ -160,6 +163,54 @@ def test_a_short_answer_does_not_wait_for_a_long_one(server, monkeypatch):
     long, short = watched.queued
     assert watched.ended == [short, long]
     assert watched.waited(short) <= 2 * watched.served(short) + 1  # the round that was under way when it came
+
+
+@pytest.fixture(scope="module")
+def long_llm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("long") / "tiny"
+    write_native(folder, dataclasses.replace(LLAMA, max_context=4096))
+    write_tokenizer(folder, LLAMA.vocab_size)
+    return LLM(folder, method="ar", max_context=2600, session_memory=0)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_short_request_does_not_wait_for_a_long_prompt(long_llm, monkeypatch, path):
+    """It comes while 2,500 tokens are read, and gets its first token after one more piece of them at most.
+
+    The stream of the long one has begun by then: its client has the opening chunk, or a comment.
+    """
+    monkeypatch.setattr(answers, "OPENING_SECONDS", 0.0)
+    text = "w1 w2 w3 w4 w5 " * 500
+    prompt = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    steps, opened, begun = [], [], threading.Event()
+    with Running(long_llm) as server:
+        scheduler, short = server.api.scheduler, []
+        step = scheduler._step
+
+        def watched(job):
+            if len(steps) == 2:  # two pieces are read
+                assert begun.wait(60)
+                short.append(threading.Thread(target=server.post, kwargs={"prompt": "w2", "max_tokens": 1}))
+                short[0].start()
+                while not scheduler._waiting:
+                    time.sleep(0.001)
+            goes_on = step(job)
+            steps.append((job, job.reading))
+            return goes_on
+
+        monkeypatch.setattr(scheduler, "_step", watched)
+        body = {**prompt, "stream": True, "max_tokens": 1}
+        with httpx.stream("POST", f"{server.url}/v1/{path}", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            opened.append(next(lines))
+            begun.set()
+            opened.extend(line for line in lines if line)
+        short[0].join()
+    long = steps[0][0]
+    pieces = [reading for job, reading in steps if job is long]
+    assert len(pieces) >= 2500 // CPU_PIECE and all(pieces[:-1])
+    assert [job is long for job, _ in steps[:5]].index(False) <= 3
+    assert ("assistant" if path.startswith("chat") else ": reading") in opened[0] and opened[-1] == "data: [DONE]"
 
 
 def test_an_error_inside_ends_one_request(server, monkeypatch):

@@ -1,6 +1,7 @@
 """The live view in a headless Chromium, where there is one: it streams, fits any screen, and asks one server alone."""
 
 import base64
+import json
 import time
 
 import pytest
@@ -37,6 +38,8 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, page_server):
+    browser.open(page_server.url)
+    browser.run("document.getElementById('forget').click()")
     browser.open(page_server.url)
     return browser
 
@@ -105,6 +108,30 @@ def test_switches_give_the_plain_text_and_no_second_answer(page, llm):
     assert set(page.run(struck)) == {"none"}
 
 
+def test_earlier_answers_stay_and_a_conversation_goes_on(page, page_server, llm):
+    prompt, wanted = long_prompt(llm)
+    fill(page, prompt, 40)
+    page.press("Enter")
+    page.wait(ENDED)
+    shown = "[...document.querySelectorAll('#turns p')].map(p => p.textContent)"
+    asked, answered, note = page.run(shown)
+    assert (asked, answered) == (prompt, wanted.text) and note.startswith("40 tokens at ")
+    page.open(page_server.url)
+    assert page.run(shown) == [asked, answered, note]
+    page.run("document.getElementById('chat').click()")
+    fill(page, "w9", 3)
+    page.press("Enter")
+    page.wait(ENDED)
+    sent = [e["params"]["request"] for e in page.events if e["method"] == "Network.requestWillBeSent"]
+    messages = json.loads(next(request["postData"] for request in sent if "postData" in request))["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "user"] and messages[1]["content"] == wanted.text
+    assert len(page.run(shown)) == 6
+    page.run("document.querySelector('#turns article:last-child button').click()")
+    assert page.run("document.getElementById('prompt').value") == prompt
+    page.run("document.getElementById('forget').click()")
+    assert page.run("document.getElementById('past').hidden") and focused(page) == "prompt"
+
+
 def test_nothing_comes_from_another_machine(page, page_server):
     fill(page, "w1", 5)
     page.press("Enter")
@@ -131,17 +158,17 @@ def test_no_screen_needs_a_scroll_bar_to_the_side(browser, page_server, width):
 
 def test_the_keyboard_reaches_everything(page, page_server):
     order = []
-    for _ in range(7):
+    for _ in range(8):
         page.press("Tab")
         order.append(focused(page))
-    assert order == ["prompt", "tokens", "temperature", "text", "compare", "send", "tree"]
+    assert order == ["prompt", "tokens", "temperature", "text", "compare", "chat", "send", "tree"]
     assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     fill(page, "w1 w2", 300)
     scheduler = page_server.api.scheduler
     step = scheduler._step
     scheduler._step = lambda job: (time.sleep(0.05), step(job))[1]
     try:
-        page.press(*["Tab"] * 5, "Enter")  # the button
+        page.press(*["Tab"] * 6, "Enter")  # the button
         assert focused(page) == "stop"
         page.wait("document.getElementById('answer').textContent")
         page.press("Escape")

@@ -12,6 +12,7 @@ from jaxspec import __version__
 from jaxspec.config import SamplingParams
 from jaxspec.engine import derive_seed
 from jaxspec.results import Completion, StreamEvent
+from jaxspec.serve.protocol import NEUTRAL, ApiError, parse_request
 
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}},
@@ -242,6 +243,39 @@ def test_small_paths_and_harmless_fields(server, start):
     assert server.post(prompt="w1", max_tokens=1, **harmless).status_code == 200
     preflight = {"Origin": "http://ui.org", "Access-Control-Request-Method": "POST"}
     assert httpx.options(f"{server.url}/v1/completions", headers=preflight).status_code == 405
+
+
+def test_fields_of_other_servers_change_nothing_at_their_neutral_values(server):
+    body = {"prompt": "w1", "max_tokens": 5}
+    wanted = server.post(**body).json()["choices"]
+    neutral = {name: values[0] if values else None for name, values in NEUTRAL.items()}
+    details = {"mirostat_tau": 5.0, "dry_base": 1.75, "xtc_threshold": 0.1, "repeat_last_n": 64, "n_predict": 3}
+    assert server.post(**body, **{**neutral, **details}).json()["choices"] == wanted
+    # llama.cpp's names of a length, and of one without a limit.
+    short = parse_request({"prompt": "w1", "n_predict": 3}, chat=False).params(100)
+    assert short.max_tokens == 3
+    assert parse_request({"prompt": "w1", "n_predict": -1}, chat=False).params(100).max_tokens == 100
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"typical_p": 0.9}, {"mirostat": 2}, {"dry_multiplier": 0.8}, {"xtc_probability": 0.5}, {"tfs_z": 0.9},
+        {"repeat_penalty": 1.1}, {"truncate_prompt_tokens": 5}, {"allowed_token_ids": [1]}, {"bad_words": ["a"]},
+        {"grammar": "root ::= x"}, {"samplers": ["top_k"]}, {"best_of": 3}, {"suffix": "x"}, {"prompt_logprobs": 1},
+        {"skip_special_tokens": False}, {"continue_final_message": True}, {"functions": [{"name": "f"}]},
+        {"modalities": ["audio"]}, {"repeat_last_n": 64, "presence_penalty": 1.0},
+    ],
+)  # fmt: skip
+def test_what_would_change_the_answer_is_refused_by_name(field):
+    with pytest.raises(ApiError, match=f"{next(iter(field))} is not supported") as caught:
+        parse_request({"prompt": "w1", **field}, chat=False)
+    assert caught.value.status == 400 and caught.value.param == next(iter(field))
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/props", "/slots"])
+def test_paths_that_are_not_served(server, path):
+    assert server.post(path, input="w1").status_code == 404
 
 
 def test_pages_of_other_sites_by_option(start):

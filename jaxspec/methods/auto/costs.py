@@ -1,6 +1,6 @@
 """Costs of a pair's rounds on this machine: measured once, and kept beside the compiled programs.
 
-The first start runs each kind of round a few times on a text of its own (`measure_rounds`), for half a second, or once.
+The first start runs each kind of round a few times on a text of its own (`measure_rounds`), for half a second.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, sav
 from jaxspec.methods.core.cost_model import PRIOR_MEAN, AcceptanceStats, CostModel
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import RESTING, ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
-from jaxspec.methods.core.timing import time_turns
 from jaxspec.methods.core.verify import Draft
 from jaxspec.results import Choice
 from jaxspec.runtime.placement import Placement
@@ -29,8 +28,11 @@ from jaxspec.tree.tree import Batch
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Equal rounds that are dispatched together and make one sample: their dispatch is hidden, as while decoding.
 TOGETHER = 2
-# Samples of each kind of round, after one that warms up; no further ones after so many seconds.
-MOST_SAMPLES, ENOUGH_S = 6, 0.5
+# Samples of each kind of round; seconds that all of them take, warming up included.
+MOST_SAMPLES, ENOUGH_S = 6, 0.45
+# Seconds of a pass beside which dispatching it is nothing: then one round makes a sample. Bytes of a target whose pass
+# alone takes as long as measuring may: its figures are the built-in ones.
+LONG_PASS_S, MOST_BYTES = 0.03, 4 << 30
 # Tokens of context at which rounds are timed, as far as the cache has room: attention over them makes rows dearer.
 CONTEXT = 256
 # Children of a node that the draft model proposes.
@@ -41,7 +43,7 @@ PLACE_BRANCH = 4
 WORTH_KEEPING = 64
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AutoChoice(Choice):
     """The costs by which `auto` decides; their unit is a target pass of one row.
 
@@ -74,36 +76,141 @@ def spare_slots(slots: int, num_rows: int) -> int:
 
 def measure_rounds(
     runner: SpeculativeRunner, params: ModelParams, state: SpeculativeState | None, num_rows: int, length: int,
-    now: Callable[[], float] = time.perf_counter,
+    expected: CostModel, now: Callable[[], float] = time.perf_counter,
 ) -> RoundTimes:  # fmt: skip
-    """Time verifications, plain decoding and drafts in turn; `state` is donated.
+    """Time verifications, drafts and plain decoding in turn, for at most half a second in all; `state` is donated.
 
-    `length` is the most passes of a draft, 0 without one. Drafts are made as long as is wanted by the figures that they
+    `length` is the most passes of a draft, 0 without one. Rounds for which there is no time, by the `expected` costs,
+    are not measured; the more important ones come first. Drafts are made as long as is wanted by the figures that they
     are weighed with, which the caller sets anew afterwards.
     """
-
-    def turn() -> dict[Any, float]:
-        nonlocal state
-        sample, state = _sample(runner, params, state, num_rows, length, now)
-        return sample
-
-    samples = time_turns(turn, MOST_SAMPLES, enough_s=ENOUGH_S, now=now)
-    # What else runs on the machine only adds to a time.
-    least: dict[Any, float] = {}
-    for sample in samples:
-        least |= {name: min(seconds, least.get(name, seconds)) for name, seconds in sample.items()}
-    verify_s = {name: seconds for name, seconds in least.items() if isinstance(name, int)}
+    start, rounds = now(), _Rounds(runner, params, state, num_rows, now)
+    # The first pass warms up, and says how long one takes. What else runs on the machine only adds to a time.
+    least: dict[Any, float] = rounds.verify(1, 1)
+    together = TOGETHER if least[1] < LONG_PASS_S else 1
+    rows = measured_rows(num_rows)
+    verifications = [(rounds.verify, count, float(expected.passes[count - 1])) for count in (1, *rows[:0:-1])]
+    lengths = sorted({1, length}) if length else []
+    kinds = [*verifications[:1], *((rounds.draft, one, expected.round + one * expected.draft) for one in lengths)]
+    kinds += [*verifications[1:2], (rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
+    if runner.shared_rounds is not None:
+        most = ROUNDS_PER_DISPATCH
+        kinds.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
+    kinds += verifications[2:]
+    for number in range(MOST_SAMPLES):
+        rounds.begin(rounds.state)
+        for measure, amount, cost in kinds:
+            warming = number == 0 and measure != rounds.verify  # with one more round of one token
+            if now() - start + least[1] * (together * cost + warming) < ENOUGH_S:
+                if warming:
+                    measure(1, 1)
+                found = measure(amount, together)
+                for name, seconds in found.items():
+                    least[name] = min(seconds, least[name]) if name in least else seconds
+    verify_s = {count: least[count] for count in rows if count in least}
+    # Of a target that is too slow to decode several tokens here, a dispatch is little beside them.
+    plain_s = least.get("plain", verify_s[1])
+    if length and ("draft", length) not in least:
+        return RoundTimes(plain_s, verify_s, None, 0.0)
     search_s = draft_s = 0.0
     if length:
         few, many = (least["passes", wanted] for wanted in (1, length))
         short, long = least["draft", 1], least["draft", length]
         draft_s = max(0.0, (long - short) / (many - few)) if many > few else short / max(few, 1)
         search_s = max(0.0, short - few * draft_s)
-    passes = least.pop("shared passes", 0.0)  # of the draft, in each of the rounds that shared a dispatch
     if "shared" in least:
-        alone = search_s + verify_s[1] - least["plain"]
-        search_s -= max(0.0, alone - least["shared"] + passes * draft_s)
-    return RoundTimes(least["plain"], verify_s, search_s, draft_s)
+        # Apart from their tokens, which are decoded plainly, and from the draft's passes in each of them.
+        shared = max(0.0, least["shared"] - least["shared tokens"] * plain_s) + least["shared passes"] * draft_s
+        search_s -= max(0.0, search_s + verify_s[1] - plain_s - shared)
+    return RoundTimes(plain_s, verify_s, search_s, draft_s)
+
+
+class _Rounds:
+    """Rounds of each kind on a text that repeats nothing; each method gives their seconds, by rows or name."""
+
+    def __init__(
+        self, runner: SpeculativeRunner, params: ModelParams, state: SpeculativeState | None, num_rows: int,
+        now: Callable[[], float],
+    ):  # fmt: skip
+        """Begin a text; `state` is donated."""
+        self._runner, self._params, self._num_rows, self._now = runner, params, num_rows, now
+        limit = runner.executor.placement.num_tokens
+        self._text = np.random.default_rng(0).integers(0, max(1, limit // 2), num_rows, np.int32)
+        self._unseen = itertools.count(limit - 1, -1)  # tokens after which nothing can be copied
+        self._request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, 1)
+        self.begin(state)
+
+    def begin(self, state: SpeculativeState | None) -> None:
+        """Begin the text in the buffers of `state`; what the cache holds does not matter to the times."""
+        runner = self._runner
+        self.state = state = runner.start(int(self._text[0]), state)
+        context = np.int32(min(CONTEXT, spare_slots(runner.slots, self._num_rows)))
+        cache = state.target.cache
+        cache = dataclasses.replace(cache, length=place(context, cache.length.sharding))
+        self._keep(target=dataclasses.replace(state.target, cache=cache))
+        jax.block_until_ready(self.state)
+
+    def verify(self, rows: int, count: int) -> dict[Any, float]:
+        executor = self._runner.executor
+        batch = _chain(executor.placement, self._text[:rows], self._num_rows)
+        # As after a draft that was right: a later round of one row would decode several tokens.
+        idle = place(np.int32(0), self.state.target.idle.sharding)
+        target = dataclasses.replace(self.state.target, idle=idle)
+        jax.block_until_ready((target, batch))
+        start = self._now()
+        for _ in range(count):
+            target, verified, round_ = executor.verify(self._params.target, target, batch, self._request)
+        jax.block_until_ready(round_)
+        seconds = self._now() - start
+        self._keep(target=target, verified=verified)
+        return {rows: seconds / count}
+
+    def plain(self, tokens: int, count: int) -> dict[Any, float]:
+        executor, target = self._runner.executor, self.state.target
+        start, done = self._now(), 0
+        for _ in range(count):
+            target, verified, round_, steps = executor.decode(self._params.target, target, self._request, tokens)
+            done += steps
+        jax.block_until_ready(round_)
+        seconds = self._now() - start
+        self._keep(target=target, verified=verified)
+        return {"plain": seconds / done}
+
+    def draft(self, wanted: int, count: int) -> dict[Any, float]:
+        """Drafts of `wanted` passes, as far as the draft goes."""
+        runner, state = self._runner, self.state
+        runner.drafter.use_costs(_costs_of_drafts(self._num_rows, BRANCH * wanted))
+        last = [first_verified(runner.executor.verified, next(self._unseen)) for _ in range(count)]
+        jax.block_until_ready(last)
+        target, draft, passes, start = state.target, state.draft, [], self._now()
+        for verified in last:
+            target, draft, drafted = runner.drafter.draft(self._params, target, draft, verified, self._request)
+            passes.append(drafted.passes)
+        jax.block_until_ready(passes)
+        seconds = self._now() - start
+        self._keep(target=target, draft=draft)
+        return {("draft", wanted): seconds / count, ("passes", wanted): sum(map(int, passes)) / count}
+
+    def shared(self, wanted: int, count: int) -> dict[Any, float]:
+        """A dispatch of up to `wanted` rounds that verify no draft."""
+        runner, state = self._runner, self.state
+        runner.drafter.use_costs(_costs_of_drafts(self._num_rows, 0))
+        verified = first_verified(runner.executor.verified, next(self._unseen))
+        target = dataclasses.replace(state.target, idle=place(np.int32(0), state.target.idle.sharding))
+        jax.block_until_ready((verified, target))
+        start = self._now()
+        target, draft, verified, rounds = runner.dispatch_rounds(
+            self._params, target, state.draft, verified, self._request, wanted
+        )
+        jax.block_until_ready(rounds)
+        seconds, found = self._now() - start, read_rounds(rounds)
+        self._keep(target=target, draft=draft, verified=verified)
+        tokens, passes = sum(len(one.tokens) for one in found), sum(one.draft_passes for one in found)
+        each = {"shared": seconds, "shared tokens": tokens, "shared passes": passes}
+        return {name: total / len(found) for name, total in each.items()}
+
+    def _keep(self, **parts: Any) -> None:
+        self.state = dataclasses.replace(self.state, **parts)
 
 
 class MeasuringRunner(SpeculativeRunner):
@@ -132,23 +239,18 @@ class MeasuringRunner(SpeculativeRunner):
             # Arrays of the host: those on a device are donated to the first text.
             rates: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
             self.drafter.learned = AcceptanceStats(*rates)
-        if self._is_due:
+        weights = jax.tree.leaves(self.executor.placement.params())
+        small = sum(leaf.size * leaf.dtype.itemsize for leaf in weights) <= MOST_BYTES
+        self.measures = self._profile is not None and small and (times is None or times.is_due)
+        if self.measures:
             self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))
 
-    @property
-    def calibrated(self) -> bool:
-        # Programs that are loaded beside a measured round would slow it: then the next text measures.
-        return not self._is_due or any(program.is_coming() for program in self.programs)
-
-    @property
-    def _is_due(self) -> bool:
-        return self._profile is not None and (self.times is None or self.times.is_due)
-
     def calibrate(self, params: ModelParams, state: SpeculativeState | None) -> SpeculativeState | None:
-        if self.calibrated or self._profile is None:
+        if not self.measures or self._profile is None:
             return state
-        found = measure_rounds(self, params, state, self._num_rows, self._length)
+        found = measure_rounds(self, params, state, self._num_rows, self._length, self._weigh(None))
         self.times = found if self.times is None else self.times.join(found)
+        self.measures = False
         save_costs(self._profile, self.times)
         self._use(self._weigh(self.times))
         # The measured rounds say nothing of the texts to come.
@@ -177,70 +279,6 @@ class MeasuringRunner(SpeculativeRunner):
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)
-
-
-def _sample(
-    runner: SpeculativeRunner, params: ModelParams, state: SpeculativeState | None, num_rows: int, length: int,
-    now: Callable[[], float],
-) -> tuple[dict[Any, float], SpeculativeState]:  # fmt: skip
-    """Seconds of each kind of round, by number of rows or name, on a text that repeats nothing."""
-    executor, drafter = runner.executor, runner.drafter
-    limit = executor.placement.num_tokens
-    text = np.random.default_rng(0).integers(0, max(1, limit // 2), num_rows, np.int32)
-    unseen = itertools.count(limit - 1, -1)  # tokens after which nothing can be copied
-    request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, 1)
-    state = runner.start(int(text[0]), state)
-    target, draft, verified = state.target, state.draft, state.verified
-    # What the cache holds does not matter to the times.
-    context = np.int32(min(CONTEXT, spare_slots(runner.slots, num_rows)))
-    cache = dataclasses.replace(target.cache, length=place(context, target.cache.length.sharding))
-    target = dataclasses.replace(target, cache=cache)
-    jax.block_until_ready((target, draft))
-    seconds: dict[Any, float] = {}
-
-    # One row first: after a few rounds without a draft such a round decodes several tokens.
-    for rows in measured_rows(num_rows):
-        batch = _chain(executor.placement, text[:rows], num_rows)
-        start = now()
-        for _ in range(TOGETHER):
-            target, verified, round_ = executor.verify(params.target, target, batch, request)
-        jax.block_until_ready(round_)
-        seconds[rows] = (now() - start) / TOGETHER
-    start, tokens = now(), 0
-    for _ in range(TOGETHER):
-        target, verified, round_, steps = executor.decode(params.target, target, request, STEPS_PER_DISPATCH)
-        tokens += steps
-    jax.block_until_ready(round_)
-    seconds["plain"] = (now() - start) / tokens
-
-    for wanted in sorted({1, length}) if length else ():
-        drafter.use_costs(_costs_of_drafts(num_rows, BRANCH * wanted))
-        last = [first_verified(executor.verified, next(unseen)) for _ in range(TOGETHER)]
-        jax.block_until_ready(last)
-        start, passes = now(), []
-        for verified in last:
-            target, draft, drafted = drafter.draft(params, target, draft, verified, request)
-            passes.append(drafted.passes)
-        jax.block_until_ready(passes)
-        spent = (now() - start) / TOGETHER
-        seconds["draft", wanted], seconds["passes", wanted] = spent, sum(map(int, passes)) / TOGETHER
-    if runner.shared_rounds is not None:
-        # Rounds that verify no draft: what each takes apart from its token, which is decoded plainly. As after a draft
-        # that was right: later rounds would decode several tokens.
-        drafter.use_costs(_costs_of_drafts(num_rows, 0))
-        verified = first_verified(executor.verified, next(unseen))
-        target = dataclasses.replace(target, idle=place(np.int32(0), target.idle.sharding))
-        jax.block_until_ready((verified, target))
-        start = now()
-        target, draft, verified, rounds = runner.dispatch_rounds(
-            params, target, draft, verified, request, ROUNDS_PER_DISPATCH
-        )
-        jax.block_until_ready(rounds)
-        spent, found = now() - start, read_rounds(rounds)
-        tokens = sum(len(output.tokens) for output in found)
-        seconds["shared"] = max(0.0, spent - tokens * seconds["plain"]) / len(found)
-        seconds["shared passes"] = sum(output.draft_passes for output in found) / len(found)
-    return seconds, dataclasses.replace(state, target=target, draft=draft, verified=verified)
 
 
 def _chain(placement: Placement, tokens: np.ndarray, num_rows: int) -> Draft:

@@ -3,10 +3,12 @@
 A file is JSON. Its name is a digest of all that the figures depend on. A damaged file counts as none.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +23,11 @@ from jaxspec.methods.core.cost_model import KINDS, fill_rows
 from jaxspec.methods.core.round import Models
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.store import program_files
+from jaxspec.runtime.store import limit, program_files
 from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 
 LOG = logging.getLogger(__name__)
 
-FOLDER = "profiles"
 COSTS, LEARNED, DEVICES = "jaxspec cost profile 1", "jaxspec learned rates 1", "jaxspec device profile 1"
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
 SHORTEST_S, LONGEST_S, LARGEST_BATCH = 1e-9, 1e6, 1024
@@ -44,8 +45,9 @@ class RoundTimes:
 
     plain_s: float  # of a token of plain decoding, several per dispatch
     verify_s: Mapping[int, float]  # of a verification, by rows
-    # The search before a verification, apart from draft passes, less what rounds that share a dispatch save.
-    search_s: float
+    # The search before a verification, apart from draft passes, less what rounds that share a dispatch save; None where
+    # there was no time to measure it.
+    search_s: float | None
     draft_s: float  # of a draft pass of one row; 0 without a draft
     measured: int = 1  # how many measurements these are the least of
     is_due: bool = False  # whether the next start measures once more, since rounds have been faster
@@ -67,8 +69,9 @@ class RoundTimes:
         """The settings of `Auto` that say the same, in tokens of plain decoding."""
         one_row = self.verify_s[1]
         passes = {rows: 1 + (seconds - one_row) / self.plain_s for rows, seconds in self.verify_s.items()}
-        round_cost = max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s
-        found = {"pass_cost": fill_rows(passes), "round_cost": round(round_cost, 4)}
+        found: dict[str, Any] = {"pass_cost": fill_rows(passes)}
+        if self.search_s is not None:
+            found["round_cost"] = round(max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s, 4)
         return found | ({"draft_cost": round(self.draft_s / self.plain_s, 4)} if self.draft_s else {})
 
 
@@ -94,7 +97,7 @@ def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None
     except UnknownError as error:
         LOG.info("costs are not measured: %s", error)
         return None
-    return cache / FOLDER / f"costs-{digest_text(repr(words))[:32]}.json"
+    return cache / limit.PROFILES / f"costs-{digest_text(repr(words))[:32]}.json"
 
 
 def load_costs(path: Path) -> RoundTimes | None:
@@ -125,7 +128,7 @@ def profile_path(
     devices = [f"{device.platform} {device.device_kind}" for device in jax.devices()]
     settings = [dtype, kernels, activations, kv_dtype, *[numerics] * (numerics != "fast")]
     key = json.dumps([str(model.resolve()), str(draft.resolve()), *settings, devices])
-    return folder / FOLDER / f"{digest_text(key)[:32]}.json"
+    return folder / limit.PROFILES / f"{digest_text(key)[:32]}.json"
 
 
 def save_profile(path: Path, rows: Sequence[Measured], command: str) -> None:
@@ -183,6 +186,8 @@ def _load(path: Path, form: str, parse: Callable[[Any], T], complain: Callable[.
         saved = read_json(path)
         if saved.get("format") != form:
             raise ValueError(f"it is not of format {form!r}")
+        with contextlib.suppress(OSError):
+            os.utime(path)  # it was used
         return parse(saved)
     except (CheckpointError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         complain(message, path, error)
@@ -191,13 +196,14 @@ def _load(path: Path, form: str, parse: Callable[[Any], T], complain: Callable[.
 
 def _read_times(saved: Any) -> RoundTimes:
     verify_s = {int(rows): float(seconds) for rows, seconds in saved["verify_s"].items()}
-    plain_s, search_s, draft_s = (float(saved[name]) for name in ("plain_s", "search_s", "draft_s"))
+    plain_s, draft_s = (float(saved[name]) for name in ("plain_s", "draft_s"))
+    search_s = None if saved["search_s"] is None else float(saved["search_s"])
     rows = list(verify_s)
-    if len(rows) < 2 or rows[0] != 1 or rows != sorted(rows) or rows[-1] > LARGEST_BATCH:
+    if not rows or rows[0] != 1 or rows != sorted(rows) or rows[-1] > LARGEST_BATCH:
         raise ValueError("its numbers of rows are not those of rounds")
     if not all(SHORTEST_S <= seconds <= LONGEST_S for seconds in (plain_s, *verify_s.values())):
         raise ValueError("a round has no time")
-    if not (abs(search_s) <= LONGEST_S and 0 <= draft_s <= LONGEST_S):
+    if not (abs(search_s or 0.0) <= LONGEST_S and 0 <= draft_s <= LONGEST_S):
         raise ValueError("a part of a round has no time")
     return RoundTimes(plain_s, verify_s, search_s, draft_s, int(saved["measured"]), bool(saved["is_due"]))
 

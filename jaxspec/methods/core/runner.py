@@ -67,6 +67,7 @@ class Runner(abc.ABC):
     single: Sequence[Program] = ()  # of one round, where `programs` has one for several; a trace shows these
     executor: TargetExecutor  # of the target
     calibrated: bool = True  # False as long as `calibrate` has to choose something before a generation can start
+    measures: bool = False  # whether `calibrate` has something to time, beside which nothing should run
 
     @property
     def in_flight(self) -> int:
@@ -74,7 +75,7 @@ class Runner(abc.ABC):
         return self.executor.in_flight
 
     def calibrate(self, params: ModelParams, state: Any | None) -> Any:
-        """Measure passes with the loaded weights, and settle what depends on their times; may compile.
+        """Measure passes with the loaded weights, and settle what depends on their times, as `programs` may.
 
         The engine calls it once, when the weights are there. `state`, if there is one, is donated; returns the state of
         some sequence, or None.

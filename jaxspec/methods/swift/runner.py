@@ -44,7 +44,7 @@ class DraftTimer(RoundTimer):
         return not self.adaptive or (super().may_draft() and self.draft_cost < 1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SwiftChoice(Choice):
     """The set of skipped layers, and the search that found it.
 

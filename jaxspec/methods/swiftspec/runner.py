@@ -24,10 +24,9 @@ from jaxspec.pytree import pytree
 from jaxspec.results import Choice
 from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.mesh import MeshPlan
-from jaxspec.runtime.program import Program, compile_programs
+from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import place, replicated, transfer
 from jaxspec.sampling.request import Request
-from jaxspec.sampling.variant import GREEDY
 
 if TYPE_CHECKING:
     from jaxspec.structured.matcher import Matcher
@@ -49,7 +48,7 @@ class SwiftSpecState:
     verified: Any  # see `pack_verified`
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SwiftSpecChoice(Choice):
     """The schedule of draft passes, as given or as measured.
 
@@ -131,7 +130,7 @@ class SwiftSpecRunner(Runner):
         return self.schedule is not None
 
     def calibrate(self, params: ModelParams, state: SwiftSpecState | None) -> SwiftSpecState:
-        """Time a verification and a draft pass, choose what the settings leave open, and compile the rest.
+        """Time a verification and a draft pass, choose what the settings leave open, and declare the rest.
 
         A depth that was given is kept. A warning says so where it caps the acceptance length while more passes would
         fit into a verification.
@@ -150,7 +149,6 @@ class SwiftSpecRunner(Runner):
         )  # fmt: skip
         if given is None:
             self._follow(schedule)
-            compile_programs(self.programs, GREEDY)
         self.schedule = schedule
         length = longest_mean(growth.num_rows, schedule.depth, schedule.refill, branch_free=growth.branch_free)
         # What is dropped or grown on demand does not depend on the depth.

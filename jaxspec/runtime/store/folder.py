@@ -4,6 +4,7 @@ One process keeps its programs in the store (`program_files`). Several processes
 stored program belongs to the devices of one process.
 """
 
+import importlib.util
 import logging
 import os
 import tempfile
@@ -14,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxspec.errors import ConfigError
 from jaxspec.runtime import hosts
-from jaxspec.runtime.store import program_files
+from jaxspec.runtime.store import limit, program_files
 
 ENVIRONMENT = "JAXSPEC_COMPILE_CACHE"
 
@@ -26,8 +27,9 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     """Point JAX at a folder of compiled programs; returns the folder in use, or None.
 
     "" switches the cache off. None takes `JAXSPEC_COMPILE_CACHE`, else what JAX itself was told
-    (`JAX_COMPILATION_CACHE_DIR`), else the user's cache folder, else none if that cannot be written. A folder that was
-    named and cannot be written raises `ConfigError`. Cached programs are code: the folder must be the user's own.
+    (`JAX_COMPILATION_CACHE_DIR`), else the user's cache folder, else none if that cannot be written. A folder with
+    programs that cannot be written is read; another one that was named raises `ConfigError`. Cached programs are code:
+    the folder must be the user's own.
     """
     named = os.environ.get(ENVIRONMENT) if folder is None else folder
     if named == "":
@@ -40,6 +42,8 @@ def enable_compile_cache(folder: str | None) -> Path | None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and (path / limit.PROGRAMS).is_dir():
+            return _use(path)  # such as of a container's image: what is there is used, and nothing is kept
         reason = error.strerror if isinstance(error, OSError) else error
         if named:
             raise ConfigError(f"the compile cache {path} cannot be written: {reason}") from error
@@ -60,13 +64,18 @@ def _users_folder() -> Path:
 
 def _use(path: Path | None) -> Path | None:
     several = hosts.several()
+    foreign = path is not None and _callers_folder is not None and path == Path(_callers_folder)
     # JAX's own cache, where the caller has chosen a folder for it, serves the caller's code: it is left as it is.
     jax.config.update("jax_enable_compilation_cache", path is not None)
     if path is not None and several:
         jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        if not foreign and importlib.util.find_spec("filelock") is not None:  # JAX needs it for a limit
+            jax.config.update("jax_compilation_cache_max_size", limit.most_bytes())
     # JAX opens its cache once; without this a later choice would be ignored.
     compilation_cache.reset_cache()
-    program_files.use(None if path is None or several else path / "ready")
+    program_files.use(None if path is None or several else path / limit.PROGRAMS)
+    if path is not None:
+        limit.trim(path, with_jax=not foreign)
     return path

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 
 from jaxspec.files import write_whole
+from jaxspec.runtime.store import limit
 
 LOG = logging.getLogger(__name__)
 
 MAGIC = b"jaxspec program 1\n"
-MOST_BYTES = 2**30  # of all files; the ones that were not used for longest go first
 
 disabled = False  # tests that change functions under way store nothing
 _folder: Path | None = None
@@ -107,7 +107,7 @@ def save(digest: str, compiled: Any, in_tree: Any, out_tree: Any) -> None:
         payload, *_ = serialize_executable.serialize(compiled)
         _folder.mkdir(exist_ok=True, mode=0o700)
         write_whole(_folder / digest, _head(payload) + payload)
-        trim(_folder, MOST_BYTES)
+        limit.trim(_folder.parent)
     except Exception as error:  # some programs cannot be serialized, and some folders take nothing
         LOG.info("a program is not stored: %s", error)
 
@@ -125,22 +125,3 @@ def link(digest: str, other: str) -> None:
         os.link(_folder / digest, name)
         os.replace(name, _folder / other)
         name.unlink(missing_ok=True)  # which stays where both names were the same file
-
-
-def trim(folder: Path, most: int) -> None:
-    """Remove the files that were not used for longest, until all together have at most `most` bytes.
-
-    A file with two names is counted once, and loses both.
-    """
-    found: dict[int, tuple[float, int, list[Path]]] = {}
-    for path in folder.iterdir():
-        with contextlib.suppress(OSError):
-            stat = path.stat()
-            found.setdefault(stat.st_ino, (stat.st_mtime, stat.st_size, []))[2].append(path)
-    total = sum(size for _, size, _ in found.values())
-    for _, size, paths in sorted(found.values()):
-        if total <= most:
-            return
-        for path in paths:
-            path.unlink(missing_ok=True)
-        total -= size

@@ -25,17 +25,16 @@ from jax.sharding import NamedSharding
 from jaxspec.files import digest_text, file_stamps, replacing
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.store import program_files
+from jaxspec.runtime.store import limit, program_files
 from jaxspec.runtime.store.fingerprint import UnknownError, describe, surroundings
 
 LOG = logging.getLogger(__name__)
 
-FOLDER = "weights"
 MAGIC = b"jaxspec weights 2\n"
 ALIGNMENT = 64  # of arrays that XLA takes over without a copy
 LONGEST_HEADER = 1 << 24
 # Larger models are read from their checkpoints: there the start is the time of the disk, and a copy would fill it.
-LARGEST_BYTES, MOST_BYTES = 2**30, 2 * 2**30
+LARGEST_BYTES = 2**30
 _NUM_THREADS = 2
 
 
@@ -66,7 +65,7 @@ class ReadyWeights:
             LOG.info("ready weights are not kept: %s", error)
             return None
         name = digest_text(repr(words))
-        return ReadyWeights(cache / FOLDER, name, target, draft)
+        return ReadyWeights(cache / limit.WEIGHTS, name, target, draft)
 
     def load(self) -> tuple[Params, Params | None] | None:
         """Parameters of target and draft, or None; a damaged file is removed."""
@@ -101,7 +100,9 @@ class ReadyWeights:
             (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype) or not isinstance(leaf.sharding, NamedSharding)
             for leaf, shape in zip(leaves, shapes, strict=True)
         )
-        if unlike or sum({id(leaf): leaf.nbytes for leaf in leaves}.values()) > LARGEST_BYTES:
+        # What fills the cache would be removed again, or leave no room for programs.
+        largest = min(LARGEST_BYTES, limit.most_bytes() // 2)
+        if unlike or sum({id(leaf): leaf.nbytes for leaf in leaves}.values()) > largest:
             return
         pool = ThreadPoolExecutor(1, "jaxspec-weights")
         self._writing = pool.submit(self._write, leaves)
@@ -129,7 +130,7 @@ class ReadyWeights:
                         raise OSError("the process ends")
                     file.write(data.data)
                     file.write(bytes(_round_up(len(data)) - len(data)))
-            program_files.trim(self._folder, MOST_BYTES)
+            limit.trim(self._folder.parent)
         except OSError as error:
             LOG.info("the weights are not kept: %s", error)
 
