@@ -21,7 +21,7 @@ from jaxspec.checkpoint.shipped import warn_of_damage
 from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
 from jaxspec.engine import FIRST_CAPACITY, Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, JaxspecError, shown
-from jaxspec.files import checkpoint_digest, vocabulary_digest
+from jaxspec.files import checkpoint_digest, digest_text, vocabulary_digest
 from jaxspec.foreign import check_keywords
 from jaxspec.loading import DamagedDraftError, OpenModels, open_models, plan_meshes
 from jaxspec.methods.auto.profiles import profile_path
@@ -38,6 +38,7 @@ from jaxspec.runtime.distributed import initialize as join_processes
 from jaxspec.runtime.distributed import resolve as resolve_processes
 from jaxspec.runtime.mesh import describe_hosts
 from jaxspec.runtime.placement import Placement
+from jaxspec.runtime.program import expect_program, remember_program
 from jaxspec.runtime.store.folder import enable_compile_cache
 from jaxspec.scheduler import OrderedLock
 from jaxspec.stream_events import EventMaker, RoundClock, count_speculation
@@ -137,9 +138,13 @@ class LLM:
                 raise ConfigError("offload 'disk' needs one process, which reads whole arrays; give offload 'host'")
         join_processes(distributed)
         opened = open_models(model, draft, resolved, revision)
-        plan_meshes(config, resolved, opened)  # devices that are not there are refused before anything else
+        plan, _ = plan_meshes(config, resolved, opened)  # devices that are not there are refused before anything else
         self.model_path, self.tokenizer = opened.target.path, opened.tokenizer
         self._cache_folder = enable_compile_cache(config.compile_cache)
+        # Loaded beside what comes next, the program that drafts is there for the first round.
+        paths = (opened.target.path, opened.draft and opened.draft.path)
+        self._start = digest_text(repr((*paths, resolved, config)))[:32]
+        expect_program(self._start, plan)
         self._device_choice: DeviceChoice | None = None
         chosen, placed = resolved, config
         if (
@@ -246,6 +251,7 @@ class LLM:
             params = loading.result()
         self._unreported_compile_s += engine.calibrate(params)
         self._parts = Internals(engine, params, plan, devices)
+        remember_program(self._start, models.target.plan, engine.runner.programs)
         hosts.gather("loaded", True)
 
     def follow(self) -> None:

@@ -20,7 +20,7 @@ BUDGETS = {
     "jaxspec/models": 4_740,
     "jaxspec/offload": 2_215,
     "jaxspec/checkpoint": 4_820,
-    "jaxspec/runtime": 2_360,
+    "jaxspec/runtime": 2_410,
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_240,
     "pallas_kernels": 6_580,

@@ -4,6 +4,7 @@ Exit status: 0 done, 1 the run failed, 2 usage error, 130 interrupted.
 """
 
 import contextlib
+import errno
 import gc
 import inspect
 import os
@@ -189,12 +190,12 @@ def leave_after_interrupt() -> NoReturn:
 
 
 def _named(error: Exception) -> object:
-    """The error; one of standard output says so, as the system names files that were opened alone."""
-    try:
-        sys.stdout.flush()
-    except OSError as failed:
-        if isinstance(error, OSError) and failed.errno == error.errno:
-            return f"standard output cannot be written: {failed.strerror}"
+    """The error; where standard output takes no more, it says so, as the system names files that were opened alone."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        try:
+            print(flush=True)
+        except OSError:
+            return f"standard output cannot be written: {error.strerror}"
     return error
 
 

@@ -57,9 +57,10 @@ class Program:
         A request among the arguments (`jaxspec.sampling.request`) has a `variant`, and there is a program for each.
         """
         self.name = name
-        self._function, self._plan, self._args, self._out, self._donate = function, plan, tuple(args), out, donate
+        self._function, self.plan, self._args, self._out, self._donate = function, plan, tuple(args), out, donate
         self._request = next((place for place, arg in enumerate(args) if hasattr(arg, "of_variant")), None)
         self._compiled: dict[Hashable, Any] = {}
+        self.stored_as: str | None = None  # the latest digest
         self._coming: dict[Hashable, tuple[str, Future[bool]]] = {}  # see `load_later`
         # Where it runs in other processes alone: nothing is compiled, and the results have no part here.
         here = jax.process_index()
@@ -67,7 +68,7 @@ class Program:
 
     def fit(self, variant: Hashable) -> Hashable:
         """The variant of this program that serves requests of a given one; None is the program for all of them."""
-        return None if self._request is None or self._plan.kernels.takes_cpu_forms else variant
+        return None if self._request is None or self.plan.kernels.takes_cpu_forms else variant
 
     def is_ready(self, variant: Hashable = None) -> bool:
         """Whether it is compiled for requests of a variant."""
@@ -84,7 +85,7 @@ class Program:
         """
         args = self._shapes(variant)
         sharded = jax.shard_map(
-            self._function, mesh=self._plan.mesh, in_specs=tuple(_specs(a) for a in args), out_specs=_specs(self._out),
+            self._function, mesh=self.plan.mesh, in_specs=tuple(_specs(a) for a in args), out_specs=_specs(self._out),
             check_vma=False,
         )  # fmt: skip
         jitted = jax.jit(sharded, donate_argnums=tuple(self._donate), out_shardings=_shardings(self._out))
@@ -98,7 +99,7 @@ class Program:
         """
         stored = self._lowered_digest(lowered)
         if stored is None or not self.load(stored, variant):
-            self._compiled[variant], is_new = program_files.compile_with(lambda: compile_lowered(lowered, self._plan))
+            self._compiled[variant], is_new = program_files.compile_with(lambda: compile_lowered(lowered, self.plan))
             if stored is None or not is_new:
                 return
             program_files.save(stored, self._compiled[variant], *self._trees(variant))
@@ -111,7 +112,7 @@ class Program:
         from jaxspec.runtime.store.fingerprint import UnknownError, lowered_digest
 
         try:
-            return lowered_digest(lowered, self._plan.devices, choose_options(self._plan))
+            return lowered_digest(lowered, self.plan.devices, choose_options(self.plan))
         except UnknownError:
             return None
 
@@ -122,17 +123,18 @@ class Program:
         from jaxspec.runtime.store.fingerprint import UnknownError, program_digest
 
         # Structures of pytrees hold what is no array, such as the names of their classes.
-        rest = (self._plan.kernels, tuple(self._donate), _leaves(self._shapes(variant)), _leaves(self._out))
+        rest = (self.plan.kernels, tuple(self._donate), _leaves(self._shapes(variant)), _leaves(self._out))
         try:
             with self._isolated():
-                return program_digest(self.name, self._function, self._plan.devices, rest)
+                self.stored_as = program_digest(self.name, self._function, self.plan.devices, rest)
+            return self.stored_as
         except UnknownError as error:
             logging.getLogger(__name__).info("the program %s is not stored: %s", self.name, error)
             return None
 
     def load(self, digest: str, variant: Hashable = None) -> bool:
         """Take the program from the store; False where it is not there."""
-        found = program_files.load(digest, *self._trees(variant), self._plan.devices)
+        found = program_files.load(digest, *self._trees(variant), self.plan.devices)
         if found is not None:
             self._compiled[variant] = found
         return found is not None
@@ -177,7 +179,7 @@ class Program:
     @contextlib.contextmanager
     def _isolated(self) -> Iterator[None]:
         with (
-            registry.using(self._plan.kernels),
+            registry.using(self.plan.kernels),
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
@@ -199,10 +201,10 @@ class Program:
                 self.finish(self.lower(variant), variant, digest)
             compiled = self._compiled[variant]
         if hosts.several() and not self._elsewhere:
-            compiled = functools.partial(_run_in_turn, compiled, self._plan)
+            compiled = functools.partial(_run_in_turn, compiled, self.plan)
         with jax.disable_jit(False):
             if recording.active is not None:
-                return recording.active.program(label, self._plan, compiled, args)
+                return recording.active.program(label, self.plan, compiled, args)
             return compiled(*args)
 
     @functools.cached_property
@@ -264,6 +266,18 @@ def compile_programs(programs: Sequence[Program], variant: Hashable = None, *, b
         for program in programs:
             program.wait()
     return time.perf_counter() - start
+
+
+def expect_program(name: str, plan: MeshPlan) -> None:
+    """Begin to load the program that an earlier process remembered under a name (`remember_program`)."""
+    program_files.expect(name, plan.devices, _background.submit)
+
+
+def remember_program(name: str, plan: MeshPlan, programs: Sequence[Program]) -> None:
+    """Remember the largest of the programs on a mesh, for the next start."""
+    stored = {program.stored_as for program in programs if program.plan.devices == plan.devices}
+    if digests := stored - {None}:
+        program_files.remember(name, max(map(str, digests), key=lambda digest: program_files.size(digest) or 0))
 
 
 def release_free_memory() -> None:

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,24 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
     )
     done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code], timeout=60)
     assert done.returncode == 0 and (tmp_path / "weights").read_text() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device on this system")
+def test_a_full_output_is_named(tiny_model):
+    words = (
+        sys.executable,
+        "-m",
+        "jaxspec",
+        "decode",
+        "--model",
+        tiny_model,
+        "--method",
+        "ar",
+        "--raw",
+        "-n",
+        "2",
+        "w1",
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1 and "standard output cannot be written: No space left" in done.stderr

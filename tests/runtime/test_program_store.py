@@ -49,6 +49,30 @@ def test_a_stored_program_is_neither_traced_nor_lowered(store, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+def test_the_largest_program_is_loaded_before_its_arguments_are_described(store, monkeypatch):
+    first = programs_of()
+    compile_programs(first)
+    program.remember_program("start", PLACEMENT.plan, first)
+    largest = (store / "start.first").read_text()
+    assert (store / largest).stat().st_size == max(path.stat().st_size for path in store.iterdir())
+    monkeypatch.setattr(Program, "lower", lambda self: pytest.fail("lowered"))
+    program.expect_program("start", PLACEMENT.plan)
+    assert [*program_files._early] == [largest]
+    again = programs_of()
+    compile_programs(again)
+    assert program_files._early == {} and [one.digest() for one in first] == [one.digest() for one in again]
+    for one, other in zip(first, again, strict=True):
+        assert one._compiled.keys() == other._compiled.keys()
+        assert one._compiled[None].in_tree == other._compiled[None].in_tree
+        assert one._compiled[None].out_tree == other._compiled[None].out_tree
+    np.testing.assert_array_equal(*(jax.tree.leaves(each[0](np.int32(7)))[0] for each in (first, again)))
+    # What is not there, or no name of a program, is nothing to begin with.
+    for noted in ("0" * 64, "../x", "\xff"):
+        (store / "start.first").write_text(noted, "latin-1")
+        program.expect_program("start", PLACEMENT.plan)
+        assert program_files._early == {}
+
+
 def test_a_program_that_a_change_of_version_left_as_it_was_is_not_compiled_again(store, monkeypatch):
     """Its file has the digest of the new version from then on."""
     first = programs_of()
@@ -207,7 +231,7 @@ def test_what_is_being_written_stays_and_old_measurements_go(tmp_path):
         (tmp_path / path).write_bytes(b"1")
         if not path.endswith(young):
             os.utime(tmp_path / path, (old, old))
-    limit.trim(tmp_path, 2)
+    limit.trim(tmp_path, 5)
     # What another process writes is not counted; what jaxspec-tune has measured is not old by its age alone.
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {".x.part-1", "costs-2", "3.json"}
     limit.trim(tmp_path, 0)

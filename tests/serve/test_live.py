@@ -21,7 +21,10 @@ def test_the_page_is_whole(server):
 
 @pytest.fixture(scope="module", params=["specexec", "swiftspec", "streamed", "auto"])
 def drafting(request, served_model):
-    methods = {"swiftspec": jaxspec.SwiftSpec(7, 4, depth=2), "auto": jaxspec.Auto(pass_cost=[1.0, 1.01])}
+    methods = {
+        "swiftspec": jaxspec.SwiftSpec(7, 4, depth=2),
+        "auto": jaxspec.Auto(pass_cost=[1.0, 1.01], draft_cost=0.01),
+    }
     method = methods.get(request.param, jaxspec.SpecExec(8))
     offload = "host" if request.param == "streamed" else "none"
     return jaxspec.LLM(served_model, draft=served_model, method=method, offload=offload)

@@ -239,6 +239,8 @@ class MeasuringRunner(SpeculativeRunner):
             # Arrays of the host: those on a device are donated to the first text.
             rates: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
             self.drafter.learned = AcceptanceStats(*rates)
+            if self.timer is not None and self.timer.total_s == 0.0:
+                self.timer.draft_first()
         weights = jax.tree.leaves(self.executor.placement.params())
         small = sum(leaf.size * leaf.dtype.itemsize for leaf in weights) <= MOST_BYTES
         self.measures = self._profile is not None and small and (times is None or times.is_due)

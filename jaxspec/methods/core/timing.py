@@ -86,6 +86,10 @@ class RoundTimer:
         self._last = None
         self._paused_until = 0
 
+    def draft_first(self) -> None:
+        """Measure plain decoding after the first drafts: earlier processes have learned what drafts bring."""
+        self._rounds = PLAIN_EVERY - ENOUGH_ROUNDS
+
     def leave_out(self) -> None:
         """A round was read that is not to be timed, nor is the one after it."""
         self._last = None

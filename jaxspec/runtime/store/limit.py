@@ -41,8 +41,9 @@ def trim(cache: Path, most: int | None = None, *, with_jax: bool = False) -> Non
     kept = list(_kept(cache, with_jax))
     total = sum(size for _, size, _ in kept)
     for used, size, paths in sorted(kept):
-        is_old = paths[0].parent.name == PROFILES and paths[0].name.startswith(("costs-", "rates-"))
-        if total > most or (is_old and now - used > OLD_S):
+        name, age = paths[0].name, now - used
+        unused = age > OLD_S and paths[0].parent.name == PROFILES and name.startswith(("costs-", "rates-"))
+        if total > most or unused or ".part-" in name:
             for path in paths:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)

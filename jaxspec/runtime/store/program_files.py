@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ MAGIC = b"jaxspec program 1\n"
 
 disabled = False  # tests that change functions under way store nothing
 _folder: Path | None = None
+_early: dict[str, Future[Any]] = {}  # programs that are loaded before their arguments are described, by digest
 _thread = threading.local()
 
 
@@ -71,11 +73,50 @@ def size(digest: str) -> int | None:
         return None
 
 
+def expect(name: str, devices: tuple[Any, ...], submit: Callable[..., Future[Any]]) -> None:
+    """Begin to load the program that `remember` noted; `submit` runs a function in the background.
+
+    It is the largest one, which drafts: its loading takes as long as everything else of a start.
+    """
+    if _folder is None or disabled:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        digest = (_folder / f"{name}.first").read_text("ascii")
+        if digest not in _early and digest.isalnum() and (_folder / digest).is_file():
+            _early[digest] = submit(_read, _folder / digest, _AsStored(), None, devices)
+
+
+def remember(name: str, digest: str) -> None:
+    """Let `expect` begin with a program at the next start of the same model with the same settings."""
+    if _folder is None or disabled:
+        return
+    path = _folder / f"{name}.first"
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_file() and path.read_text("ascii") == digest:
+            os.utime(path)
+        elif (_folder / digest).is_file():
+            write_whole(path, digest)
+
+
+class _AsStored:
+    """Stands for the tree of a program's arguments as long as it is not known."""
+
+    def unflatten(self, leaves: Any) -> Any:
+        return leaves
+
+
 def load(digest: str, in_tree: Any, out_tree: Any, devices: tuple[Any, ...]) -> Any | None:
     """A compiled program, or None where there is none that is whole; a file that is of no use is removed."""
-    if _folder is None:
-        return None
-    path = _folder / digest
+    early = _early.pop(digest, None)
+    if early is not None and (found := early.result()) is not None:
+        # JAX makes it of both trees at once; where its inner names are others, the file is read again.
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            described = in_tree.unflatten(found.args_info)
+            return jax.stages.Compiled(found._executable, [], described, out_tree, no_kwargs=found._no_kwargs)
+    return None if _folder is None else _read(_folder / digest, in_tree, out_tree, devices)
+
+
+def _read(path: Path, in_tree: Any, out_tree: Any, devices: tuple[Any, ...]) -> Any | None:
     try:
         content = path.read_bytes()
     except OSError:
@@ -88,7 +129,7 @@ def load(digest: str, in_tree: Any, out_tree: Any, devices: tuple[Any, ...]) -> 
             raise ValueError("it is damaged")
         loaded = serialize_executable.deserialize_and_load(payload, in_tree, out_tree, execution_devices=list(devices))
     except Exception as error:  # whatever a file of another world raises: the program is compiled anew
-        LOG.info("the stored program %s is not usable: %s", digest, error)
+        LOG.info("the stored program %s is not usable: %s", path.name, error)
         with contextlib.suppress(OSError):
             path.unlink()
         return None
