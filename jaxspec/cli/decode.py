@@ -190,6 +190,11 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
             text = _check_length(sys.stdin.buffer.read(LONGEST_PROMPT + 1)).decode("utf-8")
         else:
             text = str(prompt)
+            if any("\udc80" <= character <= "\udcff" for character in text):  # how Python marks bytes it cannot read
+                raise ConfigError(
+                    "the prompt has characters that this locale does not know: set LC_ALL=C.UTF-8 or PYTHONUTF8=1, or "
+                    "give it in a file with --prompt-file"
+                )
     except OSError as error:
         where = "standard input" if file is None else f"prompt file {file}"
         raise ConfigError(f"{where} cannot be read: {error.strerror}") from error

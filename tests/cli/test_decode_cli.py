@@ -192,3 +192,9 @@ def test_a_terminal_sees_what_is_going_on_until_the_text_begins(tiny_model, star
     assert b"loading the model and compiling its programs" in seen
     # The line is erased and the cursor is back before the statistics.
     assert seen.rindex(b"\x1b[?25h") < seen.rindex(b"first token")
+
+
+def test_a_prompt_that_the_locale_does_not_know_is_refused(decode):
+    """As Python gives the bytes of an argument under LC_ALL=C."""
+    done = decode("\udce6\udc9d\udcb1")
+    assert done.status == 2 and "LC_ALL=C.UTF-8" in done.err

@@ -51,12 +51,14 @@ def test_programs_of_a_folder_that_cannot_be_written_are_used(tmp_path, monkeypa
 
 
 def test_jaxs_own_cache_of_several_processes_has_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder.hosts, "several", lambda: True)
-    monkeypatch.setenv(limit.ENVIRONMENT, "2GiB")
-    before = jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cache_dir
-    try:
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "compilation_cache_max_size",
+             "persistent_cache_min_entry_size_bytes", "enable_compilation_cache")  # fmt: skip
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.hosts, "several", lambda: True)
+        patch.setenv(limit.ENVIRONMENT, "2GiB")
         enable_compile_cache(str(tmp_path))
-        assert jax.config.jax_compilation_cache_max_size == 2**31 and not program_files.is_used()
-    finally:
-        for name, value in zip(("max_size", "dir"), before, strict=True):
-            jax.config.update(f"jax_compilation_cache_{name}", value)
+        found = jax.config.jax_compilation_cache_max_size
+        for name, value in before.items():
+            jax.config.update(name, value)
+        assert found == 2**31 and not program_files.is_used()
