@@ -8,7 +8,8 @@
     jaxspec-decode --draft-model DRAFT ...
 
 A draft is some of the target's own layers; with `train --kind added` such layers that are fed the target's hidden
-states, too; or with `--kind eagle3` a head that is fed them.
+states, too; or with `--kind eagle3` a head that is fed them; or with `--kind block` layers that fill a block of places
+in one pass.
 Each command can be killed and run again: it goes on where it was, and ends with the same bytes. `--model` names the
 target; without it, it is the default model. Needs the extra `train` (optax).
 """
@@ -120,6 +121,8 @@ def train(
         typer.Option(help="Layers of the target whose inputs the draft is fed [the 3rd, middle, 3rd from the end]."),
     ] = None,
     unroll: Annotated[int | None, typer.Option(min=1, help=f"Steps on its own states [{UNROLL}].")] = None,
+    block: Annotated[int, typer.Option(min=2, max=65, help="Places of a pass, for --kind block.")] = 5,
+    markov: Annotated[int, typer.Option(min=1, help="Rank of the correction by the token before, for the same.")] = 64,
     learn_head: Annotated[
         bool, typer.Option("--learn-head", help="Learn the head's rows too; for --kind eagle3, else the target's stay.")
     ] = False,
@@ -151,7 +154,7 @@ def train(
     if not 0 < learning_rate < math.inf:
         raise typer.BadParameter(f"--learning-rate {learning_rate}: must be a positive number")
     if kind not in FED and (states is not None or unroll is not None or keep_states is not None):
-        raise typer.BadParameter("--states, --unroll and --keep-states are for --kind eagle3 and added")
+        raise typer.BadParameter("--states, --unroll and --keep-states are for --kind eagle3, added and block")
     if learn_head and kind is not Kind.EAGLE3:
         raise typer.BadParameter("--learn-head is for --kind eagle3")
     if layers is not None and kind is Kind.EAGLE3:
@@ -170,6 +173,8 @@ def train(
         fed = default_layers(num_layers) if states is None else _parse_numbers("--states", states, num_layers)
         made_of |= {"states": list(fed), "unroll": unroll or UNROLL, "learn_head": learn_head}
         made_of["keeps_states"] = keep_states is not None
+    if kind is Kind.BLOCK:
+        made_of |= {"block": block, "markov": markov}
     begin_draft = begin_with if begin_with is not None and not begun and is_native(begin_with) else None
     begin_run = None if begun or begin_draft is not None else begin_with
     base = {} if begin_run is None else _base_settings(begin_run, digest, made_of)
@@ -331,9 +336,10 @@ def _base_settings(base: Path, target: str, made_of: dict[str, Any]) -> dict[str
         raise typer.BadParameter(f"--begin-with {base}: was trained for another target")
     if settings["kind"] != made_of["kind"]:
         raise typer.BadParameter(f"--begin-with {base}: is of --kind {settings['kind']}")
-    for name in ("layers", "states"):
+    for name in ("layers", "states", "block", "markov"):
         if settings.get(name) != made_of.get(name):
-            theirs = ",".join(map(str, settings.get(name, ())))
+            theirs = settings.get(name, ())
+            theirs = ",".join(map(str, theirs)) if isinstance(theirs, list | tuple) else theirs
             raise typer.BadParameter(f"--begin-with {base}: has the target's {name} {theirs}; give the same --{name}")
     if settings.get("learn_head", False) != made_of.get("learn_head", False):
         raise typer.BadParameter(f"--begin-with {base}: only one of the two has --learn-head")

@@ -167,7 +167,7 @@ class ModelConfig:
         if self.features is not None:
             plain = self.units is None and self.experts is None and self.norms == "pre" and not self.tied
             _require(plain, "a draft that is fed hidden states has plain layers and an untied head")
-            lends = self.features.kind == "added" and self.shares_embedding
+            lends = self.features.kind in ("added", "block") and self.shares_embedding
             problem = "head_ids restricts a feature draft's own head; it has the target's"
             _require(self.has_own_head or lends or not ids, problem)
             if self.shares_embedding:

@@ -147,14 +147,14 @@ def unroll(
     order = jnp.arange(T)
     true_rows = (segment[:, :, None] == segment[:, None, :]) & (order[:, None] >= order[None, :])
     own, whole = jnp.eye(T, dtype=bool), params | {"embed": embed}
-    state = _each(lambda states: fuse(params, cfg, states.astype(jnp.float32)), states)
-    cache = _each(lambda _: init_cache(cfg, cfg.num_kv_heads, 0, jnp.dtype("float32")), token)
+    state = on_each_row(lambda states: fuse(params, cfg, states.astype(jnp.float32)), states)
+    cache = on_each_row(lambda _: init_cache(cfg, cfg.num_kv_heads, 0, jnp.dtype("float32")), token)
     for step in range(steps):
         seen = jnp.concatenate([true_rows, *[jnp.broadcast_to(own, true_rows.shape)] * step], axis=2)
         slot_position = jnp.concatenate([position + earlier for earlier in range(step + 1)], axis=1)
         run = functools.partial(_run_step, whole, cfg, jnp.int32(step * T))
         words = (_shift(token, step + 1), state, position + step, _widen(cache, T), seen, slot_position)
-        hidden, state, cache = _each(run, *words)
+        hidden, state, cache = on_each_row(run, *words)
         yield hidden
 
 
@@ -162,8 +162,8 @@ def _run_step(whole, cfg, offset, token, state, position, cache, seen, slot_posi
     return forward_draft(whole, cfg, token, state, position, cache, seen, slot_position, offset)
 
 
-def _each(function, *arrays):
-    """A function of one shard for each row of a batch."""
+def on_each_row(function, *arrays):
+    """A function of one shard for each row of a batch, which comes first in the `arrays`."""
     with using(Kernels("xla", BATCHES)):
         alone = jax.vmap(function)
         on_shard = jax.vmap(lambda _, *arrays: alone(*arrays), (0, *[None] * len(arrays)), axis_name=TENSOR_AXIS)

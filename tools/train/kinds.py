@@ -16,6 +16,7 @@ from jaxspec.files import vocabulary_digest
 from jaxspec.llm import internals
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import Params
+from train.block import BlockTrainer, block_config, init_block, measure_block
 from train.eagle import HeadTrainer, fed_config, head_config, init_fed, init_head, measure_head
 from train.export import read_native
 from train.shards import read_meta
@@ -30,10 +31,15 @@ class Kind(enum.StrEnum):
     LAYERS = "layers"
     EAGLE3 = "eagle3"
     ADDED = "added"
+    BLOCK = "block"
 
 
 # Those that are fed the target's hidden states.
-FED = (Kind.EAGLE3, Kind.ADDED)
+FED = (Kind.EAGLE3, Kind.ADDED, Kind.BLOCK)
+
+
+def _fills_blocks(cfg: ModelConfig) -> bool:
+    return cfg.features is not None and cfg.features.kind == "block"
 
 
 def _head_rows(llm: LLM, head_ids: np.ndarray) -> jax.Array:
@@ -66,12 +72,16 @@ class Student:
         """`words` are those of `Trainer` from `packer` on."""
         if self.states is None:
             return Trainer(params, self.cfg, self.embed, self.head, *words)
+        if _fills_blocks(self.cfg):
+            return BlockTrainer(params, self.cfg, self.embed, self.head, self.states, self.unroll, *words)
         return HeadTrainer(params, self.cfg, self.embed, self.head, self.states, self.unroll, *words)
 
     def quality(self, params: Params, *words: Any) -> Quality:
         """`words` are those of `measure_quality` from `packer` on."""
         if self.states is None:
             return measure_quality(params, self.cfg, self.embed, self.head, *words)
+        if _fills_blocks(self.cfg):
+            return measure_block(params, self.cfg, self.embed, self.head, self.states, *words)
         return measure_head(params, self.cfg, self.embed, self.head, self.states, *words)
 
 
@@ -91,6 +101,9 @@ def open_student(
     if settings["kind"] == Kind.EAGLE3:
         cfg = head_config(target, settings["states"], head_ids)
         params = init_head(own, cfg) | ({"head": head.astype(jnp.float32)} if settings["learn_head"] else {})
+    elif settings["kind"] == Kind.BLOCK:
+        cfg = block_config(target, layers, settings["states"], head_ids, settings["block"], settings["markov"])
+        params = init_block(own, cfg, layers)
     else:
         cfg = fed_config(target, layers, settings["states"], head_ids)
         params = init_fed(own, cfg, layers)
