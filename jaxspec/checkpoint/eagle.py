@@ -181,8 +181,10 @@ def read_draft_config(
     if features.own_head and rows not in (None, held):
         raise CheckpointError(f"{path}: draft_vocab_size is {rows}, and the head has {held} rows")
     window, sliding = _read_window(layer_values, num_layers)
-    if features.window_from_root and window is not None:
-        window += 1  # the root sees the token that is a window away, too
+    if features.window_from_root:
+        # The root sees the token that is a window away, too.
+        window = None if window is None else window + 1
+        features = dataclasses.replace(features, window_from_root=window is not None)
     return dataclasses.replace(
         cfg, features=features, head_ids=ids, shares_embedding=not own_embedding, tied=False, sliding_window=window,
         sliding_layers=sliding,
