@@ -138,6 +138,8 @@ def main() -> None:
         "--block", type=int, default=0, help="rows of a draft that fills a block, as wide as the target"
     )
     parser.add_argument("--markov", type=int, default=0, help="rank of its correction by the token before, as DSpark's")
+    parser.add_argument("--eagle", action="store_true", help="a draft that is an EAGLE-3 head as wide as the target")
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture in the target's place, two for each token")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"capacity of the caches [{TOKENS}]")
     parser.add_argument("--set", action="append", default=[], help="NAME=NUMBER, a setting of the methods")
     parser.add_argument("--kernels", default="auto", choices=("auto", "mosaic-tpu"), help="of a TPU [auto]")
@@ -243,6 +245,7 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     import jax.numpy as jnp
 
     from jaxspec.methods.core.round import Models
+    from jaxspec.models.experts import ExpertsConfig
     from jaxspec.models.features import FeatureConfig
     from jaxspec.models.presets import load_preset
     from jaxspec.models.quantization import Storage, fit_storage
@@ -261,12 +264,12 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
         storage = fit_storage(Storage(arguments.weights), cfg, plan.tensor)
         return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage)
 
-    def place_block(target: Placement, layers: int) -> Placement:
-        # Five states of the target, as published heads of Qwen3 take.
+    def place_fed(target: Placement, layers: int) -> Placement:
+        # Five states of the target, as published heads of Qwen3 take; three for EAGLE.
         features = FeatureConfig(
             target.cfg.embed_dim, (0, 0, 1, 1, 2), "block", own_head=False, block=arguments.block,
             first_row=0 if arguments.markov else 1, markov_rank=arguments.markov,
-        )  # fmt: skip
+        ) if arguments.block else FeatureConfig(target.cfg.embed_dim, (0, 1, 2))  # fmt: skip
         cfg = dataclasses.replace(
             target.cfg, num_layers=layers, tied=False, shares_embedding=True, features=features
         )  # fmt: skip
@@ -275,8 +278,11 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
         return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage, shared_embedding=shared)
 
     target, draft = place(arguments.target, layers, plan), None
-    if method.drafts and arguments.block:
-        draft = place_block(target, layers - 1)
+    if arguments.experts:
+        experts = ExpertsConfig(arguments.experts, 2, target.cfg.mlp_dim)
+        target = dataclasses.replace(target, cfg=dataclasses.replace(target.cfg, experts=experts))
+    if method.drafts and (arguments.block or arguments.eagle):
+        draft = place_fed(target, layers - 1)
     elif method.drafts:
         draft = place(arguments.draft, layers - 1, MeshPlan(tuple(others), others_kernels) if others else plan)
     models = Models(target, draft)
