@@ -93,12 +93,15 @@ def compiles(test, device="h100"):
 compiles_for_tpu = functools.partial(compiles, device="v5e")
 
 
+ROUNDS = "ar,chain,specexec,swiftspec,auto"
+
+
 @compiles
 @pytest.mark.parametrize("gpu", compile_for.GPUS)
 def test_programs_of_rounds(gpu, tmp_path):
     """No wait, no copied cache, hardly a spilled register; kernels must not become more unnoticed."""
-    rows = compile_programs(tmp_path, gpu, "--methods", "ar,chain,specexec,swiftspec")
-    assert len(rows) == 8 and ("swiftspec", "advance and expand") in rows
+    rows = compile_programs(tmp_path, gpu, "--methods", ROUNDS)
+    assert {method for method, _ in rows} == set(ROUNDS.split(",")) and ("swiftspec", "advance and expand") in rows
     for name, row in rows.items():
         assert row["waits"] == [] and row["copies"] == 0, name
         assert row["spills"] <= MOST_SPILLS and row["shared"] <= compile_for.GPUS[gpu].shared, name
@@ -128,18 +131,27 @@ def test_packed_weights_stay_packed(weights, devices, tmp_path):
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("devices", "methods"), [(2, "ar,chain,specexec,swiftspec,auto"), (4, "ar,specexec"), (8, "ar,specexec")]
-)
-def test_programs_of_several_gpus_are_a_graph_each(devices, methods, tmp_path):
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_programs_of_several_gpus_are_a_graph_each(devices, tmp_path):
     """Loops and all-reduces included; partial sums cross in bfloat16."""
-    rows = compile_programs(tmp_path, "h100", "--devices", str(devices), "--methods", methods)
-    assert {method for method, _ in rows} == set(methods.split(","))
+    rows = compile_programs(tmp_path, "h100", "--devices", str(devices), "--methods", ROUNDS)
+    assert {method for method, _ in rows} == set(ROUNDS.split(","))
     for name, row in rows.items():
         assert row["waits"] == [] and row["launched"] == ["CommandBuffer"] and row["copies"] == 0, name
     for name, batch in ((("ar", "decode 1"), 1), (("specexec", "verify"), 17)):
         assert rows[name]["collectives_a_layer"] == 2 and rows[name]["crossing_a_layer"] == 2 * batch * 4096 * 2
         assert rows[name]["kernels_a_layer"] <= (11 if batch == 1 else 14)
+
+
+@compiles
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_products_and_sums_are_one_kernel(devices, tmp_path):
+    """With `linear_sum` no all-reduce of a layer is left, and a program is one graph as before."""
+    rows = compile_programs(tmp_path, "h100", "--devices", str(devices), "--methods", "ar,specexec", "--sum")
+    for name, row in rows.items():
+        assert row["waits"] == [] and row["launched"] == ["CommandBuffer"] and row["copies"] == 0, name
+    for name in (("ar", "decode 1"), ("specexec", "verify")):
+        assert rows[name]["collectives_a_layer"] == 0 and rows[name]["by_kind_a_layer"]["mosaic_gpu_v2"] == 2
 
 
 @compiles
