@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from lowering import H100
 
 from pallas_kernels import registry
 from pallas_kernels.linear_sum import linear_sum, linear_sum_parts, mosaic, reference
@@ -108,3 +110,22 @@ def test_supports():
     assert taken() and taken(64) and taken(devices=8)
     assert not taken(65) and not taken(shape=(96, 64)) and not taken(dtype=jnp.float32) and not taken(devices=1)
     assert not taken(interpret=True) and not taken(exact=True)
+
+
+@pytest.mark.parametrize(("devices", "rows", "outputs"), [(2, 1, 64), (4, 17, 64), (8, 64, 128), (2, 20, 8192)])
+def test_lowers_for_hopper(devices, rows, outputs):
+    """The whole kernel, with narrow and wide tiles: one launch, given the memory of peers, and no collective."""
+    device = AbstractDevice(device_kind=H100[0], num_cores=H100[1], platform="gpu")
+    mesh = AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
+    shards = [jax.ShapeDtypeStruct((extent, 128 * devices), jnp.bfloat16) for extent in (rows, outputs)]
+    run = jax.shard_map(
+        lambda x, weight: linear_sum(x, weight, AXIS),
+        mesh=mesh, in_specs=(P(None, AXIS),) * 2, out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    with (
+        registry.using(dataclasses.replace(KERNELS, interpret=False, multiprocessors=H100[1])),
+        use_abstract_mesh(mesh),
+    ):
+        text = jax.jit(run).trace(*shards).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1 and "uses_xla_collective_metadata = true" in text
+    assert not re.search("stablehlo.(all_|reduce_scatter|collective)", text)
