@@ -336,15 +336,15 @@ def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
     if sampled:
         variant = find_variant(SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.1))
     lowered = program.lower(program.fit(variant))
-    if program._plan.kernels.platform == "tpu":
-        compiled = lowered.compile(compiler_options=choose_options(program._plan))
+    if program.plan.kernels.platform == "tpu":
+        compiled = lowered.compile(compiler_options=choose_options(program.plan))
         counts = count_text(compiled.as_text(), nested=True)
         return counts | {
             "waits": counts["transfers"], "launched": ["module"], "compile_s": time.monotonic() - start, "spills": 0,
             "shared": 0, "assembled": [], "spilling": {}, **read_memory(compiled),
         }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        options = choose_options(program._plan) or {}
+        options = choose_options(program.plan) or {}
         compiled = lowered.compile(compiler_options=options | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         kernels = [kernel for file in glob.glob(f"{folder}/*.ptx") for kernel in assemble(Path(file))]
         (thunks,) = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
