@@ -90,7 +90,7 @@ def test_planned_bytes_are_those_of_live_arrays(folder, name):
     certain = plan.device_bytes - plan.work
     # A buffer's last array does not fill its page; small arrays that pass between programs are not planned one by one.
     assert 0.97 * certain <= max(counted) <= plan.device_bytes
-    own = [program for program in pair.engine.runner.programs if device in program._plan.devices]
+    own = [program for program in pair.engine.runner.programs if device in program.plan.devices]
     temporary = [c.memory_analysis().temp_size_in_bytes for program in own for c in program._compiled.values()]
     assert max(temporary) <= plan.work, "programs take more than is planned"
 
