@@ -19,7 +19,7 @@ BUDGETS = {
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 4_740,
     "jaxspec/offload": 2_215,
-    "jaxspec/checkpoint": 4_820,
+    "jaxspec/checkpoint": 4_825,
     "jaxspec/runtime": 2_410,
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_240,

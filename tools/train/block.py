@@ -207,10 +207,11 @@ def measure_block(
     for arrays, places in held_out_batches(packer, held_out, rows):
         hit, place, counts, *loss = _examine(params, embed, head, states(arrays), arrays, cfg=cfg)
         losses.append([float(part) for part in loss])
-        hits, place, whole = np.asarray(hit), np.asarray(place), np.asarray(counts).all(axis=-1)
+        hits, place = np.asarray(hit), np.asarray(place)
+        whole = np.all(np.asarray(counts) > 0, axis=-1)
         for r, end, c in places:
             answer = end - len(c.token) + c.answer - 1
-            own = whole[r] & (place[r, :, 0] >= answer) & (place[r, :, -1] < end - 1)
+            own = whole[r, :] & (place[r, :, 0] >= answer) & (place[r, :, -1] < end - 1)
             matches.append(hits[r, own, 0])
             if c.temperature == 0:
                 runs.append(np.cumprod(hits[r, own], axis=1).sum(axis=1))
