@@ -220,13 +220,18 @@ def test_programs_for_larger_tpus(device, tmp_path):
 @pytest.mark.parametrize("device", ["v5e:2x2", "v6e:2x2"])
 def test_attention_for_tpus_writes_no_scores(device, tmp_path):
     """At 8,192 slots, where XLA's take 142 MB for 64 rows."""
-    tree = "--methods", "ar,specexec", "--set", "num_draft_tokens=63", "--tokens", "8192"
-    rows = compile_programs(tmp_path, device, "--kernels", "mosaic-tpu", *tree)
-    for name in (("ar", "decode"), ("specexec", "verify")):
-        row = rows[name]
-        assert row["kinds"]["tpu_custom_call"] == 2 and row["copies"] == 0, name
-        # Logits of 64 rows take 33 MB.
-        assert row["memory"] <= MOST_TPU_MEMORY + (33 << 20), name
+    tree = "--methods", "specexec", "--set", "num_draft_tokens=63", "--tokens", "8192"
+    row = compile_programs(tmp_path, device, "--kernels", "mosaic-tpu", *tree)["specexec", "verify"]
+    assert row["kinds"]["tpu_custom_call"] == 2 and row["copies"] == 0
+    # Logits of 64 rows take 33 MB.
+    assert row["memory"] <= MOST_TPU_MEMORY + (33 << 20)
+
+
+@compiles_for_tpu
+def test_a_mixture_and_an_eagle_head_for_a_tpu(tmp_path):
+    for words in (("ar", "--experts", "8"), ("chain", "--eagle")):
+        rows = compile_programs(tmp_path, "v5e:2x2", "--methods", *words)
+        assert rows and all(row["waits"] == [] and row["copies"] == 0 for row in rows.values())
 
 
 @compiles_for_tpu
