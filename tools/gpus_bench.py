@@ -9,6 +9,8 @@ Run `tools/gpu_bench.py` on one of them first. Weights are random. In this order
   verify     a pass of eight rows, of one row's time at most `VERIFY_RATIO`
   large      a verification of eight rows of Llama-3-70B in int4 on four: at most `LARGE_MS`, SwiftSpec's own
   exact      the same plain pass with exact numerics: at most `EXACT_RATIO` of its time
+  sums       the same plain pass with `--kernels mosaic`, whose sums over devices are part of a product: at most its
+             time. Until it passes, the default is XLA's all-reduces
 
 With `--smoke` a tiny model runs on any devices, and the times say nothing.
 """
@@ -89,6 +91,8 @@ def measure(counts: list[int], smoke: bool) -> Iterator[dict[str, Any]]:
             yield judge(f"large, {on}, seconds", large, LARGE_MS / 1e3, most=True)
         exact = functools.partial(seconds, count, 1, f"{kernels} exact")
         yield judge(f"exact, {on}, ratio", lambda e=exact, p=plain: e() / p, EXACT_RATIO, most=True)
+        sums = functools.partial(seconds, count, 1, kernels if smoke else "mosaic")
+        yield judge(f"sums, {on}, ratio", lambda s=sums, p=plain: s() / p, 1.0, most=True)
 
 
 if __name__ == "__main__":

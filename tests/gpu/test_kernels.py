@@ -14,6 +14,7 @@ from pallas_kernels.add_norm import add_norm
 from pallas_kernels.linear import Blocks, linear
 from pallas_kernels.linear.blocks import PLANES
 from pallas_kernels.linear.planes import to_planes
+from pallas_kernels.linear_sum import linear_sum
 from pallas_kernels.move_rows import move_rows
 from pallas_kernels.swiglu import norm_swiglu, swiglu
 from pallas_kernels.tree_attention import tree_attention
@@ -247,3 +248,26 @@ def test_exact_numerics():
         most = np.asarray(jax.jit(linear)(x, weight)).view(np.int32)
         for rows in (1, 2, 8, 9, 33):
             assert (np.asarray(jax.jit(linear)(x[:rows], weight)).view(np.int32) == most[:rows]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 17, 64])
+def test_products_and_sums_in_one_kernel(rows):
+    """All GPUs of this process, or the first eight, have the same sums, which are XLA's."""
+    devices = jax.devices()[:8]
+    kernels = selection.choose("mosaic", "gpu", len(devices), devices[0])
+    if not kernels.candidates("linear_sum"):
+        pytest.skip("the kernel is for several Hopper GPUs of one process")
+    mesh, rng = jax.sharding.Mesh(np.array(devices), ("tensor",)), np.random.default_rng(rows)
+    shapes = (rows, 192 * len(devices)), (4096, 192 * len(devices))
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    found = []
+    for chosen in (kernels, registry.Kernels("xla", "gpu")):
+        run = jax.shard_map(
+            lambda x, weight: linear_sum(x, weight, "tensor")[None],
+            mesh=mesh, in_specs=(jax.P(None, "tensor"),) * 2, out_specs=jax.P("tensor"), check_vma=False,
+        )  # fmt: skip
+        with registry.using(chosen):
+            # Again and again: a race would show now and then.
+            found.append([np.asarray(jax.jit(run)(x, weight)) for _ in range(20)])
+    assert all((each == found[0][0][0]).all() for each in found[0])
+    np.testing.assert_allclose(found[0][0][0], found[1][0][0], atol=2e-2 * np.abs(found[1][0][0]).max())

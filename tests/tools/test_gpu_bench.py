@@ -455,7 +455,7 @@ def test_several_devices_smoke(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit, match="0"):
         call(monkeypatch, gpus_bench, "--smoke", "--devices", "2", "--json", tmp_path / "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["name"].split(",")[0] for row in rows] == ["plain", "verify", "large", "exact"]
+    assert [row["name"].split(",")[0] for row in rows] == ["plain", "verify", "large", "exact", "sums"]
     # A smoke run is too short to time: a difference of two medians may be negative.
     assert all("error" not in row and math.isfinite(row["measured"]) for row in rows)
-    assert capsys.readouterr().out.count("bound") == 4
+    assert capsys.readouterr().out.count("bound") == 5
