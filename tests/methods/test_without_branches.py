@@ -53,16 +53,16 @@ RUNS = [
 
 
 @functools.cache
-def engine_of(case, accelerator=True):
+def engine_of(case, accelerator="gpu"):
     """An engine of a case on one CPU, in the form of an accelerator."""
     models = models_of(case)
     if accelerator:
-        plan = dataclasses.replace(models.target.plan, kernels=Kernels("xla", "gpu"))
+        plan = dataclasses.replace(models.target.plan, kernels=Kernels("xla", accelerator))
         models = Models(*(model and dataclasses.replace(model, plan=plan) for model in models))
     return Engine(models, case.method, 160)
 
 
-def rounds_of(case, draft, sampling, accelerator=True):
+def rounds_of(case, draft, sampling, accelerator="gpu"):
     """Rounds of a text."""
     engine = engine_of(case, accelerator)
     engine.prepare(None, SamplingParams(**sampling))
@@ -86,10 +86,21 @@ def test_tokens_are_those_of_plain_decoding(case, sampling, draft):
     assert got == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("case", "sampling"), [(PLAIN, "cuts"), (LLAMA_CHAIN, "greedy"), (LLAMA_LOOKUP, "penalties")]
+)
+def test_tokens_in_the_form_of_a_tpu(case, sampling):
+    """Steps counted on the device, several rounds in a dispatch, and one row padded to a tile."""
+    rounds = rounds_of(case, "first layer", SAMPLINGS[sampling], "tpu")
+    assert tokens_of(rounds) == tokens_of(plain("llama", LONG_PROMPT, COUNT, 0, **SAMPLINGS[sampling]))
+    names = {program.name for program in engine_of(case, "tpu").runner.programs}
+    assert "decode" in names if case is PLAIN else "rounds" in names
+
+
 @pytest.mark.parametrize("sampling", ["T=1", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_rejection_accepts_what_the_walk_accepts(sampling):
     """Round by round: the same draws decide."""
-    here, there = (rounds_of(LLAMA_SPECINFER, "first layer", SAMPLINGS[sampling], flag) for flag in (True, False))
+    here, there = (rounds_of(LLAMA_SPECINFER, "first layer", SAMPLINGS[sampling], form) for form in ("gpu", None))
     assert [(r.tokens, r.accepted) for r in here] == [(r.tokens, r.accepted) for r in there]
     assert any(r.accepted for r in here) or sampling == "greedy"
 
