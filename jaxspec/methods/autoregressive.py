@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.constrained import ConstrainedPasses
+from jaxspec.methods.core.constrained import ConstrainedSteps
 from jaxspec.methods.core.executor import make_executor
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, Round
 from jaxspec.methods.core.runner import Runner
@@ -52,7 +52,8 @@ class AutoregressiveRunner(Runner):
         self.executor = make_executor(models.target, self.slots, steps=steps)
         self.held = (self.executor.state, self.executor.verified)
         self.programs = self.executor.programs
-        self._constrained: ConstrainedPasses | None = None
+        self._steps = steps
+        self._constrained: ConstrainedSteps | None = None
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
         return self.executor.start(root, state)
@@ -72,14 +73,12 @@ class AutoregressiveRunner(Runner):
         state, _, round_, min_tokens = self.executor.decode(params.target, state, request, room)
         return state, round_, min_tokens
 
-    def constrain(self) -> ConstrainedPasses:
+    def constrain(self) -> ConstrainedSteps:
         if self._constrained is None:
-            self._constrained = ConstrainedPasses(self.executor, 1)
+            self._constrained = ConstrainedSteps(self.executor, self._steps)
         return self._constrained
 
     def constrained_round(
         self, params: ModelParams, state: SequenceState, request: Request, matcher: "Matcher", root: int
     ) -> tuple[SequenceState, Round]:
-        passes = self.constrain()
-        state, _, round_ = passes.verify(params.target, state, passes.chain(root, ()), request, matcher)
-        return state, round_
+        return self.constrain().decode(params.target, state, request, matcher, root)

@@ -1,8 +1,9 @@
 """Rounds under a constraint: the host reads what is drafted, and masks each row's choice (docs/structured_output.md).
 
 A round is three dispatches: draft, the target's pass, the choice of tokens. The host computes the masks between the
-last two, while the pass runs; plain decoding has its one mask before the pass and is one dispatch. Requests without a
-constraint run other programs, which know nothing of masks.
+last two, while the pass runs. Plain decoding dispatches forced tokens and the one after them together, since their
+masks are known before; each has a pass of its own. Requests without a constraint run other programs, which know
+nothing of masks.
 """
 
 import dataclasses
@@ -14,9 +15,9 @@ import numpy as np
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.core.executor import ResidentExecutor, TargetExecutor
-from jaxspec.methods.core.round import Round, round_shapes
+from jaxspec.methods.core.round import Round, pack_round, round_shapes
 from jaxspec.methods.core.sequence import SequenceState
-from jaxspec.methods.core.verify import Draft, batch_rows, draft_shapes, judge_batch, match
+from jaxspec.methods.core.verify import Draft, batch_rows, decode_steps, draft_shapes, judge_batch, match
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.program import Program
@@ -37,8 +38,7 @@ class ConstrainedPasses:
 
         ConfigError: the target's layers are streamed.
         """
-        if not isinstance(executor, ResidentExecutor):
-            raise ConfigError("structured_outputs need a target whose layers stay on the devices: leave out offload")
+        executor = _resident(executor)
         target, verified, max_path, reply = executor.placement, executor.verified, executor.max_path, executor.reply
         self.num_rows, self.max_path = num_rows, max_path
         self._columns = target.padded_vocab
@@ -60,27 +60,16 @@ class ConstrainedPasses:
             # The next round without a constraint counts its drafts anew.
             return dataclasses.replace(state, idle=jnp.int32(0)), reply(verified) if reply else verified, round_
 
-        def step(params, state, draft, request, masks):
-            state, hidden, states = run(params, state, draft)
-            return choose(params, state, draft, request, hidden, states, masks)
-
         draft, width = draft_shapes(target, num_rows), target.cfg.embed_dim
         hidden = target.array((num_rows, width), jnp.float32)
         states = target.array((num_rows, len(layers) * width), jnp.float32) if layers else None
         masks = target.array((num_rows, -(-self._columns // 32)), jnp.uint32)
-        args, out = [target.params(), executor.state, draft], (executor.state, verified, round_shapes(target, max_path))
-        request = request_shapes(target)
-        self.programs: Sequence[Program]
-        if num_rows == 1:  # the mask of the root is known before the pass: one dispatch does
-            args += [request, masks]
-            self.programs = (Program("constrained step", step, target.plan, args, out, donate=[1]),)
-            return
-        self.programs = (
-            Program("constrained pass", run, target.plan, args, (executor.state, hidden, states), donate=[1]),
-            Program(
-                "constrained choice", choose, target.plan, [*args, request, hidden, states, masks], out, donate=[1]
-            ),
-        )
+        args = [target.params(), executor.state, draft]
+        self._run = Program("constrained pass", run, target.plan, args, (executor.state, hidden, states), donate=[1])
+        args = [*args, request_shapes(target), hidden, states, masks]
+        out = executor.state, verified, round_shapes(target, max_path)
+        self._choose = Program("constrained choice", choose, target.plan, args, out, donate=[1])
+        self.programs: Sequence[Program] = (self._run, self._choose)
 
     def verify(
         self, params: Params, state: SequenceState, draft: Draft, request: Request, matcher: "Matcher"
@@ -89,20 +78,52 @@ class ConstrainedPasses:
 
         The second result has the form of the executor's `verified`.
         """
-        token, parent = np.asarray(draft.batch.token), np.asarray(draft.batch.parent)
-        if self.num_rows == 1:
-            (step,) = self.programs
-            return step(params, state, draft, request, matcher.masks(token, parent, self._columns))
-        run, choose = self.programs
-        state, hidden, states = run(params, state, draft)
-        masks = matcher.masks(token, parent, self._columns)
-        return choose(params, state, draft, request, hidden, states, masks)
+        state, hidden, states = self._run(params, state, draft)
+        masks = matcher.masks(np.asarray(draft.batch.token), np.asarray(draft.batch.parent), self._columns)
+        return self._choose(params, state, draft, request, hidden, states, masks)
 
     def chain(self, root: int, tokens: Sequence[int], passes: int = 0) -> Draft:
-        """A batch, on the host, of tokens below the root that follow each other; none for plain decoding."""
+        """A batch, on the host, of tokens below the root that follow each other."""
         row, count = np.arange(self.num_rows, dtype=np.int32), 1 + len(tokens)
         token = np.zeros(self.num_rows, np.int32)
         token[:count] = [root, *tokens]
         used = row < count
         batch = Batch(token, np.where(used, np.maximum(row - 1, 0), row), np.where(used, row, 0), np.int32(count))  # pyright: ignore
         return Draft(batch, np.int32(passes))  # pyright: ignore[reportArgumentType]
+
+
+class ConstrainedSteps:
+    """Plain decoding under a constraint: at most `steps` tokens a dispatch, all but the last one forced."""
+
+    def __init__(self, executor: TargetExecutor, steps: int):
+        """Declare the program; ConfigError: the target's layers are streamed."""
+        executor = _resident(executor)
+        target, max_path = executor.placement, executor.max_path
+        self._steps, self._columns = steps, target.padded_vocab
+
+        def run(params, state, request, masks, count):
+            state, verified = decode_steps(params, target, state, request, count, max_path, masks=masks)
+            return state, pack_round(verified, 0, 0, 0)
+
+        masks = target.array((steps, -(-self._columns // 32)), jnp.uint32)
+        args = [target.params(), executor.state, request_shapes(target), masks, target.array((), jnp.int32)]
+        out = executor.state, round_shapes(target, max_path)
+        self.programs: Sequence[Program] = (Program("constrained decode", run, target.plan, args, out, donate=[1]),)
+
+    def decode(
+        self, params: Params, state: SequenceState, request: Request, matcher: "Matcher", root: int
+    ) -> tuple[SequenceState, Round]:
+        """Decode the forced tokens after the root, and one more; `state` is donated."""
+        path = [root, *matcher.chain(self._steps - 1)]
+        parent = np.arange(self._steps, dtype=np.int32)
+        parent[1 : len(path)] -= 1
+        token = np.pad(np.array(path, np.int32), (0, self._steps - len(path)))
+        return self.programs[0](
+            params, state, request, matcher.masks(token, parent, self._columns), np.int32(len(path))
+        )
+
+
+def _resident(executor: TargetExecutor) -> ResidentExecutor:
+    if not isinstance(executor, ResidentExecutor):
+        raise ConfigError("structured_outputs need a target whose layers stay on the devices: leave out offload")
+    return executor

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.constrained import ConstrainedPasses
+from jaxspec.methods.core.constrained import ConstrainedPasses, ConstrainedSteps
 from jaxspec.methods.core.drafter import Drafter, Pending, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
 from jaxspec.methods.core.round import (
@@ -111,7 +111,7 @@ class Runner(abc.ABC):
         """
 
     @abc.abstractmethod
-    def constrain(self) -> ConstrainedPasses:
+    def constrain(self) -> ConstrainedPasses | ConstrainedSteps:
         """The passes of rounds under a constraint, declared when first asked for.
 
         ConfigError: its placement has none.

@@ -96,16 +96,22 @@ def count_idle(idle: Array, alone: Array, verified: Verified) -> Array:
 
 def decode_steps(
     params: Params, target: Placement, state: SequenceState, request: Request, steps: Array | int, max_path: int,
-    layers: tuple[int, ...] = (),
+    layers: tuple[int, ...] = (), masks: Array | None = None,
 ) -> tuple[SequenceState, Verified]:  # fmt: skip
-    """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` see `verify`."""
+    """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` see `verify`.
+
+    `masks`, uint32 [>= steps, words], say which tokens each step may take (`allow`); None allows all of them.
+    """
 
     before = state.history
 
     def step(index: Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
         state, verified = done
         history = extend_history(before, verified.tokens, verified.count, request.processors, target.vocab)
-        state, logprob, ranked, states = next_token(params, target, state, request, history, layers)
+        state, logprob, ranked, states = next_token(
+            params, target, state, request, history, layers,
+            None if masks is None else jax.lax.dynamic_slice_in_dim(masks, index, 1),
+        )  # fmt: skip
         kept = verified.states
         return state, dataclasses.replace(
             verified,
@@ -128,29 +134,32 @@ def decode_steps(
 
 def next_token(
     params: Params, target: Placement, state: SequenceState, request: Request, history: History,
-    layers: tuple[int, ...] = (),
+    layers: tuple[int, ...] = (), mask: Array | None = None,
 ) -> tuple[SequenceState, Array, tuple[Array, Array], Array | None]:  # fmt: skip
     """Run the root through the target and draw the token after it, the new root; for one shard.
 
     The root sits at position n - 1, which is the cache's length; the new token gets absolute position n. `history`
-    holds the text up to the root; that of the state stays as it is. Returns the state; the token's log-probability
-    under the processed distribution, float32 []; the most probable tokens in its place with theirs, [1, K] each, see
-    `rank_tokens`; and the root's hidden states of `layers`, None for none.
+    holds the text up to the root; that of the state stays as it is; `mask`, uint32 [1, words], is that of `allow`.
+    Returns the state; the token's log-probability under the processed distribution, float32 []; the most probable
+    tokens in its place with theirs, [1, K] each, see `rank_tokens`; and the root's hidden states of `layers`, None for
+    none.
     """
     position = state.cache.length[None]
     hidden, cache, states = forward_with_states(
         params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool), layers
     )
-    return *take_token(params, target, state, request, history, hidden, cache), states
+    return *take_token(params, target, state, request, history, hidden, cache, mask), states
 
 
 def take_token(
     params: Params, target: Placement, state: SequenceState, request: Request, history: History, hidden: Array,
-    cache: KVCache,
+    cache: KVCache, mask: Array | None = None,
 ) -> tuple[SequenceState, Array, tuple[Array, Array]]:  # fmt: skip
     """The steps of `next_token` after the pass: `hidden` float32 [1, D] is its result, `cache` has its row written."""
     position = state.cache.length[None]
     logits = vocab_logits(params, target.cfg, hidden)
+    if mask is not None:
+        logits = allow(logits, mask, target.vocab)
     seen, counts = history.seen[None], history.counts[None]
     processors, vocab = request.processors, target.vocab
     token, logprob = choose(logits, processors, seen, counts, request.key, position + 1, vocab)
