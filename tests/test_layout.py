@@ -15,7 +15,7 @@ REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 BUDGETS = {
     "jaxspec": 37_150,
     "jaxspec/*.py": 3_260,
-    "jaxspec/methods": 7_230,
+    "jaxspec/methods": 7_260,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 4_740,
     "jaxspec/offload": 2_215,
@@ -25,7 +25,7 @@ BUDGETS = {
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_240,
     "pallas_kernels": 6_580,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
-    "tools": 9_660,
+    "tools": 9_790,
     "tests": 36_420,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
