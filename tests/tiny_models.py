@@ -90,6 +90,10 @@ MORE_FAMILIES: dict[str, ModelConfig] = {
         kinds=LayerKinds(12, 3, sharing=2, sharing_mlp_dim=140, inputs_dim=5),
     ),
     "gemma4-large": dataclasses.replace(_BASE, **_GEMMA4, kinds=LayerKinds(12, 1, keys_are_values=True)),
+    "qwen3.5": dataclasses.replace(
+        _BASE, family="qwen3_5_text", num_layers=4, qk_norm=True, attention_gate=True, rope=RopeConfig(partial=0.5),
+        recurrent=RecurrentConfig("delta", (True, True, False, True), 4, 2, 0, 6, 16, 12),
+    ),
 }  # fmt: skip
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
 

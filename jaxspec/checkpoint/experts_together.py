@@ -97,6 +97,8 @@ def split_experts(
     Raises:
       CheckpointError: a tensor has another type or shape, or codes without scales.
     """
+    if cfg.experts is not None and FAMILIES[cfg.family].experts_by_rows:
+        return _split_rows(path, tensors, cfg, cut)
     if cfg.experts is None or not FAMILIES[cfg.family].experts_together:
         return dict(tensors)
     layouts, split = _layouts(cfg), {}
@@ -109,6 +111,29 @@ def split_experts(
         _check(path, name, tensor, (cfg.experts.count, *layout.shape), layout, tensors)
         for made, offset, size, view in _parts(layout, cfg.experts.count):
             split[f"{prefix}{infix}{made}"] = cut(tensor, offset, size, view)
+    return split
+
+
+def _split_rows(
+    path: Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, cut: Callable[[Tensor, int, int, View], Tensor]
+) -> dict[str, Tensor]:
+    """`split_experts` of tensors `[E, 2F, D]`, gates first, and `[E, D, F]`: their parts lie one after the other."""
+    assert cfg.experts is not None
+    E, D, F = cfg.experts.count, cfg.embed_dim, cfg.experts.dim
+    known = {"gate_up_proj": (("gate_proj", "up_proj"), (F, D)), "down_proj": (("down_proj",), (D, F))}
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".mlp.experts.")
+        if part not in known:
+            split[name] = tensor
+            continue
+        parts, shape = known[part]
+        wanted, size = (E, len(parts) * shape[0], shape[1]), math.prod(shape)
+        if tensor.shape != wanted:
+            raise CheckpointError(f"{path}: {name!r} is {list(tensor.shape)}, not {list(wanted)}")
+        for place in range(E * len(parts)):
+            made = f"{prefix}.mlp.experts.{place // len(parts)}.{parts[place % len(parts)]}.weight"
+            split[made] = cut(tensor, place * size, size, View(shape, 0, 0, 1, False))
     return split
 
 

@@ -94,6 +94,8 @@ class HFSource:
         raw = read_json(path / CONFIG_FILE)
         raw, self._tensors = text_part(path / CONFIG_FILE, raw, self._find_tensors())
         self.config = self._describe_model(raw)
+        left_out = FAMILIES[self.config.family].left_out
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if not name.startswith(left_out)}
         self._tensors = split_experts(path, self._tensors, self.config, _cut_view)
         self._tensors = split_fused(self._tensors, self.config, _cut)
         scheme = find_scheme(path, raw, path / CONFIG_FILE)
@@ -193,7 +195,7 @@ class HFSource:
             dimension, start, stop = part
             array = array[start:stop] if dimension == 0 else array[:, start:stop]
         count_read(array)
-        if self._norm_offset and name.endswith("norm.weight"):
+        if self._norm_offset and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
             return array.astype(np.float32) + np.float32(self._norm_offset)
         return array
 

@@ -211,6 +211,28 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
             return assemble
 
         rows, channels = heads * recurrent.projected_width, heads * recurrent.input_width
+        if recurrent.kind == "delta":
+            part, count, values = "linear_attn", recurrent.value_heads, heads * width
+            split = by_head(recurrent.key_dim, recurrent.key_dim, width)
+            vector = {"assemble": lambda arrays: -np.exp(arrays[0].astype(np.float32))}
+            if family.fuses_recurrent:
+                both = (name_of(layer, f"{part}.in_proj_qkvz"), (rows + values, D))
+                heads_of = lambda arrays: arrays[0].reshape(heads, -1, *arrays[0].shape[1:])  # noqa: E731
+                ends = recurrent.projected_width
+                add(f"{leaf}.mix_in", both, assemble=lambda arrays: heads_of(arrays)[:, :ends])
+                add(f"{leaf}.mix_gate", both, assemble=lambda arrays: heads_of(arrays)[:, ends:])
+                add(f"{leaf}.mix_rates", (name_of(layer, f"{part}.in_proj_ba"), (2 * count, D)))
+            else:
+                add(f"{leaf}.mix_in", (name_of(layer, f"{part}.in_proj_qkv"), (rows, D)), assemble=split)
+                add(f"{leaf}.mix_gate", (name_of(layer, f"{part}.in_proj_z"), (values, D)))
+                rates = [(name_of(layer, f"{part}.in_proj_{name}"), (count, D)) for name in "ba"]
+                add(f"{leaf}.mix_rates", *rates, assemble=by_head(recurrent.group, recurrent.group))
+            add(f"{leaf}.conv", (name_of(layer, f"{part}.conv1d"), (channels, 1, recurrent.taps)), assemble=split)
+            add(f"{leaf}.decay", (f"model.layers.{layer}.{part}.A_log", (count,)), **vector)
+            add(f"{leaf}.decay_bias", (f"model.layers.{layer}.{part}.dt_bias", (count,)))
+            add(f"{leaf}.mix_norm", (name_of(layer, f"{part}.norm"), (recurrent.value_dim,)))
+            add(f"{leaf}.out", (name_of(layer, f"{part}.out_proj"), (D, values)))
+            return
         add(f"{leaf}.mix_in", (name_of(layer, "conv.in_proj"), (rows, D)), assemble=by_head(*(width,) * 3))
         add(f"{leaf}.conv", (name_of(layer, "conv.conv"), (channels, 1, recurrent.taps)))
         add(f"{leaf}.out", (name_of(layer, "conv.out_proj"), (D, heads * width)))
@@ -220,11 +242,23 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
         leaf, inputs, (K, H) = f"layers.{index}", cfg.attention_inputs(index), cfg.layer_heads(index)
         G = cfg.num_heads // K
         order = rotary_order(cfg.layer_rope(index), H, family.rotary_neighbours)
-        group = functools.partial(group_heads, H=H, order=order)
+        group: Callable[..., np.ndarray] = functools.partial(group_heads, H=H, order=order)
         heads = {"q_proj": K * G * H, "k_proj": K * H, "v_proj": K * H}
         qkv = [(name_of(index, f"self_attn.{name}"), (rows, inputs)) for name, rows in heads.items()]
         if kinds is not None and kinds.keys_are_values and cfg.window(index) is None:
             qkv[2] = qkv[1]
+        if cfg.attention_gate:  # per head a query, then a gate
+            both, ungated = (qkv[0][0], (2 * K * G * H, inputs)), group
+            qkv[0] = both
+            halves = lambda array: array.reshape(K * G, 2, H, *array.shape[1:]).swapaxes(0, 1)  # noqa: E731
+            take = lambda array, half: halves(array)[half].reshape(K * G * H, *array.shape[1:])  # noqa: E731
+            add(f"{leaf}.attn_gate", both, assemble=lambda arrays: take(arrays[0], 1))
+
+            def group_queries(arrays: Sequence[np.ndarray], **how: Any) -> np.ndarray:
+                queries = len(arrays) == 3 or how.get("per_head", 1) == G and arrays[0].shape[0] == 2 * K * G * H
+                return ungated([take(arrays[0], 0), *arrays[1:]] if queries else arrays, **how)
+
+            group = group_queries
         if cfg.shares_keys(index):
             add(f"{leaf}.qkv", qkv[0], assemble=functools.partial(group, per_head=G))
         elif f"{leaf}.qkv" in infos:

@@ -15,6 +15,8 @@ from jaxspec.errors import CheckpointError, one_line
 _WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {},
     "gemma4": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
     "gemma3": {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
         "max_position_embeddings": 131072,

@@ -68,6 +68,7 @@ class ModelConfig:
     * `out_bias` of attention's output projection.
     * `recurrent` replaces attention in some layers.
     * `kinds`: layers without a sliding window have other widths, and the last ones share keys.
+    * `attention_gate`: each query head's result is multiplied by the sigmoid of a projection of its own.
     """
 
     family: str
@@ -107,6 +108,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     recurrent: RecurrentConfig | None = None
     kinds: LayerKinds | None = None
+    attention_gate: bool = False
 
     def __post_init__(self):
         """Refuse geometries that cannot be built, naming both numbers."""
@@ -272,7 +274,7 @@ class ModelConfig:
 _LATER_FIELDS = (
     "units", "embed_scale", "activation", "norms", "wide_qk_norm", "query_scale", "attention_softcap", "logit_softcap",
     "local_rope", "experts", "attention_sinks", "out_bias", "features", "nope_layers", "query_growth", "residual_scale",
-    "logit_scale", "recurrent", "kinds",
+    "logit_scale", "recurrent", "kinds", "attention_gate",
 )  # fmt: skip
 _LATER_ROPE_FIELDS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors", "partial")
 _LATER_EXPERTS_FIELDS = ("chosen_scores", "biases", "limit", "alpha")

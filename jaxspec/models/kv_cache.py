@@ -64,7 +64,12 @@ def init_recurrent(cfg: ModelConfig, heads: int) -> tuple[RecurrentRows, ...]:
 
 def rewind_cache(cache: KVCache, length: jax.Array) -> KVCache:
     """A cache of a longer text, cut to its first `length` tokens, of which `can_rewind` is true."""
-    return dataclasses.replace(cache, length=length)
+    if not cache.recurrent or cache.recurrent[0].state is None:
+        return dataclasses.replace(cache, length=length)
+    # Before the first rows of a text there is no state.
+    fresh = block_start(length) == 0
+    layers = tuple(dataclasses.replace(layer, state=jnp.where(fresh, 0.0, layer.state)) for layer in cache.recurrent)
+    return dataclasses.replace(cache, length=length, recurrent=layers)
 
 
 def can_rewind(cfg: ModelConfig, length: int, kept: int) -> bool:

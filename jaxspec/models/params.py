@@ -117,6 +117,9 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
         G = N // K
         layer = {"qkv": declare_qkv(f"{name}.qkv"), "out": declare_out(f"{name}.out")}
         layer |= declare_orders(name, qkv=cfg.attention_inputs(index), out=K * G * H)
+        if cfg.attention_gate:
+            gate, axes = f"{name}.attn_gate", ("kv_heads", QUERY_ROWS, None, "embed")
+            layer["attn_gate"] = _declare_weight(gate, storage.type_of(gate), (K, G, H, D), axes, group=G)
         if cfg.qkv_bias:
             layer["qkv_bias"] = ArrayInfo((K, G + 2, H), jnp.float32, ("kv_heads", QKV_ROWS, None), group=G)
         if cfg.out_bias:

@@ -126,7 +126,7 @@ def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
 def mixing_weights(cfg: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of the weights of a layer's attention, or of the recurrent block in its place."""
     if cfg.recurrent is None or not cfg.is_recurrent(layer):
-        return ("qkv", "out")
+        return ("qkv", "attn_gate", "out") if cfg.attention_gate else ("qkv", "out")
     return ("mix_in", "mix_gate", "out") if cfg.recurrent.kind == "delta" else ("mix_in", "out")
 
 

@@ -3,7 +3,10 @@
 A short convolution mixes a row's inputs with those of the rows before it. Such a layer keeps the inputs of rows as
 attention keeps keys: a row that is rejected is never read again, and a row's predecessors are its ancestors in the
 tree. Rows are kept from `block_start` on, a function of the committed length alone. So what a row reads depends on its
-position and its ancestors, not on the passes in which they ran.
+position and its ancestors, not on the passes in which they ran. A gated delta net also keeps the state before those
+rows (`jaxspec/models/delta_rule.py`).
+
+Letters: Hk key heads, g value heads of each, K and V widths of a key and a value head, R kept rows, B `BLOCK`.
 """
 
 import dataclasses
@@ -24,11 +27,13 @@ class RecurrentConfig:
     """The recurrent blocks of a model, which are alike.
 
     Attributes:
-      kind: "convolution" is LFM2's: `out(C * conv(B * x))`, where B, C and x are projections of a row.
+      kind: "convolution" is LFM2's: `out(C * conv(B * x))`, where B, C and x are projections of a row. "delta" is a
+        gated delta net: queries, keys and values pass the convolution, then the gated delta rule.
       layers: those that have one; the others have attention.
       taps: width of the short convolution, the row itself included.
       key_heads: Hk; the parts of the channels that several devices share.
-      channels: of a key head: what the convolution takes, and what a convolution block gives.
+      channels: of "convolution", those of a key head.
+      value_heads, key_dim, value_dim: of "delta": Hv, a multiple of Hk; K and V.
     """
 
     kind: Literal["convolution", "delta"]
@@ -42,36 +47,39 @@ class RecurrentConfig:
 
     def __post_init__(self):
         """Refuse sizes that cannot be built."""
-        for name in ("key_heads", "channels"):
+        own = ("channels",) if self.kind == "convolution" else ("value_heads", "key_dim", "value_dim")
+        for name in ("key_heads", *own):
             if not 0 < getattr(self, name) < 2**31:
                 raise ConfigError(f"recurrent {name} must be positive, got {getattr(self, name)}")
         if not 2 <= self.taps < BLOCK:
             raise ConfigError(f"recurrent taps must lie between 2 and {BLOCK - 1}, got {self.taps}")
+        if self.value_heads % self.key_heads:
+            raise ConfigError(f"value_heads {self.value_heads} is not a multiple of key_heads {self.key_heads}")
 
     @property
     def input_width(self) -> int:
-        """What the convolution takes of a key head."""
-        return self.channels
+        """What the convolution takes of a key head: of "delta" a query, a key and the values."""
+        return self.channels if self.kind == "convolution" else 2 * self.key_dim + self.result_width
 
     @property
     def projected_width(self) -> int:
         """Rows of a key head in `mix_in`."""
-        return 3 * self.channels
+        return 3 * self.channels if self.kind == "convolution" else self.input_width
 
     @property
     def result_width(self) -> int:
         """What a key head gives to `out`."""
-        return self.channels
+        return self.channels if self.kind == "convolution" else self.group * self.value_dim
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
-        return 1
+        """g: value heads of a key head."""
+        return self.value_heads // self.key_heads
 
     @property
     def window_rows(self) -> int:
-        """The largest tree window."""
-        return 1024
+        """The largest tree window; rows of a convolution are small."""
+        return 1024 if self.kind == "convolution" else 128
 
     @property
     def rows(self) -> int:
@@ -84,14 +92,21 @@ class RecurrentRows:
     """A recurrent layer's part of a cache: row i is that of position `block_start(length) + i`, or of the tree window.
 
     Attributes:
-      inputs: of the short convolution, float32 `[Hk, R, channels]`.
+      inputs: of the short convolution, float32 `[Hk, R, n]`.
+      key, value, decay: of "delta", float32 `[Hk, R, K]`, `[Hk, R, g V]` (corrected, the u of the rule), `[Hk, R, g]`.
+      state: of "delta", float32 `[Hk, K, g V]`, before the first row.
     """
 
     inputs: Any
+    key: Any = None
+    value: Any = None
+    decay: Any = None
+    state: Any = None
 
     def rows(self) -> dict[str, jax.Array]:
         """The arrays that have a row for each kept row, `[Hk, R, n]`."""
-        return {"inputs": self.inputs}
+        names = ("inputs", "key", "value", "decay")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_rows(self, rows: dict[str, jax.Array]) -> "RecurrentRows":
         """The same with other rows."""
@@ -116,7 +131,11 @@ def refuse_window(cfg: RecurrentConfig, slots: int) -> None:
 
 def rows_shapes(cfg: RecurrentConfig, heads: int) -> RecurrentRows:
     """Shapes of one layer's rows for so many key heads."""
-    return RecurrentRows(inputs=(heads, cfg.rows, cfg.input_width))
+    inputs = (heads, cfg.rows, cfg.input_width)
+    if cfg.kind == "convolution":
+        return RecurrentRows(inputs)
+    key, value, decay = ((heads, cfg.rows, width) for width in (cfg.key_dim, cfg.result_width, cfg.group))
+    return RecurrentRows(inputs, key, value, decay, (heads, cfg.key_dim, cfg.result_width))
 
 
 def block_start(length: jax.Array) -> jax.Array:
@@ -162,11 +181,13 @@ def convolve(weight: jax.Array, rows: jax.Array, new: jax.Array, before: jax.Arr
     `rows` `[Hk, R, n]` are the kept ones, those of the pass included; `before` `[taps - 1, T]` is of `predecessors`.
     """
     taken = jnp.take(rows, jnp.maximum(before, 0), axis=1, mode="clip")  # [Hk, taps - 1, T, n]
-    taken = jnp.where((before >= 0)[None, :, :, None], taken, 0.0)
-    out = taken[:, 0].swapaxes(0, 1) * weight[:, :, 0]
+    # Selected after they are multiplied: else the compiler may round either of two products that are added alone.
+    weighted = taken * weight[:, :, :-1].transpose(0, 2, 1)[:, :, None]
+    weighted = jnp.where((before >= 0)[None, :, :, None], weighted, 0.0)
+    out = weighted[:, 0]
     for tap in range(1, before.shape[0]):
-        out = out + taken[:, tap].swapaxes(0, 1) * weight[:, :, tap]
-    return out + new * weight[:, :, -1]
+        out = out + weighted[:, tap]
+    return out.swapaxes(0, 1) + new * weight[:, :, -1]
 
 
 def commit_chunk(rows: jax.Array, new: jax.Array, length: jax.Array, count: jax.Array) -> jax.Array:
@@ -178,20 +199,53 @@ def commit_chunk(rows: jax.Array, new: jax.Array, length: jax.Array, count: jax.
 
 
 def commit_window(
-    layers: tuple[RecurrentRows, ...], length: jax.Array, count: jax.Array, branches: bool
+    layers: tuple[RecurrentRows, ...], length: jax.Array, count: jax.Array, in_steps: bool
 ) -> tuple[RecurrentRows, ...]:
     """The rows of all layers after the first `count` rows of the tree window, which follow `length` rows.
 
-    `branches` is whether a branch is cheap.
+    With `in_steps` rows are folded one after the other, and only where a block ends: bits follow from the position.
     """
-
-    def advance(layers: tuple[RecurrentRows, ...]) -> tuple[RecurrentRows, ...]:
-        roll = lambda array: jnp.roll(array, -BLOCK, axis=1)  # noqa: E731
-        return tuple(layer.with_rows(jax.tree.map(roll, layer.rows())) for layer in layers)
-
     start, end = block_start(length), block_start(length + count)
-    if branches:
-        step = lambda carry: (carry[0] + BLOCK, advance(carry[1]))  # noqa: E731
+    if in_steps:
+        step = lambda carry: (carry[0] + BLOCK, tuple(advance(layer, length) for layer in carry[1]))  # noqa: E731
         return jax.lax.while_loop(lambda carry: carry[0] < end, step, (start, layers))[1]
-    moved = advance(layers)
+    moved = tuple(advance(layer, length, at_once=True) for layer in layers)
     return jax.tree.map(lambda old, new: jnp.where(start < end, new, old), layers, moved)
+
+
+def advance(layer: RecurrentRows, length: jax.Array, at_once: bool = False) -> RecurrentRows:
+    """The rows without the first block, which the state takes in; `length` is any number that is not negative."""
+    rows = {name: jnp.roll(array, -BLOCK, axis=1) for name, array in layer.rows().items()}
+    folded = None if layer.state is None else fold(layer, loop_turns(length, BLOCK), at_once)
+    return dataclasses.replace(layer.with_rows(rows), state=folded)
+
+
+def loop_turns(length: jax.Array, count: int) -> jax.Array:
+    """`count`, where `length` is not negative, but no constant: a loop of so many turns stays one in every program.
+
+    What XLA unrolls or merges with its surroundings may be rounded otherwise there.
+    """
+    return jnp.where(length < 0, 0, jnp.int32(count))
+
+
+def fold(layer: RecurrentRows, count: jax.Array, at_once: bool = False) -> jax.Array:
+    """The state after the first `count` rows; `at_once` by one product over all rows of a block."""
+    group = layer.decay.shape[2]
+    state = layer.state.reshape(*layer.state.shape[:2], group, -1)  # [Hk, K, g, V]
+    values = layer.value.reshape(*layer.value.shape[:2], group, -1)
+    if at_once:
+        decay = layer.decay[:, :BLOCK]
+        after = jnp.cumprod(decay[:, ::-1], axis=1)[:, ::-1]  # of a row and those after it
+        later = jnp.concatenate([after[:, 1:], jnp.ones_like(after[:, :1])], axis=1)
+        added = jnp.einsum("hrgv,hrk->hkgv", values[:, :BLOCK] * later[..., None], layer.key[:, :BLOCK])
+        return (state * after[:, 0, None, :, None] + added).reshape(layer.state.shape)
+
+    def add(row: jax.Array, state: jax.Array) -> jax.Array:
+        key, value, decay = (
+            jax.lax.dynamic_index_in_dim(array, row, 1, keepdims=False) for array in (layer.key, values, layer.decay)
+        )
+        # Of two products that are added, the compiler rounds either one alone; a selected one is never that one.
+        added = jnp.where(row < count, value[:, None] * key[:, :, None, None], 0.0)
+        return decay[:, None, :, None] * state + added
+
+    return jax.lax.fori_loop(0, count, add, state).reshape(layer.state.shape)

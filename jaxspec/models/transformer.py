@@ -391,6 +391,10 @@ def _run_layer(
         normed = norm_input(layer, cfg, "attn_norm", x) if joined is None else x
         return project(layer, cfg, normed if joined is not None else convolve(layer, "attn", normed), active_rows)
 
+    def gate_rows(active_rows, x):
+        rows = norm_input(layer, cfg, "attn_norm", x) if joined is None else x
+        return multiply_heads(layer["attn_gate"], rows, active_rows)
+
     def attend_each(qkv, key, value, sinks):
         cos, sin = rope
         tree = (None, None, None) if window is None else (window.mask, position, window.offset)
@@ -405,7 +409,15 @@ def _run_layer(
         if recurrent:
             with jax.named_scope("recurrent"):
                 heads, rows = mix_rows_in_time(
-                    layer, cfg, norm_input(layer, cfg, "attn_norm", x), key[0], length, window, active_rows, count
+                    layer,
+                    cfg,
+                    norm_input(layer, cfg, "attn_norm", x),
+                    key[0],
+                    length,
+                    position,
+                    window,
+                    active_rows,
+                    count,
                 )
                 return heads, (rows,), value
         with jax.named_scope("attention"):
@@ -424,9 +436,12 @@ def _run_layer(
                 factor = query_factors(cfg, position)
                 kinds = tuple(scale_queries(qkv, factor) for qkv in kinds)
             done = [attend_each(*kind) for kind in zip(kinds, key, value, split_sinks(layer, kinds), strict=True)]
-            heads = [kind.reshape(kind.shape[0], -1, kind.shape[-1]) for kind, _, _ in done]
+            heads = jnp.concatenate([kind.reshape(kind.shape[0], -1, kind.shape[-1]) for kind, _, _ in done], axis=1)
             to_lend.extend(kind[:, :, -2:] for kind in kinds[:1] if lends)
-            return jnp.concatenate(heads, axis=1), tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
+            if "attn_gate" in layer:
+                gate = map_active_rows(gate_rows, active_rows, x if joined is None else joined)
+                heads = heads * jax.nn.sigmoid(gate.reshape(heads.shape))
+            return heads, tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
 
     def add_attention(active_rows, x, heads):
         result = project_out(layer, heads, active_rows, linear_over_devices)

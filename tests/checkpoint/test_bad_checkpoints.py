@@ -85,7 +85,7 @@ ROPE_FREQS = np.ones(4, np.float32)
 BAD_GGUF_MODELS = {
     "no architecture": (CheckpointError, dict(changes={"general.architecture": 7}), "architecture"),
     "architecture": (CheckpointError, dict(architecture="gpt2"), "architecture 'gpt2' is not supported; supported"),
-    "recurrent": (CheckpointError, dict(architecture="qwen35"), "'qwen35' is not supported; its recurrent layers"),
+    "recurrent": (CheckpointError, dict(architecture="qwen35"), "'qwen35' is not supported; its GGUF files"),
     "split": (CheckpointError, dict(changes={"split.count": 3}), "one of 3 parts of a split GGUF"),
     "missing key": (CheckpointError, dict(changes={"llama.block_count": None}), "lacks llama.block_count"),
     "layers absurd": (CheckpointError, dict(changes={"llama.block_count": 2**30}), "1073741824 layers"),
@@ -145,7 +145,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_fr
 BAD_CONFIGS = {
     "family": (ConfigError, {"model_type": "gpt2"}, "model_type is 'gpt2'"),
     "latent attention": (ConfigError, {"model_type": "deepseek_v3"}, "is 'deepseek_v3'; its latent attention"),
-    "recurrent": (ConfigError, {"model_type": "qwen3_5", "text_config": {}}, "is 'qwen3_5'; its recurrent layers"),
+    "recurrent": (ConfigError, {"model_type": "falcon_h1"}, "is 'falcon_h1'; its recurrent layers"),
     "convolutions": (ConfigError, {"model_type": "lfm2_moe"}, "is 'lfm2_moe'; its mixture of experts beside"),
     "no settings of the text": (CheckpointError, {"model_type": "gemma4"}, "lacks text_config"),
     "no text model": (CheckpointError, {"model_type": "mistral3"}, "lacks text_config with the model_type"),

@@ -159,7 +159,7 @@ def draft_config(family, geometry):
             sliding, nope = cfg.sliding_layers[:1], cfg.nope_layers[:1]
             kinds = cfg.kinds and dataclasses.replace(cfg.kinds, sharing=0, sharing_mlp_dim=0)
             if cfg.recurrent is not None:  # a layer of each kind
-                recurrent = dataclasses.replace(cfg.recurrent, layers=cfg.recurrent.layers[:2])
+                recurrent = dataclasses.replace(cfg.recurrent, layers=(True, False))
                 return dataclasses.replace(cfg, num_layers=2, recurrent=recurrent)
             cut = dict(sliding_layers=sliding, nope_layers=nope, experts=experts, kinds=kinds)
             return dataclasses.replace(cfg, num_layers=1, **cut)

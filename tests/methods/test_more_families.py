@@ -30,7 +30,7 @@ FAST = [
 # Four devices, on which neither heads nor experts divide.
 WIDE = [
     *(("mixtral", "chain"), ("qwen2-moe", "chain"), ("gemma2", "chain"), ("olmo2", "chain"), ("gemma3", "specexec")),
-    *(("gpt-oss", "chain"), ("exaone4", "chain"), ("lfm2", "chain")),
+    *(("gpt-oss", "chain"), ("exaone4", "chain"), ("lfm2", "chain"), ("qwen3.5", "chain")),
 ]
 
 

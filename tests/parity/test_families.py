@@ -106,7 +106,15 @@ DENSE = {
     "ministral3": (Ministral3, dict(head_dim=12, rope_parameters=MINISTRAL_ROPE)),
     "ministral3-sliding": (Ministral3, dict(head_dim=8, sliding_window=9, rope_parameters=MINISTRAL_ROPE)),
 }  # fmt: skip
-Lfm2 = transformers.Lfm2Config
+Lfm2, Qwen35 = transformers.Lfm2Config, transformers.Qwen3_5TextConfig
+Qwen35Moe, Qwen3Next = transformers.Qwen3_5MoeTextConfig, transformers.Qwen3NextConfig
+DELTA = dict(
+    head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25, mrope_section=[2, 0, 0],
+        mrope_interleaved=True,
+    ),
+)  # fmt: skip
 # Layers with a recurrence between those with attention.
 HYBRID = {
     "lfm2": (Lfm2, dict(
@@ -115,6 +123,18 @@ HYBRID = {
     "lfm2-adjusted": (Lfm2, dict(
         num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"], conv_L_cache=4,
         block_multiple_of=16,
+    )),
+    "qwen3.5": (Qwen35, dict(num_hidden_layers=4, **DELTA)),
+    "qwen3.5-moe": (Qwen35Moe, DELTA | QWEN_EXPERTS | dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=30,
+    )),
+    "qwen3-next": (Qwen3Next, DELTA | QWEN_EXPERTS | dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], shared_expert_intermediate_size=30,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+    )),
+    "qwen3.5-one-group": (Qwen35, DELTA | dict(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=3,
+        linear_num_key_heads=3, linear_value_head_dim=12,
     )),
 }  # fmt: skip
 MODELS = DENSE | HYBRID | {
@@ -181,7 +201,9 @@ def make_model(name):
                 parameter.copy_(noise / 2)
             else:
                 # Gemma stores its scales less one.
-                parameter.copy_(noise / 4 + (0 if config.model_type in ("gemma2", "gemma3_text") else 1))
+                less_one = config.model_type in ("gemma2", "gemma3_text")
+                less_one |= hasattr(config, "linear_num_key_heads") and "linear" not in parameter_name
+                parameter.copy_(noise / 4 + (0 if less_one else 1))
     return model
 
 
@@ -205,11 +227,15 @@ def tokens_of(length, seed=0):
 def prefilled_logits(params, cfg, tokens, chunk=None, places=None, slots=SLOTS):
     """Logits at every place, or some: what comes before it prefilled (in chunks), itself decoded."""
 
-    def run(params, tokens):
-        counts = jnp.arange(tokens.shape[0]) if places is None else jnp.array(places)
-        return jax.vmap(lambda count: logits_after(params, cfg, tokens, count, slots, chunk))(counts)
+    counts = np.arange(tokens.shape[0]) if places is None else np.array(places)
+    run = on_one_device(lambda params, tokens, count: logits_after(params, cfg, tokens, count, slots, chunk))
+    if cfg.recurrent is not None and cfg.recurrent.kind == "delta":  # many loops, which a batch makes slow
+        return np.stack([run(params, tokens, jnp.int32(count)) for count in counts])
 
-    return on_one_device(run)(params, tokens)
+    def run_all(params, tokens):
+        return jax.vmap(lambda count: logits_after(params, cfg, tokens, count, slots, chunk))(jnp.array(counts))
+
+    return on_one_device(run_all)(params, tokens)
 
 
 def decoded_logits(params, cfg, tokens, slots=SLOTS):
@@ -270,6 +296,7 @@ WRAPPED = {
     "mistral3": ("Mistral3", "pixtral", Ministral3(**SIZES, head_dim=12, rope_parameters=MINISTRAL_ROPE)),
     "gemma3": ("Gemma3", "siglip_vision_model", Gemma3(**SIZES | GEMMA | dict(num_hidden_layers=7))),
     "gemma4": ("Gemma4", "gemma4_vision", Gemma4(**SIZES | GEMMA4 | dict(pad_token_id=0))),
+    "qwen3_5": ("Qwen3_5", "qwen3_5_vision", Qwen35(**SIZES | DELTA | dict(num_hidden_layers=4))),
 }
 
 
@@ -277,9 +304,11 @@ WRAPPED = {
 def test_the_text_model_beside_a_vision_tower(name, tmp_path, caplog):
     kind, tower, text = WRAPPED[name]
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    if name == "qwen3_5":
+        sizes = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=48)
     vision = transformers.AutoConfig.for_model(tower, **sizes, patch_size=14)
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
-    config.tie_word_embeddings = name != "mistral3"
+    config.tie_word_embeddings = name.startswith("gemma")
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     model.generation_config.eos_token_id = None
@@ -288,7 +317,8 @@ def test_the_text_model_beside_a_vision_tower(name, tmp_path, caplog):
             parameter.add_(torch.randn(parameter.shape) / (4 if parameter.ndim < 2 else parameter.shape[-1] ** 0.5))
     placement, params = open_saved(model, tmp_path)
     projector = "embed_vision" if name == "gemma4" else "multi_modal_projector"
-    assert f"only the text model is loaded; left out: {projector}, vision_tower" in caplog.text
+    left_out = "visual" if name == "qwen3_5" else f"{projector}, vision_tower"
+    assert f"only the text model is loaded; left out: {left_out}" in caplog.text
     tokens = tokens_of(LENGTH)
     assert relative_error(decoded_logits(params, placement.cfg, tokens), reference_logits(model, tokens)) < TOLERANCE
 

@@ -10,15 +10,16 @@ from jaxspec.models.families.base import Family
 _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3", "phi3", "olmo2",
     "gemma4", "gpt_oss", "olmo3", "seed_oss", "smollm3", "exaone4", "glm4", "granite", "granitemoehybrid", "ministral3",
-    "lfm2",
+    "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
 )  # fmt: skip
 
 # Why some types of models and GGUF architectures are not supported, for errors and docs/models.md.
 _REASONS = {
     "its latent attention (MLA) needs a cache without heads":
         "deepseek_v2 deepseek_v3 deepseek_v32 deepseek2 kimi_k2 mistral4",
+    "its GGUF files are not supported yet, Hugging Face folders are": "qwen3next qwen35 qwen35moe",
     "its recurrent layers need a cache that jaxspec lacks":
-        "qwen3_next qwen3next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen35 qwen35moe granitehybrid "
+        "granitehybrid "
         "mamba mamba2 jamba bamba falcon_h1 falcon-h1 nemotron_h",
     "its mixture of experts beside short convolutions is not supported, lfm2 is": "lfm2_moe lfm2moe",
     "its text model is that of gemma4, which is supported, but its folder was never seen":

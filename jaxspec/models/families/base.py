@@ -52,12 +52,20 @@ class Family:
     fuses_gate_up: ClassVar[bool] = False
     # The part of each head that turns where `partial_rotary_factor` is absent; None where all of it must.
     default_partial: ClassVar[float | None] = None
+    # Keys of the rotary settings that change nothing for text.
+    unused_rope_keys: ClassVar[tuple[str, ...]] = ()
     # Whether files hold the two halves of a rotary pair in neighbouring rows of query and key, in every format.
     rotary_neighbours: ClassVar[bool] = False
     # Whether published folders bring code (`auto_map`) that has become transformers' own; it is not run.
     has_published_code: ClassVar[bool] = False
     # Whether a Hugging Face folder has the experts of a layer together (`jaxspec.checkpoint.experts_together`).
     experts_together: ClassVar[bool] = False
+    # Whether it has them together as `[E, 2F, D]`, gates first, and `[E, D, F]`.
+    experts_by_rows: ClassVar[bool] = False
+    # Whether the projections of recurrent layers are two tensors, with the rows of a key head together.
+    fuses_recurrent: ClassVar[bool] = False
+    # Tensors of a Hugging Face folder that its text model does not need begin with one of these.
+    left_out: ClassVar[tuple[str, ...]] = ()
     # Whether the band of yarn scaling of its GGUF files, which do not say it, ends at whole pairs.
     yarn_truncates: ClassVar[bool] = True
     # What transformers' class of the family assumes, for drafts whose files say only what differs; empty where no draft
@@ -116,6 +124,7 @@ class Family:
     def read_rope(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
         """The rotary embedding in `config.json`, as fields of `ModelConfig`."""
         name, rope = find_rope(values)
+        rope = {key: value for key, value in rope.items() if key not in self.unused_rope_keys}
         theta = values.number("rope_theta", default=self.default_theta)
         settings = read_settings(values, name, rope, max_context, theta, whole=self.default_partial is None)
         if self.default_partial is None:

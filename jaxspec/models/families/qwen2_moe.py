@@ -14,6 +14,7 @@ class Qwen2Moe(Family):
     gguf_architecture = "qwen2moe"
     features = {"qkv_bias": True}
     has_shared_expert = True
+    default_renormalise = False
     # What llama.cpp does, whose files do not say it.
     gguf_renormalises = False
 
@@ -31,9 +32,10 @@ class Qwen2Moe(Family):
         if not any(layers) or values.get(count) == 0:
             values.refuse(count, f"a {self.name} model without experts is not supported")
         shared = values.integer("shared_expert_intermediate_size") if self.has_shared_expert else 0
+        renormalise = values.flag("norm_topk_prob", self.default_renormalise)
         experts = read_experts(
-            values, count, values.integer("moe_intermediate_size"), renormalise=values.flag("norm_topk_prob"),
-            shared_dim=shared, layers=() if all(layers) else layers,
+            values, count, values.integer("moe_intermediate_size"), renormalise=renormalise, shared_dim=shared,
+            layers=() if all(layers) else layers,
         )  # fmt: skip
         return fields | {"experts": experts}
 
