@@ -201,6 +201,8 @@ class EngineConfig:
       draft_devices: devices of their own for the draft, after the target's, for method "swiftspec"; None is one if
         there is one left, else the draft shares the target's.
       draft_platform: platform of the draft's devices, if it is not the target's: "cpu" beside an accelerator.
+      draft_window: most positions that the draft's attention sees; None is what its checkpoint says. Drafts are often
+        trained on short texts: with a window of about that length they stay right, and quick, in long ones.
       max_context: most tokens of prompt plus output; None takes the model's own limit and grows on demand.
       compile_cache: folder of compiled programs; None is the user's cache folder, "" switches it off.
       kernels: "cpu" (native: results do not depend on the number of rows of a pass), "xla", for NVIDIA GPUs
@@ -229,6 +231,7 @@ class EngineConfig:
     target_devices: int | None = setting(None, "Devices that share the model [1].")
     draft_devices: int | None = setting(None, "Devices of the draft model alone, for swiftspec [1 if there is one].")
     draft_platform: str | None = setting(None, "Their platform if not the target's: cpu beside an accelerator.")
+    draft_window: int | None = setting(None, "Most positions that the draft's attention sees [as its checkpoint says].")
     max_context: int | None = setting(None, "Most tokens of prompt plus output [the model's limit].")
     compile_cache: str | None = setting(None, 'Folder of compiled programs; "" for none.')
     kernels: str = setting("auto", f"Kind of kernels: {', '.join(KERNEL_NAMES[:-1])} or {KERNEL_NAMES[-1]}.")
@@ -251,7 +254,8 @@ class EngineConfig:
             if get_origin(hint) is Literal and (not isinstance(value, str) or value not in get_args(hint)):
                 *others, last = get_args(hint)
                 raise ConfigError(f"{name} {shown(value)} is not supported; use {', '.join(others)} or {last}")
-        for name, minimum in (("target_devices", 1), ("draft_devices", 1), ("max_context", 2), ("resident_layers", 0)):
+        least = {"target_devices": 1, "draft_devices": 1, "draft_window": 1, "max_context": 2, "resident_layers": 0}
+        for name, minimum in least.items():
             if (value := getattr(self, name)) is not None:
                 check_int(name, value, minimum)
         for name, minimum in (("session_memory", 0), ("device_memory", 1)):
@@ -280,6 +284,7 @@ class EngineSettings(TypedDict, total=False):
     target_devices: int | None
     draft_devices: int | None
     draft_platform: str | None
+    draft_window: int | None
     max_context: int | None
     compile_cache: str | None
     kernels: str

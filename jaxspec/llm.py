@@ -106,8 +106,8 @@ class LLM:
         `coordinator`. None takes the environment, and is one process if that says nothing. Every process makes the
         same calls, or `follow`s process 0. `target_devices` is all devices then (docs/several-hosts.md).
       **settings: the fields of `EngineConfig`, where they are described: dtype, target_devices, draft_devices,
-        draft_platform, max_context, compile_cache, kernels, numerics, activations, kv_dtype, session_memory,
-        expert_parallel, offload, device_memory, resident_layers.
+        draft_platform, draft_window, max_context, compile_cache, kernels, numerics, activations, kv_dtype,
+        session_memory, expert_parallel, offload, device_memory, resident_layers.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged or incomplete.
@@ -222,6 +222,7 @@ class LLM:
 
     def _assemble(self, opened: OpenModels, method: Method, config: EngineConfig) -> None:
         """Place, compile and load."""
+        opened = opened.limit_draft(config.draft_window)
         self.draft_path = None if opened.draft is None else opened.draft.path
         store = Store(opened.target.path, self._cache_folder)
         plans = plan_meshes(config, method, opened)

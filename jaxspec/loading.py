@@ -88,6 +88,24 @@ class OpenModels:
     is_shipped: bool = False
     tokenizer: Any = None
 
+    def limit_draft(self, window: int | None) -> "OpenModels":
+        """The same with a draft whose attention sees at most `window` positions, where it is not None.
+
+        Raises:
+          ConfigError: there is no draft, or it consists of the target's layers or fills blocks.
+        """
+        if window is None:
+            return self
+        if self.draft is None or self.draft.layers is not None:
+            raise ConfigError("draft_window is for a draft model, and here is none of its own")
+        cfg = self.draft.config
+        if cfg.features is not None and cfg.features.block:
+            raise ConfigError("draft_window is not for drafts that fill blocks: their checkpoints say what they see")
+        if cfg.recurrent is not None or cfg.kinds is not None or cfg.local_rope is not None or cfg.sliding_layers:
+            raise ConfigError("draft_window is for drafts whose layers are alike")
+        cfg = dataclasses.replace(cfg, sliding_window=min(window, cfg.sliding_window or window))
+        return dataclasses.replace(self, draft=dataclasses.replace(self.draft, config=cfg))
+
     def place(
         self, plan: MeshPlan, draft_plan: MeshPlan, dtype: DType, activations: ActivationsSetting = "auto",
         kv_dtype: KVDType = "auto",
