@@ -260,7 +260,9 @@ def export(
             num_bytes = save_head(draft, student.cfg, whole_leaves(trained, student.head))
         else:
             digest = vocabulary_digest(llm.tokenizer.token_strings())
-            num_bytes = save_draft(draft, trained, student.cfg, digest, llm.eos_ids, quantize).num_bytes
+            # Beyond the length at which it was trained, its attention is of no use.
+            cfg = dataclasses.replace(student.cfg, sliding_window=read_settings(run)["length"])
+            num_bytes = save_draft(draft, trained, cfg, digest, llm.eos_ids, quantize).num_bytes
     except JaxspecError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(f"{draft}: {num_bytes / 1e6:.1f} MB")
