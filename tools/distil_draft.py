@@ -261,7 +261,9 @@ def export(
         else:
             digest = vocabulary_digest(llm.tokenizer.token_strings())
             # Beyond the length at which it was trained, its attention is of no use.
-            cfg = dataclasses.replace(student.cfg, sliding_window=read_settings(run)["length"])
+            cfg = student.cfg
+            if cfg.features is None or cfg.features.kind != "block":
+                cfg = dataclasses.replace(cfg, sliding_window=read_settings(run)["length"])
             num_bytes = save_draft(draft, trained, cfg, digest, llm.eos_ids, quantize).num_bytes
     except JaxspecError as error:
         raise typer.BadParameter(str(error)) from error

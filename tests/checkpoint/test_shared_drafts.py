@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -312,6 +313,8 @@ def load(model):
 def uncompiled(monkeypatch):
     """Models load, and do not decode."""
     monkeypatch.setattr(Engine, "prepare", lambda self, tokens=None: 0.0)
+    monkeypatch.setattr("jaxspec.llm.remember_program", lambda *arguments: None)
+    monkeypatch.setattr(Engine, "runner", types.SimpleNamespace(programs=()))
 
 
 def test_a_draft_decodes_with_its_target(tmp_path, load, model, drafts):

@@ -332,6 +332,7 @@ def test_a_trained_draft_that_is_fed_states_loads(command, added, chat_model, ch
     assert "MB" in succeed(command("export", added / "added", tmp_path / "draft"))
     opened = open_weights(tmp_path / "draft")
     cfg, params = newest(added / "added")
+    cfg = dataclasses.replace(cfg, sliding_window=settings_of(added / "added")["length"])
     assert opened.config == cfg and cfg.features.kind == "added"
     assert_same(opened.load(Placement(cfg, plan_mesh(1), np.dtype("float32"))), params)
     assert all(np.abs(np.asarray(params[name])).max() > 0 for name in ("fc", "fc_own"))

@@ -1,5 +1,6 @@
 """Training, what it reaches, and the tool from sampled text to a draft that decodes."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -301,7 +302,8 @@ def test_a_trained_draft_decodes_the_same_tokens(command, chat_model, chat_llm, 
     assert "MB" in succeed(command("export", finished, draft))
     llm = LLM(chat_model, draft=draft, method="chain", dtype="float32")
     settings = settings_of(finished)
-    assert internals(llm).models.draft.cfg == student_config(LLAMA, [0], settings["head_ids"])
+    cfg = dataclasses.replace(student_config(LLAMA, [0], settings["head_ids"]), sliding_window=settings["length"])
+    assert internals(llm).models.draft.cfg == cfg
     assert len(settings["head_ids"]) == 24
     params = restore_params(start(), TrainSettings(steps=6, rows=2), finished / "checkpoints")
     assert_same(params, {name: internals(llm).params.draft[name] for name in params})
