@@ -34,6 +34,11 @@ _GRANITE = dict(embed_scale=4.0, residual_scale=0.5, logit_scale=0.25, query_sca
 _GEMMA = dict(
     activation="gelu", norms="both", embed_scale=8.0, sliding_window=8, sliding_layers=(True, False), tied=True,
 )  # fmt: skip
+_DELTA = dict(
+    qk_norm=True, attention_gate=True, rope=RopeConfig(1e4, partial=0.25), num_layers=4,
+    recurrent=RecurrentConfig("delta", _THREE_OF_FOUR, 4, 2, 0, 4, 16, 16),
+)  # fmt: skip
+_SHARED_EXPERT = {"experts": ExpertsConfig(6, 3, 32, True, 64)}
 # What families differ in, of two layers.
 _FEATURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
@@ -74,6 +79,9 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "granite": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "lfm2": {"qk_norm": True, "tied": True, "recurrent": RecurrentConfig("convolution", (True, False), 3, 4, 16)},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _SHARED_EXPERT,
+    "qwen3_next": _DELTA | _SHARED_EXPERT,
     "ministral3": {"query_growth": 0.25, "rope": RopeConfig(1e6, "yarn", 4.0, original_context=8)},
 }  # fmt: skip
 
@@ -177,6 +185,13 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
         config |= {
             "layer_types": ["conv" if cfg.is_recurrent(i) else "full_attention" for i in range(cfg.num_layers)],
             "conv_L_cache": cfg.recurrent.taps, "norm_eps": cfg.norm_eps, "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
+    if (delta := cfg.recurrent) is not None and delta.kind == "delta":
+        types = ["linear_attention" if cfg.is_recurrent(i) else "full_attention" for i in range(cfg.num_layers)]
+        config |= {
+            "layer_types": types, "linear_conv_kernel_dim": delta.taps,
+            "linear_num_key_heads": delta.key_heads, "linear_num_value_heads": delta.value_heads,
+            "linear_key_head_dim": delta.key_dim, "linear_value_head_dim": delta.value_dim,
         }  # fmt: skip
     if cfg.local_rope is not None and cfg.family not in ("olmo3", "gemma4_text"):
         config["rope_local_base_freq"] = cfg.local_rope.theta

@@ -27,7 +27,7 @@ def main() -> None:
     call, step, send = Program.__call__, Session.step, transfer._send
 
     def logged_call(self, *args):
-        log.append(f"{self.name} on {[device.id for device in self._plan.devices]}")
+        log.append(f"{self.name} on {[device.id for device in self.plan.devices]}")
         return call(self, *args)
 
     def logged_send(array, devices, sharding):

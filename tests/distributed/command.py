@@ -23,7 +23,7 @@ def main() -> None:
 
         return run
 
-    Program.__call__ = logged(Program.__call__, lambda own: f"{own.name} on {[d.id for d in own._plan.devices]}")
+    Program.__call__ = logged(Program.__call__, lambda own: f"{own.name} on {[d.id for d in own.plan.devices]}")
     Engine.prepare = logged(Engine.prepare, lambda own: f"prepare engine {own.number}")
     for name in ("step", "close"):
         setattr(Session, name, logged(getattr(Session, name), lambda own, name=name: f"{name} session {own.number}"))

@@ -380,9 +380,9 @@ def test_bases_that_do_not_fit_are_refused(command, added, tmp_path):
 @pytest.mark.parametrize(
     ("option", "problem"),
     [
-        (("--unroll", 3), "are for --kind eagle3 and added"),
-        (("--states", "1"), "are for --kind eagle3 and added"),
-        (("--keep-states", "states"), "are for --kind eagle3 and added"),
+        (("--unroll", 3), "are for --kind eagle3, added and block"),
+        (("--states", "1"), "are for --kind eagle3, added and block"),
+        (("--keep-states", "states"), "are for --kind eagle3, added and block"),
         (("--learn-head",), "is for --kind eagle3"),
         (("--kind", "added", "--learn-head"), "is for --kind eagle3"),
         (("--kind", "eagle3", "--layers", "1"), "has no layers of the target"),
