@@ -6,7 +6,6 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import eagle_folders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,13 +44,10 @@ from jaxspec.checkpoint.eagle import open_feature_draft
 from jaxspec.checkpoint.load import load_foreign, open_weights
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.methods.core.block import Block, make_table
-from jaxspec.methods.core.drafter import run_verified
 from jaxspec.methods.core.proposals import DraftModel
-from jaxspec.methods.core.sequence import SequenceState
-from jaxspec.models.feature_draft import forward_block, forward_draft, fuse, logits_after, prefill_draft
+from jaxspec.models.feature_draft import forward_block, fuse, logits_after, prefill_draft
 from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.sampling.accept import Verified
 from jaxspec.tree.table import best_prefixes, num_prefixes, pick_distinct
 
 
@@ -79,8 +75,11 @@ def convolved(w, name, normed, rows, side):
     return out
 
 
-def reference(tensors, embed, states, root, causal, first=1, window=None, from_root=False):
-    """What the head sees of the places after a root whose text before it has `states`, [t, n * H]; float64."""
+def reference(tensors, embed, states, root, causal, first=1, window=None, from_root=False, sliding=LAYERS):
+    """What the head sees of the places after a root whose text before it has `states`, [t, n * H]; float64.
+
+    Layers after the first `sliding` ones have no window, and all rows of their blocks see each other.
+    """
     w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     known = len(states)
     context = normed(states @ w["fc.weight"].T, w["hidden_norm.weight"])
@@ -104,7 +103,8 @@ def reference(tensors, embed, states, root, causal, first=1, window=None, from_r
         v = (both @ layer["self_attn.v_proj"].T).reshape(-1, KV, HD)
         q, k = rotate(q, position[known:]), rotate(k, position)
         k, v = (np.repeat(t, HEADS // KV, axis=1) for t in (k, v))
-        scores = np.where(mask[None], np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HD), -np.inf)
+        seen = mask if index < sliding else np.ones_like(mask)
+        scores = np.where(seen[None], np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HD), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         out = np.einsum("hqk,khd->qhd", weights, v).reshape(B, -1) @ layer["self_attn.o_proj"].T
@@ -118,6 +118,7 @@ def reference(tensors, embed, states, root, causal, first=1, window=None, from_r
     return normed(x, w["norm.weight"])[first:]
 
 
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 # Layouts of folders: how each is written, whether its block is causal, the first row that proposes, its window.
 FOLDERS = {
     "dflash": (lambda path: write_folder(path, random_tensors(), **inner(causal_head=False)), False, 1, None),
@@ -128,12 +129,18 @@ FOLDERS = {
     "dflash2": (lambda path: write_dflash2(path, dflash2_tensors(), is_causal=False, **SLIDING), False, 1, 6),
     "speculators": (lambda path: write_sliding(path, sliding_window_non_causal=True), False, 1, 6),
     "speculators, causal": (lambda path: write_sliding(path), True, 1, 6),
+    "mixed": (lambda path: write_folder(path, random_tensors(), **(SLIDING | MIXED)), True, 1, 6),
+    "speculators, mixed": (lambda path: write_sliding(path, MIXED), True, 1, 6),
 }  # fmt: skip
 
 
-def write_sliding(path, **changes):
+def write_sliding(path, layer=None, **changes):
     plain = {key: value for key, value in CONFIG.items() if key not in ("architectures", "dflash_config", "block_size")}
-    layers = {key: value for key, value in (plain | SLIDING).items() if key not in ("num_target_layers", "torch_dtype")}
+    layers = {
+        key: value
+        for key, value in (plain | SLIDING | (layer or {})).items()
+        if key not in ("num_target_layers", "torch_dtype")
+    }
     tensors = random_tensors() | TABLES
     return write_speculators(path, tensors, draft_vocab_size=V, transformer_layer_config=layers, **changes)
 
@@ -147,7 +154,7 @@ def test_places_equal_those_of_numpy_in_chunks_and_over_rounds(layout, tmp_path)
     cfg = source.config
     embed = rng.normal(size=(V, H)).astype(np.float32)
     params = load_foreign(source, plan_mesh(1), "float32") | {"embed": jnp.asarray(embed)}
-    from_root = layout.startswith("speculators")
+    from_root, sliding = layout.startswith("speculators"), 1 if "mixed" in layout else LAYERS
     states = (rng.normal(size=(80, STATES * H)) * 3).astype(np.float32)
     rows = 7
 
@@ -166,7 +173,7 @@ def test_places_equal_those_of_numpy_in_chunks_and_over_rounds(layout, tmp_path)
         hidden, cache, length = go_on(params, chunk, np.int32(count), np.int32(root), cache)
         known += count
         assert int(length) == known
-        expected = reference(tensors, embed, states[:known], root, causal, first, window, from_root)
+        expected = reference(tensors, embed, states[:known], root, causal, first, window, from_root, sliding)
         np.testing.assert_allclose(hidden, expected, atol=2e-5, rtol=1e-5)
 
 
@@ -443,55 +450,3 @@ def test_each_token_is_picked_once_by_its_best_score():
     picked, best = pick_distinct(token, score, 4)
     assert picked[:3].tolist() == [5, 9, 7]
     np.testing.assert_array_equal(best, np.array([-0.5, -1.0, -4.0, -np.inf], np.float32))
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_masked_rows_of_p_eagle_go_on_from_the_verified_text(flat, tmp_path):
-    """Over rounds with a cache as in one pass over the whole text; masked rows never survive."""
-    rng, layers = np.random.default_rng(10), 2
-    tensors = eagle_folders.random_tensors(layers=layers, first="layers.0", embedding=True)
-    width = eagle_folders.STATES * eagle_folders.TARGET_DIM
-    tensors["mask_hidden"] = rng.normal(size=(1, 1, width)).astype(np.float32)
-    said = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}]}
-    if flat:
-        settings = {"parallel_drafting": True, "ptd_token_id": 9, "num_hidden_layers": layers}
-        eagle_folders.write_folder(tmp_path, tensors, **settings)
-    else:
-        settings = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 9}
-        layer = {"num_hidden_layers": layers}
-        eagle_folders.write_speculators(tmp_path, tensors, layer, speculators_config=said, **settings)
-    source = open_feature_draft(tmp_path)
-    cfg, params = source.config, load_foreign(source, plan_mesh(1), "float32")
-    features = cfg.features
-    assert (features.kind, features.places, features.mask_token) == ("eagle3", 8 if flat else 5, 9)
-    rows, masked, total = 4, features.places - 1, 40
-    text = rng.integers(0, eagle_folders.VOCAB, total).astype(np.int32)
-    # The state of the token before each.
-    states = rng.normal(size=(total, width)).astype(np.float32)
-
-    @on_one_device
-    def go_on(params, cache, seen, token, states, count):
-        verified = Verified(token, count, token, jnp.zeros(rows), states=states)
-        hidden, own, sequence = run_verified(params, cfg, SequenceState(cache, seen=seen), verified, masked)
-        return hidden, sequence.cache, sequence.seen
-
-    @on_one_device
-    def whole(params, token, states, known):
-        size = total + masked
-        place = jnp.arange(size)
-        token = jnp.where(place < known, jnp.pad(token, (0, masked)), features.mask_token)
-        own = fuse(params, cfg, jnp.pad(states, ((0, masked), (0, 0))))
-        mask = fuse(params, cfg, jnp.broadcast_to(params["mask_hidden"], (size, width)))
-        fed = jnp.where((place < known)[:, None], own, mask)
-        causal = jnp.tril(jnp.ones((size, size), bool))
-        hidden, _, _ = forward_draft(params, cfg, token, fed, place, empty_cache(cfg, 64), causal)
-        return jax.lax.dynamic_slice_in_dim(hidden, known - 1, 1 + masked)
-
-    # The first token of a text has no row.
-    cache, seen, known = empty_cache(cfg, 64), jnp.int32(1), 0
-    while known < total - rows:
-        count = int(rng.integers(1, rows + 1))
-        token, fed = text[known : known + rows], states[known : known + rows]
-        hidden, cache, seen = go_on(params, cache, seen, token, fed, np.int32(count))
-        known += count
-        np.testing.assert_allclose(hidden, whole(params, text, states, np.int32(known)), atol=2e-5)
