@@ -26,7 +26,7 @@ BUDGETS = {
     "pallas_kernels": 6_520,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 9_790,
-    "tests": 35_920,
+    "tests": 36_170,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 
