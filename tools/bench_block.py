@@ -1,11 +1,15 @@
 """Times of drafting with a head that fills a block in one pass, of random weights, beside the draft that ships.
 
     python tools/bench_block.py [--layers 1,2] [--rows 4,6,8,16] [--repeats 9]
+    python tools/bench_block.py --bytes qwen3-8b
 
 Weights do not change the time of a pass, so this says before any training whether such a head can pay: one pass of it
 against as many passes of one row as a chain of the shipped draft takes. The heads have the geometry of the default
 model's layers in the weights of the shipped draft (Q8_0), its four states and as many rows of the head. A pass takes in
 four verified tokens, fills the block and finds the four likeliest tokens of each place. Nothing else should run.
+
+`--bytes` times nothing: it counts the weights that a pass of a head with a published geometry reads, beside those that
+verification reads, in bfloat16 and from shapes alone.
 """
 
 import dataclasses
@@ -89,13 +93,54 @@ def time_block(placement: Placement, params: Params) -> Callable[..., float]:
     return sample
 
 
+# Geometries of published heads for Qwen3: layers, states, rows of a block, rank of DSpark's correction, and rows of the
+# head, 0 for the whole vocabulary.
+PUBLISHED = {
+    "DFlash, 16 rows": (5, 5, 16, 0, 0), "DFlash, 16 rows, a head of 32,000": (5, 5, 16, 0, 32_000),
+    "DSpark, 7 rows, rank 256": (5, 5, 7, 256, 0),
+}  # fmt: skip
+
+
+def count_bytes(target: str) -> list[list[str]]:
+    """Gigabytes of weights that a pass of each published head reads: layers and `fc`, head, correction, and the share.
+
+    The correction's second matrix is read for each place, of the first one row.
+    """
+    base, plan = load_preset(target), plan_mesh(1)
+
+    def params_of(cfg: ModelConfig) -> dict[str, float]:
+        params = Placement(cfg, plan, np.dtype("bfloat16")).params()
+        return {
+            name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves)) / 1e9
+            for name, leaves in params.items()
+        }
+
+    whole = params_of(base)
+    verified, rows = sum(size for name, size in whole.items() if name != "embed" or base.tied), []
+    for name, (layers, states, block, rank, head) in PUBLISHED.items():
+        first = 0 if rank else 1
+        features = FeatureConfig(
+            base.embed_dim, tuple(range(states)), "block", block=block, first_row=first, markov_rank=rank
+        )  # fmt: skip
+        cfg = dataclasses.replace(base, num_layers=layers, features=features, tied=False, head_ids=tuple(range(head)))
+        parts = params_of(cfg)
+        read = parts["layers"] + parts["fc"], parts["head"], features.places * parts.get("markov_out", 0.0)
+        rows.append([name, *(f"{part:.2f}" for part in (*read, verified)), f"{100 * sum(read) / verified:.1f} %"])
+    return rows
+
+
 def main() -> None:
     """Time all heads in turn with the shipped draft, and print a table."""
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=numbers, default=[1, 2], help="of the heads [1,2]")
     parser.add_argument("--rows", type=numbers, default=[4, 6, 8, 16], help="of a block [4,6,8,16]")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--bytes", metavar="MODEL", help="count the weights that heads for this model read instead")
     arguments = parser.parse_args()
+    if arguments.bytes:
+        rows = count_bytes(arguments.bytes)
+        print(make_table(["head", "layers and fc, GB", "head", "correction", "verification", "share"], rows))
+        return
     shipped = f"the shipped draft, one row, {SHIPPED_LAYERS} layers"
     timers = {shipped: time_pass(*place(SHIPPED_LAYERS), 1, CONTEXT)}
     for layers in arguments.layers:
