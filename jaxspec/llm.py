@@ -97,8 +97,9 @@ class LLM:
     Args:
       model: a Hugging Face folder, a GGUF file, a native checkpoint, or None for the default model. A name on the
         Hugging Face Hub is fetched into its cache: "org/name", "org/name:Q4_K_M" for one of several GGUF files.
-      draft: a draft model's checkpoint, for methods that use one; None takes the draft that ships with jaxspec if one
-        fits the model (a damaged one is left out with a warning, unless the method needs one), "none" does without.
+      draft: a draft model's checkpoint, for methods that use one; None takes the model's own draft, or the one that
+        ships with jaxspec, if there is one (a damaged one is left out with a warning, unless the method needs one),
+        "none" does without. "mtp" is the model's own: its layer for multi-token prediction.
         "self:attention=1,3-5;mlp=2" is the model itself without these blocks.
       method: a name or a method object; "auto" drafts as far as that pays (see `Auto`).
       revision: branch, tag or commit of a name on the hub; None is the main branch.
@@ -530,7 +531,7 @@ def _check_processes(opened: OpenModels, engine: Engine, config: EngineConfig) -
     given |= describe_programs(models.target.plan)
     given["the model"] = checkpoint_digest(opened.target.path, opened.target.config)
     if (draft := opened.draft) is not None:  # one made of the target's layers has no file: the settings name it
-        given["the draft"] = draft.layers or checkpoint_digest(draft.path, draft.config)
+        given["the draft"] = draft.layers or checkpoint_digest(draft.files or draft.path, draft.config)
     given["the tokenizer"] = vocabulary_digest(opened.tokens)
     del given["compile_cache"]  # a folder of each host
     hosts.check_equal("settings", given)

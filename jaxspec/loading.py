@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxspec.checkpoint import shared_weights
 from jaxspec.checkpoint.hub import fetch, parse_name
-from jaxspec.checkpoint.load import Weights, open_weights, pack_trees
+from jaxspec.checkpoint.load import MTP_NAME, Weights, open_weights, pack_trees
 from jaxspec.checkpoint.shipped import find_shipped_draft
 from jaxspec.config import (
     ActivationsSetting,
@@ -180,7 +180,8 @@ class OpenModels:
         """
         if offload != "none":
             return self._load_streamed(models, offload)
-        paths = [self.target.path] if self.draft is None else [self.target.path, self.draft.path]
+        opened = [self.target] if self.draft is None else [self.target, self.draft]
+        paths = [weights.files or weights.path for weights in opened]
         ready = ReadyWeights.find(cache, paths, *models)
         params = None if ready is None else ready.load()
         if params is not None:
@@ -248,7 +249,7 @@ class OpenModels:
 def open_models(
     model: str | PathLike[str] | None, draft: object, method: Method, revision: str | None = None
 ) -> OpenModels:
-    """Open target and draft as `LLM` takes them; None is the default model, and the shipped draft if one fits.
+    """Open target and draft as `LLM` takes them; None is the default model, and its own draft or the shipped one.
 
     Raises:
       CheckpointError: a checkpoint is missing, damaged or incomplete.
@@ -266,15 +267,28 @@ def open_models(
     tokens, shipped, opened = tokenizer.token_strings(), None, None
     if isinstance(draft, str) and draft.startswith(shared_weights.PREFIX):
         opened = shared_weights.open_layer_subset(draft, weights, vocabulary_digest(tokens))
+    elif draft == MTP_NAME:
+        if weights.mtp is None:
+            raise ConfigError(f"{weights.path}: has no layer for multi-token prediction, which draft {draft!r} is")
+        opened = weights.mtp()
     elif draft is not None:
         opened = None if draft == NO_DRAFT else open_model("draft", draft)
-    elif method.drafts:
+    elif method.drafts and (opened := _open_own(weights)) is None:
         shipped = find_shipped_draft(weights.config, vocabulary_digest(tokens))
         opened = shipped and open_model("draft", shipped)
     if draft is None:
         check_draft_given(method, opened is not None)
     own = load_tokenizer(opened.path).token_strings() if opened is not None and _has_tokenizer(opened) else ()
     return OpenModels(weights, opened, tokens, own, shipped is not None, tokenizer)
+
+
+def _open_own(weights: Weights) -> Weights | None:
+    """The default draft of a checkpoint that has its own; None for others, and with a warning where it cannot run."""
+    try:
+        return weights.mtp and weights.mtp()
+    except (CheckpointError, ConfigError) as error:
+        logging.getLogger(__name__).warning("the checkpoint's own draft is left out: %s", error)
+        return None
 
 
 def open_model(role: str, path: object, revision: str | None = None) -> Weights:

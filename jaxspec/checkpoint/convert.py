@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxspec.checkpoint.load import Weights, detect_format, open_weights
+from jaxspec.checkpoint.load import MTP_NAME, Weights, detect_format, open_weights
 from jaxspec.checkpoint.native.manifest import PARTIAL, NativeCheckpoint, count_bytes, open_native, write_manifest
 from jaxspec.checkpoint.native.write import write_arrays
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError, suggest
@@ -57,7 +57,7 @@ def convert(
     save_tokenizer: Callable[[Path, Path], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> NativeCheckpoint:
-    """Write the model at `src` as a native checkpoint `dst`.
+    """Write the model at `src` as a native checkpoint `dst`, and its own draft ("mtp") as one inside.
 
     The files are written into a hidden folder beside `dst`, which is renamed at the very end: a conversion that is
     killed leaves nothing that loads. It takes the memory of a few copies of the largest array.
@@ -68,7 +68,8 @@ def convert(
       dtype: of the weights: "float32", "bfloat16", or "auto", which keeps each as the source has it. Norms and biases
         are always float32.
       progress: called before the first array and after each.
-      layers: number of layers to keep, from the first: a rough draft model without training. None keeps all.
+      layers: number of layers to keep, from the first: a rough draft model without training. None keeps all,
+        and the model's own draft.
       quantize: "q8_0" or "q4_0", to which weights are rounded (embedding and head to q8_0); needs dtype "auto".
         Weights that the source holds in that format are copied. Rows that are no whole blocks of 32 become float32.
       save_tokenizer: writes the tokenizer of `src` into a folder; None writes a checkpoint without a tokenizer.
@@ -99,8 +100,17 @@ def convert(
             raise ConfigError(f"layers must lie between 1 and the model's {cfg.num_layers}, got {layers}")
         cfg = keep_layers(cfg, range(layers))
     stored = choose_storage(source, cfg, dtype, quantize)
-    write_tokenizer = save_tokenizer and (lambda to: save_tokenizer(src, to))
-    return write_checkpoint(dst, source, cfg, stored, progress, write_tokenizer, stopped)
+    # Only the whole model has a draft of its own.
+    own = source.mtp() if source.mtp is not None and layers is None else None
+    own_stored = own and choose_storage(own, own.config, dtype, quantize)
+
+    def write_beside(folder: Path) -> None:
+        if save_tokenizer is not None:
+            save_tokenizer(src, folder)
+        if own is not None and own_stored is not None:
+            write_checkpoint(folder / MTP_NAME, own, own.config, own_stored, stopped=stopped)
+
+    return write_checkpoint(dst, source, cfg, stored, progress, write_beside, stopped)
 
 
 def write_checkpoint(
@@ -109,10 +119,10 @@ def write_checkpoint(
     cfg: ModelConfig,
     stored: Storage,
     progress: Callable[[ConvertProgress], None] | None = None,
-    write_tokenizer: Callable[[Path], None] | None = None,
+    write_beside: Callable[[Path], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> NativeCheckpoint:
-    """Write a source's first layers; see `convert`. `write_tokenizer` adds a tokenizer to the folder it is given."""
+    """Write a source's first layers; see `convert`. `write_beside` adds a tokenizer to the folder of a whole model."""
 
     def go_on() -> None:
         if stopped():
@@ -134,8 +144,8 @@ def write_checkpoint(
         raise CheckpointError(f"{dst}: the folder {partial} cannot be made: {error.strerror}") from error
     try:
         # The tokenizer first: it fails soonest.
-        if write_tokenizer is not None and not cfg.shares_embedding and cfg.features is None:
-            write_tokenizer(partial)
+        if write_beside is not None and not cfg.shares_embedding and cfg.features is None:
+            write_beside(partial)
         write_arrays(partial, declare_params(cfg, stored), _make_leaves(source, cfg, stored, report))
         go_on()
         write_manifest(partial, cfg, stored, source.eos_ids, source.vocabulary)

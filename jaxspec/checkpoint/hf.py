@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxspec.checkpoint.experts_together import View, split_experts
 from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted, release_pages, split_fused
-from jaxspec.checkpoint.multimodal import text_part
+from jaxspec.checkpoint.multimodal import MTP, text_part
 from jaxspec.checkpoint.quantised.dispatch import find_scheme
 from jaxspec.checkpoint.quantised.layout import QuantisedWeight
 from jaxspec.errors import CheckpointError, one_line
@@ -88,15 +88,15 @@ class TensorPlace(NamedTuple):
 class HFSource:
     """An open Hugging Face folder (a `TensorSource`); tensors are views of the mapped files."""
 
+    has_mtp = False  # whether the folder holds layers for multi-token prediction beside the model
+
     def __init__(self, path: Path):
         """Check everything but the tensors' names and shapes, which `open_hf` does."""
         self.path = path
         raw = read_json(path / CONFIG_FILE)
         raw, self._tensors = text_part(path / CONFIG_FILE, raw, self._find_tensors())
         self.config = self._describe_model(raw)
-        left_out = FAMILIES[self.config.family].left_out
-        self._tensors = {name: tensor for name, tensor in self._tensors.items() if not name.startswith(left_out)}
-        self._tensors = split_experts(path, self._tensors, self.config, _cut_view)
+        self._tensors = split_experts(path, self._choose_tensors(), self.config, _cut_view)
         self._tensors = split_fused(self._tensors, self.config, _cut)
         scheme = find_scheme(path, raw, path / CONFIG_FILE)
         self._norm_offset = FAMILIES[self.config.family].norm_offset
@@ -125,6 +125,12 @@ class HFSource:
     def _describe_model(self, raw: dict[str, Any]) -> ModelConfig:
         """The geometry, from what `config.json` holds."""
         return read_config(self.path / CONFIG_FILE, raw, max_layers=len(self._tensors))
+
+    def _choose_tensors(self) -> dict[str, TensorPlace]:
+        """Those of the model among the text model's and its draft's; the draft's are in `jaxspec.checkpoint.mtp`."""
+        mtp = {name for name in self._tensors if FAMILIES[self.config.family].has_mtp and name.startswith(MTP)}
+        self.has_mtp = bool(mtp)
+        return {name: tensor for name, tensor in self._tensors.items() if name not in mtp}
 
     def reading(self, read_bytes: Callable[[Path, int, int], np.ndarray]) -> "HFSource":
         """The same files, read by a function of path, offset and size instead of through maps of them."""

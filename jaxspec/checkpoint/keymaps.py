@@ -177,7 +177,8 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
     beside: dict[str, tuple[str, Shape]] = {
         "embed": (EMBED, (V, D)), "final_norm": (f"{family.final_norm}.weight", (D,)), "head": (HEAD, (V, D)),
         "fc_bias": ("fc.bias", (D,)), "fc_own": ("fc_own.weight", (D, D)),
-        "hidden_norm": ("hidden_norm.weight", (D,)), "layers.0.hidden_norm": (name_of(0, "hidden_norm"), (D,)),
+        "hidden_norm": ("hidden_norm.weight", (D,)), "token_norm": ("token_norm.weight", (D,)),
+        "layers.0.hidden_norm": (name_of(0, "hidden_norm"), (D,)),
     }  # fmt: skip
     if cfg.head_ids:
         beside["head"] = (HEAD, (len(cfg.head_ids), D))

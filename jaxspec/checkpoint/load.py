@@ -18,8 +18,9 @@ import numpy as np
 from jaxspec.checkpoint.eagle import is_feature_draft, open_feature_draft
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import MAGIC
-from jaxspec.checkpoint.hf import open_hf
+from jaxspec.checkpoint.hf import HFSource, open_hf
 from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_storage
+from jaxspec.checkpoint.mtp import open_mtp
 from jaxspec.checkpoint.native.manifest import MANIFEST, open_native
 from jaxspec.checkpoint.shipped import default_model_path, verify_default
 from jaxspec.errors import CheckpointError, ConfigError
@@ -36,6 +37,9 @@ from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes
 
 Format = Literal["hf", "gguf", "native"]
+
+# Names a checkpoint's own draft, its layer for multi-token prediction, and its folder in a native checkpoint.
+MTP_NAME = "mtp"
 
 # Formats that run code when they are opened.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -65,6 +69,8 @@ class Weights:
       layers: blocks of the target of which the model consists, as its draft; None for a model with weights of its own.
       direct: the same, of all of a parameter or one `expert`, while layers are streamed: through a reader.
       file_bytes: bytes that `direct` counts for a parameter, or one expert of it.
+      mtp: opens the checkpoint's own draft, its layer for multi-token prediction; None where it has none.
+      files: where the weights are, if that is not `path`.
     """
 
     path: Path
@@ -77,6 +83,8 @@ class Weights:
     layers: LayerSet | None = None
     direct: Callable[[Reader], ReadLeaf] | None = None
     file_bytes: Callable[..., int] | None = None
+    mtp: "Callable[[], Weights] | None" = None
+    files: Path | None = None
 
     def storage(self, plan: MeshPlan) -> Storage:
         """The types on `plan` where weights stay as the checkpoint holds them."""
@@ -99,6 +107,17 @@ def open_weights(path: Path | None) -> Weights:
     except ConfigError as error:
         # The checkpoint asks for it, not the caller.
         raise CheckpointError(str(error)) from error
+    weights = _open_source(source, is_default)
+    if not (isinstance(source, HFSource) and source.has_mtp):
+        return weights
+    inside = {"path": path / MTP_NAME, "files": path}
+    return dataclasses.replace(
+        weights, mtp=lambda: dataclasses.replace(_open_source(open_mtp(path), is_default=False), **inside)
+    )
+
+
+def _open_source(source: TensorSource, is_default: bool) -> Weights:
+    """The weights of an open Hugging Face folder or GGUF file."""
 
     def load(placement: Placement) -> Params:
         if is_default:
@@ -141,11 +160,13 @@ def open_weights(path: Path | None) -> Weights:
             sources = sources[expert * each : (expert + 1) * each]
         return sum(source.nbytes(tensor) for tensor, _ in sources)
 
-    return Weights(path, source.config, source.eos_ids, storage, load, read, direct=direct, file_bytes=file_bytes)
+    return Weights(
+        source.path, source.config, source.eos_ids, storage, load, read, direct=direct, file_bytes=file_bytes
+    )
 
 
 def _open_native(path: Path) -> Weights:
-    native, manifest = open_native(path), path / MANIFEST
+    native, manifest, inside = open_native(path), path / MANIFEST, path / MTP_NAME
     stamps = file_stamps(manifest)
 
     def module() -> Any:
@@ -169,6 +190,7 @@ def _open_native(path: Path) -> Weights:
         load=lambda at: module().restore_native(native, at.plan, at.weights, at.vocab_rows),
         read=lambda *leaf, **part: module().read_leaf(native, *leaf, **part), direct=direct,
         file_bytes=lambda name, info, expert=None: native.leaf_bytes(name, expert),
+        mtp=(lambda: open_weights(inside)) if (inside / MANIFEST).is_file() else None,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Such a folder has the text model's settings in `text_config`, and its tensors under a prefix.
 """
 
+import functools
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +23,21 @@ _WRAPPERS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     },
 }  # fmt: skip
+# Begins the names of tensors for multi-token prediction, a draft of the text model.
+MTP = "mtp."
 # Prefixes of the text model's tensors, as newer and as older folders spell them, and those of ordinary folders.
 _PREFIXES = {
     "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
+    "lm_head.": "lm_head.", MTP: MTP,
 }  # fmt: skip
 
 Tensor = TypeVar("Tensor")
+
+
+@functools.cache
+def _warn_left_out(folder: Path, parts: str) -> None:
+    """Say it once of a folder, which may be opened for a model and again for the draft in it."""
+    logging.getLogger(__name__).warning("%s: only the text model is loaded; left out: %s", folder, parts)
 
 
 def text_part(
@@ -57,7 +66,7 @@ def text_part(
             kept[_PREFIXES[prefix] + name.removeprefix(prefix)] = tensor
     if left_out:
         parts = one_line(", ".join(sorted(left_out)))
-        logging.getLogger(__name__).warning("%s: only the text model is loaded; left out: %s", path.parent, parts)
+        _warn_left_out(path.parent, parts)
     shared = {key: raw[key] for key in ("quantization_config", "eos_token_id") if key in raw}
     # Folders of several ages say in other places that the head is the embedding.
     tied = HEAD not in kept or text.get("tie_word_embeddings") is True

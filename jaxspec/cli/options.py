@@ -91,7 +91,9 @@ MODEL: Options = {
     "model": Option((str,), "Folder, GGUF file or name on the Hugging Face Hub [the default model].", ("-m",)),
     "revision": Option((str,), "Branch, tag or commit of a name on the hub [main]."),
     "draft_model": Option(
-        (str,), "Checkpoint of a draft model, or none; self:attention=1,3;mlp=2 is the model without these."
+        (str,),
+        "Checkpoint of a draft model, none, or mtp: the layer in the model's own checkpoint [mtp or a shipped one, if "
+        "there is one]; self:attention=1,3;mlp=2 is the model without these.",
     ),
 }
 METHOD: Options = {

@@ -167,7 +167,8 @@ class ModelConfig:
             _require(ascending, f"head_ids must be ascending token ids below {self.vocab_size}, each once")
 
         if self.features is not None:
-            plain = self.units is None and self.experts is None and self.norms == "pre" and not self.tied
+            mixes = self.experts is not None and self.features.kind != "mtp"
+            plain = self.units is None and not mixes and self.norms == "pre" and not self.tied
             _require(plain, "a draft that is fed hidden states has plain layers and an untied head")
             lends = self.features.kind in ("added", "block") and self.shares_embedding
             problem = "head_ids restricts a feature draft's own head; it has the target's"

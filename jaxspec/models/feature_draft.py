@@ -1,4 +1,4 @@
-"""The forward pass of a feature draft (EAGLE-3, EAGLE-1 and our own): rows join a token to the hidden state before it.
+"""The forward pass of a feature draft (EAGLE, MTP layers and our own): rows join a token to the hidden state before it.
 
 Row t of the draft stands for token t + 1 of a text and takes the state of token t: true states of the target where the
 text is verified (`fuse`), the parent's own state inside a draft tree. Its rotary position is t, as in the published
@@ -29,7 +29,7 @@ def fuse(params: Params, cfg: ModelConfig, states: jax.Array, active_rows: jax.A
     """
     features = cfg.features
     assert features is not None
-    if features.kind == "eagle1":
+    if features.joins_tokens:
         return states
     with jax.named_scope("fuse"):
         if features.fc_norm == "whole":
@@ -138,8 +138,10 @@ def _enter(
     assert features is not None
 
     def enter(embedded: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        if features.kind == "eagle1":
-            return _project(params, jnp.concatenate([embedded, state], axis=1)), None
+        if features.joins_tokens:
+            both = (embedded, "token_norm"), (state, "hidden_norm")  # norms that EAGLE-1 has not
+            normed = [rms_norm(x, params[leaf], cfg.norm_eps) if leaf in params else x for x, leaf in both]
+            return _project(params, jnp.concatenate(normed, axis=1)), None
         if features.kind == "added":
             return embedded + state, None
         if features.kind == "block":

@@ -27,6 +27,8 @@ class FeatureConfig:
         residual stream. "eagle1": `fc` joins token and state to the residual stream, and a row's own state is what the
         head sees. "added": the state is added to the token's embedding, the layers are those of an ordinary decoder,
         and a row's own state is `fc_own` times what the head sees; a draft that is fed zeros is an ordinary draft.
+        "mtp": as "eagle1", but both are normed before `fc`, and the head sees a row, and its children take it, after
+        the final norm.
         "block": one pass fills the masked places of a block after the root, see `feature_draft.forward_block`.
       own_head: whether the checkpoint has a head; else it is the target's.
       norm_before_residual: the normed state is the residual stream.
@@ -48,7 +50,7 @@ class FeatureConfig:
 
     target_dim: int
     layers: tuple[int, ...] = ()
-    kind: Literal["eagle3", "eagle1", "added", "block"] = "eagle3"
+    kind: Literal["eagle3", "eagle1", "added", "block", "mtp"] = "eagle3"
     own_head: bool = True
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -75,8 +77,10 @@ class FeatureConfig:
         for layer in self.layers:
             if type(layer) is not int or layer < NORMED:
                 raise ConfigError(f"layers must be numbers of hidden states, got {layer!r}")
-        if self.kind == "eagle1" and (self.layers != (NORMED,) or self.own_head or self.fc_norm != "none"):
-            raise ConfigError("an EAGLE-1 draft is fed the state after the final norm and has the target's head")
+        if self.joins_tokens and (self.layers != (NORMED,) or self.own_head or self.fc_norm != "none"):
+            raise ConfigError("EAGLE-1 and MTP drafts are fed the state after the final norm and have the target's head")
+        if self.kind == "mtp" and not self.norm_output:
+            raise ConfigError("a row's own state is taken after the norm in an MTP draft")
         if self.kind == "added" and (self.own_head or self.norm_before_residual or self.norm_output):
             raise ConfigError("a draft whose states are added to embeddings has its target's head and no such norms")
         if (self.kind == "block" and not self.block) or (self.block and self.kind not in ("block", "eagle3")):
@@ -110,9 +114,14 @@ class FeatureConfig:
         """Width of the target's hidden states beside each other."""
         return self.num_states * self.target_dim
 
+    @property
+    def joins_tokens(self) -> bool:
+        """Whether `fc` joins each token to the state before it; else it makes the states as wide as the draft."""
+        return self.kind in ("eagle1", "mtp")
+
     def fusion_inputs(self, embed_dim: int) -> int:
         """Width of what `fc` projects, for a draft of width `embed_dim`."""
-        return 2 * embed_dim if self.kind == "eagle1" else self.states_dim
+        return 2 * embed_dim if self.joins_tokens else self.states_dim
 
     def resolve(self, num_layers: int) -> "FeatureConfig":
         """The same with the layers of a target of `num_layers` layers filled in; `ConfigError` where it lacks one."""

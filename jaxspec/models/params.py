@@ -233,9 +233,9 @@ def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage)
     made: Params = {"fc": _declare_weight("fc", storage.type_of("fc"), (D, inputs), (None, "embed"))}
     if features.kind == "added":
         made["fc_own"] = _declare_weight("fc_own", storage.type_of("fc_own"), (D, D), (None, "embed"))
-    if features.kind == "block":
-        made["hidden_norm"] = ArrayInfo((D,), jnp.float32, (None,))
-    elif features.block:
+    norms = {"block": ("hidden_norm",), "mtp": ("token_norm", "hidden_norm")}.get(features.kind, ())
+    made |= dict.fromkeys(norms, ArrayInfo((D,), jnp.float32, (None,)))
+    if features.block and features.kind != "block":
         made["mask_hidden"] = ArrayInfo((features.states_dim,), jnp.float32, (None,))
     if rank := features.markov_rank:
         rows, axis = (len(cfg.head_ids), "head_rows") if cfg.head_ids else (cfg.vocab_size, "vocab")

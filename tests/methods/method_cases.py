@@ -189,6 +189,10 @@ def draft_config(family, geometry):
         case "fed eagle1":
             features = FeatureConfig(cfg.embed_dim, (NORMED,), "eagle1", own_head=False, fc_bias=True)
             return dataclasses.replace(FED, shares_embedding=True, features=features)
+        case "fed mtp":  # a layer with attention, as the target has
+            features = FeatureConfig(cfg.embed_dim, (NORMED,), "mtp", own_head=False, norm_output=True)
+            layer = dict(num_layers=1, recurrent=None, tied=False, shares_embedding=True)
+            return dataclasses.replace(cfg, **layer, features=features)
         case "fed block":  # one pass fills a block; two layers with norms of heads
             features = FeatureConfig(cfg.embed_dim, (1, 2), "block", own_head=False, block=5, mask_token=7)
             made = dataclasses.replace(FED, num_layers=2, shares_embedding=True, qk_norm=True, family="qwen3")

@@ -87,7 +87,14 @@ PARALLEL = [
     Case("llama", 1, "fed parallel", Auto(draft_cost=1e-3)),
     Case("llama", 2, "fed parallel", Chain(3, "rejection")),
 ]
-FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4, BLOCKS[0], BLOCKS[4], BLOCKS[5], PARALLEL[0]]
+MTP = [
+    Case("qwen3.5", 1, "fed mtp", SpecExec(12, width=3)),
+    Case("qwen3.5", 2, "fed mtp", Chain(4)),
+    Case("qwen3.5", 1, "fed mtp", Auto(draft_cost=1e-3)),
+    Case("qwen3.5", 2, "fed mtp", SpecInfer((2, 2, 1))),
+    Case("qwen3.5", 1, "fed mtp", Chain(3, "rejection")),
+]
+FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4, BLOCKS[0], BLOCKS[4], BLOCKS[5], PARALLEL[0], MTP[1]]
 CASES = [
     *FAST,
     FED_SPECEXEC,
@@ -101,7 +108,7 @@ CASES = [
     Case("qwen3", 1, "fed added", SpecInfer((2, 2))),
     Case("mistral", 1, "fed added", Chain(3)),
     Case("gemma2", 1, "fed", Chain(2)),
-    *(case for case in (*BLOCKS, *PARALLEL) if case not in FAST),
+    *(case for case in (*BLOCKS, *PARALLEL, *MTP) if case not in FAST),
 ]
 LAW = {"temperature": 2.5, "presence_penalty": 0.4}
 KINDS = ("copy", "random", "adversarial", "constant", "broken")

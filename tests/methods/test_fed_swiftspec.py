@@ -47,6 +47,8 @@ CASES = {
     "added tp4": Case("llama", 4, 2, "fed added", SwiftSpec(3, 2, depth=2, branch_free=True, reuse=False)),
     "nodes only": Case("llama", 1, 1, "fed own", SwiftSpec(3, 2, depth=3, branch_free=True, leaves=False)),
     "chain": Case("llama", 1, 1, "fed eagle1", SwiftSpec(5, 1, branch=1, depth=4, branch_free=False)),
+    "mtp": Case("qwen3.5", 1, 1, "fed mtp", SwiftSpec(7, 4, depth=2, branch_free=False)),
+    "mtp tp2": Case("qwen3.5", 2, 1, "fed mtp", SwiftSpec(5, 3, depth=3, branch_free=True, reuse=False)),
     "adaptive": Case("llama", 3, 1, "fed", SwiftSpec(7, 8, depth=1, adaptive=True, branch_free=False, survivors=9)),
     "smallest": Case("llama", 1, 1, "fed", SwiftSpec(1, 1, branch=1, depth=1, branch_free=False)),
 }

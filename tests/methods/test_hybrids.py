@@ -27,13 +27,16 @@ METHODS = {
     "auto": Auto(), "lookup": PromptLookup(), "chain": Chain(5), "specexec": SpecExec(12, width=3),
     "specinfer": SpecInfer((2, 2, 1)), "swiftspec": SwiftSpec(7, 4, depth=2, branch_free=False, adaptive=False),
 }  # fmt: skip
+FED = [f"mtp {name}" for name in METHODS if name != "lookup"]
 CONTEXT = 6 * BLOCK
 
 
 @functools.cache
-def case_of(family, method, geometry="layer", degree=1):
-    made = Autoregressive() if method == "ar" else METHODS[method]
-    return Case(family, degree, "none" if method in ("ar", "lookup") else geometry, made)
+def case_of(family, method, degree=1):
+    """`method` may begin with "mtp", for a draft that reads the target's states."""
+    fed, name = method.startswith("mtp "), method.removeprefix("mtp ")
+    made = Autoregressive() if name == "ar" else METHODS[name]
+    return Case(family, degree, "none" if name in ("ar", "lookup") else "fed mtp" if fed else "layer", made)
 
 
 @functools.cache
@@ -55,7 +58,10 @@ def sampled_by(sampled):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    fast_part([(f, m) for f in HYBRIDS for m in METHODS], lambda _, method: method in ("chain", "swiftspec")),
+    fast_part(
+        [(f, m) for f in HYBRIDS for m in METHODS] + [("qwen3.5", m) for m in FED],
+        lambda _, method: method in ("chain", "swiftspec", "mtp specexec"),
+    ),
 )
 def test_tokens_over_many_blocks(family, method):
     case = case_of(family, method)
@@ -66,7 +72,9 @@ def test_tokens_over_many_blocks(family, method):
             assert tokens_of(rounds) == expected(family, 4 * BLOCK, sampled)
 
 
-@pytest.mark.parametrize(("family", "method"), [(f, m) for f in HYBRIDS for m in ("ar", "chain")])
+@pytest.mark.parametrize(
+    ("family", "method"), [*((f, m) for f in HYBRIDS for m in ("ar", "chain")), ("qwen3.5", "mtp chain")]
+)
 def test_turns_go_on_where_they_can(family, method, monkeypatch):
     """Texts that go on from others, or turn off within a block or before it: the tokens of empty caches."""
     case = case_of(family, method)

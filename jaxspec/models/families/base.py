@@ -64,8 +64,8 @@ class Family:
     experts_by_rows: ClassVar[bool] = False
     # Whether the projections of recurrent layers are two tensors, with the rows of a key head together.
     fuses_recurrent: ClassVar[bool] = False
-    # Tensors of a Hugging Face folder that its text model does not need begin with one of these.
-    left_out: ClassVar[tuple[str, ...]] = ()
+    # Whether its Hugging Face folders may hold layers for multi-token prediction (`jaxspec.checkpoint.mtp`).
+    has_mtp: ClassVar[bool] = False
     # Whether the band of yarn scaling of its GGUF files, which do not say it, ends at whole pairs.
     yarn_truncates: ClassVar[bool] = True
     # What transformers' class of the family assumes, for drafts whose files say only what differs; empty where no draft

@@ -16,7 +16,7 @@ class Qwen35(Family):
     norm_offset = 1.0
     default_head_dim = 256
     default_partial = 0.25
-    left_out = ("mtp.",)  # a draft, which transformers does not run either
+    has_mtp = True
     # Parts of a head that turn by the coordinates of an image; all are the position for text.
     unused_rope_keys = ("mrope_section", "mrope_interleaved")
 
