@@ -1,4 +1,4 @@
-"""Tiny hybrids with a layer for multi-token prediction (`mtp.*`) as published folders hold them, and that layer in NumPy.
+"""Tiny hybrids with a layer for multi-token prediction (`mtp.*`) as folders hold them, and that layer in NumPy.
 
 The layer is written from its equations, without the code under test; the target's own tensors come from `make`.
 """

@@ -78,9 +78,9 @@ class FeatureConfig:
             if type(layer) is not int or layer < NORMED:
                 raise ConfigError(f"layers must be numbers of hidden states, got {layer!r}")
         if self.joins_tokens and (self.layers != (NORMED,) or self.own_head or self.fc_norm != "none"):
-            raise ConfigError("EAGLE-1 and MTP drafts are fed the state after the final norm and have the target's head")
+            raise ConfigError("drafts of this kind are fed the state after the final norm and have the target's head")
         if self.kind == "mtp" and not self.norm_output:
-            raise ConfigError("a row's own state is taken after the norm in an MTP draft")
+            raise ConfigError("an MTP draft takes a row's own state after the norm")
         if self.kind == "added" and (self.own_head or self.norm_before_residual or self.norm_output):
             raise ConfigError("a draft whose states are added to embeddings has its target's head and no such norms")
         if (self.kind == "block" and not self.block) or (self.block and self.kind not in ("block", "eagle3")):

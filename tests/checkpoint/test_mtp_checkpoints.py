@@ -73,8 +73,8 @@ def test_a_checkpoint_without_it_is_refused_by_name(tmp_path, monkeypatch):
 TENSORS = mtp_tensors(FAMILIES["dense"])
 BROKEN = {
     "two layers": (dict(mtp_num_hidden_layers=2), TENSORS, "mtp_num_hidden_layers is 2; draft 'mtp' runs"),
-    "embedding": (dict(mtp_use_dedicated_embeddings=True), TENSORS, "mtp_use_dedicated_embeddings is True; draft 'mtp'"),
-    "lacks a norm": ({}, {n: t for n, t in TENSORS.items() if n != "mtp.norm.weight"}, "less 'mtp.' in names.*1 missing"),
+    "embedding": (dict(mtp_use_dedicated_embeddings=True), TENSORS, "mtp_use_dedicated_embeddings is True; draft"),
+    "lacks a norm": ({}, {n: t for n, t in TENSORS.items() if n != "mtp.norm.weight"}, "less 'mtp.' in.* missing"),
     "has more": ({}, TENSORS | {"mtp.head.weight": np.zeros((3, 3), np.float32)}, "1 unexpected .head.weight"),
     "wide": ({}, TENSORS | {"mtp.fc.weight": np.zeros((64, 64), np.float32)}, "fc.weight is .64, 64., not .64, 128."),
 }  # fmt: skip
