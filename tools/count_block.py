@@ -7,7 +7,7 @@ The default model answers the shipped prompts greedily. Trees of one budget diff
 * plain: the sums of the block's log-probabilities, as `specexec` takes them.
 * penalty: built-in rates of probabilities, and 0.3 of them below a choice that is not the first; nothing is learned.
 * learned: what `auto` learns of each depth, rank and place beside the first choice, from a penalty of none.
-* both: the same, learned from a penalty of 0.3.
+* both: the same, learned from a penalty of 0.3, which fades as all that was learned does.
 
 Rows cost nothing here and nothing is copied, so that a tree has all its tokens. All variants must give the same texts.
 """
