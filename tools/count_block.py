@@ -6,8 +6,7 @@ The default model answers the shipped prompts greedily. Trees of one budget diff
 
 * plain: the sums of the block's log-probabilities, as `specexec` takes them.
 * penalty: built-in rates of probabilities, and 0.3 of them below a choice that is not the first; nothing is learned.
-* learned: what `auto` learns of each depth, rank and place beside the first choice, from a penalty of none.
-* both: the same, learned from a penalty of 0.3, which fades as all that was learned does.
+* learned: what `auto` learns of each depth, rank and place beside the first choice, the penalty included.
 
 Rows cost nothing here and nothing is copied, so that a tree has all its tokens. All variants must give the same texts.
 """
@@ -42,7 +41,6 @@ from jaxspec.methods.core.cost_model import (
     DEPTHS,
     KINDS,
     PLACES,
-    PRIOR_WEIGHT,
     RANKS,
     AcceptanceStats,
     CostModel,
@@ -63,18 +61,11 @@ FROZEN = 1e20
 CHEAP = 1e-3
 
 
-def begin_with(penalty: bool, learns: bool) -> AcceptanceStats:
-    """What a text begins with: ratios of 1, or 0.3 below a choice that is not the first, believed as a prior is."""
+def fixed_penalty() -> AcceptanceStats:
+    """What every text begins with: 0.3 below a choice that is not the first, 1 elsewhere, and nothing changes it."""
     tried, ratio = np.zeros(KINDS, np.float32), np.ones(KINDS, np.float32)
-    beside = np.tile(np.repeat([False, True], RANKS), DEPTHS)
-    if penalty:
-        ratio[PLACES:][beside] = BESIDE
-    if not learns:
-        tried[PLACES:] = FROZEN
-    elif penalty:
-        # A prior of 1 counts `PRIOR_WEIGHT`; with so many that were never accepted it is 0.3.
-        tried[PLACES:][beside], ratio[PLACES:][beside] = PRIOR_WEIGHT * (1 / BESIDE - 1), 0.0
-    tried /= CARRIED_OVER
+    tried[PLACES:] = FROZEN / CARRIED_OVER
+    ratio[PLACES:][np.tile(np.repeat([False, True], RANKS), DEPTHS)] = BESIDE
     return AcceptanceStats(tried, tried * ratio)  # pyright: ignore[reportArgumentType]
 
 
@@ -91,7 +82,6 @@ class Corrected(Method):
 
     num_draft_tokens: int = 16
     branch: int = 16
-    penalty: bool = False
     learns: bool = True
 
     name: ClassVar[str] = "corrected"
@@ -126,7 +116,7 @@ class Corrected(Method):
                 draft, slots, settings, verified, propose=tree_proposals("noise", draft.vocab, self.branch),
                 costs=costs,
             )  # fmt: skip
-            made.learned = begin_with(self.penalty, self.learns)
+            made.learned = None if self.learns else fixed_penalty()
             return made
 
         return SpeculativeRunner(
@@ -139,8 +129,7 @@ def variants(budget: int, places: int) -> dict[str, Method]:
     """What is compared at one budget."""
     branch = min(16, budget)
     made: dict[str, Method] = {"chain": Chain(min(budget, places)), "plain": SpecExec(budget, branch=branch)}
-    for name, penalty, learns in (("penalty", True, False), ("learned", False, True), ("both", True, True)):
-        made[name] = Corrected(budget, branch, penalty, learns)
+    made |= {"penalty": Corrected(budget, branch, learns=False), "learned": Corrected(budget, branch)}
     return made
 
 

@@ -107,14 +107,11 @@ def test_a_trained_block_loads_and_decodes(command, chat_model, chat_llm, tmp_pa
     assert found["positions"] > 0 and len(found["by_depth"]) == 4
 
 
-@pytest.mark.parametrize("penalty", [False, True])
-@pytest.mark.parametrize("learns", [False, True])
-def test_a_text_begins_with_the_penalty_that_is_asked_for(penalty, learns):
-    """After what the first text of a process keeps of it; and rounds change it where something is to be learned."""
-    stats = jax.tree.map(lambda leaf: count_block.CARRIED_OVER * leaf, count_block.begin_with(penalty, learns))
-    ratios = np.asarray(stats.place_ratios(1.0)).reshape(DEPTHS, 2, RANKS)
-    np.testing.assert_allclose(ratios[:, 0], 1.0, rtol=1e-6)
-    np.testing.assert_allclose(ratios[:, 1], BESIDE if penalty else 1.0, rtol=1e-6)
-    kind = jnp.full(3, PLACE_KINDS + RANKS, jnp.int32)
-    later = stats.update(kind, jnp.ones(3), jnp.zeros(3, bool)).place_ratios(1.0)
-    assert (later[RANKS] < ratios[0, 1, 0] - 0.01) == learns
+def test_the_fixed_penalty_is_that_of_auto_and_stays():
+    """After what a text keeps of what it begins with, and after a round that accepted nothing."""
+    stats = jax.tree.map(lambda leaf: count_block.CARRIED_OVER * leaf, count_block.fixed_penalty())
+    later = stats.update(jnp.full(3, PLACE_KINDS + RANKS, jnp.int32), jnp.ones(3), jnp.zeros(3, bool))
+    for ratios in (stats.place_ratios(1.0), later.place_ratios(1.0)):
+        ratios = np.asarray(ratios).reshape(DEPTHS, 2, RANKS)
+        np.testing.assert_allclose(ratios[:, 0], 1.0, rtol=1e-6)
+        np.testing.assert_allclose(ratios[:, 1], BESIDE, rtol=1e-6)
