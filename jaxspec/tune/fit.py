@@ -27,6 +27,7 @@ class Fit:
     reads_states: bool  # whether the draft is fed the target's hidden states
     chats: tuple[float, ...]  # answers to prompts in the chat template
     plain: tuple[float, ...]  # continuations of the same prompts as plain text; empty without a chat template
+    is_mtp: bool = False  # whether it is a layer of the target's own checkpoint
 
     @property
     def accepted(self) -> float:
@@ -54,6 +55,8 @@ class Fit:
             return "the draft fits this target"
         if first >= low * FAR_BELOW:
             return "that is below what is usual: prompts of another kind than it was trained on, or another fine-tune"
+        if self.is_mtp:
+            return "that is far below: the model was probably trained further than its layer for multi-token prediction"
         if self.reads_states:
             return (
                 "that is far below: the head was probably trained for another base model or fine-tune, or its config "
@@ -73,7 +76,9 @@ def examine_draft(
         plain = ()
         if llm.tokenizer.has_chat_template:
             plain = measure_acceptance(llm, prompts, sampling, progress, encode=_encode_plainly)
-        fit = Fit(models.draft.cfg.features is not None, tuple(trial.known["acceptance"]), tuple(plain))
+        features = models.draft.cfg.features
+        is_mtp = features is not None and features.kind == "mtp"
+        fit = Fit(features is not None, tuple(trial.known["acceptance"]), tuple(plain), is_mtp)
         known = {**trial.known, "fit": dataclasses.asdict(fit)}
         yield dataclasses.replace(trial, known=known, lines=(*trial.lines, *fit.lines()))
 

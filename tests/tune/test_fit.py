@@ -24,6 +24,11 @@ def test_the_likely_cause(reads_states, chats, plain, verdict):
     assert verdict in last
 
 
+def test_the_likely_cause_of_a_draft_inside_the_checkpoint():
+    low = (0.1, 0.0, 0.0)
+    assert "trained further than its layer" in Fit(True, low, low, is_mtp=True).lines()[-1]
+
+
 def test_accepted_tokens_are_those_of_a_chain():
     fit = Fit(False, (0.5, 0.5, 1.0), ())
     assert fit.accepted == 0.5 + 0.25 + 0.25
