@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 36_950,
+    "jaxspec": 36_960,
     "jaxspec/*.py": 3_300,
     "jaxspec/methods": 7_260,
     "jaxspec/sampling jaxspec/tree": 1_490,

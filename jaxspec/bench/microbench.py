@@ -169,7 +169,10 @@ def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable
     def chain(params: Params, x: jax.Array) -> jax.Array:
         for layer in params["layers"]:
             # The sum keeps keys and values alive: XLA removes products without a use.
-            heads = multiply_heads(layer["qkv"], x, None).reshape(1, -1)  # any numbers will do
+            read = [multiply_heads(layer[name], x, None) for name in ("qkv", "attn_gate") if name in layer]
+            mixes = [layer[name] for name in ("mix_in", "mix_gate") if name in layer]
+            read += [linear(x, as_matrix(weight, weight.shape[0] * weight.shape[1])) for weight in mixes]
+            heads = jnp.concatenate([rows.reshape(1, -1) for rows in read], axis=1)  # any numbers will do
             out = as_matrix(layer["out"], width)
             block_format = find_format(out.format) if isinstance(out, Blocks) else None
             inputs = out.shape[1] * (block_format.values if block_format else 1)
