@@ -38,7 +38,7 @@ from jaxspec.methods.core.cost_model import USUAL_RATES
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.models.params import Params, declare_params
-from jaxspec.models.quantization import KEPT_ON_CPU, Storage, keep_blocks
+from jaxspec.models.quantization import KEPT_ON_CPU, Storage, keep_blocks, number_tables
 from jaxspec.offload.plan import OffloadPlan, plan_for_method
 from jaxspec.offload.reader import DirectReader
 from jaxspec.offload.stream import open_stream
@@ -59,6 +59,7 @@ from jaxspec.runtime.store.ready_weights import ReadyWeights
 from jaxspec.text.tokenizer import load_tokenizer
 from pallas_kernels import selection
 from pallas_kernels.linear.blocks import FORMATS
+from pallas_kernels.linear.columns import columns_name
 
 # Activations of a target for "auto": int8 changes the most probable token too often (docs/results/integer-cpu.md).
 AUTO_ACTIVATIONS: Activations = "int16"
@@ -438,17 +439,21 @@ def _choose_storage(weights: Weights, plan: MeshPlan, dtype: DType) -> Storage |
 
     Native kernels read everything as it is. Accelerators keep every block: a few rows take as long as their weights
     are read, and blocks are a quarter of the numbers. XLA on a CPU is slow at GGUF's blocks, so these become numbers
-    there; quantised safetensors stay packed, because their models are too large otherwise. A TPU has no product with
-    blocks: XLA would write the numbers of the whole model in every pass.
+    there; quantised safetensors stay packed, because their models are too large otherwise. On a TPU a kernel multiplies
+    by blocks of integers; for others XLA would write the numbers of the whole model in every pass.
 
-    ConfigError: weights in blocks on a TPU.
+    ConfigError: weights in other blocks on a TPU.
     """
     own, kernels = weights.storage(plan), plan.kernels
-    if kernels.platform == "tpu" and (blocks := sorted(formats_of(own) & set(FORMATS))):
-        raise ConfigError(
-            f"{weights.path}: weights in blocks ({', '.join(blocks)}) have no kernels for TPUs: give dtype bfloat16, "
-            "which takes two bytes for each weight"
-        )
+    if kernels.platform == "tpu":
+        own, cfg = number_tables(own, weights.config, jnp.dtype(resolve_dtype(dtype, plan)).name), weights.config
+        plain = kernels.reads_planes and cfg.experts is None and cfg.recurrent is None
+        if blocks := sorted(name for name in formats_of(own) & {*FORMATS} if not (plain and columns_name(name))):
+            raise ConfigError(
+                f"{weights.path}: weights in blocks ({', '.join(blocks)}) have no kernels for TPUs: give a model that "
+                "jaxspec-convert --quantize q8_0 or q4_0 made, without experts or recurrent layers, or dtype bfloat16, "
+                "which takes two bytes for each weight"
+            )
     if kernels.native:
         return own
     formats = KEPT_ON_CPU if kernels.platform == "cpu" else FORMATS

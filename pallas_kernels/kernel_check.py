@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import registry, row_checks
-from pallas_kernels.linear.blocks import FORMATS, GROUP_FORMATS, Blocks, dequantise
+from pallas_kernels.linear.blocks import COLUMNS, FORMATS, GROUP_FORMATS, Blocks, dequantise
+from pallas_kernels.linear.columns import columns_name, to_columns
 from pallas_kernels.linear.planes import planes_name, to_planes
 from pallas_kernels.row_checks import ADDITIONS, DTYPES, MOVES, SUMS, Arrays
 from pallas_kernels.self_check import as_in_programs, compare, rotate
@@ -124,8 +125,10 @@ def find_kernel_difference(operation: str, implementation: str, kernels: registr
     with as_in_programs(kernels, device):
         module = registry.import_implementation(operation, implementation)
         calls = check.calls
-        if implementation == "mosaic_tpu":
+        if implementation == "mosaic_tpu" and operation == "tree_attention":
             calls = tuple(call._replace(width=128) for call in calls)  # it takes no narrower heads
+        elif implementation == "mosaic_tpu":
+            calls = tuple(call for call in calls if f"{call.format}_columns" in COLUMNS)
         operands = [check.make(call) for call in calls]
         taken = [check.takes(module, *pair) for pair in zip(calls, operands, strict=True)]
         refused = [call.name for call, yes in zip(calls, taken, strict=True) if call.required and not yes]
@@ -297,11 +300,14 @@ def _make_linear(call: Packed) -> Arrays:
             data[..., :4] = head
         if call.format.startswith("fp8"):
             data[..., 4:] &= 0xBF  # no codes of infinity
-    name = planes_name(call.format)
-    assert name is not None
+    if registry.current().platform == "tpu":
+        columns: Any = to_columns(data, call.format, call.outputs)
+        weight = Blocks(columns, str(columns_name(call.format)), (None,))
+    else:
+        weight = Blocks(to_planes(data, call.format, call.outputs), str(planes_name(call.format)))
     return {
         "x": rng.normal(size=(call.rows, call.inputs)).astype(np.float32),
-        "weight": Blocks(to_planes(data, call.format, call.outputs), name),
+        "weight": weight,
         "blocks": data,
     }
 

@@ -88,7 +88,7 @@ class Kernels:
 
     @property
     def reads_planes(self) -> bool:
-        """Whether weights in blocks are laid out in planes where they can be (`linear/planes.py`)."""
+        """Whether weights in blocks are laid out for kernels where they can be: in planes, on TPUs in columns."""
         return bool(self.candidates("linear"))
 
     def candidates(self, operation: str) -> tuple[str, ...]:

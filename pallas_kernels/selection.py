@@ -68,7 +68,8 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
         "xla": no kernels. "cpu": the native library. "pallas-triton": all Pallas kernels for NVIDIA GPUs from Ampere
         on, also those that no device has run yet. "mosaic": for Hopper, attention, and products that are added up over
         several GPUs in one kernel. "jax-triton": SwiGLU through jax-triton, which is an extra, and the attention of
-        "pallas-triton". "mosaic-tpu": attention for TPUs, which no TPU has run yet.
+        "pallas-triton". "mosaic-tpu": attention for TPUs, which no TPU has run yet. Products of
+        packed weights for TPUs are in "auto" too.
         "auto": the fastest that was measured and works here. An implementation is skipped where it is not installed,
         does not run on the device or fails its check. The next one takes its place, in the end XLA, which also runs the
         calls whose shapes an implementation does not take. One warning per process names what should have worked.
@@ -84,12 +85,12 @@ def choose(name: str, platform: str, devices: int = 1, device: Any = None) -> Ke
         raise ValueError(f"kernels {name!r} are not known; use {', '.join(KERNEL_NAMES)}")
     if name == "auto" and platform not in ("cpu", "gpu", "tpu"):
         warn_once(f"there are no kernels for platform {platform!r}: XLA runs all operations")
-    if name == "xla" or (name == "auto" and platform not in ("cpu", "gpu")):
+    if name == "xla" or (name == "auto" and platform not in ("cpu", "gpu", "tpu")):
         return Kernels("xla", platform)
     if name == "cpu" or (name == "auto" and platform == "cpu"):
         return _choose_native(name, platform, devices)
     made_for = "tpu" if name == "mosaic-tpu" else "gpu"
-    if platform != made_for:
+    if name != "auto" and platform != made_for:
         kind = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}[made_for]
         raise ValueError(f"kernels {name!r} run on {kind}, not on {platform}; use auto or xla")
     if platform == "tpu":
@@ -188,11 +189,16 @@ def _choose_gpu(name: str, device: Any, devices: int) -> Kernels:
 
 
 def _choose_tpu(name: str, device: Any) -> Kernels:
-    base = Kernels("xla", "tpu", device_kind=device.device_kind)
-    one = ("tree_attention", OWN[name])
-    if problem := find_failure(*one, base, device):
-        raise ValueError(f"kernels {name!r} cannot be used: {problem}")
-    return dataclasses.replace(base, name=name, implementations=(one,), own=OWN[name])
+    """By itself the product of packed weights alone, which XLA cannot run without writing their numbers."""
+    base, own = Kernels("xla", "tpu", device_kind=device.device_kind), OWN.get(name)
+    wanted = [("linear", "mosaic_tpu"), *([] if own is None else [("tree_attention", own)])]
+    problems = {one: find_failure(*one, base, device) for one in wanted}
+    for problem in filter(None, problems.values()):
+        if own is not None:
+            raise ValueError(f"kernels {name!r} cannot be used: {problem}")
+        warn_once(f"packed weights cannot be used: {problem}")
+    passed = tuple(one for one, problem in problems.items() if problem is None)
+    return dataclasses.replace(base, name=name if own else "xla", implementations=passed, own=own)
 
 
 def describe_gpu(device: Any) -> Kernels:

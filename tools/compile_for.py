@@ -248,7 +248,7 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
     from jaxspec.models.experts import ExpertsConfig
     from jaxspec.models.features import FeatureConfig
     from jaxspec.models.presets import load_preset
-    from jaxspec.models.quantization import Storage, fit_storage
+    from jaxspec.models.quantization import Storage, fit_storage, number_tables
     from jaxspec.runtime.mesh import MeshPlan
     from jaxspec.runtime.placement import Placement, SharedEmbedding
 
@@ -261,8 +261,11 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
 
     def place(preset: str, layers: int, plan: MeshPlan) -> Placement:
         cfg = dataclasses.replace(load_preset(preset), num_layers=layers)
+        return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=choose_storage(cfg))
+
+    def choose_storage(cfg: Any) -> Storage:
         storage = fit_storage(Storage(arguments.weights), cfg, plan.tensor)
-        return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage)
+        return number_tables(storage, cfg, "bfloat16") if is_tpu(arguments.device) else storage
 
     def place_fed(target: Placement, layers: int) -> Placement:
         # Five states of the target, as published heads of Qwen3 take; three for EAGLE.
@@ -273,7 +276,7 @@ def list_programs(method: Any, devices: Sequence[Any], layers: int, arguments: a
         cfg = dataclasses.replace(
             target.cfg, num_layers=layers, tied=False, shares_embedding=True, features=features
         )  # fmt: skip
-        storage = fit_storage(Storage(arguments.weights), cfg, plan.tensor)
+        storage = choose_storage(cfg)
         shared = SharedEmbedding(target.cfg, target.weights)
         return Placement(cfg, plan, jnp.dtype(jnp.bfloat16), storage=storage, shared_embedding=shared)
 

@@ -32,7 +32,8 @@ from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.sharding import NUM_THREADS, Part, ReadLeaf, place_tree, placed_shapes
-from pallas_kernels.linear.blocks import PLANES, Blocks
+from pallas_kernels.linear.blocks import COLUMNS, PLANES, Blocks
+from pallas_kernels.linear.columns import to_columns
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes
 
@@ -316,7 +317,7 @@ def pack_trees(trees: list[Params], shapes: list[Params]) -> list[Params]:
         leaf, shape = leaves[indices[0]], wanted[indices[0]]
         for index in indices:
             leaves[index] = None
-        packed = Blocks(_pack_array(leaf, shape, is_out[indices[0]]), shape.format)
+        packed = Blocks(_pack_array(leaf, shape, is_out[indices[0]]), shape.format, shape.outer)
         for index in indices:
             leaves[index] = packed
 
@@ -333,7 +334,8 @@ def _pack_array(leaf: Blocks, packed: Blocks, is_out: bool) -> jax.Array:
         if packed.format in PLANES:
             shards.append(_lay_planes(shard.data, leaf.format, outputs))
         else:
-            shards.append(jax.device_put(pack_blocks(np.asarray(shard.data), leaf.format, outputs), shard.device))
+            pack = to_columns if packed.format in COLUMNS else pack_blocks
+            shards.append(jax.device_put(pack(np.asarray(shard.data), leaf.format, outputs), shard.device))
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, shards, dtype=shape.dtype)
 
 

@@ -200,6 +200,13 @@ def keep_blocks(storage: Storage, cfg: ModelConfig, dtype: str, formats: Collect
     return collect_storage({leaf: keep(leaf) for leaf in weight_leaves(cfg)}, storage.ordered)
 
 
+def number_tables(storage: Storage, cfg: ModelConfig, dtype: str) -> Storage:
+    """The same with `dtype` for embeddings and heads in blocks, whose rows are looked up, or which have few blocks."""
+    types = {leaf: storage.type_of(leaf) for leaf in weight_leaves(cfg)}
+    tables = {leaf: dtype for leaf, kind in types.items() if kind in FORMATS and not leaf.startswith("layers.")}
+    return collect_storage(types | tables, storage.ordered)
+
+
 def mixed_heads(cfg: ModelConfig, layer: int) -> tuple[int, int]:
     """KV heads of a layer, and the results of one's queries; those of a recurrent block's key heads."""
     if cfg.recurrent is not None and cfg.is_recurrent(layer):

@@ -13,7 +13,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxspec.models.params import EXPERT_WEIGHTS, ArrayInfo, declare_params, is_info, leaf_name
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.sharding import Part, arrange_declared, cut_shard, local_part
-from pallas_kernels.linear.blocks import FORMATS, PLANES, Blocks
+from pallas_kernels.linear.blocks import COLUMNS, FORMATS, PLANES, Blocks
+from pallas_kernels.linear.columns import to_columns
 from pallas_kernels.linear.packing import pack_blocks
 from pallas_kernels.linear.planes import to_planes
 
@@ -75,8 +76,9 @@ class LeafLayout:
                 assert name is not None
                 # Of an output projection all dimensions after the first are inputs, of any other weight the last one.
                 outputs = shard.shape[0] if self.name.endswith(".out") else math.prod(shard.shape[:-2])
-                if self.packed in PLANES:
-                    np.copyto(buffer, to_planes(shard, name, outputs))
+                if self.packed in PLANES | COLUMNS:
+                    lay_out = to_planes if self.packed in PLANES else to_columns
+                    np.copyto(buffer, lay_out(shard, name, outputs))
                 else:
                     pack_blocks(shard, name, outputs, buffer)
 

@@ -100,8 +100,8 @@ def layer_work(placement: Placement, rows: int, slots: int) -> int:
     # The kernel for TPUs writes none; it takes heads as wide as a tile.
     if kernels.platform != "tpu" or cfg.head_dim % 128 or not kernels.candidates("tree_attention"):
         values += 2 * placement.heads.queries * slots  # scores and their exponentials
-    # XLA multiplies by numbers: the largest matrix of a layer, where it is kept in blocks.
-    matrix = 2 * width * cfg.embed_dim if placement.weights.default in FORMATS else 0
+    # XLA multiplies by numbers: the largest matrix of a layer, where it is kept in blocks. A TPU's kernel makes none.
+    matrix = 2 * width * cfg.embed_dim if placement.weights.default in FORMATS and kernels.platform != "tpu" else 0
     return 4 * (rows * values + matrix)
 
 

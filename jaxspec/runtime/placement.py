@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +15,14 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.heads import HeadLayout, head_layout
 from jaxspec.models.kv_cache import KVCache
-from jaxspec.models.params import Params, declare_params, declare_shared
+from jaxspec.models.params import Params, declare_params, declare_shared, leaf_name
 from jaxspec.models.quantization import Storage, as_storage, parts_of
 from jaxspec.models.recurrent import rows_shapes
 from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.sharding import placed_shapes, round_up
-from pallas_kernels.linear.blocks import FORMATS, Blocks, find_format, packed_name
+from pallas_kernels.linear.blocks import COLUMNS, FORMATS, Blocks, find_format, packed_name
+from pallas_kernels.linear.columns import MULTIPLE, columns_name
 from pallas_kernels.linear.planes import planes_name
 from pallas_kernels.registry import Kernels
 
@@ -177,27 +179,49 @@ class Placement:
 def pack_shapes(tree: Any, activations: Activations, kernels: Kernels) -> Any:
     """Shapes of the same parameters as kernels take them; each device packs its own shard.
 
-    Blocks are packed for integers, or laid out in planes for GPU kernels.
+    Blocks are packed for integers, laid out in planes for GPU kernels, or in columns for those of TPUs.
     """
 
-    def pack(leaf: Any) -> Any:
+    def pack(path: Any, leaf: Any) -> Any:
         name = _packed_format(leaf.format, activations, kernels) if isinstance(leaf, Blocks) else None
         if name is None:
             return leaf
         packed_format, data = find_format(name), leaf.data
         assert packed_format is not None
+        if name in COLUMNS:
+            # Of an output projection all dimensions after the first are inputs, of any other weight the last one.
+            outputs = 1 if path and leaf_name(path).split(".")[-1] == "out" else data.ndim - 2
+            return _column_shapes(data, outputs, name, packed_format.nbytes)
         shape = (*data.shape[:-1], packed_format.nbytes)
         packed: Any = jax.ShapeDtypeStruct(shape, data.dtype, sharding=data.sharding)
         return Blocks(packed, name)
 
-    return jax.tree.map(pack, tree, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+    return jax.tree.map_with_path(pack, tree, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+
+
+def _column_shapes(data: Any, outputs: int, name: str, nbytes: int) -> Blocks:
+    """Columns of blocks, of which the first dimensions are outputs; each device has those of its own shard."""
+    shape, local, spec = data.shape, data.sharding.shard_shape(data.shape), data.sharding.spec
+    axes = (*spec, *[None] * (len(shape) - len(spec)))
+    cut = [axis if whole != part else None for axis, whole, part in zip(axes, shape, local, strict=True)]
+    inputs = slice(outputs, -1)
+    blocks = round_up(math.prod(local[inputs]), MULTIPLE) * (math.prod(shape[inputs]) // math.prod(local[inputs]))
+    shared = [next(filter(None, part), None) for part in (cut[inputs], cut[:outputs])]
+    free = next((index for index in range(outputs) if cut[index]), 0)
+    columns: Any = jax.ShapeDtypeStruct(
+        (nbytes, blocks, math.prod(shape[:outputs])), data.dtype,
+        sharding=NamedSharding(data.sharding.mesh, PartitionSpec(None, *shared)),
+    )  # fmt: skip
+    return Blocks(columns, name, tuple(None if index == free else shape[index] for index in range(outputs)))
 
 
 def _packed_format(name: str, activations: Activations, kernels: Kernels) -> str | None:
     """The format that blocks of a format are packed to, or None."""
     if activations != "float32":
         return packed_name(name, activations) if FORMATS[name].has_integers else None
-    return planes_name(name) if kernels.reads_planes else None
+    if not kernels.reads_planes:
+        return None
+    return columns_name(name) if kernels.platform == "tpu" else planes_name(name)
 
 
 def resolve_dtype(name: str, plan: MeshPlan) -> Any:

@@ -168,7 +168,7 @@ def _values(leaf: Any) -> int:
     if isinstance(leaf, Blocks):
         data, found = leaf.data, find_format(leaf.format)
         assert found is not None, leaf.format
-        return math.prod(data.sharding.shard_shape(data.shape)[:-1]) * found.values
+        return math.prod(data.sharding.shard_shape(data.shape)) // found.nbytes * found.values
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) if leaf.ndim > 1 else 0
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import native, registry
-from pallas_kernels.linear.blocks import PLANES, Blocks, Weight, find_format
+from pallas_kernels.linear.blocks import COLUMNS, PLANES, Blocks, Weight, find_format
 from pallas_kernels.linear.config import MAX_ROWS, count_parts
 from pallas_kernels.linear.exact import linear as exact_linear
 from pallas_kernels.linear.exact import linear_parts as exact_linear_parts
@@ -96,9 +96,15 @@ def row_dtype(weight: Weight) -> Any:
 
 
 def find_packed(x: jax.Array, weight: Weight) -> ModuleType | None:
-    """The GPU kernel that multiplies by a weight in planes, or None. More than `MAX_ROWS` rows go to XLA silently."""
-    in_planes = isinstance(weight, Blocks) and weight.format in PLANES and not registry.current().exact
-    return registry.current().find("linear", x, weight) if in_planes and x.shape[0] <= MAX_ROWS else None
+    """The kernel that multiplies by a weight in planes or columns, or None.
+
+    More than `MAX_ROWS` rows by planes go to XLA silently.
+    """
+    few, exact = x.shape[0] <= MAX_ROWS, registry.current().exact
+    if not isinstance(weight, Blocks) or (exact and few):
+        return None
+    takes = weight.format in COLUMNS or (weight.format in PLANES and few)
+    return registry.current().find("linear", x, weight) if takes else None
 
 
 def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [T] -> [T, I] float32
@@ -112,6 +118,8 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [
         raise ValueError(f"take_rows needs an int32 vector of rows, got {index.dtype} {index.shape}")
     if not isinstance(weight, Blocks):
         return weight[index].astype(jnp.float32)
+    if weight.outer:
+        raise ValueError("rows of columns cannot be taken")
     if not registry.current().native:
         return as_numbers(Blocks(weight.data[index], weight.format))
     data, weight_format = native_weight(weight)
@@ -122,7 +130,9 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [
 def check_operands(x: jax.Array, weight: Weight) -> None:
     """Raise ValueError for operands that no implementation can multiply."""
     check_weight(weight)
-    if x.ndim != 2 or x.shape[1] != _inputs(weight):
+    # Rows of columns are padded.
+    filled = isinstance(weight, Blocks) and weight.outer and x.shape[1] < _inputs(weight)
+    if x.ndim != 2 or (x.shape[1] != _inputs(weight) and not filled):
         raise ValueError(f"linear needs [T, I] and [O, I], got {x.shape} and {(weight.shape[0], _inputs(weight))}")
 
 
@@ -130,6 +140,7 @@ def check_weight(weight: Weight) -> None:
     """Raise ValueError unless the weight is a matrix in a format that kernels read."""
     if isinstance(weight, Blocks):
         known = find_format(weight.format) if weight.data.dtype == jnp.uint8 else None
+        assert bool(weight.outer) == (weight.format in COLUMNS)
         if known is None or weight.ndim != 3 or weight.shape[2] != known.nbytes:
             raise ValueError(
                 f"{weight.format!r} blocks of {weight.data.dtype} {weight.shape} are no uint8 [O, I / values, bytes]"

@@ -9,6 +9,7 @@ blocks are padded with zeros as numbers are. Two kinds of formats exist:
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -84,6 +85,12 @@ PLANES: dict[str, BlockFormat] = {
     )
     for name in ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k", *GROUP_FORMATS)
 }
+# The same with outputs side by side, for TPU kernels: `columns.py` has the layout.
+COLUMNS: dict[str, BlockFormat] = {
+    f"{name}_columns": BlockFormat(f"{name}_columns", found.values, found.nbytes)
+    for name, found in GROUP_FORMATS.items()
+    if found.has_integers
+}
 
 
 @jax.tree_util.register_dataclass
@@ -93,21 +100,28 @@ class Blocks:
 
     Attributes:
       data: uint8 `[..., I / values, nbytes]`, the bytes of the GGUF file or of the groups.
-      format: a name in `FORMATS`, `PACKED` or `PLANES`.
+      format: a name in `FORMATS`, `PACKED`, `PLANES` or `COLUMNS`.
+      outer: of columns, `[nbytes, n, O]`, the output dimensions that O is the product of; the one that devices share
+        is None.
     """
 
     data: jax.Array
     format: str = dataclasses.field(metadata={"static": True})
+    outer: tuple[int | None, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the bytes, not that of the values."""
-        return self.data.shape
+        """Shape of the bytes, not that of the values; of columns as if they were blocks."""
+        if not self.outer:
+            return self.data.shape
+        nbytes, n, outputs = self.data.shape
+        rest = outputs // math.prod(size for size in self.outer if size is not None)
+        return (*(rest if size is None else size for size in self.outer), n, nbytes)
 
     @property
     def ndim(self) -> int:
         """Number of dimensions of the bytes, one more than that of the values."""
-        return self.data.ndim
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -119,8 +133,8 @@ Weight = jax.Array | Blocks
 
 
 def find_format(name: str) -> BlockFormat | None:
-    """A format of `FORMATS`, `PACKED` or `PLANES` by name, or None."""
-    return FORMATS.get(name) or PACKED.get(name) or PLANES.get(name)
+    """A format of `FORMATS`, `PACKED`, `PLANES` or `COLUMNS` by name, or None."""
+    return FORMATS.get(name) or PACKED.get(name) or PLANES.get(name) or COLUMNS.get(name)
 
 
 def packed_name(name: str, activations: str) -> str:
@@ -138,6 +152,8 @@ def as_matrix(weight: Weight, outputs: int) -> Weight:
     Returns:
       `[outputs, I]`, or blocks with data `[outputs, I / values, nbytes]`.
     """
+    if isinstance(weight, Blocks) and weight.outer:
+        return dataclasses.replace(weight, outer=(None,))
     if isinstance(weight, Blocks):
         return Blocks(weight.data.reshape(outputs, -1, weight.shape[-1]), weight.format)
     return weight.reshape(outputs, -1)

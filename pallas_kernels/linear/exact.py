@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import registry
 from pallas_kernels.exact_rows import TILE, map_tiles
-from pallas_kernels.linear.blocks import PLANES, Blocks, Weight
+from pallas_kernels.linear.blocks import COLUMNS, PLANES, Blocks, Weight
 from pallas_kernels.linear.config import count_parts
 from pallas_kernels.linear.reference import linear as reference
 from pallas_kernels.linear.reference import linear_in_tiles
@@ -36,7 +36,7 @@ def linear_parts(x: jax.Array, weight: Weight) -> jax.Array:  # [T, I], [O, I] -
     kernels = registry.current()
     if isinstance(weight, Blocks):
         tile = jax.ShapeDtypeStruct((TILE, x.shape[1]), x.dtype)
-        fused = kernels.find("linear", tile, weight) if weight.format in PLANES else None
+        fused = kernels.find("linear", tile, weight) if weight.format in PLANES | COLUMNS else None
         if fused is None:
             return map_tiles(lambda rows: linear_in_tiles(rows, weight, kernels.platform), x)[None]
         parts = map_tiles(lambda rows: jnp.swapaxes(fused.linear_parts(rows, weight), 0, 1), x)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from pallas_kernels.linear.blocks import PLANES, Blocks, Weight, dequantise
+from pallas_kernels.linear.blocks import COLUMNS, PLANES, Blocks, Weight, dequantise
 from pallas_kernels.linear.planes import dequantise_planes
 
 # Float32 means float32: no TF32 on GPUs. Products of 16-bit numbers are exact in float32 at any precision. There it
@@ -110,6 +110,8 @@ def linear_in_tiles(
     """
     multiply = linear_on_cpu if platform == "cpu" else linear
     dtype = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    if weight.outer:
+        return multiply(x, as_numbers(weight)[:, : x.shape[1]].astype(dtype))
     outputs, inputs = outputs or weight.shape[0], x.shape[1]
     size = min(outputs, max(1, TILE_VALUES // inputs))
     if size == weight.shape[0]:
@@ -129,4 +131,6 @@ def as_numbers(weight: Weight) -> jax.Array:
     """The float32 numbers of a weight in blocks; any other weight as it is."""
     if not isinstance(weight, Blocks):
         return weight
+    if weight.format in COLUMNS:
+        return dequantise(Blocks(weight.data.transpose(2, 1, 0), weight.format.removesuffix("_columns")))
     return dequantise_planes(weight) if weight.format in PLANES else dequantise(weight)

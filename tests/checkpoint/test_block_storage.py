@@ -34,6 +34,7 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from pallas_kernels.linear import reference
 from pallas_kernels.linear.blocks import FORMATS, Blocks
+from pallas_kernels.linear.columns import columns_name
 from pallas_kernels.registry import Kernels
 
 Kind = GGMLQuantizationType
@@ -327,6 +328,9 @@ XLA = Kernels("xla", "gpu")
 PLANES = Kernels("pallas-triton", "gpu", implementations=(("linear", "triton"),), interpret=True)
 
 
+COLUMNS = Kernels("xla", "tpu", implementations=(("linear", "mosaic_tpu"),), interpret=True)
+
+
 def list_blocks(params):
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Blocks))
     return [leaf for leaf in leaves if isinstance(leaf, Blocks)]
@@ -381,18 +385,49 @@ def test_accelerators_keep_blocks(case, gpu, degree, tmp_path, monkeypatch):
     assert as_numbers.weights == Storage("float32")
 
 
-def test_streamed_layers_are_laid_out_alike(tmp_path):
-    """Offload packs on the host what else a device packs."""
-    cfg, kind = CASES["q6_k"]
+@pytest.mark.parametrize(("case", "degree"), [("q4_0", 1), ("q8_0", 2)])
+def test_tpus_keep_blocks_of_integers(case, degree, tmp_path):
+    """In columns, all but embedding and head; the logits are those of the numbers, rounded to bfloat16."""
+    cfg, kind = CASES[case]
     weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
-    plan = MeshPlan((jax.devices()[0],), PLANES)
+    plan = MeshPlan(tuple(jax.devices()[:degree]), COLUMNS)
+    placement, _ = OpenModels(weights).place(plan, plan, "auto")
+    params, _ = OpenModels(weights).load(Models(placement))
+    blocks = list_blocks(params)
+    assert len(blocks) == 4 * cfg.num_layers and {leaf.format for leaf in blocks} == {columns_name(case)}
+    for layer in params["layers"]:
+        K, n, H = layer["qkv"].shape[:3]
+        assert (K % cfg.num_kv_heads, n, H) == (0, cfg.group + 2, cfg.head_dim)
+        assert layer["gate_up"].shape[0] == 2 and layer["down"].shape[0] == layer["out"].shape[0] == cfg.embed_dim
+    kept, plain = run_pass(weights, placement), run_pass(weights, place(weights, degree, own=False))
+    np.testing.assert_allclose(kept, plain, atol=0.03 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize(
+    ("case", "kernels"), [("q4_1", COLUMNS), ("q4_0", Kernels("xla", "tpu"))], ids=["format", "kernel"]
+)
+def test_other_blocks_are_refused_on_tpus(case, kernels, tmp_path):
+    cfg, kind = CASES[case]
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
+    plan = MeshPlan((jax.devices()[0],), kernels)
+    with pytest.raises(ConfigError, match=rf"blocks \({case}\) have no kernels for TPUs: .*--quantize q8_0"):
+        OpenModels(weights).place(plan, plan, "auto")
+    OpenModels(weights).place(plan, plan, "bfloat16")
+
+
+@pytest.mark.parametrize(("case", "kernels"), [("q6_k", PLANES), ("q8_0", COLUMNS)], ids=["planes", "columns"])
+def test_streamed_layers_are_laid_out_alike(case, kernels, tmp_path):
+    """Offload packs on the host what else a device packs."""
+    cfg, kind = CASES[case]
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
+    plan = MeshPlan((jax.devices()[0],), kernels)
     placement, _ = OpenModels(weights).place(plan, plan, "auto")
     loaded, (packed, _) = weights.load(placement), OpenModels(weights).load(Models(placement))
     for name in ("qkv", "out", "gate_up", "down"):
         (leaf,) = [leaf for leaf in layer_layouts(placement)[0].weights.leaves if leaf.name == f"layers.0.{name}"]
         buffer = np.zeros(leaf.shard_shape, np.uint8)
         leaf.write(np.asarray(loaded["layers"][0][name].data), [buffer])
-        assert leaf.packed == "q6_k_planes" and packed["layers"][0][name].format == leaf.packed
+        assert leaf.packed in ("q6_k_planes", "int8_g32_columns") and packed["layers"][0][name].format == leaf.packed
         np.testing.assert_array_equal(buffer, packed["layers"][0][name].data, err_msg=name)
 
 

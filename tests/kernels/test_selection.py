@@ -25,7 +25,6 @@ def test_choice(monkeypatch):
     assert 1 <= selection.count_cores() <= os.cpu_count()
     for name in ("cpu", "gpu", "tpu"):
         assert choose("xla", name) == Kernels("xla", name, 1)
-    assert choose("auto", "tpu", 4) == Kernels("xla", "tpu", 1)
     monkeypatch.setattr(selection, "count_cores", lambda: 6)
     assert choose("auto", "cpu") == choose("cpu", "cpu") == Kernels("cpu", "cpu", 6)
     assert choose("auto", "cpu", 1).native
@@ -216,16 +215,20 @@ def test_every_set_names_implementations_that_exist():
     assert {*selection.SETS} == {*KERNEL_NAMES} - {"xla", "cpu", "mosaic-tpu"}
 
 
-def test_choice_on_tpus(gpu_kernels):
-    """XLA unless a kernel is asked for by name, since no TPU has run one."""
-    tpu = types.SimpleNamespace(device_kind="TPU v5 lite")
-    assert choose("auto", "tpu", 4, tpu) == choose("xla", "tpu", 1, tpu) == Kernels("xla", "tpu")
-    assert gpu_kernels.checked == []
+def test_choice_on_tpus(gpu_kernels, warnings):
+    """XLA and the product of packed weights; no TPU has run a kernel, so attention must be asked for by name."""
+    tpu, linear = types.SimpleNamespace(device_kind="TPU v5 lite"), ("linear", "mosaic_tpu")
+    assert choose("xla", "tpu", 1, tpu) == Kernels("xla", "tpu") and gpu_kernels.checked == []
+    chosen = choose("auto", "tpu", 4, tpu)
+    assert chosen == Kernels("xla", "tpu", implementations=(linear,), device_kind="TPU v5 lite") and chosen.reads_planes
     kernels = choose("mosaic-tpu", "tpu", 1, tpu)
-    assert kernels.implementations == (("tree_attention", "mosaic_tpu"),) and kernels.own == "mosaic_tpu"
+    assert kernels.implementations == (linear, ("tree_attention", "mosaic_tpu")) and kernels.own == "mosaic_tpu"
     gpu_kernels.failing.add(("tree_attention", "mosaic_tpu"))
     with pytest.raises(ValueError, match="'mosaic-tpu' cannot be used: tree_attention by mosaic_tpu fails"):
         choose("mosaic-tpu", "tpu", 1, tpu)
+    gpu_kernels.failing.add(linear)
+    assert not choose("auto", "tpu", 1, tpu).reads_planes
+    assert warnings() == ["packed weights cannot be used: linear by mosaic_tpu fails"]
 
 
 def test_current():
@@ -245,7 +248,7 @@ def test_current():
 
 def test_a_platform_without_kernels_is_told_of_once(warnings, monkeypatch):
     monkeypatch.setattr(selection, "warn_once", functools.cache(selection.warn_once.__wrapped__))
-    assert {choose("auto", platform).name for platform in ("metal", "metal", "tpu")} == {"xla"}
+    assert {choose("auto", platform).name for platform in ("metal", "metal")} == {"xla"}
     assert warnings() == ["there are no kernels for platform 'metal': XLA runs all operations"]
 
 

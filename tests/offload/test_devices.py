@@ -1,6 +1,5 @@
 """Models that a TPU's memory does not hold are refused before anything is compiled or loaded."""
 
-import types
 from unittest import mock
 
 import jax
@@ -10,7 +9,6 @@ from native_models import write_native, write_tokenizer
 
 import jaxspec
 from jaxspec import llm as opening
-from jaxspec import loading
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.base import NO_STORE
@@ -18,7 +16,6 @@ from jaxspec.methods.core.round import Models
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.presets import load_preset
-from jaxspec.models.quantization import Storage
 from jaxspec.offload.room import check_devices, fits_devices, memory_limits
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
@@ -64,12 +61,6 @@ def test_what_does_not_fit_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(opening.OpenModels, "load", loaded)
     with pytest.raises(ConfigError, match="which has 1000 B .weights .*: give a smaller max_context"):
         jaxspec.LLM(tmp_path / "model", method="ar", kernels="xla")
-
-
-def test_blocks_are_refused_by_name():
-    weights = types.SimpleNamespace(path="model.gguf", storage=lambda plan: Storage("q4_0"))
-    with pytest.raises(ConfigError, match=r"model.gguf: weights in blocks \(q4_0\) have .* give dtype bfloat16"):
-        loading._choose_storage(weights, place("llama-3-8b").plan, "auto")
 
 
 def test_only_tpus_say_what_they_have():
