@@ -191,7 +191,7 @@ def test_a_large_pair_fits_on_four_gpus_each(tmp_path):
 
 # Bytes that a program computes on the way on a TPU, beside the logits of a tree.
 MOST_TPU_MEMORY = 32 << 20
-# Every kind of TPU, 1, 4 and 8 chips, a draft on chips of its own, greedy and sampled; the rest of the methods and of
+# Kinds of TPU, 1, 4 and 8 chips, a draft on chips of its own, greedy and sampled; the rest of the methods and of
 # the products is in docs/results/tpu-compile.md.
 TPU_ROUNDS = {
     "v5e, greedy": ("v5e:2x2", "ar,specexec"),
@@ -199,7 +199,6 @@ TPU_ROUNDS = {
     "v6e, 4 chips": ("v6e:2x2", "ar", "--devices", "4"),
     "v5e, 8 chips, sampled": ("v5e:2x4", "ar", "--devices", "8", "--sampled"),
     "v5e, 2 and 2 chips": ("v5e:2x2", "swiftspec", "--devices", "2", "--draft-devices", "2"),
-    "v5p, greedy": ("v5p:2x2x1", "ar"),
     "tpu7x, greedy": ("tpu7x:2x2x1", "ar"),
     "v6e, EAGLE-3 head": ("v6e:2x2", "chain", "--eagle"),
     "v5e, int4": ("v5e:2x2", "ar", "--weights", "int4_g128"),
