@@ -13,20 +13,20 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 36_960,
+    "jaxspec": 37_000,
     "jaxspec/*.py": 3_300,
     "jaxspec/methods": 7_260,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_120,
     "jaxspec/offload": 2_200,
     "jaxspec/checkpoint": 5_000,
-    "jaxspec/runtime": 2_410,
+    "jaxspec/runtime": 2_430,
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_250,
-    "pallas_kernels": 6_520,
+    "pallas_kernels": 6_710,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
     "tools": 10_040,
-    "tests": 36_630,
+    "tests": 36_760,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 
