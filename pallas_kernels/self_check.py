@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels import registry
 from pallas_kernels.add_norm import add_norm
+from pallas_kernels.delta_rule import DeltaRows, KeptRows, delta_fold, delta_rule, short_conv
 from pallas_kernels.experts import Clamp, choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, linear, take_rows
 from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, GROUP_FORMATS, PACKED, packed_name
@@ -31,6 +32,10 @@ ROWS, HEADS, GROUP, WIDTH, SLOTS, LENGTH = 3, 2, 2, 24, 160, 140
 TREE = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
 POSITION = np.array([LENGTH, LENGTH + 1, LENGTH + 1], np.int32)
 TAKEN = np.array([4, 0], np.int32)
+# Of the delta rule: widths, rows that are folded, and which rows find them in their state; rows before each one.
+DELTA_KEY, DELTA_VALUE, FOLDED = 20, 18, 32
+LATE = np.array([False, False, True])
+BEFORE = np.array([[-1, LENGTH - 1, LENGTH - 2], [LENGTH - 1, LENGTH, LENGTH]], np.int32)
 EPSILON = 1e-5
 CLAMP = Clamp(1.0, 1.702)
 # Largest code of rounded activations.
@@ -99,8 +104,24 @@ def _make_operands() -> dict[str, np.ndarray]:
         "up_bias": (3, 6),
         "down_bias": (3, 256),
         "sinks": (HEADS, GROUP),
+        "conv": (HEADS, DELTA_KEY, 3),
+        "inputs": (HEADS, SLOTS, DELTA_KEY),
+        "delta_query": (ROWS, HEADS, DELTA_KEY),
+        "delta_key": (ROWS, HEADS, DELTA_KEY),
+        "delta_value": (ROWS, HEADS, GROUP, DELTA_VALUE),
+        "kept_key": (HEADS, SLOTS, DELTA_KEY),
+        "kept_value": (HEADS, SLOTS, GROUP * DELTA_VALUE),
+        "state": (HEADS, DELTA_KEY, GROUP * DELTA_VALUE),
     }
     operands = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in ("delta_query", "delta_key", "kept_key"):
+        operands[name] /= np.float32(DELTA_KEY**0.5)
+    rates = {
+        "delta_decay": (ROWS, HEADS, GROUP),
+        "delta_rate": (ROWS, HEADS, GROUP),
+        "kept_decay": (HEADS, SLOTS, GROUP),
+    }
+    operands |= {name: rng.uniform(0.1, 1, shape).astype(np.float32) for name, shape in rates.items()}
     for name, block_format in FORMATS.items():
         data = rng.integers(0, 256, (6, 256 // block_format.values, block_format.nbytes), np.uint8)
         # Scales are float16 numbers at the start or the end of a block, or float32 ones at the start. This mask keeps
@@ -126,7 +147,13 @@ def _run(o):
     biases = {"gate_up_bias": jnp.asarray(o["up_bias"]), "down_bias": jnp.asarray(o["down_bias"])}
     best, column, total = row_top(o["x"], 3, with_total=True)
     summed, normed = add_norm(jnp.asarray(o["x"]), jnp.stack([o["x"], -3 * o["x"]]), jnp.asarray(o["scale"]), EPSILON)
+    new = DeltaRows(*(o[f"delta_{name}"] for name in DeltaRows._fields))
+    kept = KeptRows(o["kept_key"], o["kept_value"], o["kept_decay"], o["state"])
     out = {
+        "short_conv": short_conv(
+            o["conv"], o["inputs"], o["delta_key"], jnp.asarray(BEFORE), jnp.int32(LENGTH), silu=True
+        ),
+        "delta_fold": delta_fold(kept, jnp.int32(0), block=FOLDED),
         "linear": linear(o["x"], o["dense"]),
         "swiglu": swiglu(o["x"], o["dense"]),
         "experts": experts(*operands, 2, scores="renormalised"),
@@ -146,6 +173,8 @@ def _run(o):
             o["qkv"], cos, sin, o["key"], o["value"], jnp.int32(LENGTH), *window, sinks=jnp.asarray(o["sinks"])
         )[0],
     }
+    out["delta_rule"], kept = delta_rule(new, kept, jnp.int32(LENGTH), window[0], jnp.asarray(LATE), block=FOLDED)
+    out["the values of delta_rule"] = kept.value
     for name in FORMATS:
         out[f"linear of {name}"] = linear(o["x"], Blocks(o[name], name))
         out[f"take_rows of {name}"] = take_rows(Blocks(o[name], name), jnp.asarray(TAKEN))
@@ -168,7 +197,12 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     key, value = o["key"].copy(), o["value"].copy()
     key[:, LENGTH : LENGTH + ROWS] = rotate(o["qkv"][:, :, -2], cos, sin).swapaxes(0, 1)
     value[:, LENGTH : LENGTH + ROWS] = o["qkv"][:, :, -1].swapaxes(0, 1)
+    result, values = _walk_delta(o)
     out = {
+        "short_conv": _convolve(o),
+        "delta_fold": _fold_delta(o, FOLDED),
+        "delta_rule": result,
+        "the values of delta_rule": values,
         "linear": hidden,
         "swiglu": hidden[:, :3] / (1 + np.exp(-hidden[:, :3])) * hidden[:, 3:],
         "experts": _mix(x, o["logits"], o["expert_up"], o["expert_down"]),
@@ -219,6 +253,37 @@ def _mix(
     hidden = gate / (1 + np.exp(-alpha * gate)) * linear_part
     result = np.einsum("tec,eic->tei", hidden, down) + biases[1]
     return np.einsum("te,tei->ti", score / score.sum(1, keepdims=True), result)
+
+
+def _convolve(o: dict[str, np.ndarray]) -> np.ndarray:
+    rows = np.concatenate([o["inputs"][:, :LENGTH].swapaxes(0, 1), o["delta_key"]])
+    places = np.concatenate([BEFORE, LENGTH + np.arange(ROWS)[None]])
+    taken = np.where((places >= 0)[..., None, None], rows[places], 0)
+    total = np.einsum("pthn,hnp->thn", taken, o["conv"])
+    return total / (1 + np.exp(-total))
+
+
+def _fold_delta(o: dict[str, np.ndarray], count: int) -> np.ndarray:
+    state = o["state"].reshape(HEADS, DELTA_KEY, GROUP, DELTA_VALUE).astype(np.float64)
+    for row in range(count):
+        value = o["kept_value"][:, row].reshape(HEADS, 1, GROUP, DELTA_VALUE)
+        state = o["kept_decay"][:, row, None, :, None] * state + o["kept_key"][:, row, :, None, None] * value
+    return state.reshape(o["state"].shape)
+
+
+def _walk_delta(o: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence over each row's path, on whole states; results, and the kept rows' corrected values."""
+    values, results = o["kept_value"].copy(), []
+    after = {-1: _fold_delta(o, LENGTH).reshape(HEADS, DELTA_KEY, GROUP, DELTA_VALUE)}
+    for row in range(ROWS):
+        parent = max(np.flatnonzero(TREE[row, :row]), default=-1)
+        key, decay = o["delta_key"][row], o["delta_decay"][row]
+        state = decay[:, None, :, None] * after[parent]
+        u = o["delta_rate"][row][..., None] * (o["delta_value"][row] - np.einsum("hkgv,hk->hgv", state, key))
+        after[row] = state + key[:, :, None, None] * u[:, None]
+        results.append(np.einsum("hkgv,hk->hgv", after[row], o["delta_query"][row]))
+        values[:, LENGTH + row] = u.reshape(HEADS, -1)
+    return np.stack(results), values
 
 
 def _round(x: np.ndarray, most: float) -> np.ndarray:

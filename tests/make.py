@@ -24,6 +24,7 @@ _GGUF_ARCHITECTURES = {
     "mistral": "llama", "gpt_oss": "gpt-oss",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "gemma4_text": "gemma4", "olmo3": "olmo2", "ministral3": "mistral3", "granitemoehybrid": "granite",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 # Architectures whose files hold rotary pairs in neighbouring rows, and tensors that a family's file has in one.
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
@@ -279,6 +280,7 @@ def gguf_name(name: str, family: str = "llama") -> str:
     architecture = "llama" if plain else _GGUF_ARCHITECTURES.get(family, family)
     name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
     (arch,) = [arch for arch, known in MODEL_ARCH_NAMES.items() if known == architecture]
+    name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
     found = get_tensor_name_map(arch, 100).get_name(name, (".weight", ".bias"))
     return f"{found}.weight" if name.endswith(("sinks", "layer_scalar")) else found
 
@@ -297,15 +299,30 @@ def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
                 parts.setdefault(f"blk.{pieces[2]}.ffn_{projection}_exps.weight", []).append(tensor)
             continue
         gguf = gguf_name(name, cfg.family)
+        if "linear_attn" in name and cfg.recurrent is not None:
+            tensor = tile_value_heads(-np.exp(tensor) if name.endswith("A_log") else tensor, name, cfg.recurrent)
         for fused, of in _GGUF_FUSED.get(cfg.family, {}).items():
             if gguf.split(".")[2:3] and gguf.split(".")[2] in of:
                 parts.setdefault(f"blk.{pieces[2]}.{fused}.weight", []).append(tensor)
                 break
         else:
-            whole = "ffn_gate_inp_shexp" in gguf or "shortconv.conv" in gguf
+            whole = "ffn_gate_inp_shexp" in gguf or "shortconv.conv" in gguf or "ssm_conv1d" in gguf
             named[gguf] = tensor.squeeze(0 if tensor.ndim == 2 else 1) if whole else tensor
     join = {True: np.stack, False: np.concatenate}
     return named | {name: join["_exps" in name](arrays) for name, arrays in parts.items()}
+
+
+def tile_value_heads(tensor: np.ndarray, name: str, cfg: RecurrentConfig) -> np.ndarray:
+    """llama.cpp's order of the value heads of a delta net: the first one of every key head, then the second ones."""
+    if name.endswith(".norm.weight"):
+        return tensor
+    axis, width = (1 if "out_proj" in name else 0), cfg.value_dim
+    before = 2 * cfg.key_heads * cfg.key_dim if "qkv" in name or "conv1d" in name else 0
+    if "in_proj_a" in name or "in_proj_b" in name or tensor.ndim == 1:
+        width = 1
+    tensor = np.moveaxis(tensor, axis, 0)
+    heads = tensor[before:].reshape(cfg.key_heads, cfg.group, width, *tensor.shape[1:]).swapaxes(0, 1)
+    return np.moveaxis(np.concatenate([tensor[:before], heads.reshape(-1, *tensor.shape[1:])]), 0, axis)
 
 
 def interleave_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -363,6 +380,13 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
     if arch == "lfm2":
         heads = [0 if cfg.is_recurrent(index) else cfg.num_kv_heads for index in range(cfg.num_layers)]
         metadata |= {f"{arch}.shortconv.l_cache": cfg.recurrent.taps, f"{arch}.attention.head_count_kv": heads}
+    if (delta := cfg.recurrent) is not None and delta.kind == "delta":
+        metadata |= {
+            f"{arch}.ssm.conv_kernel": delta.taps, f"{arch}.ssm.group_count": delta.key_heads,
+            f"{arch}.ssm.time_step_rank": delta.value_heads, f"{arch}.ssm.state_size": delta.key_dim,
+            f"{arch}.ssm.inner_size": delta.value_heads * delta.value_dim, f"{arch}.full_attention_interval": 4,
+            f"{arch}.rope.dimension_sections": [1, 1, 0, 0],
+        }  # fmt: skip
     if arch == "granite":
         metadata |= {
             f"{arch}.embedding_scale": cfg.embed_scale, f"{arch}.residual_scale": cfg.residual_scale,
@@ -409,7 +433,7 @@ def write_gguf(
             tensor = interleave_rows(tensor, cfg.num_heads if "attn_q" in name else cfg.num_kv_heads)
         kind = (
             F32
-            if tensor.ndim == 1 or name.endswith((".bias", "shortconv.conv.weight"))
+            if tensor.ndim == 1 or name.endswith((".bias", "shortconv.conv.weight", "ssm_conv1d.weight"))
             else qtype
             if isinstance(qtype, GGMLQuantizationType)
             else qtype(known.get(name, name))

@@ -19,14 +19,14 @@ BUDGETS = {
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_120,
     "jaxspec/offload": 2_200,
-    "jaxspec/checkpoint": 5_000,
+    "jaxspec/checkpoint": 5_040,
     "jaxspec/runtime": 2_430,
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_250,
-    "pallas_kernels": 6_710,
-    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 3_780,
+    "pallas_kernels": 7_050,
+    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_180,
     "tools": 10_040,
-    "tests": 36_760,
+    "tests": 36_980,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

@@ -3,6 +3,8 @@
 What `read` returns is what the Hugging Face folder of the same model would hold, up to quantisation. llama.cpp's own
 names and its order of query and key rows are translated here. What is particular to a family is in
 `jaxspec.models.families`.
+
+This file exceeds 400 lines because one place translates llama.cpp's names, keys and orders.
 """
 
 import copy
@@ -38,7 +40,10 @@ _TOP_NAMES = {
 }
 # The final norm, and what LFM2's files call theirs.
 _FINAL_NORMS = ("output_norm.weight", "token_embd_norm.weight")
-_SHARED_GATE, _SINKS, _CONV = "mlp.shared_expert_gate", "self_attn.sinks", "conv.conv"
+_SHARED_GATE, _SINKS, _CONVS = "mlp.shared_expert_gate", "self_attn.sinks", ("conv.conv", "linear_attn.conv1d")
+# Tensors whose names in a Hugging Face folder do not end in `.weight` or `.bias`.
+_DECAY = "linear_attn.A_log"
+_BARE = ("layer_scalar", "linear_attn.dt_bias", _DECAY)
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -50,7 +55,7 @@ _LAYER_NAMES = {
     "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_inp_shexp": _SHARED_GATE,
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "shortconv.in_proj": "conv.in_proj", "shortconv.conv": _CONV, "shortconv.out_proj": "conv.out_proj",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.conv": _CONVS[0], "shortconv.out_proj": "conv.out_proj",
 }  # fmt: skip
 _ROPE_FREQS, _KV_HEADS = "rope_freqs.weight", "attention.head_count_kv"
 # Divisors from which on a pair stands still.
@@ -84,7 +89,9 @@ class GGUFSource:
         self.path = path
         self._family = _read_family(path, header.metadata)
         self.config = _read_config(path, header, self._family)
-        self._tensors = split_fused(_rename(path, header.tensors, self.config), self.config, _cut)
+        # `_read_config` has read it where the family knows it, and else refuses it.
+        drafting = header.metadata.get(f"{self._family.gguf_architecture}.nextn_predict_layers") or 0
+        self._tensors = split_fused(_rename(path, header.tensors, self.config, drafting), self.config, _cut)
         self.eos_ids = _read_eos_ids(path, header.metadata, self.config.vocab_size)
         _refuse_block_types(path, header.tensors)
         self._data = np.memmap(path, np.uint8, mode="r")
@@ -114,8 +121,10 @@ class GGUFSource:
         return _DTYPES[kind].name if kind in _DTYPES else block_type if block_type in FORMATS else "float32"
 
     def input_order(self, name: str) -> np.ndarray | None:
-        """None: GGUF files hold inputs in order."""
-        return None
+        """The value heads that the columns of a delta net's result take; None for all others, which are in order."""
+        if not name.endswith("linear_attn.out_proj.weight") or (rows := _value_rows(name, self.config)) is None:
+            return None
+        return np.argsort(rows)
 
     def read(self, name: str, keep_blocks: bool = False, part: tuple[int, int, int] | None = None) -> np.ndarray:
         """One tensor by Hugging Face name, or its blocks where they are of a known format and to be kept."""
@@ -124,9 +133,11 @@ class GGUFSource:
             raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
         else:
             raw = self._read_bytes(self.path, tensor.offset, tensor.nbytes)
-        shape = tensor.shape
+        shape, rows = tensor.shape, _value_rows(name, self.config)
         if part is not None:
             dimension, start, stop = part
+            if rows is not None:
+                return self.read(name, keep_blocks)[(slice(None),) * dimension + (slice(start, stop),)]
             rows = raw.reshape(shape[0], -1)
             if dimension == 0:
                 rows, shape = rows[start:stop], (stop - start, *shape[1:])
@@ -139,12 +150,20 @@ class GGUFSource:
         count_read(raw)
         if self._family.gguf_interleaves and name.endswith(("q_proj.weight", "k_proj.weight")):
             raw = _deinterleave_rows(raw, shape[0], self.config.head_dim)
+        columns = rows is not None and name.endswith("out_proj.weight")
+        if rows is not None and not columns:
+            raw = np.ascontiguousarray(raw.reshape(shape[0], -1)[rows]).reshape(-1)
         block_type = tensor.ggml_type.name.lower()
         if keep_blocks and block_type in FORMATS:
             return raw.reshape(*shape[:-1], -1, FORMATS[block_type].nbytes)
         if tensor.ggml_type in _DTYPES:
-            return raw.view(_DTYPES[tensor.ggml_type]).reshape(shape)
-        return decode_blocks(raw, block_type).reshape(shape)
+            numbers = raw.view(_DTYPES[tensor.ggml_type]).reshape(shape)
+        else:
+            numbers = decode_blocks(raw, block_type).reshape(shape)
+        if name.endswith(_DECAY):  # the file has -exp of it; of more digits, so that its exponential has the file's
+            with np.errstate(invalid="ignore", divide="ignore"):
+                return np.log(-numbers.astype(np.float64))
+        return np.ascontiguousarray(numbers[:, rows]) if columns else numbers
 
 
 def open_gguf(path: str | Path) -> GGUFSource:
@@ -174,34 +193,55 @@ def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
     return known[name]
 
 
-def _rename(path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig) -> dict[str, GGUFTensor]:
+def _rename(
+    path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig, drafting_layers: int
+) -> dict[str, GGUFTensor]:
     """Tensors under Hugging Face names; unknown ones keep their own, for the accounting to list."""
     renamed: dict[str, GGUFTensor] = {}
     family = FAMILIES[cfg.family]
+    # Layers of multi-token prediction come after the others.
+    drafting = {str(cfg.num_layers + i) for i in range(min(drafting_layers, len(tensors)))}
     for name, tensor in tensors.items():
-        if name in (_ROPE_FREQS, *_ROPE_FACTORS):
-            continue
         hf_name, parts = _TOP_NAMES.get(name, name), name.split(".")
+        if name in (_ROPE_FREQS, *_ROPE_FACTORS) or (parts[0] == "blk" and drafting.issuperset(parts[1:2] or "-")):
+            continue
         if name in _FINAL_NORMS:
             hf_name = f"{family.final_norm}.weight"
-        if len(parts) >= 4 and parts[0] == "blk":
-            own = ".".join(parts[2:-1])
+        if len(parts) >= 3 and parts[0] == "blk":
+            own = ".".join(parts[2:-1]) or parts[2]
             part = family.gguf_names.get(own, _LAYER_NAMES.get(own))
             if part is not None:
                 hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[-1]}"
             if part == _SINKS:
                 hf_name = sinks_name(parts[1])
-            if part == "layer_scalar":
-                hf_name = hf_name.removesuffix(".weight")
+            if part in _BARE:
+                hf_name = f"model.layers.{parts[1]}.{part}"
             if part == _SHARED_GATE and len(tensor.shape) == 1:
                 # A matrix of one row has one dimension in the file.
                 tensor = dataclasses.replace(tensor, shape=(1, *tensor.shape))
-            if part == _CONV and len(tensor.shape) == 2:
+            if part in _CONVS and len(tensor.shape) == 2:
                 tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
         if hf_name in renamed:
             raise CheckpointError(f"{path}: holds the tensor {hf_name!r} twice, the second time as {name!r}")
         renamed[hf_name] = tensor
     return renamed
+
+
+def _value_rows(name: str, cfg: ModelConfig) -> np.ndarray | None:
+    """The row of the file, or column of `out_proj`, for each of Hugging Face's; None where all are in order.
+
+    Files have the first value head of every key head, then the second of every one.
+    """
+    layer, _, part = name.partition(".linear_attn.")
+    recurrent = cfg.recurrent
+    if recurrent is None or recurrent.group in (0, 1) or not part or part == "norm.weight":
+        return None
+    heads = np.arange(recurrent.value_heads).reshape(recurrent.group, -1).T.reshape(-1, 1)
+    one = part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")
+    width = 1 if one else recurrent.value_dim
+    rows = (heads * width + np.arange(width)).reshape(-1)
+    before = 2 * recurrent.key_heads * recurrent.key_dim if part in ("in_proj_qkv.weight", "conv1d.weight") else 0
+    return np.concatenate([np.arange(before), before + rows])
 
 
 def _cut(tensor: GGUFTensor, shape: tuple[int, ...], offset: int, nbytes: int) -> GGUFTensor:
@@ -271,7 +311,7 @@ def _read_config(path: Path, header: GGUFHeader, family: Family) -> ModelConfig:
         "family": family.name,
         "num_layers": values.integer("block_count"),
         "embed_dim": embed_dim,
-        "mlp_dim": values.integer("feed_forward_length"),
+        "mlp_dim": values.integer("feed_forward_length", default=values.get("expert_feed_forward_length")),
         "num_heads": num_heads,
         "num_kv_heads": values.integer(_KV_HEADS, default=num_heads),
         "head_dim": head_dim,

@@ -215,7 +215,7 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
         if recurrent.kind == "delta":
             part, count, values = "linear_attn", recurrent.value_heads, heads * width
             split = by_head(recurrent.key_dim, recurrent.key_dim, width)
-            vector = {"assemble": lambda arrays: -np.exp(arrays[0].astype(np.float32))}
+            vector = {"assemble": lambda arrays: -np.exp(arrays[0].astype(np.float64))}
             if family.fuses_recurrent:
                 both = (name_of(layer, f"{part}.in_proj_qkvz"), (rows + values, D))
                 heads_of = lambda arrays: arrays[0].reshape(heads, -1, *arrays[0].shape[1:])  # noqa: E731

@@ -155,7 +155,7 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             layer["mix_rates"] = ArrayInfo((heads, 2 * recurrent.group, D), jnp.float32, by_head)
             layer |= {"decay": numbers(recurrent.group), "decay_bias": numbers(recurrent.group)}
             layer["mix_norm"] = ArrayInfo((recurrent.value_dim,), jnp.float32, (None,))
-        return layer
+        return layer | declare_orders(name, out=heads * rows)
 
     def declare_mlp(index: int) -> Params:
         name, experts = f"layers.{index}", cfg.layer_experts(index)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxspec.errors import ConfigError
 from jaxspec.pytree import pytree
+from pallas_kernels.delta_rule import KeptRows, delta_fold
 
 # B: rows fall out of the window by blocks of so many positions, when the block after the next one begins.
 BLOCK = 32
@@ -108,6 +109,10 @@ class RecurrentRows:
         names = ("inputs", "key", "value", "decay")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def kept(self) -> KeptRows:
+        """What the delta rule keeps."""
+        return KeptRows(self.key, self.value, self.decay, self.state)
+
     def with_rows(self, rows: dict[str, jax.Array]) -> "RecurrentRows":
         """The same with other rows."""
         return dataclasses.replace(self, **rows)
@@ -175,21 +180,6 @@ def write_inputs(rows: jax.Array, new: jax.Array, place: jax.Array) -> jax.Array
     return jax.lax.dynamic_update_slice(rows, new.swapaxes(0, 1), (0, place, 0))
 
 
-def convolve(weight: jax.Array, rows: jax.Array, new: jax.Array, before: jax.Array) -> jax.Array:
-    """The short convolution of rows `new` `[T, Hk, n]`, float32 of the same shape.
-
-    `rows` `[Hk, R, n]` are the kept ones, those of the pass included; `before` `[taps - 1, T]` is of `predecessors`.
-    """
-    taken = jnp.take(rows, jnp.maximum(before, 0), axis=1, mode="clip")  # [Hk, taps - 1, T, n]
-    # Selected after they are multiplied: else the compiler may round either of two products that are added alone.
-    weighted = taken * weight[:, :, :-1].transpose(0, 2, 1)[:, :, None]
-    weighted = jnp.where((before >= 0)[None, :, :, None], weighted, 0.0)
-    out = weighted[:, 0]
-    for tap in range(1, before.shape[0]):
-        out = out + weighted[:, tap]
-    return out.swapaxes(0, 1) + new * weight[:, :, -1]
-
-
 def commit_chunk(rows: jax.Array, new: jax.Array, length: jax.Array, count: jax.Array) -> jax.Array:
     """Kept rows `[Hk, R, n]` after the first `count` rows of a chunk `new` `[T, Hk, n]`, which follow `length` rows."""
     start = block_start(length)
@@ -216,36 +206,5 @@ def commit_window(
 def advance(layer: RecurrentRows, length: jax.Array, at_once: bool = False) -> RecurrentRows:
     """The rows without the first block, which the state takes in; `length` is any number that is not negative."""
     rows = {name: jnp.roll(array, -BLOCK, axis=1) for name, array in layer.rows().items()}
-    folded = None if layer.state is None else fold(layer, loop_turns(length, BLOCK), at_once)
-    return dataclasses.replace(layer.with_rows(rows), state=folded)
-
-
-def loop_turns(length: jax.Array, count: int) -> jax.Array:
-    """`count`, where `length` is not negative, but no constant: a loop of so many turns stays one in every program.
-
-    What XLA unrolls or merges with its surroundings may be rounded otherwise there.
-    """
-    return jnp.where(length < 0, 0, jnp.int32(count))
-
-
-def fold(layer: RecurrentRows, count: jax.Array, at_once: bool = False) -> jax.Array:
-    """The state after the first `count` rows; `at_once` by one product over all rows of a block."""
-    group = layer.decay.shape[2]
-    state = layer.state.reshape(*layer.state.shape[:2], group, -1)  # [Hk, K, g, V]
-    values = layer.value.reshape(*layer.value.shape[:2], group, -1)
-    if at_once:
-        decay = layer.decay[:, :BLOCK]
-        after = jnp.cumprod(decay[:, ::-1], axis=1)[:, ::-1]  # of a row and those after it
-        later = jnp.concatenate([after[:, 1:], jnp.ones_like(after[:, :1])], axis=1)
-        added = jnp.einsum("hrgv,hrk->hkgv", values[:, :BLOCK] * later[..., None], layer.key[:, :BLOCK])
-        return (state * after[:, 0, None, :, None] + added).reshape(layer.state.shape)
-
-    def add(row: jax.Array, state: jax.Array) -> jax.Array:
-        key, value, decay = (
-            jax.lax.dynamic_index_in_dim(array, row, 1, keepdims=False) for array in (layer.key, values, layer.decay)
-        )
-        # Of two products that are added, the compiler rounds either one alone; a selected one is never that one.
-        added = jnp.where(row < count, value[:, None] * key[:, :, None, None], 0.0)
-        return decay[:, None, :, None] * state + added
-
-    return jax.lax.fori_loop(0, count, add, state).reshape(layer.state.shape)
+    state = None if layer.state is None else delta_fold(layer.kept(), length, block=BLOCK, at_once=at_once)
+    return dataclasses.replace(layer.with_rows(rows), state=state)

@@ -1,24 +1,25 @@
 """A recurrent block of a layer, for one shard: projected rows in, what `out` takes and the layer's kept rows out."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.delta_rule import DeltaRows, delta_chunk, delta_pass
+from jaxspec.models.delta_rule import delta_chunk, delta_pass
 from jaxspec.models.params import Params
 from jaxspec.models.recurrent import (
     RecurrentConfig,
     RecurrentRows,
     block_start,
     commit_chunk,
-    convolve,
     predecessors,
     write_inputs,
 )  # fmt: skip
 from pallas_kernels.active_rows import map_active_rows
+from pallas_kernels.delta_rule import DeltaRows, short_conv
 from pallas_kernels.linear import as_matrix, linear
 from pallas_kernels.rms_norm import rms_norm
 
@@ -51,25 +52,26 @@ def mix_rows_in_time(
     if not delta:
         gate_in, gate, inputs = jnp.split(inputs, 3, axis=2)
         inputs = gate_in * inputs
+    conv = functools.partial(short_conv, layer["conv"], silu=delta, active_rows=active_rows)
     if window is None:
         before = predecessors(T, steps, first, None, None)
-        wide = jnp.pad(rows.inputs, ((0, 0), (0, T), (0, 0)))
-        mixed = convolve(layer["conv"], write_inputs(wide, inputs, first), inputs, before)
+        mixed = conv(rows.inputs, inputs, before, first)
         assert count is not None
         kept = commit_chunk(rows.inputs, inputs, length, count)
     else:
         before = predecessors(T, steps, first, window.mask, window.offset)
-        kept = write_inputs(rows.inputs, inputs, first if window.offset is None else first + window.offset)
-        mixed = convolve(layer["conv"], kept, inputs, before)
+        place = first if window.offset is None else first + window.offset
+        kept = write_inputs(rows.inputs, inputs, place)
+        mixed = conv(kept, inputs, before, place)
     rows = dataclasses.replace(rows, inputs=kept)
     if gate is not None:
         return gate * mixed, rows
-    new = _delta_rows(layer, recurrent, jax.nn.silu(mixed), projected[2])
+    new = _delta_rows(layer, recurrent, mixed, projected[2])
     if window is None:
         assert count is not None
         out, rows = delta_chunk(rows, new, length, count)
     else:
-        out, rows = delta_pass(rows, new, length, position, window.mask, window.offset)
+        out, rows = delta_pass(rows, new, length, position, window.mask, window.offset, active_rows)
     out = rms_norm(out, layer["mix_norm"], cfg.norm_eps) * jax.nn.silu(projected[1].reshape(out.shape))
     return out.reshape(T, -1, recurrent.result_width), rows
 

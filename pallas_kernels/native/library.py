@@ -17,7 +17,7 @@ import numpy as np
 TARGET_PREFIX = "jaxspec_"
 TARGETS = (
     "linear", "swiglu", "take_rows", "rms_norm", "add_norm", "rope_tables", "tree_attention", "experts",
-    "choose_experts", "chosen_experts", "row_top",
+    "choose_experts", "chosen_experts", "row_top", "delta_rule", "delta_fold", "short_conv",
 )  # fmt: skip
 
 # From the best to the one that every machine can run.

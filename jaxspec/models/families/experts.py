@@ -38,5 +38,5 @@ def read_gguf_experts(
         values.refuse("expert_gating_func", f"only {gating} is supported, {_GATING[gating]}")
     if values.number("expert_weights_scale", default=1.0) not in (0.0, 1.0):
         values.refuse("expert_weights_scale", "only 1 is supported")
-    dim = values.integer("expert_feed_forward_length", default=values.integer("feed_forward_length"))
+    dim = values.integer("expert_feed_forward_length", default=values.get("feed_forward_length"))
     return ExpertsConfig(count, per_token, dim, renormalise, shared_dim)

@@ -9,7 +9,8 @@ class Qwen35Moe(Qwen2Moe, Qwen35):
     """Scores of a row's experts add up to one; a Hugging Face folder has a layer's experts together."""
 
     name = "qwen3_5_moe_text"
-    gguf_architecture = None
+    gguf_architecture = "qwen35moe"
+    gguf_renormalises = True
     features = Qwen35.features
     default_renormalise = True
     experts_by_rows = True

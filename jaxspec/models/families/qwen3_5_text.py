@@ -11,6 +11,14 @@ class Qwen35(Family):
     """Norm scales are stored less one, but for those of the delta nets; a quarter of each head turns."""
 
     name = "qwen3_5_text"
+    gguf_architecture = "qwen35"
+    gguf_lists = ("rope.dimension_sections",)
+    gguf_names = {
+        "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+        "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
+    }  # fmt: skip
     features = {"qk_norm": True, "attention_gate": True}
     recurrent_type = "linear_attention"
     norm_offset = 1.0
@@ -38,6 +46,23 @@ class Qwen35(Family):
         }  # fmt: skip
         read = {name: values.integer(key, default=default) for name, (key, default) in sizes.items()}
         return fields | {"recurrent": RecurrentConfig("delta", layers, **read)}
+
+    def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
+        """Layers of multi-token prediction come last and are left out."""
+        drafting = values.integer("nextn_predict_layers", default=0, minimum=0)
+        num_layers = values.integer("block_count") - drafting
+        values.get("rope.dimension_sections")  # as `unused_rope_keys`
+        layers = values.layer_flags("attention.recurrent_layers", num_layers + drafting)
+        step = values.integer("full_attention_interval", default=4)
+        layers = all_but_every(step, num_layers) if layers is None else layers[:num_layers]
+        value_heads, width = values.integer("ssm.time_step_rank"), values.integer("ssm.inner_size")
+        if width % value_heads:
+            values.refuse("ssm.inner_size", f"it must be a multiple of ssm.time_step_rank {value_heads}")
+        recurrent = RecurrentConfig(
+            "delta", layers, values.integer("ssm.conv_kernel"), values.integer("ssm.group_count"),
+            value_heads=value_heads, key_dim=values.integer("ssm.state_size"), value_dim=width // value_heads,
+        )  # fmt: skip
+        return super().read_gguf(values, max_context) | {"num_layers": num_layers, "recurrent": recurrent}
 
 
 FAMILY = Qwen35()
