@@ -48,12 +48,12 @@ def delta_rule(
     if not kernels.native:
         return walk_by_xla(new, kept, first, mask, late, offset, block=block)
     same = [jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in (new.value, *kept[:3])]
-    out, *rows = native.call(
+    out, key, value, decay = native.call(
         "delta_rule", tuple(same), *new, mask, late, kept.state, *kept[:3], first.astype(jnp.int32),
         jnp.int32(0) if offset is None else offset.astype(jnp.int32), native.row_count(active_rows, new.key),
         aliases={8: 1, 9: 2, 10: 3}, block=block, threads=kernels.threads,
     )  # fmt: skip
-    return out, KeptRows(*rows, kept.state)
+    return out, KeptRows(key, value, decay, kept.state)
 
 
 def delta_fold(kept: KeptRows, first: jax.Array, *, block: int, at_once: bool = False) -> jax.Array:
