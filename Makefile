@@ -13,6 +13,8 @@ demo: $(VENV)/.installed
 # Three processes keep two cores busy: a process that compiles often waits for one thread. docs/testing.md describes the
 # suite. Compiled programs are kept between runs; `make test JAXSPEC_TEST_CACHE=` is a cold run.
 export JAXSPEC_TEST_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxspec/tests
+# Modules stay compiled between processes, of which tests start many, whatever the surroundings say.
+unexport PYTHONDONTWRITEBYTECODE
 SELECT ?= not slow and not tools
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 

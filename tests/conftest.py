@@ -59,10 +59,25 @@ if TOOLS not in sys.path:
 # Options of XLA that compile our programs in three quarters of the time.
 QUICK = {"xla_cpu_use_fusion_emitters": False}
 
+# Tracing and lowering take most of a test whose programs are kept. Both make many objects that live on, which the
+# collector would visit again and again, and note for each operation where in the code it stands, which no test reads.
+gc.set_threshold(50_000, 20, 20)
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 # Linux gives a process 65,530 memory mappings, and each compiled program takes several: above, compiling crashes.
+# Counting them takes as long as a short test does, so they are counted after each 100 programs compiled or loaded.
 MAPPINGS = Path("/proc/self/maps")
-MANY_MAPPINGS = 25_000
-COMPILES_S = 0.3  # a shorter test compiled little: its mappings are not counted
+MANY_MAPPINGS, UNCOUNTED_PROGRAMS = 25_000, 100
+programs_made = 0
+
+
+def note_program(name, duration, **details):
+    """Count a program that was compiled or loaded, in whatever thread."""
+    global programs_made
+    programs_made += name.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(note_program)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,15 +91,17 @@ def pytest_runtest_protocol(item, nextitem):
     if not (jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir == COMPILED):
         compilation_cache.reset_cache()
         use_session_cache()
-    start = time.perf_counter()
     result = yield
-    if time.perf_counter() - start > COMPILES_S:
-        forget_programs()
+    forget_programs()
     return result
 
 
 def forget_programs():
     """Let go of what the tests of this process compiled, once it adds up."""
+    global programs_made
+    if programs_made < UNCOUNTED_PROGRAMS:
+        return
+    programs_made = 0
     if not MAPPINGS.exists() or MAPPINGS.read_bytes().count(b"\n") < MANY_MAPPINGS:
         return
     for module in [*sys.modules.values()]:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# JAX's cache has a limit of size where there are several processes, and then writes nothing into a folder that holds
+# programs which JAX kept without a limit, as it does for the other tests.
+CACHE = {"JAXSPEC_COMPILE_CACHE": os.path.join(os.environ["JAXSPEC_COMPILE_CACHE"], "several")}
 CHILD = Path(__file__).parent / "child.py"
 COMMAND = Path(__file__).parent / "command.py"
 
@@ -33,7 +36,7 @@ def free_port() -> int:
 
 def run_processes(specs: list[dict[str, Any]], limit_s: float = 240, script: Path = CHILD) -> list[Ended]:
     """Run one process for each spec of a script; those that are left after `limit_s` seconds are ended."""
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | CACHE | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     environment.pop("JAX_NUM_CPU_DEVICES", None)
     port, start = free_port(), time.monotonic()
     running = [
@@ -87,7 +90,7 @@ class Commands:
                         stdout=out,
                         stderr=err,
                         stdin=subprocess.DEVNULL,
-                        env=os.environ | variables,
+                        env=os.environ | CACHE | variables,
                     )  # fmt: skip
                 )
 

@@ -41,7 +41,11 @@ def check(tokens_by, family, **sampling):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    fast_part(itertools.product(MORE_FAMILIES, METHODS), lambda *case: case in FAST),
+    # Copies are verified as the rows of a chain are: one family tells.
+    fast_part(
+        [case for case in itertools.product(MORE_FAMILIES, METHODS) if case[1] != "lookup" or case in FAST],
+        lambda *case: case in FAST,
+    ),
 )
 def test_tokens_of_plain_decoding(family, method):
     geometry, made = METHODS[method]

@@ -46,8 +46,9 @@ def test_programs_of_a_folder_that_cannot_be_written_are_used(tmp_path, monkeypa
     def refuse(**_):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(folder.tempfile, "TemporaryFile", refuse)
-    assert enable_compile_cache(str(tmp_path)) == tmp_path and program_files._folder == tmp_path / "ready"
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.tempfile, "TemporaryFile", refuse)
+        assert enable_compile_cache(str(tmp_path)) == tmp_path and program_files._folder == tmp_path / "ready"
 
 
 def test_jaxs_own_cache_of_several_processes_has_the_limit(tmp_path, monkeypatch):
