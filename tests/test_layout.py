@@ -13,9 +13,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_000,
+    "jaxspec": 37_080,
     "jaxspec/*.py": 3_300,
-    "jaxspec/methods": 7_260,
+    "jaxspec/methods": 7_340,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_120,
     "jaxspec/offload": 2_200,
@@ -26,7 +26,11 @@ BUDGETS = {
     "pallas_kernels": 7_050,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_180,
     "tools": 10_040,
+<<<<<<< HEAD
     "tests": 37_000,
+=======
+    "tests": 36_840,
+>>>>>>> 927086d (Costs of auto are corrected by the times of rounds; measuring again at later starts is gone)
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

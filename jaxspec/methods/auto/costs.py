@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import SamplingParams
+from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
 from jaxspec.methods.core.cost_model import PRIOR_MEAN, AcceptanceStats, CostModel
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
@@ -243,15 +244,14 @@ class MeasuringRunner(SpeculativeRunner):
                 self.timer.draft_first()
         weights = jax.tree.leaves(self.executor.placement.params())
         small = sum(leaf.size * leaf.dtype.itemsize for leaf in weights) <= MOST_BYTES
-        self.measures = self._profile is not None and small and (times is None or times.is_due)
+        self.measures = self._profile is not None and small and times is None
         if self.measures:
             self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))
 
     def calibrate(self, params: ModelParams, state: SpeculativeState | None) -> SpeculativeState | None:
         if not self.measures or self._profile is None:
             return state
-        found = measure_rounds(self, params, state, self._num_rows, self._length, self._weigh(None))
-        self.times = found if self.times is None else self.times.join(found)
+        self.times = measure_rounds(self, params, state, self._num_rows, self._length, self._weigh(None))
         self.measures = False
         save_costs(self._profile, self.times)
         self._use(self._weigh(self.times))
@@ -259,7 +259,7 @@ class MeasuringRunner(SpeculativeRunner):
         return self.start(0, None)
 
     def _use(self, costs: CostModel) -> None:
-        self.costs = costs
+        self.costs, self._filter = costs, CostFilter(costs)
         self.drafter.use_costs(costs)
         # A draft that is not expected to pay takes no prompt before it is asked.
         self._undrafted = 0 if costs.pays(PRIOR_MEAN, self._length) else RESTING
@@ -267,15 +267,19 @@ class MeasuringRunner(SpeculativeRunner):
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
+        if self.timer is None or self.timer.latest_s is None or self.costs.source != "measured":
+            return
+        self._filter.observe(outputs, self.timer.latest_s)
+        if differ(costs := self._filter.costs(), self.costs):
+            self.costs = costs
+            self.drafter.use_costs(costs)
 
     def close(self, state: SpeculativeState | None) -> None:
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens
-        if self.times is not None and self.timer is not None:
-            times = self.times.after(self.timer.plain_s)
-            if times != self.times:
-                save_costs(self._profile, times)
+        if self.times is not None and self._filter.plain_s is not None and self.costs.source == "measured":
+            save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
         tried, accepted = (np.asarray(leaf).tolist() for leaf in (state.draft.stats.tried, state.draft.stats.accepted))
         save_learned(self._profile, Learned(tried, accepted))
 

@@ -19,7 +19,7 @@ from jaxspec.config import MOST_TOKENS
 from jaxspec.errors import CheckpointError
 from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.base import DeviceChoice, Measured
-from jaxspec.methods.core.cost_model import KINDS, fill_rows
+from jaxspec.methods.core.cost_model import KINDS, CostModel, fill_rows
 from jaxspec.methods.core.round import Models
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
@@ -31,8 +31,6 @@ LOG = logging.getLogger(__name__)
 COSTS, LEARNED, DEVICES = "jaxspec cost profile 1", "jaxspec learned rates 1", "jaxspec device profile 1"
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
 SHORTEST_S, LONGEST_S, LARGEST_BATCH = 1e-9, 1e6, 1024
-# Costs are measured again where texts were so many times faster, and so often at most.
-FASTER, MOST_MEASURED = 1.4, 4
 # Settings of several devices have to gain so much over those of fewer: less is noise.
 LEAST_GAIN = 1.02
 
@@ -49,21 +47,11 @@ class RoundTimes:
     # there was no time to measure it.
     search_s: float | None
     draft_s: float  # of a draft pass of one row; 0 without a draft
-    measured: int = 1  # how many measurements these are the least of
-    is_due: bool = False  # whether the next start measures once more, since rounds have been faster
 
-    def after(self, plain_s: float | None) -> "RoundTimes":
-        """The same, due once more where a token of plain decoding, in seconds, took far less in texts.
-
-        Then something else ran on the machine while it was measured.
-        """
-        far_less = plain_s is not None and FASTER * plain_s < self.plain_s
-        return dataclasses.replace(self, is_due=far_less and self.measured < MOST_MEASURED)
-
-    def join(self, other: "RoundTimes") -> "RoundTimes":
-        """The measurement, of this one and another, in which plain decoding was faster; it is not due."""
-        best = min(self, other, key=lambda times: times.plain_s)
-        return dataclasses.replace(best, measured=self.measured + other.measured, is_due=False)
+    def corrected(self, costs: CostModel, plain_s: float) -> "RoundTimes":
+        """The same rows and parts by costs in plain tokens, which take `plain_s` seconds each."""
+        verify_s = {rows: plain_s * float(costs.passes[rows - 1]) for rows in self.verify_s}
+        return RoundTimes(plain_s, verify_s, plain_s * costs.round, plain_s * costs.draft)
 
     def figures(self) -> dict[str, Any]:
         """The settings of `Auto` that say the same, in tokens of plain decoding."""
@@ -205,7 +193,7 @@ def _read_times(saved: Any) -> RoundTimes:
         raise ValueError("a round has no time")
     if not (abs(search_s or 0.0) <= LONGEST_S and 0 <= draft_s <= LONGEST_S):
         raise ValueError("a part of a round has no time")
-    return RoundTimes(plain_s, verify_s, search_s, draft_s, int(saved["measured"]), bool(saved["is_due"]))
+    return RoundTimes(plain_s, verify_s, search_s, draft_s)
 
 
 def _read_learned(saved: Any) -> Learned:

@@ -58,6 +58,7 @@ class RoundTimer:
         # Seconds of one pass that ran beside a round, such as a step of a search; and of all such passes.
         self.pass_s: float | None = None
         self.spent_s = 0.0
+        self.latest_s: float | None = None  # of the latest dispatch, as timed; None where it was not
         self._last: float | None = None
         self._plain: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
         self._drafted: collections.deque[tuple[int, float]] = collections.deque(maxlen=REMEMBERED)
@@ -92,7 +93,7 @@ class RoundTimer:
 
     def leave_out(self) -> None:
         """A round was read that is not to be timed, nor is the one after it."""
-        self._last = None
+        self._last = self.latest_s = None
 
     def forget_drafts(self) -> None:
         """Drafts are made in another way from now on: what was measured of them says nothing."""
@@ -119,7 +120,7 @@ class RoundTimer:
         `delayed` says whether a pass that is none of theirs ran before them, on the same devices.
         """
         now = self.now()
-        last, self._last = self._last, now
+        last, self._last, self.latest_s = self._last, now, None
         drafted = [len(output.tokens) for output in outputs if output.draft_passes > 0 or output.drafted > 0]
         if last is None:
             return
@@ -131,6 +132,7 @@ class RoundTimer:
         if usual and seconds > OUTLIER * expected:
             seconds = expected if delayed else OUTLIER * expected
         self.total_s += seconds
+        self.latest_s = None if delayed else seconds
         if delayed:
             spent = max(0.0, seconds - usual)
             self.spent_s += spent

@@ -1,0 +1,93 @@
+"""Costs of rounds learned from the times of dispatches, against made-up machines."""
+
+import numpy as np
+import pytest
+
+from jaxspec.methods.auto.online import CostFilter, differ
+from jaxspec.methods.core.cost_model import CostModel
+from jaxspec.methods.core.round import StepOutput
+
+BELIEVED = CostModel(1 + 0.1 * np.arange(16.0), draft=0.07, round=0.05, source="measured")
+PLAIN_S = 0.005
+
+
+def rounds_of(rng):
+    """The rounds of a dispatch: plain ones, or up to four of which most have drafts."""
+    if rng.random() < 0.2:
+        return [StepOutput((1,) * 4, (0.0,) * 4)]
+    drafted = rng.integers(0, 16, 4)
+    return [
+        StepOutput((1,) * (1 + int(n) // 3), (0.0,), drafted=int(n), draft_passes=int(min(n, 8) + (n == 0)))
+        for n in drafted
+    ]
+
+
+def time_of(outputs, true, speed=1.0):
+    """Seconds of a dispatch on a machine of the costs `true`."""
+    total = 0.0
+    for output in outputs:
+        if output.drafted or output.draft_passes:
+            total += true.passes[output.drafted] + true.round + true.draft * output.draft_passes
+        else:
+            total += len(output.tokens)
+    return PLAIN_S * total / speed
+
+
+def decode(costs, true, dispatches=150, speed=1.0, seed=0, outliers=0.0):
+    rng = np.random.default_rng(seed)
+    for _ in range(dispatches):
+        outputs = rounds_of(rng)
+        seconds = time_of(outputs, true, speed) * rng.normal(1, 0.08)
+        costs.observe(outputs, seconds * (20 if rng.random() < outliers else 1))
+    return costs.costs()
+
+
+@pytest.mark.parametrize("outliers", [0.0, 0.02])
+@pytest.mark.parametrize(
+    "true",
+    [
+        CostModel(1 + 0.2 * np.arange(16.0), draft=0.15, round=0.4),
+        CostModel(1 + 0.05 * np.arange(16.0), draft=0.03, round=0.0),
+        BELIEVED,
+    ],
+)  # fmt: skip
+def test_it_finds_the_costs_of_the_machine(true, outliers):
+    costs = CostFilter(BELIEVED)
+    costs.observe([StepOutput((1,) * 4, (0.0,) * 4)], 4 * PLAIN_S)
+    found = decode(costs, true, outliers=outliers)
+    rows = np.array([2, 4, 8, 16]) - 1
+    chains = lambda model: model.passes[rows] + model.round + model.draft * np.minimum(rows, 8)  # noqa: E731
+    np.testing.assert_allclose(chains(found), chains(true), rtol=0.15)
+    assert found.source == "measured" and found.passes[0] == 1
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_a_slower_moment_changes_no_ratio(speed):
+    costs = CostFilter(BELIEVED)
+    before = decode(costs, BELIEVED)
+    after = decode(costs, BELIEVED, 30, speed, seed=1)
+    np.testing.assert_allclose(after.rounds, before.rounds, rtol=0.2)
+    assert costs.plain_s == pytest.approx(PLAIN_S / speed, rel=0.2)
+
+
+def test_nothing_is_corrected_before_plain_decoding_was_seen():
+    costs = CostFilter(BELIEVED)
+    costs.observe([StepOutput((1, 1), (0.0, 0.0), drafted=3, draft_passes=3)], 1.0)
+    assert costs.costs() is BELIEVED and costs.plain_s is None
+
+
+def test_figures_stay_possible():
+    costs = CostFilter(BELIEVED)
+    for seconds in (PLAIN_S, 1e-9, 1e3, 0.0, *[1e-7] * 50):
+        costs.observe(rounds_of(np.random.default_rng(3)), seconds)
+        costs.observe([StepOutput((1,), (0.0,))], seconds)
+        found = costs.costs()
+        assert np.isfinite(found.passes).all() and (np.diff(found.passes) >= 0).all()
+        assert found.draft > 0 and found.round >= 0 and costs.plain_s > 0
+
+
+def test_what_differs():
+    assert not differ(BELIEVED, BELIEVED)
+    assert differ(BELIEVED, CostModel(BELIEVED.passes, 0.12, 0.05)) and differ(
+        BELIEVED, CostModel(1.1 * BELIEVED.passes, 0.07, 0.05)
+    )
