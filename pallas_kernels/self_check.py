@@ -276,7 +276,7 @@ def _walk_delta(o: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     values, results = o["kept_value"].copy(), []
     after = {-1: _fold_delta(o, LENGTH).reshape(HEADS, DELTA_KEY, GROUP, DELTA_VALUE)}
     for row in range(ROWS):
-        parent = max(np.flatnonzero(TREE[row, :row]), default=-1)
+        parent = max(map(int, np.flatnonzero(TREE[row, :row])), default=-1)
         key, decay = o["delta_key"][row], o["delta_decay"][row]
         state = decay[:, None, :, None] * after[parent]
         u = o["delta_rate"][row][..., None] * (o["delta_value"][row] - np.einsum("hkgv,hk->hgv", state, key))
