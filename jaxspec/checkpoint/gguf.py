@@ -138,15 +138,15 @@ class GGUFSource:
             dimension, start, stop = part
             if rows is not None:
                 return self.read(name, keep_blocks)[(slice(None),) * dimension + (slice(start, stop),)]
-            rows = raw.reshape(shape[0], -1)
+            cut = raw.reshape(shape[0], -1)
             if dimension == 0:
-                rows, shape = rows[start:stop], (stop - start, *shape[1:])
+                cut, shape = cut[start:stop], (stop - start, *shape[1:])
             else:
                 values, size = GGML_QUANT_SIZES[tensor.ggml_type]
                 if start % values or stop % values:  # within a block: whole rows are decoded and cut
                     return self.read(name)[:, start:stop]
-                rows, shape = rows[:, start // values * size : stop // values * size], (shape[0], stop - start)
-            raw = np.ascontiguousarray(rows).reshape(-1)
+                cut, shape = cut[:, start // values * size : stop // values * size], (shape[0], stop - start)
+            raw = np.ascontiguousarray(cut).reshape(-1)
         count_read(raw)
         if self._family.gguf_interleaves and name.endswith(("q_proj.weight", "k_proj.weight")):
             raw = _deinterleave_rows(raw, shape[0], self.config.head_dim)

@@ -320,6 +320,8 @@ def test_what_a_draft_is_fed_is_what_the_reference_is_fed():
 class Turns:
     """In place of the timer: two rounds of plain decoding, then one that may draft."""
 
+    latest_s = None
+
     def __init__(self):
         self.rounds = 0
 
