@@ -65,17 +65,11 @@ def make_ratios(samples: Mapping[str, Sequence[float]], pairs: Mapping[str, tupl
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and extremes."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def spread_rows(named: Mapping[str, Sequence[float]], scale: float = 1.0, digits: int = 2) -> list[list[str]]:
+def spread_rows(named: Mapping[str, Sequence[float]], scale: float = 1.0) -> list[list[str]]:
     """Rows of a table: a name, the median, and the extremes, multiplied by `scale`."""
-    found = {name: spread(values) for name, values in named.items()}
     return [
-        [name, *(f"{scale * each[part]:.{digits}f}" for part in ("median", "min", "max"))]
-        for name, each in found.items()
+        [name, *(f"{scale * each:.2f}" for each in (statistics.median(values), min(values), max(values)))]
+        for name, values in named.items()
     ]
 
 

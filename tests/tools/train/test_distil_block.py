@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("optax")
 
-import count_block
 import jax
 import jax.numpy as jnp
 from distil_cases import PREFIX, SAMPLE, make_conversations, succeed
@@ -17,10 +16,7 @@ from train.batches import Packer
 from train.block import STRIDE, block_config, block_loss, fill_blocks, init_block
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.checkpoint.load import open_weights
-from jaxspec.methods.core.cost_model import BESIDE, DEPTHS, RANKS
-from jaxspec.methods.core.cost_model import PLACES as PLACE_KINDS
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.models.feature_draft import forward_block, fuse, prefill_draft
 from jaxspec.runtime.mesh import plan_mesh
@@ -96,22 +92,6 @@ def test_a_trained_block_loads_and_decodes(command, chat_model, chat_llm, tmp_pa
     for method in ("chain", "auto", SpecExec(6)):
         drafted = LLM(chat_model, draft=tmp_path / "draft", method=method, dtype="float32")
         assert drafted.generate(prompt, sampling).token_ids == expected
-    # Counted as on the page of results: every tree gives the same text, of at least as few passes as it has tokens.
-    prompts, found = [BenchPrompt(1, "words", ("w9 w20 w31",)), BenchPrompt(2, "words", ("w12",))], {}
-    for name, method in count_block.variants(6, 4).items():
-        found[name] = count_block.count(drafted.with_method(method), prompts, 12)
-        assert found[name][""] == found["chain"][""]
-        assert all(0 < passes <= tokens for tokens, passes in found[name]["words"])
     succeed(command("sample", tmp_path / "fresh", *SAMPLE[:-3], 3, *SAMPLE[-2:]))
     found = json.loads(succeed(command("measure", tmp_path / "draft", tmp_path / "fresh")))
     assert found["positions"] > 0 and len(found["by_depth"]) == 4
-
-
-def test_the_fixed_penalty_is_that_of_auto_and_stays():
-    """After what a text keeps of what it begins with, and after a round that accepted nothing."""
-    stats = jax.tree.map(lambda leaf: count_block.CARRIED_OVER * leaf, count_block.fixed_penalty())
-    later = stats.update(jnp.full(3, PLACE_KINDS + RANKS, jnp.int32), jnp.ones(3), jnp.zeros(3, bool))
-    for ratios in (stats.place_ratios(1.0), later.place_ratios(1.0)):
-        ratios = np.asarray(ratios).reshape(DEPTHS, 2, RANKS)
-        np.testing.assert_allclose(ratios[:, 0], 1.0, rtol=1e-6)
-        np.testing.assert_allclose(ratios[:, 1], BESIDE, rtol=1e-6)
