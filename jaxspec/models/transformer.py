@@ -270,6 +270,11 @@ def mix_one_layer(
     return map_active_rows(lambda active, *rows: mix(active, jax.tree.unflatten(tree, rows)), active_rows, *leaves)
 
 
+def hold_layouts(params: Params, token: jax.Array) -> tuple[Params, jax.Array]:
+    """The same, as they are in memory: else XLA changes layouts of weights before a loop, and keeps the copies."""
+    return jax.lax.optimization_barrier((params, token))
+
+
 def finish_rows(params: Params, cfg: ModelConfig, x: jax.Array) -> jax.Array:  # [T, D] -> [T, D]
     """The last step of a pass: the final norm."""
     with jax.named_scope("final_norm"):
@@ -291,8 +296,7 @@ def run_layers(
     With `keys_only` every layer projects that, as it is, and writes its keys and values; nothing else is computed.
     """
     if registry.current().platform == "tpu":
-        # Else XLA changes layouts of weights before a loop of passes, and keeps the copies while it runs.
-        params, token = jax.lax.optimization_barrier((params, token))
+        params, token = hold_layouts(params, token)
     x, frame = begin_rows(params, cfg, token, position, cache.length, window)
     x, joined = (x, None) if enter is None else enter(x)
     position = position if window is None or window.seen_from is None else window.seen_from

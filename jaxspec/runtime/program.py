@@ -78,9 +78,10 @@ class Program:
         """Whether it is being loaded from the store in the background."""
         return any(not future.done() for _, future in self._coming.values())
 
-    def lower(self, variant: Hashable = None) -> Any:
+    def lower(self, variant: Hashable = None, platforms: tuple[str, ...] | None = None) -> Any:
         """Trace and lower; Python work, to be done in the main thread. `variant` is one that `fit` gives.
 
+        `platforms` are those of JAX to lower for, None for that of the devices.
         What the caller set for code of their own (64-bit types, strict promotion, no jit) does not reach ours.
         """
         args = self._shapes(variant)
@@ -90,7 +91,7 @@ class Program:
         )  # fmt: skip
         jitted = jax.jit(sharded, donate_argnums=tuple(self._donate), out_shardings=_shardings(self._out))
         with self._isolated():
-            return jitted.lower(*args)
+            return jitted.trace(*args).lower(lowering_platforms=platforms)
 
     def finish(self, lowered: Any, variant: Hashable = None, digest: str | None = None) -> None:
         """Compile what `lower` returned, unless the same is stored; runs outside the interpreter lock.
