@@ -26,6 +26,7 @@ from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import KINDS, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
+from jaxspec.methods.core.tree_drafter import CARRIED_OVER
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
 
@@ -198,6 +199,10 @@ def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     again = make_engine(store)
     kept = again.runner.drafter.learned
     assert float(kept.accepted.sum()) > 0 and float(kept.tried.sum()) > 0
+    # The buffers of `prepare` begin once more, with the first text: what is kept counts less once.
+    allocated = again.runner.start(0, None)
+    begun = again.runner.start(0, allocated)
+    np.testing.assert_allclose(begun.draft.stats.tried, CARRIED_OVER * kept.tried)
     assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
 
 

@@ -92,8 +92,9 @@ class TreeDrafter(Drafter):
         def create(sequence):
             return begin(sequence, init_acceptance() if settings.learns else None)
 
-        def restart(sequence, stats, idle, patience):
-            carried = jax.tree.map(lambda leaf: CARRIED_OVER * leaf, stats)
+        def restart(sequence, stats, length, idle, patience):
+            # Buffers that held no text have what was carried over to them.
+            carried = jax.tree.map(lambda leaf: jnp.where(length > 0, CARRIED_OVER, 1.0) * leaf, stats)
             return dataclasses.replace(begin(sequence, carried), idle=idle, patience=patience)
 
         def draft(params, state, verified, history, request, costs=None):
@@ -119,7 +120,7 @@ class TreeDrafter(Drafter):
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar)
         self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
-        kept = [sequence, stats, scalar, scalar]
+        kept = [sequence, stats, scalar, scalar, scalar]
         self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0, 1])
         params = placement.params() if has_model else ()
         shapes = [] if costs is None else [costs.shapes(placement)]
@@ -189,12 +190,12 @@ class TreeDrafter(Drafter):
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
         if state is not None:
-            return self._restart(sequence, state.stats, state.idle, state.patience)
+            return self._restart(sequence, state.stats, state.text.length, state.idle, state.patience)
         if self.learned is None:
             return self._create(sequence)
         stats = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), self.learned, self.state.stats)
         first = place(np.int32(FIRST_PATIENCE), self.state.idle.sharding)
-        return self._restart(sequence, stats, first, first)
+        return self._restart(sequence, stats, first, first, first)
 
     def _place_text(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the devices."""
