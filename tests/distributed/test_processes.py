@@ -94,6 +94,7 @@ def test_splits_of_swiftspec_over_processes_with_two_devices(pair):
     check(pair, 2, 2, *loads)
 
 
+@pytest.mark.slow
 def test_swiftspec_over_three_processes(pair):
     """Some messages pass by a process."""
     load = {"target_devices": 2, "draft_devices": 1, "draft_process": 0, "methods": [SWIFTSPEC]}

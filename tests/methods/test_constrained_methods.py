@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 import swiftspec_cases
 from byte_tokenizer import BytesTokenizer
+from marks import fast_part
 from method_cases import (
     LARGE_REJECTION,
     LLAMA_AUTO,
@@ -75,8 +76,14 @@ def decode_on(engine, params, number, prompt=tuple(PROMPT)):
     return tuple(tokens[: ends[0]] if ends else tokens), matcher.num_forced
 
 
+# Each method; with several draft models a tree, a chain and the default.
+FAST = (LLAMA_SPECEXEC, LLAMA_LOOKUP, FED_AUTO, LARGE_REJECTION, *METHODS[-3:])
+
+
 @pytest.mark.parametrize("number", range(len(SAMPLINGS)))
-@pytest.mark.parametrize("case", METHODS, ids=lambda case: f"{case.method.name}-{case.geometry}")
+@pytest.mark.parametrize(
+    "case", fast_part(METHODS, lambda case: case in FAST), ids=lambda case: f"{case.method.name}-{case.geometry}"
+)
 def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
     expected, forced = decode(plain_case(case), "none", number)
     text = b"".join(map(TOKENIZER.token_bytes, expected)).decode()
@@ -86,7 +93,11 @@ def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
         assert decode(case, draft, number) == (expected, forced)
 
 
-@pytest.mark.parametrize("case", [swiftspec_cases.BASIC, swiftspec_cases.ADAPTIVE], ids=swiftspec_cases.case_id)
+@pytest.mark.parametrize(
+    "case",
+    fast_part([swiftspec_cases.BASIC, swiftspec_cases.ADAPTIVE], lambda case: case is swiftspec_cases.BASIC),
+    ids=swiftspec_cases.case_id,
+)
 @pytest.mark.parametrize("draft", ["copy", "random"])
 def test_a_draft_on_devices_of_its_own(case, draft):
     found = decode_on(swiftspec_cases.engine_of(case), swiftspec_cases.params_of(case, draft), 1)

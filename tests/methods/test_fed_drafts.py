@@ -183,7 +183,7 @@ def test_methods_that_cannot_fill_blocks_say_what_can(geometry):
         SpecInfer((1,) * 7).check(models_of(Case("llama", 1, geometry, SpecInfer((1,) * 7))))
 
 
-@pytest.mark.parametrize("case", [BLOCKS[9], PARALLEL[3]], ids=case_id)
+@pytest.mark.parametrize("case", [BLOCKS[9], pytest.param(PARALLEL[3], marks=pytest.mark.slow)], ids=case_id)
 def test_the_law_of_rejection_is_that_of_the_target(case):
     """q is a place's own law, or its row of the transitions, with penalties of the tokens drawn before it."""
     target = Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32)
@@ -263,7 +263,9 @@ def good_block():
 
 
 @pytest.mark.parametrize(
-    "method", [Chain(9), SpecExec(12, branch=2), Auto(draft_cost=0.01)], ids=lambda method: method.name
+    "method",
+    fast_part([Chain(9), SpecExec(12, branch=2), Auto(draft_cost=0.01)], lambda method: method.name == "auto"),
+    ids=lambda method: method.name,
 )
 def test_a_good_block_is_always_accepted(method, monkeypatch):
     monkeypatch.setattr("jaxspec.methods.auto.settings.RoundTimer", Untimed)

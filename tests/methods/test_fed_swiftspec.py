@@ -52,7 +52,7 @@ CASES = {
     "adaptive": Case("llama", 3, 1, "fed", SwiftSpec(7, 8, depth=1, adaptive=True, branch_free=False, survivors=9)),
     "smallest": Case("llama", 1, 1, "fed", SwiftSpec(1, 1, branch=1, depth=1, branch_free=False)),
 }
-FAST = ("keep", "tp4")
+FAST = ("keep",)
 NAMES = fast_part(CASES, lambda name: name in FAST)
 
 

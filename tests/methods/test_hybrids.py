@@ -60,7 +60,9 @@ def sampled_by(sampled):
     ("family", "method"),
     fast_part(
         [(f, m) for f in HYBRIDS for m in METHODS] + [("qwen3.5", m) for m in FED],
-        lambda _, method: method in ("chain", "swiftspec", "mtp specexec"),
+        lambda family, method: (
+            (family, method) in (("qwen3.5", "chain"), ("lfm2", "swiftspec"), ("qwen3.5", "mtp specexec"))
+        ),
     ),
 )
 def test_tokens_over_many_blocks(family, method):

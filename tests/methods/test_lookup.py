@@ -249,16 +249,18 @@ def test_longer_matches_are_never_worth_less():
 def test_what_two_sources_propose_is_one_node():
     """A draft with children 3 and 7 of the root, and 8 below 3; the text offers 3-4 and 5."""
     stats, settings = init_acceptance(), CopySettings(ngram=2, candidates=4, length=2)
-    copies = find_copies(text_of([1, 2, 3, 4, 2, 5, 6, 1, 2]), stats, settings)
-    tree = plant(init_tree(2, 2), jnp.int32(2), jnp.array([3, 7]), jnp.log(jnp.array([0.5, 0.25])))
+    copies = jax.jit(find_copies, static_argnums=2)(text_of([1, 2, 3, 4, 2, 5, 6, 1, 2]), stats, settings)
+    tree = jax.jit(plant)(init_tree(2, 2), jnp.int32(2), jnp.array([3, 7]), jnp.log(jnp.array([0.5, 0.25])))
     has_row = jnp.zeros(4, bool)
-    candidates, nodes = join(proposals(tree), proposal_hashes(tree)[0], has_row, jnp.bool_(True), copies, stats)
-    batch = pack_best(jnp.int32(2), candidates, 16)
+    candidates, nodes = jax.jit(join)(
+        proposals(tree), proposal_hashes(tree)[0], has_row, jnp.bool_(True), copies, stats
+    )
+    batch = jax.jit(pack_best, static_argnums=2)(jnp.int32(2), candidates, 16)
     assert sorted(paths_of(batch)) == [(), (3,), (3, 4), (5,), (5, 6), (7,)]
     score = {path: float(s) for path, s in zip(paths_of(batch)[1:], sorted_scores(candidates), strict=True)}
     assert score[3,] == pytest.approx(np.log(0.5)) and score[3, 4] < score[3,] and score[5, 6] <= score[5,]
     # The draft proposed other tokens than 5: the copy is worth less than without its word.
-    alone, _ = join(*nothing_proposed(), jnp.bool_(False), copies, stats)
+    alone, _ = jax.jit(join)(*nothing_proposed(), jnp.bool_(False), copies, stats)
     assert score[5,] < float(alone.score.max())
 
 

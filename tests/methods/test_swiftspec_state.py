@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import fast_part
 from method_cases import (
     FAMILIES,
     HEAD_IDS,
@@ -334,7 +335,10 @@ RUNS = [
 DEEP_RUN = ("certain", LONG_PROMPT, 1, SAMPLINGS["greedy"])
 
 
-@pytest.mark.parametrize("case", STATE_CASES, ids=case_id)
+FAST = (BASIC, NODES, ADAPTIVE, CHAIN, FOREIGN, FREE_CHAIN)
+
+
+@pytest.mark.parametrize("case", fast_part(STATE_CASES, lambda case: case in FAST), ids=case_id)
 def test_the_draft_holds_what_a_replay_from_scratch_says(case):
     # Growth that goes on until the target has verified makes large trees.
     runs = {DEEP: [*RUNS, DEEP_RUN], ADAPTIVE: RUNS[:3]}.get(case, RUNS)
@@ -357,7 +361,9 @@ def test_the_draft_holds_what_a_replay_from_scratch_says(case):
         assert kept == case.method.survivors
 
 
-@pytest.mark.parametrize("case", [BASIC, SERIAL, NODES, LARGE_BATCH, ADAPTIVE], ids=case_id)
+@pytest.mark.parametrize(
+    "case", fast_part([BASIC, SERIAL, NODES, LARGE_BATCH, ADAPTIVE], lambda case: case in FAST), ids=case_id
+)
 def test_no_token_is_computed_twice(case):
     """As many as there are different beginnings of texts that the draft ever saw; survivors have room here."""
     assert case.method.survivors >= 16
@@ -432,7 +438,7 @@ def test_rounds_write_into_their_window_only(case):
                     np.testing.assert_array_equal(one[:, stop:], other[:, stop:])
 
 
-@pytest.mark.parametrize("case", [BASIC, FREE, TIGHT, LARGE_BATCH], ids=case_id)
+@pytest.mark.parametrize("case", fast_part([BASIC, FREE, TIGHT, LARGE_BATCH], lambda case: case in FAST), ids=case_id)
 def test_garbage_behind_the_prefix_is_never_read(case):
     """Buffers of a finished sequence hold its keys and values, NaN keys of a broken model among them."""
 

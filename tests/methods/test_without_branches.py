@@ -173,7 +173,7 @@ def test_partial_sums_cross_in_bfloat16(degree):
 @pytest.mark.parametrize(
     ("platform", "degree", "case", "sampling"),
     [
-        ("gpu", 1, LLAMA_SPECEXEC, "T=1"),
+        pytest.param("gpu", 1, LLAMA_SPECEXEC, "T=1", marks=pytest.mark.slow),
         ("gpu", 2, LLAMA_CHAIN, "greedy"),
         ("gpu", 1, LLAMA_CHAIN._replace(family="mixtral"), "T=1"),
         pytest.param("cpu", 1, LLAMA_SPECEXEC, "penalties", marks=pytest.mark.slow),

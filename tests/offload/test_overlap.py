@@ -58,7 +58,9 @@ class Virtual:
             return (self.clock.now - start) / rounds
 
 
-@pytest.mark.parametrize(("longer", "shared"), [("pass", False), ("draft", False), ("draft", True)])
+@pytest.mark.parametrize(
+    ("longer", "shared"), [("pass", False), ("draft", False), pytest.param("draft", True, marks=pytest.mark.slow)]
+)
 def test_a_round_takes_the_longer_of_draft_and_pass(folder, monkeypatch, longer, shared):
     """Also on shared devices, which have time while the target waits for its layers."""
     times = {"read_s": 1.0, "grow_s": 9.0 if longer == "pass" else 40.0, "shared": shared}

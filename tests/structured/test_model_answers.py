@@ -23,7 +23,7 @@ def count_valid(llm, schema, temperature, **options):
     return 1
 
 
-@pytest.mark.parametrize("part", [slice(0, None, 9), pytest.param(slice(None), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("part", [slice(0, None, 20), pytest.param(slice(None), marks=pytest.mark.slow)], ids=str)
 def test_answers_are_valid(llm, part):
     schemas = SUPPORTED[part]
     valid = sum(count_valid(llm, one, t, format_checker=FORMATS) for one in schemas for t in (0.0, 1.0))

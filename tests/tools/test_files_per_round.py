@@ -6,7 +6,7 @@ import files_per_round
 import pytest
 
 
-@pytest.mark.parametrize("name", ["specexec", "auto"])
+@pytest.mark.parametrize("name", [pytest.param("specexec", marks=pytest.mark.slow), "auto"])
 def test_the_page_shows_what_a_round_enters(name):
     gc.collect()  # a generator that an earlier test left would end while rounds are watched
     assert files_per_round.read_table(files_per_round.PAGE.read_text())[0][name] == files_per_round.marks_of(name)

@@ -261,7 +261,11 @@ def test_every_split_is_measured_and_each_pair_is_released(tune_on, split):
 
 
 @pytest.mark.parametrize(
-    ("speedup", "method"), [(1.01, {"method": "ar", "target_devices": 2}), (1.5, {"method": "swiftspec"})]
+    ("speedup", "method"),
+    [
+        (1.01, {"method": "ar", "target_devices": 2}),
+        pytest.param(1.5, {"method": "swiftspec"}, marks=pytest.mark.slow),
+    ],
 )
 def test_speculation_has_to_gain_on_the_fastest_plain_decoding(tune_on, split, speedup, method):
     speedups = {"bs 8, w 8, d 1 (target 2, draft 1)": speedup}
