@@ -28,9 +28,9 @@ test-tools: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(PYTEST)
 
-# Comparison with Hugging Face on torch; not needed to use or test jaxspec.
+# Comparison with Hugging Face on torch; not needed to use or test jaxspec. `make parity SELECT=` has the slow ones too.
 parity: $(VENV)/.installed-test $(VENV)/.installed-parity
-	$(BIN)/python -m pytest -q tests/parity -o addopts=-ra
+	$(BIN)/python -m pytest -q tests/parity -o addopts=-ra -m "$(SELECT)"
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -263,16 +263,22 @@ def window_logits(params, cfg, tokens):
     return on_one_device(run)(params, tokens)
 
 
+# The first setting of each family goes through every kind of pass, the others through those that differ most.
+FIRST = set({family: name for name, (family, _) in reversed(MODELS.items())}.values())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(name, tmp_path):
     model = make_model(name)
     placement, params = open_saved(model, tmp_path)
     cfg, tokens = placement.cfg, tokens_of(LENGTH)
     expected = reference_logits(model, tokens)
-    assert relative_error(prefilled_logits(params, cfg, tokens), expected) < TOLERANCE
     assert relative_error(decoded_logits(params, cfg, tokens), expected) < TOLERANCE
     # Boundaries inside and outside of the sliding window of nine positions.
     assert relative_error(prefilled_logits(params, cfg, tokens, chunk=7), expected) < TOLERANCE
+    if name not in FIRST:
+        return
+    assert relative_error(prefilled_logits(params, cfg, tokens), expected) < TOLERANCE
     if cfg.sliding_window is None:
         assert relative_error(window_logits(params, cfg, tokens), expected) < TOLERANCE
 
