@@ -143,7 +143,7 @@ def packed_name(name: str, activations: str) -> str:
 
 
 def as_matrix(weight: Weight, outputs: int) -> Weight:
-    """A weight of any rank as the matrix that `linear` takes. Nothing moves in memory.
+    """A weight of any rank as the matrix that `linear` takes. Nothing moves in memory, but in tiles of a TPU.
 
     Args:
       weight: numbers `[...outputs, ...inputs]`, or blocks with data `[...outputs, ...inputs / values, nbytes]`.
