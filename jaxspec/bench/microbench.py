@@ -72,7 +72,7 @@ def time_target_pass(placement: Placement, params: Params, rows: int, context: i
 def time_streamed_pass(placement: Placement, params: Params, rows: int, context: int) -> PassTimer:
     """`time_target_pass` of a target whose layers are streamed: each pass reads them."""
     cfg, scalar = placement.cfg, placement.array((), jnp.int32)
-    sequence = make_sequence(placement, -(-(context + rows) // 64) * 64, "pass", keeps_text=False)
+    sequence = make_sequence(placement, -(-(context + rows) // 64) * 64, "pass")
     head_rows = None if rows <= LAZY_HEAD_ROWS else 1
 
     def begin(length: Any, first: Any) -> Any:

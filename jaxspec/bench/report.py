@@ -94,12 +94,12 @@ def _peak_host_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def bootstrap_interval(values: Sequence[float], resamples: int = RESAMPLES) -> tuple[float, float] | None:
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of the mean, by drawing `values` anew (seeded) with replacement; None for fewer than two."""
     if len(values) < 2:
         return None
     array = np.asarray(values, np.float64)
-    drawn = np.random.default_rng(0).integers(0, len(array), (resamples, len(array)))
+    drawn = np.random.default_rng(0).integers(0, len(array), (RESAMPLES, len(array)))
     low, high = np.percentile(array[drawn].mean(axis=1), [2.5, 97.5])
     return float(low), float(high)
 

@@ -122,7 +122,7 @@ def distribution_samplings(tokens: int) -> list[SamplingParams]:
 
 
 def joint_distribution(
-    score_fn: ScoreFn, prompt: Sequence[int], depth: int = DEPTH, width: int | None = None
+    score_fn: ScoreFn, prompt: Sequence[int], depth: int, width: int | None = None
 ) -> dict[Cell, float]:
     """The exact distribution of the next `depth` tokens, at least 1, by enumeration: one call of `score_fn` per text.
     A cell is `depth` token ids, or fewer that end with `REST`, "any other token here". In each position the `width`
@@ -142,23 +142,22 @@ def draw_many(
 
 
 def check_distribution(
-    score_fn: ScoreFn, prompt: Sequence[int], draws: Sequence[Draw], depth: int = DEPTH, width: int = WIDTH,
-    edge_fn: EdgeFn | None = None,
-) -> DistributionResult:  # fmt: skip
+    score_fn: ScoreFn, prompt: Sequence[int], draws: Sequence[Draw], edge_fn: EdgeFn | None = None
+) -> DistributionResult:
     """Compare draws with the exact distribution; see the module for tests, false alarms and power.
     `score_fn` is of plain decoding, and may be asked for a text more than once. `draws` continue `prompt` with
     different seeds. Without an `edge_fn` no token is within rounding of a cut. Raises `ConfigError` for no draws, or
-    one that is shorter than `depth`.
+    one that is shorter than `DEPTH`.
     """
-    if not draws or min(len(draw.tokens) for draw in draws) < depth:
-        raise ConfigError(f"the distribution of {depth} tokens needs draws of at least {depth} tokens each")
+    if not draws or min(len(draw.tokens) for draw in draws) < DEPTH:
+        raise ConfigError(f"the distribution of {DEPTH} tokens needs draws of at least {DEPTH} tokens each")
     prompt = tuple(prompt)
     support = _Support(score_fn, edge_fn or (lambda text, token: False))
-    exact = joint_distribution(score_fn, prompt, depth, width)
+    exact = joint_distribution(score_fn, prompt, DEPTH, WIDTH)
     inner = {cell[:i] for cell in exact for i in range(len(cell))}
     counts: Counter[Cell] = Counter()
     for draw in draws:
-        steps = [(prompt + draw.tokens[:i], draw.tokens[i]) for i in range(depth) if draw.tokens[:i] in inner]
+        steps = [(prompt + draw.tokens[:i], draw.tokens[i]) for i in range(DEPTH) if draw.tokens[:i] in inner]
         if support.admits(steps):
             counts[_find_cell(draw.tokens, exact, inner)] += 1
     cells = [*exact, *(counts.keys() - exact.keys())]
@@ -167,7 +166,7 @@ def check_distribution(
     for accepted in range(1, max(draw.accepted or 0 for draw in draws) + 1):
         there = [draw for draw in draws if (draw.accepted or 0) >= accepted and len(draw.tokens) > accepted]
         if len(there) >= FEWEST:
-            after[accepted] = _check_after(support, prompt, there, accepted, width)
+            after[accepted] = _check_after(support, prompt, there, accepted)
     p_values = [joint, *after.values()]
     p_value = 0.0 if support.impossible else min(1.0, min(p_values) * len(p_values))
     verdict = "different" if p_value < FALSE_ALARM else "equal"
@@ -193,22 +192,22 @@ class _Support:
         return not removed
 
 
-def _check_after(support: _Support, prompt: Cell, draws: list[Draw], accepted: int, width: int) -> float:
+def _check_after(support: _Support, prompt: Cell, draws: list[Draw], accepted: int) -> float:
     """p-value of the token after `accepted` draft tokens, by its rank under plain decoding.
     Ranks pool different texts. Their counts vary no more than those of one multinomial with the mean probabilities: the
     p-value is valid, and rather too large.
     """
     texts = Counter(draw.tokens[:accepted] for draw in draws)
-    observed, expected = np.zeros(width + 1), np.zeros(width + 1)
+    observed, expected = np.zeros(WIDTH + 1), np.zeros(WIDTH + 1)
     for text, _ in texts.most_common(MOST_CONTEXTS):
         log_probs = np.asarray(support.score_fn(prompt + text), np.float64)
-        top = _most_probable(log_probs, width)
+        top = _most_probable(log_probs, WIDTH)
         rank = {int(token): i for i, token in enumerate(top)}
         mass = np.exp(log_probs[top])
-        cells = np.concatenate([mass, np.zeros(width - len(top)), [max(1.0 - mass.sum(), 0.0)]])
+        cells = np.concatenate([mass, np.zeros(WIDTH - len(top)), [max(1.0 - mass.sum(), 0.0)]])
         for draw in draws:
             if draw.tokens[:accepted] == text and support.admits([(prompt + text, draw.tokens[accepted])]):
-                observed[rank.get(draw.tokens[accepted], width)] += 1
+                observed[rank.get(draw.tokens[accepted], WIDTH)] += 1
                 expected += cells
     return chi_square(observed, expected / expected.sum()) if expected.any() else 1.0
 

@@ -115,7 +115,7 @@ class _Passes:
     def __init__(self, target: Placement, params: Params, tokens: int, rows: int):
         self._target, self._params = target, params
         cfg = target.cfg
-        self._sequence = make_sequence(target, cache_slots(tokens, rows), "invariance", keeps_text=False)
+        self._sequence = make_sequence(target, cache_slots(tokens, rows), "invariance")
         state, scalar = self._sequence.state, target.array((), jnp.int32)
 
         def begin(length, token, depth, ancestors, active_rows, path, count):

@@ -94,7 +94,7 @@ class ReferenceDecoder:
             self._capacity *= CAPACITY_GROWTH
         self._capacity = min(self._capacity, limit)
         cfg, vocab = target.cfg, target.vocab
-        sequence = make_sequence(target, cache_slots(self._capacity + 1, 0), "check", keeps_text=False)
+        sequence = make_sequence(target, cache_slots(self._capacity + 1, 0), "check")
 
         def begin(length, token, history, request):
             return token[None], length[None], jnp.ones((1, 1), bool), None

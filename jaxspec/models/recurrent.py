@@ -153,15 +153,12 @@ def begins_alike(length: int, other: int) -> bool:
     return max(1, length // BLOCK) == max(1, other // BLOCK)
 
 
-def predecessors(
-    count: int, steps: int, first: jax.Array, mask: jax.Array | None, offset: jax.Array | None
-) -> jax.Array:
+def predecessors(count: int, steps: int, first: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The rows before each of `count` rows of a pass, from `steps` rows before it to the one before it.
 
     Args:
       first: int32 [], place of the tree window's first row.
       mask: bool [count, W], each row's ancestors and itself; parents have lower slots. None for a chain.
-      offset: slot of the first row; None is 0.
 
     Returns:
       Places among the kept rows, int32 [steps, count]; negative before the text.

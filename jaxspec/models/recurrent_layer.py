@@ -54,12 +54,12 @@ def mix_rows_in_time(
         inputs = gate_in * inputs
     conv = functools.partial(short_conv, layer["conv"], silu=delta, active_rows=active_rows)
     if window is None:
-        before = predecessors(T, steps, first, None, None)
+        before = predecessors(T, steps, first, None)
         mixed = conv(rows.inputs, inputs, before, first)
         assert count is not None
         kept = commit_chunk(rows.inputs, inputs, length, count)
     else:
-        before = predecessors(T, steps, first, window.mask, window.offset)
+        before = predecessors(T, steps, first, window.mask)
         place = first if window.offset is None else first + window.offset
         kept = write_inputs(rows.inputs, inputs, place)
         mixed = conv(kept, inputs, before, place)

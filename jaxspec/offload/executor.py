@@ -109,10 +109,10 @@ class StreamedSequence(ModelSequence):
         return state, PromptStates(joined, last) if self._layers else None
 
 
-def make_sequence(target: Placement, slots: int, role: str, *, keeps_text: bool = True) -> ModelSequence:
-    """The sequence of a target, whether its layers are streamed or not."""
+def make_sequence(target: Placement, slots: int, role: str) -> ModelSequence:
+    """The sequence of a target, whether its layers are streamed or not; a cache alone, without its text."""
     kind = ModelSequence if target.resident_layers is None else StreamedSequence
-    return kind(target, slots, role, keeps_text=keeps_text)
+    return kind(target, slots, role, keeps_text=False)
 
 
 class TargetPass:

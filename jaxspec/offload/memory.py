@@ -74,11 +74,11 @@ def _work(models: Models, tokens: int, slots: int, rows: int, draft_rows: int) -
     passes = max(of_prompt + layer_work(target, chunk, slots), of_batch + layer_work(target, rows, slots))
     # Of large batches the head scores a row when it is reached.
     scored = rows if rows <= LAZY_HEAD_ROWS else 1
-    found = dict.fromkeys(target.plan.devices, max(passes, of_batch + _head_work(target, scored, CHOICE_ROWS)))
+    found = dict.fromkeys(target.plan.devices, max(passes, of_batch + _head_work(target, scored)))
     if draft is not None and draft.cfg.features is not None:
         draft_rows = max(draft_rows, draft.cfg.features.block)
     if draft is not None and draft_rows:
-        ranked = _head_work(draft, RANKED_ROWS * draft_rows, CHOICE_ROWS)
+        ranked = _head_work(draft, RANKED_ROWS * draft_rows)
         own = max(layer_work(draft, max(chunk, draft_rows), slots), ranked)
         for device in draft.plan.devices:
             found[device] = max(found.get(device, 0), own)
@@ -105,8 +105,8 @@ def layer_work(placement: Placement, rows: int, slots: int) -> int:
     return 4 * (rows * values + matrix)
 
 
-def _head_work(placement: Placement, scored: int, more: int) -> int:
-    return 4 * (scored + more) * placement.vocab.local_size
+def _head_work(placement: Placement, scored: int) -> int:
+    return 4 * (scored + CHOICE_ROWS) * placement.vocab.local_size
 
 
 def _rows_bytes(target: Placement, rows: int, *, windowed: bool) -> int:

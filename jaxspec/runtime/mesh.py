@@ -51,15 +51,13 @@ class MeshPlan:
 
 
 def plan_mesh(
-    count: int = 1, offset: int = 0, kernels: str = "auto", platform: str | None = None, beside: int = 0,
-    expert_parallel: bool = False,
-) -> MeshPlan:  # fmt: skip
+    count: int = 1, offset: int = 0, kernels: str = "auto", platform: str | None = None, beside: int = 0
+) -> MeshPlan:
     """Take `count` devices after the first `offset`, so that two models can have disjoint ones.
 
     `platform` is "cpu" for instance, None the default one. `kernels` is one of `KERNEL_NAMES` (see
     `pallas_kernels.selection.choose`). `beside` counts devices of another mesh that compute at the same time and share
-    a CPU's cores. `expert_parallel` is the plan's. Raises `ConfigError` where fewer devices exist than asked for, or
-    the kernels cannot run on them.
+    a CPU's cores. Raises `ConfigError` where fewer devices exist than asked for, or the kernels cannot run on them.
     """
     if count < 1:
         raise ConfigError(f"a mesh needs at least one device, got {count}")
@@ -78,7 +76,7 @@ def plan_mesh(
         chosen = selection.choose(kernels, devices[0].platform, count + beside, devices[0])
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return MeshPlan(devices, chosen, expert_parallel)
+    return MeshPlan(devices, chosen)
 
 
 def plan_pair(

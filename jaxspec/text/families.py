@@ -66,10 +66,8 @@ class Family:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(self.id_length))
 
 
-def find_family(template: str, name: str | None = None) -> str:
-    """The name of a template's family, `name` if given; Hermes where nothing else is found."""
-    if name is not None:
-        return name
+def find_family(template: str) -> str:
+    """The name of a template's family; Hermes where nothing else is found."""
     return next((key for key, family in FAMILIES.items() if any(sign in template for sign in family.signs)), "hermes")
 
 

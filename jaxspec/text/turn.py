@@ -115,7 +115,7 @@ def open_turn(
         tools, schemas = None, {}
     elif chosen not in CHOICES:
         schemas = {chosen: schemas[chosen]}
-    family = find_family(template, tool_parser)
+    family = tool_parser or find_family(template)
     plain = check_messages(messages)
     for message in plain:
         if reasoning := message.pop("reasoning", None):

@@ -26,6 +26,7 @@ from jaxspec.sampling.variant import GREEDY
 from jaxspec.tune.run import Candidate, Progress, Trial
 
 CONTEXTS = 4  # windows on which each candidate is scored
+LONGEST_DRAFT, ROWS = 25, 32  # of the prediction: tokens of a draft, rows of a target pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +88,14 @@ class LayerScorer:
 
 
 def search_layers(
-    scorer: LayerScorer, passages: Sequence[Passage], settings: SearchSettings, seed: int = 0,
+    scorer: LayerScorer, passages: Sequence[Passage], settings: SearchSettings,
     progress: Callable[[int, float], None] = lambda steps, matchness: None,
 ) -> LayerSearch:  # fmt: skip
     """Search to the end, on windows spread over the passages.
-    `seed` is that of the proposals. `progress` is told the steps and the matchness of the best set after every step.
+    `progress` is told the steps and the matchness of the best set after every step.
     Raises `ConfigError` if no passage is long enough for a window.
     """
-    search, windows = LayerSearch(scorer.num_layers, settings, seed=seed), all_windows(passages, settings.window)
+    search, windows = LayerSearch(scorer.num_layers, settings), all_windows(passages, settings.window)
     windows = windows[:: max(1, len(windows) // CONTEXTS)][:CONTEXTS]
     while search.stopped is None:
         layers = search.propose()
@@ -184,13 +185,13 @@ def plot_layers(known: dict[str, Any], path: Any) -> None:
     pyplot.close(figure)
 
 
-def predict_gain(placement: Placement, layers: LayerSet, matchness: float, length: int = 25, rows: int = 32) -> float:
-    """Speed of drafts of the best length (up to `length`) over plain decoding, by the cost model; below 1 they lose.
-    `matchness` is the chance of a drafted token; a target pass has up to `rows` rows.
+def predict_gain(placement: Placement, layers: LayerSet, matchness: float) -> float:
+    """Speed of drafts of the best length over plain decoding, by the cost model; below 1 they lose.
+    `matchness` is the chance of a drafted token.
     """
-    costs, draft = pass_costs(placement, rows), relative_set_cost(placement, layers)
+    costs, draft = pass_costs(placement, ROWS), relative_set_cost(placement, layers)
 
     def gain(n: int) -> float:
         return sum(matchness**place for place in range(n + 1)) / (float(costs[n]) + n * draft + ROUND_COST)
 
-    return max(gain(n) for n in range(1, min(length, rows - 1) + 1))
+    return max(gain(n) for n in range(1, LONGEST_DRAFT + 1))

@@ -99,7 +99,7 @@ def _attend_by_kernel(query, key, value, slots, position, dtype):
     sums = jax.ShapeDtypeStruct((T, K, parts, G), jnp.float32)
     interpret = registry.current().interpret
     largest, total, values = pl.pallas_call(
-        functools.partial(_attend_part, parts=parts),
+        _attend_part,
         out_shape=[sums, sums, jax.ShapeDtypeStruct((*sums.shape, H), jnp.float32)],
         grid=(parts, T, K),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
@@ -116,7 +116,7 @@ def _attend_by_kernel(query, key, value, slots, position, dtype):
     )(largest, total, values, position)
 
 
-def _attend_part(query_ref, key_ref, value_ref, slots_ref, position_ref, *out, parts: int):
+def _attend_part(query_ref, key_ref, value_ref, slots_ref, position_ref, *out):
     """One program: a row's queries of one KV head over one part of its positions."""
     from jax.experimental.pallas import triton as plt
 

@@ -182,4 +182,3 @@ def test_an_answer_without_calls_is_its_text():
 )  # fmt: skip
 def test_a_template_names_its_family(template, family):
     assert find_family(template) == family
-    assert find_family(template, "mistral") == "mistral"

@@ -36,16 +36,16 @@ def check(values: ConfigValues) -> None:
     """Refuse settings that ask for another layout."""
     if values.get("fmt", "e4m3") != "e4m3":
         values.refuse("fmt", "float8 'e4m3' is supported")
-    block_shape(values, "weight_block_size")
+    block_shape(values)
 
 
-def block_shape(values: ConfigValues, key: str) -> tuple[int, int] | None:
-    """Outputs and inputs that share a scale, from a key of the settings; None where it is absent."""
-    block = values.get(key)
+def block_shape(values: ConfigValues) -> tuple[int, int] | None:
+    """Outputs and inputs that share a scale, None where no `weight_block_size` says so."""
+    block = values.get("weight_block_size")
     if block is None:
         return None
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and 0 < n < 2**24 for n in block)):
-        values.refuse(key, "the outputs and inputs that share a scale are needed", CheckpointError)
+        values.refuse("weight_block_size", "the outputs and inputs that share a scale are needed", CheckpointError)
     return block[0], block[1]
 
 
@@ -56,7 +56,7 @@ def find_weights(tensors: Tensors, values: ConfigValues) -> dict[str, QuantisedW
       CheckpointError: tensors are missing or do not fit together.
       ConfigError: the blocks are none that can be kept.
     """
-    block = block_shape(values, "weight_block_size")
+    block = block_shape(values)
 
     def suffix(module: str) -> str:
         inverse = block is not None or tensors.describe(f"{module}.weight_scale_inv") is not None

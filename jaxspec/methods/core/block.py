@@ -112,7 +112,7 @@ def block_round(
     features = model.placement.cfg.features
     assert features is not None and state.sequence is not None
     masked = 0 if features.kind == "block" else features.block - 1
-    state, _, taken = take_in(model.params, model.placement, settings, state, verified, masked)
+    state, _, taken = take_in(model.params, model.placement, state, verified, masked)
     fill = functools.partial(
         _fill, model, settings, verified.tokens[verified.count - 1], history, None if taken is None else taken[0]
     )

@@ -4,9 +4,7 @@ The decision about pauses follows a clock, which is that of process 0 where ther
 """
 
 import collections
-import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,20 +21,13 @@ ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 OUTLIER = 10
 
 
-def time_turns(
-    turn: Callable[[], dict[Any, float]], most: int, *, enough_s: float = math.inf,
-    now: Callable[[], float] = time.perf_counter,
-) -> list[dict[Any, float]]:  # fmt: skip
+def time_turns(turn: Callable[[], dict[Any, float]], samples: int) -> list[dict[Any, float]]:
     """Samples of `turn`, which times each kind of pass once, in seconds by name; those of its first call are dropped.
 
-    Passes are timed in turn because a machine's speed drifts, and the first ones warm up. There are `most` samples, or
-    fewer once `enough_s` seconds have passed. Where the first call takes as long, its sample is the only one.
+    Passes are timed in turn because a machine's speed drifts, and the first ones warm up.
     """
-    start, first = now(), turn()
-    samples: list[dict[Any, float]] = []
-    while len(samples) < most and now() - start < enough_s:
-        samples.append(turn())
-    return samples or [first]
+    turn()
+    return [turn() for _ in range(samples)]
 
 
 def medians(samples: Sequence[Mapping[Any, float]]) -> dict[Any, float]:

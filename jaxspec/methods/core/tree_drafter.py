@@ -104,7 +104,7 @@ class TreeDrafter(Drafter):
             return draft_round(model, settings, state, verified, history, costs)
 
         def skip(params, state, verified):
-            state, _, _ = take_in(params, placement if has_model else None, settings, state, verified)
+            state, _, _ = take_in(params, placement if has_model else None, state, verified)
             return dataclasses.replace(
                 state,
                 idle=state.idle + verified.count,

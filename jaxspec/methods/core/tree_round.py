@@ -136,8 +136,7 @@ def num_observed(settings: TreeSettings, has_model: bool) -> int:
 
 
 def take_in(
-    params: Any, placement: Placement | None, settings: TreeSettings, state: TreeState, verified: Verified,
-    masked: int = 0,
+    params: Any, placement: Placement | None, state: TreeState, verified: Verified, masked: int = 0
 ) -> tuple[TreeState, Array, tuple[Array, Array] | None]:  # fmt: skip
     """Learn from the last round and keep what the last tree knows of the verified path; for one shard.
 
@@ -171,7 +170,7 @@ def draft_round(
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Take in the last round, and propose a batch for the next; for one shard."""
     placement, params = (None, ()) if model is None else (model.placement, model.params)
-    state, reached, root = take_in(params, placement, settings, state, verified)
+    state, reached, root = take_in(params, placement, state, verified)
     if model is not None and costs is None:
         grown, sequence, passes = _search(model, settings, state, verified, history, reached, root)
         batch = select_batch(grown.tree, settings.num_rows)
