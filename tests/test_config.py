@@ -9,9 +9,6 @@ import pytest
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError, shown
 from jaxspec.llm import LLM, generate
-from jaxspec.methods.auto.settings import Auto
-from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.registry import check_draft_given, resolve_method
 from jaxspec.methods.swift.settings import Swift
 
 
@@ -108,18 +105,6 @@ def test_messages_are_one_printable_line_that_never_fails():
     assert str(ConfigError("x" * 5000)) == "x" * 1000 + " ... (5000 characters)"
     assert shown(Unprintable()) == "a value of type Unprintable"
     assert len(shown([1] * 1000)) == 80
-
-
-def test_methods_by_name():
-    assert resolve_method("auto") == Auto()
-    assert resolve_method(Autoregressive()) == Autoregressive()
-    with pytest.raises(ConfigError, match="unknown method 'specexe'; did you mean 'specexec'"):
-        resolve_method("specexe")
-    for wrong in (Autoregressive, 3, None):
-        with pytest.raises(ConfigError, match="a name or a method object"):
-            resolve_method(wrong)
-    with pytest.raises(ConfigError, match="'ar' uses no draft"):
-        check_draft_given(resolve_method("ar"), has_draft=True)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import pytest
 from native_models import LLAMA, write_native, write_tokenizer
 
 import jaxspec
-from jaxspec.cli.decode import FLAGS
 from jaxspec.config import EngineConfig, EngineSettings
-from jaxspec.foreign import option_hint
 from jaxspec.llm import ModelOptions
 from jaxspec.methods.auto.costs import AutoChoice
 from jaxspec.methods.swift.runner import SwiftChoice
@@ -124,19 +122,3 @@ def test_statistics_print_as_a_line(llm):
     stats = llm.generate([3, 4, 5], SHORT).stats
     assert str(stats).startswith("3 prompt tokens, 24 tokens at ") and "tokens/pass" in str(stats)
     assert len(str(stats)) < 200 and repr(stats).startswith("DecodeStats(")
-
-
-@pytest.mark.parametrize(
-    ("theirs", "ours", "of"),
-    [
-        ("tensor_parallel_size", "target_devices", "LLM"),
-        ("max_model_len", "max_context", "LLM"),
-        ("kv_cache_dtype", "kv_dtype", "LLM"),
-        ("max_new_tokens", "max_tokens", "SamplingParams"),
-    ],
-)
-def test_names_of_other_projects_are_answered_in_python_as_on_the_command_line(theirs, ours, of):
-    with pytest.raises(TypeError, match=f"{of} has no option '{theirs}'; use '{ours}'"):
-        getattr(jaxspec, of)(**{theirs: 2})
-    flags = {f"--{name.replace('_', '-')}" for name in FLAGS}
-    assert option_hint("--" + theirs.replace("_", "-"), flags) == "use --" + ours.replace("_", "-")

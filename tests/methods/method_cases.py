@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from tiny_models import ALL_FAMILIES as FAMILIES
 from tiny_models import RandomSource
@@ -472,6 +473,34 @@ class Steps:
 def arrays(cache):
     """Keys and values of all layers, on the host and its own: the buffers are donated."""
     return [np.array(layer) for layer in (*cache.key, *cache.value)]
+
+
+def check_written_slots(steps, draft_rows):
+    """A round writes into the windows after both prefixes only; that of the draft has so many rows.
+
+    Token 0 is frequent, so a pad that is taken for a token, or written for one, shows.
+    """
+    before = {name: (int(cache.length), arrays(cache)) for name, cache in steps.caches().items()}
+    steps.step()
+    for name, cache in steps.caches().items():
+        start, old = before[name]
+        # The draft commits first and then grows its tree; the target commits within what it wrote.
+        stop = start + steps.case.method.num_rows if name == "target" else int(cache.length) + draft_rows
+        for one, other in zip(old, arrays(cache), strict=True):
+            np.testing.assert_array_equal(one[:, :start], other[:, :start])
+            np.testing.assert_array_equal(one[:, stop:], other[:, stop:])
+
+
+def with_garbage(cache):
+    """Keys and values after the prefix, as a finished sequence leaves them; NaN keys as a broken model does."""
+
+    def fill(layer, value):
+        garbage = np.array(layer)
+        garbage[:, int(cache.length) :] = value
+        return jax.device_put(garbage, layer.sharding)
+
+    keys, values = (fill(layer, np.nan) for layer in cache.key), (fill(layer, 1e30) for layer in cache.value)
+    return dataclasses.replace(cache, key=tuple(keys), value=tuple(values))
 
 
 # A target whose next token is known: token t is followed by t + 1, and no other is nearly as probable.

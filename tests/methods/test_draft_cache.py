@@ -28,10 +28,12 @@ from method_cases import (
     Steps,
     arrays,
     case_id,
+    check_written_slots,
     place_edited,
     run,
     sharpen,
     tokens_of,
+    with_garbage,
 )
 from tiny_models import FAMILIES
 
@@ -105,40 +107,19 @@ def window_rows(case):
 
 @pytest.mark.parametrize("case", FAST, ids=case_id)
 def test_rounds_write_into_their_window_only(case):
-    """Token 0 is frequent, so a pad that is taken for a token, or written for one, shows."""
     for draft in ("copy", "random", "broken"):
         steps = Steps(case, draft, PROMPT, 3, temperature=1.0)
         for _ in range(ROUNDS):
-            before = {name: (int(cache.length), arrays(cache)) for name, cache in steps.caches().items()}
-            steps.step()
-            for name, cache in steps.caches().items():
-                start, old = before[name]
-                rows = case.method.num_rows if name == "target" else window_rows(case)
-                # The draft commits first and then grows its tree; the target commits within what it wrote.
-                stop = rows + (start if name == "target" else int(cache.length))
-                for one, other in zip(old, arrays(cache), strict=True):
-                    np.testing.assert_array_equal(one[:, :start], other[:, :start])
-                    np.testing.assert_array_equal(one[:, stop:], other[:, stop:])
+            check_written_slots(steps, window_rows(case))
 
 
 @pytest.mark.parametrize("case", BASIC, ids=case_id)
 def test_garbage_after_the_prefix_is_never_read(case):
-    """Buffers of a finished sequence hold its keys and values, NaN keys of a broken model among them."""
-
-    def spoil(cache):
-        def fill(layer, value):
-            garbage = np.array(layer)
-            garbage[:, int(cache.length) :] = value
-            return jax.device_put(garbage, layer.sharding)
-
-        keys, values = (fill(layer, np.nan) for layer in cache.key), (fill(layer, 1e30) for layer in cache.value)
-        return dataclasses.replace(cache, key=tuple(keys), value=tuple(values))
-
     clean, spoiled = (Steps(case, "copy", PROMPT, 2, temperature=1.0) for _ in range(2))
     state = spoiled.state
-    state = dataclasses.replace(state, target=dataclasses.replace(state.target, cache=spoil(state.target.cache)))
+    state = dataclasses.replace(state, target=dataclasses.replace(state.target, cache=with_garbage(state.target.cache)))
     if case.method.drafts:
-        sequence = dataclasses.replace(state.draft.sequence, cache=spoil(state.draft.sequence.cache))
+        sequence = dataclasses.replace(state.draft.sequence, cache=with_garbage(state.draft.sequence.cache))
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, sequence=sequence))
     else:
         text = state.draft.text

@@ -37,12 +37,10 @@ from swiftspec_cases import (
     CASES,
     CHAIN,
     CONTEXT,
-    FORGETFUL,
     FREE,
     FREE_CHAIN,
     LARGE_BATCH,
     NODES,
-    SERIAL,
     TIGHT,
     TOGETHER,
     case_id,
@@ -199,23 +197,6 @@ def test_an_end_token_may_fall_anywhere_on_an_accepted_path(pair_and_plain):
     assert inside >= {(1, 1), (2, 2), (1, 0), (2, 1), (3, 2)}
 
 
-@pytest.mark.parametrize("case", [BASIC, SERIAL], ids=case_id)
-def test_exceptions_of_the_consumer(case):
-    engine, options = engine_of(case), SamplingParams(max_tokens=60)
-    expected = expected_tokens(case, LONG_PROMPT, 8)
-    for count in range(1, 4):
-        with pytest.raises(KeyboardInterrupt), engine.open(params_of(case), PROMPT, options, count) as session:
-            for _ in range(count):
-                session.step()
-            raise KeyboardInterrupt
-        assert tokens_of(decode(case, LONG_PROMPT, 8)) == expected
-        with pytest.raises(ZeroDivisionError):
-            with engine.open(params_of(case), PROMPT, options, count) as session:
-                for place, _ in enumerate(rounds_of(session)):
-                    1 / (count - place)
-        assert tokens_of(decode(case, LONG_PROMPT, 8)) == expected
-
-
 @pytest.mark.parametrize("owner", ["verify", "advance", "expand"])
 def test_exceptions_on_either_side(owner, monkeypatch):
     """A device that fails in the third round: the error comes out, and the next generation is sound."""
@@ -290,14 +271,6 @@ def test_many_generations_leave_nothing_behind():
     assert len(set(sizes[1:])) == 1, sizes
 
 
-def test_a_broken_draft_does_not_reach_the_next_generation():
-    """Its NaN keys stay in the buffers."""
-    for case in (BASIC, FREE, FORGETFUL):
-        before = decode(case, PROMPT, 20, "copy")
-        decode(case, LONG_PROMPT, 20, "broken")
-        assert decode(case, PROMPT, 20, "copy") == before
-
-
 @pytest.mark.parametrize("case", [BASIC, FREE, CHAIN], ids=case_id)
 def test_ties_go_to_the_lowest_id(case):
     """Target and draft find all tokens alike: greedy output is id 0 for ever."""
@@ -305,34 +278,6 @@ def test_ties_go_to_the_lowest_id(case):
     assert tokens_of(run(engine_of(case), params, [5, 7, 5], 20)) == [0] * 20
     expected = tokens_of(plain(case.family, [5, 7, 5], 20, params=params.target, temperature=1.0))
     assert tokens_of(run(engine_of(case), params, [5, 7, 5], 20, temperature=1.0)) == expected
-
-
-# How good trees are: what a method that loses its draft's work would still pass above.
-
-
-def test_a_chain_of_a_copy_is_never_dropped():
-    """Greedy: what the draft grows is what the target says, so after the first token nothing is caught up with."""
-    rounds = decode(CHAIN, PROMPT, 60, "copy")
-    after = [emitted.draft for emitted in rounds[1:]]
-    assert sum(counts.dropped + counts.caught_up for counts in after) == 0
-    assert all(counts.evaluated_hit and counts.exposed == 0 for counts in after)
-    # Four nodes grow in a round, and so four tokens come out of one, once the tree is there.
-    assert len(tokens_of(rounds)) / len(rounds) > 3.5
-
-
-@pytest.mark.parametrize("case", [BASIC, SERIAL, LARGE_BATCH], ids=case_id)
-def test_copies_are_accepted(case):
-    """A round advances by as many tokens as the tree grows levels."""
-    rounds = decode(case, PROMPT, 60, "copy")
-    levels = case.method.depth + case.method.branch_free
-    assert len(tokens_of(rounds)) / len(rounds) > 0.9 * levels
-    assert len(decode(case, PROMPT, 60, "random")) > 1.5 * len(rounds)
-
-
-def test_what_the_tree_holds_is_hit():
-    """A copy's bonus token is the best child of the last accepted node."""
-    for case in (BASIC, SERIAL, FORGETFUL, LARGE_BATCH):
-        assert all(emitted.draft.token_hit for emitted in decode(case, PROMPT, 40)[1:])
 
 
 # A draft that does not have all of the target's tokens.
