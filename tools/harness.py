@@ -1,19 +1,17 @@
-"""Shared by the benchmarks: command line, interleaved samples, intervals, files of answers, tables and reports."""
+"""Shared by the benchmarks: command line, interleaved samples, tables and reports."""
 
 import argparse
-import hashlib
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from jaxspec.bench.prompts import BenchPrompt, load_prompts, select_prompts
-from jaxspec.bench.report import RESAMPLES, describe_environment
+from jaxspec.bench.report import describe_environment
 
 
 def make_parser(doc: str | None, max_prompts: int | None = None, max_tokens: int = 64) -> argparse.ArgumentParser:
@@ -73,24 +71,6 @@ def spread_rows(named: Mapping[str, Sequence[float]], scale: float = 1.0) -> lis
     ]
 
 
-def pooled_interval(counts: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """95 % interval of the sum of all firsts over the sum of all seconds; None for fewer than two pairs.
-
-    The pairs are drawn anew with replacement (bootstrap). The draws are seeded: equal counts give an equal interval.
-    """
-    if len(counts) < 2:
-        return None
-    above, below = np.asarray(counts, np.float64).T
-    drawn = np.random.default_rng(0).integers(0, len(counts), (RESAMPLES, len(counts)))
-    low, high = np.percentile(above[drawn].sum(axis=1) / below[drawn].sum(axis=1), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def format_interval(interval: tuple[float, float] | None) -> str:
-    """Both ends, or nothing."""
-    return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
-
-
 def make_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table; the first column holds names, the others numbers."""
     lines = [list(head), ["---", *["---:"] * (len(head) - 1)], *([str(cell) for cell in row] for row in rows)]
@@ -108,50 +88,3 @@ def write_report(path: Path | None, **report: Any) -> None:
     """Write numbers with their environment as JSON; does nothing without a path."""
     if path is not None:
         path.write_text(json.dumps({"environment": describe_environment(), **report}, indent=1) + "\n", "utf-8")
-
-
-class AnswerLog:
-    """Answers by key, a line of a file each, so that a run that was stopped goes on where it was.
-
-    A key is a tuple of strings and numbers, an answer is what JSON can hold. Without a path nothing is written.
-    """
-
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]):
-        """Read the file if it exists.
-
-        Raises:
-          SystemExit: the file holds answers of other settings.
-        """
-        self._path, self.known = path, dict[tuple[Any, ...], Any]()
-        if path is None:
-            return
-        text = path.read_text("utf-8") if path.exists() else ""
-        # A run that was stopped may have left a line without its end.
-        whole = text[: text.rfind("\n") + 1] or json.dumps({"settings": settings}) + "\n"
-        first, *lines = whole.splitlines()
-        if (found := json.loads(first).get("settings")) != settings:
-            raise SystemExit(f"{path} holds answers of other settings ({found}), not of {settings}: name another file")
-        if whole != text:
-            path.write_text(whole, "utf-8")
-        for line in lines:
-            row = json.loads(line)
-            self.known[tuple(row["key"])] = row["answer"]
-
-    def add(self, key: tuple[Any, ...], answer: Any) -> None:
-        """Keep an answer, and write it at once."""
-        self.known[key] = answer
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "answer": answer}) + "\n")
-
-
-def digest_of(checkpoint: Path | str | None) -> str | None:
-    """SHA-256 of a checkpoint's files, Markdown excluded: a draft may be replaced where it lies."""
-    if checkpoint is None:
-        return None
-    place, digest = Path(checkpoint), hashlib.sha256()
-    for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
-        if file.is_file() and file.suffix != ".md":
-            with file.open("rb") as content:
-                digest.update(hashlib.file_digest(content, "sha256").digest() + file.name.encode())
-    return digest.hexdigest()

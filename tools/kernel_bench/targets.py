@@ -1,5 +1,6 @@
 """Goals of GPU kernels, and whether they did."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,26 +28,21 @@ def judge(parts: dict[str, dict[str, Any]], bandwidth: float | None) -> list[dic
     steps = [row for row in _rows(parts, "steps") if row.get("kernels") == "auto" and row.get("prefix") == STEP_PREFIX]
     seconds = {row["rows"]: row.get("seconds") for row in steps}
     ratio = _divide(seconds.get(16), seconds.get(1))
-    verdicts.append(
-        _verdict(f"verify(16) at most {VERIFY_RATIO} of verify(1), llama-3-8b, prefix {STEP_PREFIX}", ratio,
-                 None if ratio is None else ratio <= VERIFY_RATIO)
-    )  # fmt: skip
+    target = f"verify(16) at most {VERIFY_RATIO} of verify(1), llama-3-8b, prefix {STEP_PREFIX}"
+    verdicts.append(_verdict(target, ratio, most=VERIFY_RATIO))
     plain = next((row for row in steps if row["rows"] == 1), {})
     rate = _divide(plain.get("bytes"), plain.get("seconds"))
-    share = _divide(rate, bandwidth)
-    verdicts.append(
-        _verdict(f"a plain step at {BANDWIDTH_SHARE:.0%} of memory bandwidth or more, llama-3-8b bfloat16", share,
-                 None if share is None else share >= BANDWIDTH_SHARE)
-    )  # fmt: skip
+    target = f"a plain step at {BANDWIDTH_SHARE:.0%} of memory bandwidth or more, llama-3-8b bfloat16"
+    verdicts.append(_verdict(target, _divide(rate, bandwidth), least=BANDWIDTH_SHARE))
     if not any("attention" in verdict["target"] for verdict in verdicts):
-        verdicts.insert(0, _verdict(_attention_target("any model"), None, None))
+        verdicts.insert(0, _verdict(_attention_target("any model"), None))
     return verdicts
 
 
 def _judge_tests(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     outcomes = [row["outcome"] for row in _rows(parts, "tests") if "outcome" in row]
-    failed = sum(outcome == "failed" for outcome in outcomes)
-    return [_verdict("no test fails", float(failed) if outcomes else None, not failed if outcomes else None)]
+    failed = float(sum(outcome == "failed" for outcome in outcomes)) if outcomes else None
+    return [_verdict("no test fails", failed, most=0)]
 
 
 def _judge_forms(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -56,12 +52,12 @@ def _judge_forms(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     verdicts = []
     for name in PACKED:
         gain = _divide(seconds.get(("auto", 1)), seconds.get((f"pallas-triton {name}", 1)))
-        met = None if gain is None else gain >= PACKED_SPEEDUP
-        verdicts.append(_verdict(f"a step with {name} weights {PACKED_SPEEDUP} times as fast as bfloat16", gain, met))
+        target = f"a step with {name} weights {PACKED_SPEEDUP} times as fast as bfloat16"
+        verdicts.append(_verdict(target, gain, least=PACKED_SPEEDUP))
     for rows in (1, 8):
         cost = _divide(seconds.get(("auto exact", rows)), seconds.get(("auto", rows)))
-        met = None if cost is None else cost <= EXACT_RATIO
-        verdicts.append(_verdict(f"exact numerics at most {EXACT_RATIO} of the time, T={rows}", cost, met))
+        target = f"exact numerics at most {EXACT_RATIO} of the time, T={rows}"
+        verdicts.append(_verdict(target, cost, most=EXACT_RATIO))
     return verdicts
 
 
@@ -73,22 +69,19 @@ def _judge_defaults(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         of_auto, of_all = (
             seconds.get(f"rounds, {method}{more}, {accepted} accepted") for more in ("", ", pallas-triton")
         )
-        gain = _divide(of_auto, of_all)
-        verdicts.append(
-            _verdict(f"add_norm and move_rows pay in rounds of {method}", gain, None if gain is None else gain > 1)
-        )
+        target = f"add_norm and move_rows pay in rounds of {method}"
+        verdicts.append(_verdict(target, _divide(of_auto, of_all), least=1.0))
     for budget, most in SPECEXEC_RATIOS.items():
         ratio = _divide(seconds.get(f"rounds, specexec {budget}, 4 accepted"), seconds.get("rounds, plain, 0 accepted"))
-        met = None if ratio is None else ratio <= most
-        verdicts.append(_verdict(f"a round of specexec {budget} at most {most} rounds of plain decoding", ratio, met))
+        target = f"a round of specexec {budget} at most {most} rounds of plain decoding"
+        verdicts.append(_verdict(target, ratio, most=most))
     return verdicts
 
 
 def _judge_link(parts: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     rates = {row["name"]: row.get("bytes_per_s") for row in _rows(parts, "offload")}
     share = _divide(rates.get("streamed pass"), rates.get("link"))
-    met = None if share is None else share >= LINK_SHARE
-    return [_verdict(f"streamed layers at {LINK_SHARE:.0%} of the link or more", share, met)]
+    return [_verdict(f"streamed layers at {LINK_SHARE:.0%} of the link or more", share, least=LINK_SHARE)]
 
 
 def best_kernel(row: dict[str, Any]) -> str | None:
@@ -111,9 +104,7 @@ def speedup(row: dict[str, Any], name: str | None) -> float | None:
 def _judge_attention(row: dict[str, Any]) -> dict[str, Any]:
     """The default kernel counts, not the fastest that there is."""
     name = row.get("auto")
-    measured = speedup(row, name)
-    met = None if measured is None else measured >= ATTENTION_SPEEDUP
-    return _verdict(f"{_attention_target(row['model'])} ({name})", measured, met)
+    return _verdict(f"{_attention_target(row['model'])} ({name})", speedup(row, name), least=ATTENTION_SPEEDUP)
 
 
 def _attention_target(model: str) -> str:
@@ -125,8 +116,10 @@ def _is_target(row: dict[str, Any]) -> bool:
     return sizes.get("T") == ATTENTION_ROWS and sizes.get("prefix") == ATTENTION_PREFIX
 
 
-def _verdict(target: str, measured: float | None, met: bool | None) -> dict[str, Any]:
-    return {"target": target, "measured": measured, "met": met}
+def _verdict(
+    target: str, measured: float | None, *, least: float = -math.inf, most: float = math.inf
+) -> dict[str, Any]:
+    return {"target": target, "measured": measured, "met": None if measured is None else least <= measured <= most}
 
 
 def _rows(parts: dict[str, dict[str, Any]], name: str) -> Sequence[dict[str, Any]]:

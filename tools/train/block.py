@@ -9,12 +9,11 @@ anchor, so that what is trained is what decodes. The token before a place, which
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.feature_draft import fuse
@@ -29,7 +28,15 @@ from train.eagle import HeadTrainer, on_each_row
 from train.shards import Conversation
 from train.states import StateSource
 from train.student import KERNELS, init_student, student_config
-from train.train import Quality, TrainSettings, held_out_batches, make_optimizer, round_matrices, summarise
+from train.train import (
+    Quality,
+    TrainSettings,
+    held_out_batches,
+    round_matrices,
+    summarise,
+    teacher_loss,
+    update_params,
+)
 
 # Tokens from one anchor of a row to the next.
 STRIDE = 8
@@ -132,18 +139,12 @@ def _logprob(params: Params, head: jax.Array, hidden: jax.Array, before: jax.Arr
 def block_loss(
     params: Params, cfg: ModelConfig, embed: jax.Array, head: jax.Array, states: jax.Array, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy with the teacher's distribution over the head's tokens, less its least value; and its weight."""
+    """`teacher_loss` of all places, the later ones with less weight."""
     blocks = fill_blocks(params, cfg, embed, states, rows)
     logprob = _logprob(params, head, blocks.hidden, _at(jnp.asarray(rows.token), blocks.place))
     column, teacher = (_at(jnp.asarray(x), blocks.place) for x in (rows.teacher_column, rows.teacher_logprob))
-    has = column < logprob.shape[-1]
-    share = jnp.where(has, jnp.exp(teacher), 0.0)
-    share = share / jnp.maximum(share.sum(-1, keepdims=True), 1e-9)
-    own = jnp.take_along_axis(logprob, jnp.minimum(column, logprob.shape[-1] - 1), axis=-1)
-    divergence = jnp.where(share > 0, share * (jnp.log(jnp.where(share > 0, share, 1.0)) - own), 0.0).sum(-1)
-    weight = _at(jnp.asarray(rows.weight), blocks.place) * blocks.counts * has[..., 0]
-    weight = weight * jnp.exp(-jnp.arange(weight.shape[-1]) / DECAY)
-    return (weight * divergence).sum(), weight.sum()
+    weight = _at(jnp.asarray(rows.weight), blocks.place) * blocks.counts
+    return teacher_loss(logprob, column, teacher, weight * jnp.exp(-jnp.arange(weight.shape[-1]) / DECAY))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "settings"), donate_argnums=(0, 1))
@@ -158,9 +159,7 @@ def train_step(
         total, weight = block_loss(rounded, cfg, embed, rounded_head, states, rows)
         return total / jnp.maximum(weight, 1e-9)
 
-    loss, gradient = jax.value_and_grad(loss_of)(params)
-    updates, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
-    return cast(Params, optax.apply_updates(params, updates)), opt_state, loss
+    return update_params(loss_of, params, opt_state, settings)
 
 
 class BlockTrainer(HeadTrainer):

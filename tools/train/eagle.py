@@ -10,12 +10,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.feature_draft import forward_draft, fuse
@@ -30,7 +29,16 @@ from train.batches import Packer, Rows
 from train.shards import Conversation
 from train.states import StateSource
 from train.student import KERNELS, init_student, student_config
-from train.train import Quality, Trainer, TrainSettings, held_out_batches, make_optimizer, round_matrices, summarise
+from train.train import (
+    Quality,
+    Trainer,
+    TrainSettings,
+    held_out_batches,
+    round_matrices,
+    summarise,
+    teacher_loss,
+    update_params,
+)
 
 # What a step counts beside the one before it, as in the published training code.
 STEP_WEIGHT = 0.8
@@ -196,22 +204,12 @@ def step_logprobs(
 
 
 def step_loss(logprob: jax.Array, rows: Rows, step: int) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy with the teacher's distribution over the head's tokens, less its least value; and its weight.
-
-    The teacher's top tokens that the head has are renormalised. Where the head lacks the teacher's first choice nothing
-    is learned.
-    """
+    """`teacher_loss` of a step."""
     ahead = step + 1
     segment = jnp.asarray(rows.segment)
     column, teacher = _shift(jnp.asarray(rows.teacher_column), ahead), _shift(jnp.asarray(rows.teacher_logprob), ahead)
-    has = column < logprob.shape[-1]
-    share = jnp.where(has, jnp.exp(teacher), 0.0)
-    share = share / jnp.maximum(share.sum(-1, keepdims=True), 1e-9)
-    own = jnp.take_along_axis(logprob, jnp.minimum(column, logprob.shape[-1] - 1), axis=-1)
-    divergence = jnp.where(share > 0, share * (jnp.log(jnp.where(share > 0, share, 1.0)) - own), 0.0).sum(-1)
     follows = (_shift(segment + 1, ahead) == segment + 1) & (segment >= 0)
-    weight = _shift(jnp.asarray(rows.weight), ahead) * follows * has[..., 0]
-    return (weight * divergence).sum(), weight.sum()
+    return teacher_loss(logprob, column, teacher, _shift(jnp.asarray(rows.weight), ahead) * follows)
 
 
 def head_loss(
@@ -237,12 +235,7 @@ def train_step(
         rounded, rounded_head = round_matrices(params, head, settings.dtype)
         return head_loss(rounded, cfg, embed, rounded_head, states, rows, steps)
 
-    loss, gradient = jax.value_and_grad(loss_of)(params)
-    found, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
-    updates = cast(Params, found)
-    if "fc_own" in updates:
-        updates |= {"fc_own": OWN_RATE * updates["fc_own"]}
-    return cast(Params, optax.apply_updates(params, updates)), opt_state, loss
+    return update_params(loss_of, params, opt_state, settings, {"fc_own": OWN_RATE})
 
 
 class HeadTrainer(Trainer):

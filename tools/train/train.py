@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -115,9 +116,36 @@ def train_step(
         rounded, rounded_head = round_matrices(params, head, settings.dtype)
         return distil_loss(rounded, cfg, embed, rounded_head, rows)
 
+    return update_params(loss_of, params, opt_state, settings)
+
+
+def update_params(
+    loss_of: Callable[[Params], jax.Array], params: Params, opt_state: Any, settings: TrainSettings,
+    rates: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[Params, Any, jax.Array]:  # fmt: skip
+    """One update by the gradient of a loss; `rates` multiply the updates of some leaves."""
     loss, gradient = jax.value_and_grad(loss_of)(params)
-    updates, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
+    found, opt_state = make_optimizer(settings).update(gradient, opt_state, params)
+    updates = cast(Params, found)
+    updates |= {name: rate * updates[name] for name, rate in rates.items() if name in updates}
     return cast(Params, optax.apply_updates(params, updates)), opt_state, loss
+
+
+def teacher_loss(
+    logprob: jax.Array, column: jax.Array, teacher: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy with the teacher's distribution over the head's tokens, less its least value; and its weight.
+
+    The teacher's top tokens [..., K] that the head has are renormalised. Where the head lacks the teacher's first
+    choice nothing is learned.
+    """
+    has = column < logprob.shape[-1]
+    share = jnp.where(has, jnp.exp(teacher), 0.0)
+    share = share / jnp.maximum(share.sum(-1, keepdims=True), 1e-9)
+    own = jnp.take_along_axis(logprob, jnp.minimum(column, logprob.shape[-1] - 1), axis=-1)
+    divergence = jnp.where(share > 0, share * (jnp.log(jnp.where(share > 0, share, 1.0)) - own), 0.0).sum(-1)
+    weight = weight * has[..., 0]
+    return (weight * divergence).sum(), weight.sum()
 
 
 def batches(packer: Packer, conversations: Sequence[Conversation], settings: TrainSettings) -> Iterator[Rows]:
