@@ -262,12 +262,10 @@ def _make_swiglu(call: Swiglu) -> Arrays:
 
 
 def _take_swiglu(module: ModuleType, call: Swiglu, o: Arrays) -> bool:
-    del call
     return module.supports(o["x"], o["gate_up"], o["scale"], EPSILON)
 
 
 def _run_swiglu(module: ModuleType, call: Swiglu, o: Arrays) -> dict[str, Any]:
-    del call
     return {
         "the result": module.swiglu(o["x"], o["gate_up"]),
         "the result with the norm": module.swiglu(o["x"], o["gate_up"], o["scale"], EPSILON),
@@ -275,8 +273,6 @@ def _run_swiglu(module: ModuleType, call: Swiglu, o: Arrays) -> dict[str, Any]:
 
 
 def _expect_swiglu(call: Swiglu, o: Arrays) -> Arrays:
-    del call
-
     def combine(x: np.ndarray) -> np.ndarray:
         gate, up = np.split(x @ o["gate_up"].astype(np.float32).T, 2, axis=1)
         return gate / (1 + np.exp(-gate)) * up
@@ -313,7 +309,6 @@ def _make_linear(call: Packed) -> Arrays:
 
 
 def _take_linear(module: ModuleType, call: Packed, o: Arrays) -> bool:
-    del call
     return module.supports(o["x"], o["weight"])
 
 

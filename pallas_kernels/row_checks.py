@@ -62,13 +62,11 @@ def make_moves(call: Move) -> Arrays:
 
 def take_moves(module: ModuleType, call: Move, o: Arrays) -> bool:
     """Whether an implementation takes a call."""
-    del call
     return module.supports(o["caches"], o["source"], o["start"])
 
 
 def run_moves(module: ModuleType, call: Move, o: Arrays) -> dict[str, Any]:
     """Results of an implementation."""
-    del call
     return {f"cache {i}": moved for i, moved in enumerate(module.move_rows(o["caches"], o["source"], o["start"]))}
 
 
@@ -91,7 +89,6 @@ def make_addition(call: Addition) -> Arrays:
 
 def take_addition(module: ModuleType, call: Addition, o: Arrays) -> bool:
     """Whether an implementation takes a call."""
-    del call
     return module.supports(o["x"], o["parts"], o["scale"])
 
 
@@ -103,7 +100,6 @@ def run_addition(module: ModuleType, call: Addition, o: Arrays) -> dict[str, Any
 
 def expect_addition(call: Addition, o: Arrays) -> Arrays:
     """The same results by numpy."""
-    del call
     total = o["x"] + o["parts"].sum(0)
     return {
         "the result": total,

@@ -1,17 +1,15 @@
 """Write the settings tables of docs/methods from the methods' own dataclasses.
 
-    python tools/make_settings.py [--check]
+    python tools/make_settings.py
 
 A table stands between `<!-- settings: CLASS -->` and `<!-- end of settings -->`. Its rows are the fields of the
-dataclass `jaxspec.CLASS`: name, type, default, and the field's text in the docstring's section "Attributes".
-`--check` writes nothing and fails if a page is not current.
+dataclass `jaxspec.CLASS`: name, type, default, and the field's text in the docstring's section "Attributes". A test
+fails if a page is not current.
 """
 
-import argparse
 import dataclasses
 import inspect
 import re
-import sys
 import types
 import typing
 from pathlib import Path
@@ -78,19 +76,13 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def main() -> None:
-    """Write the pages, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not current")
-    check = parser.parse_args().check
+    """Write the pages."""
     for path in sorted(PAGES.glob("*.md")):
         old = path.read_text(encoding="utf-8")
         new = with_tables(old)
-        if new == old:
-            continue
-        if check:
-            sys.exit(f"{path} is not current: run python tools/make_settings.py")
-        path.write_text(new, encoding="utf-8")
-        print(f"wrote {path}")
+        if new != old:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -195,7 +195,6 @@ def _attention_default(kind: str, kernels: Kernels, case: Case) -> attention_con
 
 
 def _attention_tiles(case: Case, best: attention_config.Config) -> Iterator[attention_config.Config]:
-    del case
     for block_k, warps in itertools.product((32, 64, 128), (4, 8)):
         yield dataclasses.replace(best, block_k=block_k, warps=warps)
 
@@ -215,7 +214,6 @@ def _attention_rows(case: Case, best: attention_config.Config) -> Iterator[atten
 
 
 def _stages(case: Case, best: Any) -> Iterator[Any]:
-    del case
     for stages in (best.stages - 1, best.stages + 1):
         if stages:
             yield dataclasses.replace(best, stages=stages)
@@ -248,7 +246,6 @@ def _linear_sizes(case: Case) -> tuple[str, int, int, int]:
 
 
 def _linear_tiles(case: Case, best: linear_config.Config) -> Iterator[linear_config.Config]:
-    del case
     for block_o, warps in itertools.product((32, 64, 128), (4, 8)):
         yield dataclasses.replace(best, block_o=block_o, warps=warps)
 
@@ -261,7 +258,6 @@ def _linear_parts(case: Case, best: linear_config.Config) -> Iterator[linear_con
 
 
 def _linear_steps(case: Case, best: linear_config.Config) -> Iterator[linear_config.Config]:
-    del case
     for step in (best.step // 2, best.step * 2):
         yield dataclasses.replace(best, step=step)
 

@@ -187,7 +187,6 @@ class StreamingExecutor(TargetExecutor):
         layers: tuple[int, ...] = (), chunk_slots: int = 0,
     ):  # fmt: skip
         """Declare the programs; see `ResidentExecutor`, whose `idle_steps` have no counterpart here."""
-        del idle_steps
         self.placement, self.slots = target, slots
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         path = self.verified.tokens.shape[0]

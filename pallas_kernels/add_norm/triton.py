@@ -25,7 +25,6 @@ MOST_WIDTH, THREAD_NUMBERS = 32768, 16
 
 def supports(x: jax.Array, parts: jax.Array, scale: jax.Array) -> bool:
     """Whether `add_norm` takes a call: a few rows that registers hold."""
-    del scale
     return 1 <= x.shape[0] <= MAX_ROWS and x.shape[1] <= MOST_WIDTH and parts.shape[0] >= 1
 
 

@@ -27,7 +27,6 @@ MIN_COLUMNS = 16
 
 def supports(caches: Sequence[jax.Array], source: jax.Array, start: jax.Array) -> bool:
     """Whether `move_rows` takes a call: as many rows as registers hold, caches whose numbers 32 bits count."""
-    del start
     few = 0 < source.shape[0] and _power_of_two(source.shape[0]) * MIN_COLUMNS <= MOST_NUMBERS
     return few and all(math.prod(cache.shape) < 1 << 31 for cache in caches)
 

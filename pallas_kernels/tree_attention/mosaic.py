@@ -59,7 +59,6 @@ def supports(
     qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ) -> bool:
     """Whether `tree_attention` takes these operands, by their shapes and dtypes."""
-    del cos, sin, value, length, position, active_rows
     T, K, heads, H = qkv.shape
     slots = key.shape[1]
     # TMA swizzles the cache in groups of eight slots. A tile may reach over the end of the cache, but must start in it.
@@ -84,7 +83,6 @@ def tree_attention(
     Args:
       config: how the work is cut up; None takes that of `choose_config`.
     """
-    del write_only
     T, K, heads, H = qkv.shape
     G = heads - 2
     if window_mask is None:

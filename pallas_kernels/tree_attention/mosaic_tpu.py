@@ -36,7 +36,6 @@ def supports(
     qkv, cos, sin, key, value, length, window_mask, position, *, offset, sliding_window, active_rows, write_only
 ) -> bool:
     """Whether `tree_attention` takes these operands, by their shapes and dtypes."""
-    del cos, sin, value, length, window_mask, position, offset, sliding_window, active_rows
     T, _, heads, H = qkv.shape
     # Copies begin at tiles of the cache, which are 16 slots in bfloat16.
     aligned = key.shape[1] % 16 == 0 and key.dtype in (jnp.bfloat16, jnp.float32)
@@ -48,7 +47,6 @@ def tree_attention(
     dtype: Any = jnp.float32,
 ):  # fmt: skip
     """The operation, with the contract of `api.tree_attention`, for calls that `supports` takes."""
-    del write_only
     with jax.named_scope("tree_attention/mosaic_tpu"):
         query, key, value = write_rotated(qkv, cos, sin, key, value, length, offset)
         T = qkv.shape[0]

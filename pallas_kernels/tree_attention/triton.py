@@ -59,7 +59,6 @@ def tree_attention(
     Args:
       config: block sizes; None takes those of `config.choose`.
     """
-    del write_only
     T, K, rows, H = qkv.shape
     G, S, kernels = rows - 2, key.shape[1], registry.current()
     config = config or choose(

@@ -109,17 +109,6 @@ def test_broken_numbers_stay_in_their_row(name, activations):
         assert_same_bits(got[others], whole[others])
 
 
-@pytest.mark.parametrize("name", ("q4_1", "q6_k"))
-def test_active_rows(name, activations):
-    """Each number of rows below nine is a tile of its own: all give the same bits."""
-    x, _, packed = operands(name, 39, activations)
-    whole = run_native(linear, x, packed)
-    for rows in range(1, 10):
-        got = run_native(lambda x, w, n: linear(x, w, n), x, packed, np.int32(rows))
-        assert_same_bits(got[:rows], whole[:rows])
-        assert np.isfinite(got).all()
-
-
 def test_what_cannot_be_packed_is_refused():
     data = np.zeros((4, 2, 18), np.uint8)
     for rows, name, outputs in (

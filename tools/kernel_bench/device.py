@@ -28,7 +28,6 @@ def measure_bandwidth(nbytes: int = 1 << 30) -> float:
     values = jnp.ones(nbytes // 4, jnp.float32)
 
     def add(operands, state):
-        del operands
         return state[0][:1], (state[0] + 1,)
 
     timing = time_calls(add, [((jnp.zeros(1),), (values,))], calls=10)
