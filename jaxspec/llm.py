@@ -138,14 +138,13 @@ class LLM:
             if config.offload == "disk":
                 raise ConfigError("offload 'disk' needs one process, which reads whole arrays; give offload 'host'")
         join_processes(distributed)
-        opened = open_models(model, draft, resolved, revision)
-        plan, _ = plan_meshes(config, resolved, opened)  # devices that are not there are refused before anything else
-        self.model_path, self.tokenizer = opened.target.path, opened.tokenizer
         self._cache_folder = enable_compile_cache(config.compile_cache)
-        # Loaded beside what comes next, the program that drafts is there for the first round.
-        paths = (opened.target.path, opened.draft and opened.draft.path)
-        self._start = digest_text(repr((*paths, resolved, config)))[:32]
-        expect_program(self._start, plan)
+        # Loaded beside all that comes next, the program that drafts is there for the first round.
+        self._start = digest_text(repr((model, draft, revision, os.getcwd(), resolved, config)))[:32]
+        expect_program(self._start)
+        opened = open_models(model, draft, resolved, revision)
+        plan_meshes(config, resolved, opened)  # devices that are not there are refused before anything else
+        self.model_path, self.tokenizer = opened.target.path, opened.tokenizer
         self._device_choice: DeviceChoice | None = None
         chosen, placed = resolved, config
         if (

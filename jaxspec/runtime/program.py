@@ -24,6 +24,7 @@ from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.store import program_files
 from jaxspec.runtime.transfer import empty
 from pallas_kernels import registry
+from pallas_kernels.native import library
 
 # By option, its value and why. docs/kernels.md shows the same table.
 GPU_OPTIONS = {
@@ -269,16 +270,18 @@ def compile_programs(programs: Sequence[Program], variant: Hashable = None, *, b
     return time.perf_counter() - start
 
 
-def expect_program(name: str, plan: MeshPlan) -> None:
+def expect_program(name: str) -> None:
     """Begin to load the program that an earlier process remembered under a name (`remember_program`)."""
-    program_files.expect(name, plan.devices, _background.submit)
+    library.load()  # a program that is loaded finds its operations
+    program_files.expect(name, _background.submit)
 
 
 def remember_program(name: str, plan: MeshPlan, programs: Sequence[Program]) -> None:
     """Remember the largest of the programs on a mesh, for the next start."""
     stored = {program.stored_as for program in programs if program.plan.devices == plan.devices}
     if digests := stored - {None}:
-        program_files.remember(name, max(map(str, digests), key=lambda digest: program_files.size(digest) or 0))
+        largest = max(map(str, digests), key=lambda digest: program_files.size(digest) or 0)
+        program_files.remember(name, largest, plan.devices)
 
 
 def release_free_memory() -> None:

@@ -40,6 +40,9 @@ CONTEXT = 256
 BRANCH = 2
 # Tokens of each place of a block: below one that was accepted, further ones hardly ever are.
 PLACE_BRANCH = 4
+# What was measured on a busy machine may be so dear that nothing is drafted, and then no round corrects it. Where a
+# draft should gain so much by the lower of measured and built-in figures, so many drafts are made by these.
+WORTH_TRYING, TRIALS = 1.15, 6
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -259,20 +262,30 @@ class MeasuringRunner(SpeculativeRunner):
         return self.start(0, None)
 
     def _use(self, costs: CostModel) -> None:
-        self.costs, self._filter = costs, CostFilter(costs)
-        self.drafter.use_costs(costs)
+        self.costs, self._filter, self._trials = costs, CostFilter(costs), 0
+        self._used = costs  # of the drafter
+        if costs.source == "measured" and costs.gain(PRIOR_MEAN, self._length) <= 1.0:
+            cheapest = costs.cheapest(self._weigh(None))
+            if cheapest.gain(PRIOR_MEAN, self._length) > WORTH_TRYING:
+                self._used, self._trials = cheapest, TRIALS
+        self.drafter.use_costs(self._used)
         # A draft that is not expected to pay takes no prompt before it is asked.
-        self._undrafted = 0 if costs.pays(PRIOR_MEAN, self._length) else RESTING
+        self._undrafted = 0 if self._used.gain(PRIOR_MEAN, self._length) > 1.0 else RESTING
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
-        if self.timer is None or self.timer.latest_s is None or self.costs.source != "measured":
-            return
-        self._filter.observe(outputs, self.timer.latest_s)
-        if differ(costs := self._filter.costs(), self.costs):
-            self.costs = costs
-            self.drafter.use_costs(costs)
+        if self.timer is not None and self.timer.latest_s is not None and self.costs.source == "measured":
+            self._correct(outputs, self.timer.latest_s)
+
+    def _correct(self, outputs: Sequence[StepOutput], seconds: float) -> None:
+        """Take in what a dispatch took, and weigh with the costs that follow."""
+        self._filter.observe(outputs, seconds)
+        self._trials = max(0, self._trials - sum(output.draft_passes > 0 for output in outputs))
+        self.costs = self._filter.costs()
+        if not self._trials and differ(self.costs, self._used):
+            self._used = self.costs
+            self.drafter.use_costs(self._used)
 
     def close(self, state: SpeculativeState | None) -> None:
         if self._profile is None or state is None or self._tokens < self._keep_at:

@@ -69,7 +69,7 @@ class CostFilter:
     def _begin(self, plain_s: float) -> np.ndarray:
         costs = self._costs
         begun = plain_s * np.array([1.0, costs.round, 1.0, costs.draft])
-        apart = PRIOR * plain_s * np.array([1.0, 1.0, 1.0, costs.draft])
+        apart = PRIOR * plain_s * np.array([1.0, max(1.0, costs.round), 1.0, costs.draft])
         self._spread = TOGETHER**2 * np.outer(begun, begun) + np.diag(apart**2)
         return begun
 

@@ -108,12 +108,22 @@ class CostModel:
         rounds[0] = self.passes[0] + self.round / STEPS_PER_DISPATCH
         return rounds
 
-    def pays(self, rate: float, length: int) -> bool:
-        """Whether a chain of up to `length` tokens, each accepted with a chance of `rate`, gains on plain decoding."""
+    def gain(self, rate: float, length: int) -> float:
+        """Speed over plain decoding of the best chain of up to `length` tokens, each accepted with a chance of `rate`.
+
+        At least 0; 0 without a draft.
+        """
         tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
         passes = np.ones_like(tokens) if self.one_pass else tokens
-        gain = (1 + np.cumsum(rate**tokens)) / (self.rounds[tokens] + self.draft * passes)
-        return bool(gain.max(initial=0.0) > 1 / self.rounds[0])
+        speed = (1 + np.cumsum(rate**tokens)) / (self.rounds[tokens] + self.draft * passes)
+        return float(speed.max(initial=0.0) * self.rounds[0])
+
+    def cheapest(self, other: "CostModel") -> "CostModel":
+        """The lower figure of two models, each."""
+        passes = np.minimum(self.passes, other.passes)
+        return dataclasses.replace(
+            self, passes=passes, draft=min(self.draft, other.draft), round=min(self.round, other.round)
+        )
 
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""

@@ -73,29 +73,34 @@ def size(digest: str) -> int | None:
         return None
 
 
-def expect(name: str, devices: tuple[Any, ...], submit: Callable[..., Future[Any]]) -> None:
+def expect(name: str, submit: Callable[..., Future[Any]]) -> None:
     """Begin to load the program that `remember` noted; `submit` runs a function in the background.
 
     It is the largest one, which drafts: its loading takes as long as everything else of a start.
     """
     if _folder is None or disabled:
         return
-    with contextlib.suppress(OSError, ValueError):
-        digest = (_folder / f"{name}.first").read_text("ascii")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        digest, *places = (_folder / f"{name}.first").read_text("ascii").split()
         if digest not in _early and digest.isalnum() and (_folder / digest).is_file():
+            devices = tuple(jax.devices()[int(place)] for place in places)
             _early[digest] = submit(_read, _folder / digest, _AsStored(), None, devices)
 
 
-def remember(name: str, digest: str) -> None:
-    """Let `expect` begin with a program at the next start of the same model with the same settings."""
+def remember(name: str, digest: str, devices: tuple[Any, ...]) -> None:
+    """Let `expect` begin with a program at the next start of the same model with the same settings.
+
+    `devices` are those that it runs on; of another platform than JAX's default one they are not remembered.
+    """
     if _folder is None or disabled:
         return
     path = _folder / f"{name}.first"
     with contextlib.suppress(OSError, ValueError):
-        if path.is_file() and path.read_text("ascii") == digest:
+        noted = " ".join([digest, *(str(jax.devices().index(device)) for device in devices)])
+        if path.is_file() and path.read_text("ascii") == noted:
             os.utime(path)
         elif (_folder / digest).is_file():
-            write_whole(path, digest)
+            write_whole(path, noted)
 
 
 class _AsStored:
