@@ -120,15 +120,19 @@ def sharp(cfg, layers=None):
     return {name: t for name, t in tensors.items() if ".layers." not in name or int(name.split(".")[2]) < kept}
 
 
-@functools.cache
+WRITTEN = {}  # no cache of `functools`: those are cleared when a process has many programs
+
+
 def checkpoint(folder, kind):
     """Path of a checkpoint of `CHECKPOINTS`, written once."""
     import ml_dtypes  # noqa: F401  # its dtypes by name
 
     path = folder / kind.replace(" ", "-")
-    path.mkdir()
-    written = CHECKPOINTS[kind](path)
-    return path / "native" if kind.startswith("native") else written
+    if path not in WRITTEN:
+        path.mkdir()
+        written = CHECKPOINTS[kind](path)
+        WRITTEN[path] = path / "native" if kind.startswith("native") else written
+    return WRITTEN[path]
 
 
 class Pair(NamedTuple):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.auto.online import CostFilter, differ
+from jaxspec.methods.auto.online import CostFilter, cheapest, differ
 from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
 from jaxspec.methods.core.cost_model import PRIOR_MEAN, AcceptanceStats, CostModel
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
@@ -265,9 +265,9 @@ class MeasuringRunner(SpeculativeRunner):
         self.costs, self._filter, self._trials = costs, CostFilter(costs), 0
         self._used = costs  # of the drafter
         if costs.source == "measured" and costs.gain(PRIOR_MEAN, self._length) <= 1.0:
-            cheapest = costs.cheapest(self._weigh(None))
-            if cheapest.gain(PRIOR_MEAN, self._length) > WORTH_TRYING:
-                self._used, self._trials = cheapest, TRIALS
+            least = cheapest(costs, self._weigh(None))
+            if least.gain(PRIOR_MEAN, self._length) > WORTH_TRYING:
+                self._used, self._trials = least, TRIALS
         self.drafter.use_costs(self._used)
         # A draft that is not expected to pay takes no prompt before it is asked.
         self._undrafted = 0 if self._used.gain(PRIOR_MEAN, self._length) > 1.0 else RESTING

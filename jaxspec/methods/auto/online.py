@@ -82,6 +82,12 @@ class CostFilter:
         return np.array([1.0, 1.0, rows, output.draft_passes])
 
 
+def cheapest(one: CostModel, other: CostModel) -> CostModel:
+    """The lower figures of both."""
+    passes = np.minimum(one.passes, other.passes)
+    return dataclasses.replace(one, passes=passes, draft=min(one.draft, other.draft), round=min(one.round, other.round))
+
+
 def differ(one: CostModel, other: CostModel) -> bool:
     """Whether rounds of some rows, or draft passes, cost noticeably more by one of two models."""
     passes = abs(one.rounds / other.rounds - 1).max(initial=0.0)

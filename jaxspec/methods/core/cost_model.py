@@ -109,21 +109,11 @@ class CostModel:
         return rounds
 
     def gain(self, rate: float, length: int) -> float:
-        """Speed over plain decoding of the best chain of up to `length` tokens, each accepted with a chance of `rate`.
-
-        At least 0; 0 without a draft.
-        """
+        """Speed over plain decoding of the best chain of up to `length` tokens, each right with a chance of `rate`."""
         tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
         passes = np.ones_like(tokens) if self.one_pass else tokens
         speed = (1 + np.cumsum(rate**tokens)) / (self.rounds[tokens] + self.draft * passes)
         return float(speed.max(initial=0.0) * self.rounds[0])
-
-    def cheapest(self, other: "CostModel") -> "CostModel":
-        """The lower figure of two models, each."""
-        passes = np.minimum(self.passes, other.passes)
-        return dataclasses.replace(
-            self, passes=passes, draft=min(self.draft, other.draft), round=min(self.round, other.round)
-        )
 
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""
