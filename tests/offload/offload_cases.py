@@ -1,7 +1,6 @@
 """Resident and streamed engines of tiny checkpoints, and how their outputs are compared."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
