@@ -37,6 +37,8 @@ from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.cost_model import USUAL_RATES
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.registry import check_draft_given, resolve_method
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.features import NORMED, keys_state
 from jaxspec.models.params import Params, declare_params
 from jaxspec.models.quantization import KEPT_ON_CPU, Storage, keep_blocks, number_tables
 from jaxspec.offload.plan import OffloadPlan, plan_for_method
@@ -424,14 +426,37 @@ def _fit_features(weights: Weights, draft_weights: Weights) -> Weights:
             reason = f"the draft {draft_weights.path} does not fit the target"
             raise ConfigError(f"{reason}: it was made for {what} of {theirs}, the target has {ours}")
     try:
+        if features.kind == "assistant":
+            features = dataclasses.replace(features, layers=_lent_layers(target, draft))
         features = features.resolve(target.num_layers)
     except ConfigError as error:
         raise ConfigError(f"{draft_weights.path}: {error}") from error
-    # A block draft was trained on the embedding as its target scales it, unless it says otherwise.
-    scaled = features.kind == "block" and draft.embed_scale == 1
+    # As its target scales the embedding, so an assistant was trained, and a block draft that does not say otherwise.
+    scaled = features.kind == "assistant" or (features.kind == "block" and draft.embed_scale == 1)
     scale = target.embed_scale if scaled else draft.embed_scale
     config = dataclasses.replace(draft, features=features, embed_scale=scale)
     return dataclasses.replace(draft_weights, config=config)
+
+
+def _lent_layers(target: ModelConfig, draft: ModelConfig) -> tuple[int, ...]:
+    """The states that an assistant takes: the last one, and the keys of the last layer of each kind that has its own.
+
+    ConfigError: the target's layers have other heads.
+    """
+    if target.kinds is None:
+        raise ConfigError(
+            f"the draft does not fit the target: an assistant needs Gemma 4, the target is {target.family}"
+        )
+    lent = [NORMED]
+    for index in draft.attention_layers:
+        alike = [i for i in range(target.num_layers) if (target.window(i) is None) == (draft.window(index) is None)]
+        layer = target.keys_of(max(alike))
+        (K, H), (own_K, own_H) = target.layer_heads(layer), draft.layer_heads(index)
+        if (K, H) != (own_K, own_H):
+            made_for = f"it was made for {own_K} KV heads of {own_H}, layer {layer} of the target has {K} of {H}"
+            raise ConfigError(f"the draft does not fit the target: {made_for}")
+        lent.append(keys_state(layer))
+    return tuple(lent)
 
 
 def _choose_storage(weights: Weights, plan: MeshPlan, dtype: DType) -> Storage | None:

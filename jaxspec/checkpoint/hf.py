@@ -51,7 +51,7 @@ _GREEDY_SETTINGS = (
 _NEUTRAL = (None, False, 0, 1, 1.0, [], {})
 
 # Keys that change no logit: provenance, training, how transformers runs the model, and defaults for its generate().
-_HARMLESS_KEYS = frozenset({
+HARMLESS_KEYS = frozenset({
     "architectures", "_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype",
     "unsloth_version", "unsloth_fixed", "is_llama_config", "transformers.js_config", "tokenizer_class",
     "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "pretraining_tp",
@@ -365,7 +365,7 @@ def read_config(
     }
     if fields["rope"].scaling == "longrope":
         fields["max_context"] = min(max_context, fields["rope"].original_context)
-    values.refuse_unread(lambda key, value: key in _HARMLESS_KEYS or key in harmless or is_neutral(key, value))
+    values.refuse_unread(lambda key, value: key in HARMLESS_KEYS or key in harmless or is_neutral(key, value))
     return ModelConfig(**fields)
 
 

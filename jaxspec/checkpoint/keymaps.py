@@ -176,7 +176,7 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
 
     beside: dict[str, tuple[str, Shape]] = {
         "embed": (EMBED, (V, D)), "final_norm": (f"{family.final_norm}.weight", (D,)), "head": (HEAD, (V, D)),
-        "fc_bias": ("fc.bias", (D,)), "fc_own": ("fc_own.weight", (D, D)),
+        "fc_bias": ("fc.bias", (D,)),
         "hidden_norm": ("hidden_norm.weight", (D,)), "token_norm": ("token_norm.weight", (D,)),
         "layers.0.hidden_norm": (name_of(0, "hidden_norm"), (D,)),
     }  # fmt: skip
@@ -190,6 +190,8 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
     if cfg.features is not None:
         rows = leaf_inputs(cfg, "fc")
         add("fc", ("fc.weight", (D, rows)))
+        if "fc_own" in infos:
+            add("fc_own", ("fc_own.weight", (cfg.features.own_dim(D), D)))
         if cfg.features.fc_norm == "whole":
             add("fc_norm", ("input_norm.weight", (rows,)))
         elif cfg.features.fc_norm == "each":

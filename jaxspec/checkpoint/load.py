@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.assistants import is_assistant, open_assistant
 from jaxspec.checkpoint.eagle import is_feature_draft, open_feature_draft
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import MAGIC
@@ -205,6 +206,8 @@ def open_checkpoint(path: str | Path) -> TensorSource:
     path = Path(path)
     match detect_format(path):
         case "hf":
+            if is_assistant(path):
+                return open_assistant(path)
             return open_feature_draft(path) if is_feature_draft(path) else open_hf(path)
         case "gguf":
             return open_gguf(path)

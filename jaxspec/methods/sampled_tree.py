@@ -168,7 +168,7 @@ def draw_tree(
     else:
         root = run_root(params, cfg, sequence, verified, reached)
     sequence, produced, cache = root.sequence, root.produced, root.sequence.cache
-    states = None if root.states is None else jnp.zeros((window, cfg.embed_dim)).at[0].set(root.states[0])
+    states = None if root.states is None else jnp.zeros((window, root.states.shape[1])).at[0].set(root.states[0])
 
     def sample(growth: _Growth, level: Array, logits: Array, on_path: Array) -> _Growth:
         """Draw the children of a level from its rows' logits `[w, V_local]`."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jaxspec.errors import ConfigError, suggest
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.families import FAMILIES
-from jaxspec.models.features import FeatureConfig
+from jaxspec.models.features import NORMED, FeatureConfig, keys_state
 from jaxspec.models.layer_kinds import LayerKinds
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.recurrent import RecurrentConfig
@@ -168,12 +168,13 @@ class ModelConfig:
 
         if self.features is not None:
             mixes = self.experts is not None and self.features.kind != "mtp"
-            plain = self.units is None and not mixes and self.norms == "pre" and not self.tied
+            is_assistant = self.features.kind == "assistant"
+            plain = self.units is None and not mixes and (self.norms == "pre" or is_assistant) and not self.tied
             _require(plain, "a draft that is fed hidden states has plain layers and an untied head")
             lends = self.features.kind in ("added", "block") and self.shares_embedding
             problem = "head_ids restricts a feature draft's own head; it has the target's"
             _require(self.has_own_head or lends or not ids, problem)
-            if self.shares_embedding:
+            if self.shares_embedding and not is_assistant:
                 widths = f"an embedding of width {self.features.target_dim}, the draft has {self.embed_dim}"
                 _require(self.embed_dim == self.features.target_dim, f"features and shares_embedding need {widths}")
             if not self.features.own_head:
@@ -181,11 +182,16 @@ class ModelConfig:
                 _require(as_wide, "a feature draft with its target's head is as wide as the target")
 
     def _check_kinds(self, kinds: LayerKinds) -> None:
-        plain = self.features is None and self.units is None and self.recurrent is None and self.experts is None
+        plain = self.units is None and self.recurrent is None and self.experts is None
+        fed = self.features is not None
+        borrows = fed and self.features.kind == "assistant"
         problem = "layers of two kinds are no part of a fed draft or of one made of some layers, and have no experts"
-        _require(plain, problem)
+        _require(plain and fed == borrows, problem)
         K, L = kinds.full_kv_heads, self.num_layers
         _require(self.num_heads % K == 0, f"num_heads {self.num_heads} is not a multiple of full_kv_heads {K}")
+        _require(borrows == (kinds.sharing == L), "an assistant, and no other model, has no layer with keys of its own")
+        if borrows:
+            return
         known = {self.window(index) for index in range(L - kinds.sharing)}
         shares = all(self.window(index) in known for index in range(max(0, L - kinds.sharing), L))
         _require(shares, f"{kinds.sharing} of {L} layers share keys of earlier ones, which there are not of each kind")
@@ -207,7 +213,10 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers that have an attention block: those with keys and values."""
+        """Layers that have an attention block: those with keys and values. Of an assistant, the first of each kind."""
+        if self.keys_are_lent:
+            first = {self.window(index): index for index in reversed(range(self.num_layers))}
+            return tuple(sorted(first.values()))
         own = range(self.num_layers - (0 if self.kinds is None else self.kinds.sharing))
         return tuple(i for i in own if self.layer_units(i)[0] and not self.is_recurrent(i))
 
@@ -219,6 +228,16 @@ class ModelConfig:
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a recurrent block in place of attention."""
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def keys_are_lent(self) -> bool:
+        """Whether keys and values of all layers are those of the target, two of whose layers fill the cache."""
+        return self.features is not None and self.features.kind == "assistant"
+
+    def states_dim(self, layers: Iterable[int]) -> int:
+        """Width of the hidden states of `FeatureConfig.layers` beside each other, where this is the target."""
+        keys = {keys_state(index): 2 * math.prod(self.layer_heads(index)) for index in range(self.num_layers)}
+        return sum(self.embed_dim if layer >= NORMED else keys[layer] for layer in layers)
 
     def shares_keys(self, layer: int) -> bool:
         """Whether a layer uses the keys and values of an earlier one."""

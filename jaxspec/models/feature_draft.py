@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import Window, chunk_rows, look_up, run_layers
+from jaxspec.models.transformer import Window, chunk_rows, look_up, run_layers, store_keys
 from jaxspec.models.vocab import VocabShard
 from pallas_kernels.linear import as_matrix, linear
 from pallas_kernels.rms_norm import rms_norm
@@ -57,16 +57,21 @@ def forward_draft(
     """Run T rows; `state` is that of each row's token before, the other arguments are those of `transformer.forward`.
 
     Returns:
-      What the head sees, float32 [T, D]; the rows' own states, float32 [T, D], which their children take; and the
+      What the head sees, float32 [T, D]; the rows' own states, float32 [T, own_dim], which their children take; and the
       cache with the rows written.
     """
-    window = Window(window_mask, position if window_position is None else window_position, offset, active_rows)
-    x, cache, _ = run_layers(params, cfg, token, position, cache, window, None, enter=_enter(params, cfg, state))
     features = cfg.features
     assert features is not None
+    if features.kind == "assistant":
+        # Rows see no drafted token. Without any key a row sees itself, which is zeros.
+        position, window_position, offset = jnp.broadcast_to(cache.length, position.shape), None, None
+        window_mask = jnp.eye(position.shape[0], dtype=bool) & (cache.length == 0)
+    window = Window(window_mask, position if window_position is None else window_position, offset, active_rows)
+    x, cache, _ = run_layers(params, cfg, token, position, cache, window, None, enter=_enter(params, cfg, state))
     hidden = x if features.kind == "eagle1" else rms_norm(x, params["final_norm"], cfg.norm_eps)
-    if features.kind == "added":
-        return hidden, linear(hidden, as_matrix(params["fc_own"], cfg.embed_dim), active_rows), cache
+    if "fc_own" in params:
+        own = as_matrix(params["fc_own"], features.own_dim(cfg.embed_dim))
+        return hidden, linear(hidden, own, active_rows), cache
     return hidden, hidden if features.norm_output else x, cache
 
 
@@ -75,11 +80,15 @@ def prefill_draft(
 ) -> KVCache:
     """Commit the first `count` (int32 []) of T consecutive rows; `token` and `state` are those of `forward_draft`.
 
-    Row t of a block draft is the state of token t: keys and values of every layer are made of it, and nothing else.
+    Row t of a block draft is the state of token t: keys and values of every layer are made of it, and nothing else. An
+    assistant's are among the target's states.
     """
-    position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
     features = cfg.features
     assert features is not None
+    if features.kind == "assistant":
+        cache = store_keys(cfg, state[:, features.target_dim :], cache)
+        return dataclasses.replace(cache, length=cache.length + count)
+    position = cache.length + jnp.arange(token.shape[0], dtype=jnp.int32)
     _, written, _ = run_layers(
         params, cfg, token, position, cache, None, None, enter=_enter(params, cfg, state),
         active_rows=chunk_rows(count), keys_only=features.kind == "block",

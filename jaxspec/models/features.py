@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxspec.errors import ConfigError
 
-# Of `FeatureConfig.layers`: the hidden states after the final norm, which the head sees.
+# Of `FeatureConfig.layers`: the hidden states after the final norm, which the head sees. Below it are `keys_state`s.
 NORMED = -1
 
 
@@ -29,6 +29,9 @@ class FeatureConfig:
         and a row's own state is `fc_own` times what the head sees; a draft that is fed zeros is an ordinary draft.
         "mtp": as "eagle1", but both are normed before `fc`, and the head sees a row, and its children take it, after
         the final norm.
+        "assistant": `fc` joins the target's embedding of a token to a state as wide as the target; a row's own state is
+        `fc_own` times what the head sees. Layers have queries alone. Keys and values are the target's, of the tokens
+        before the root, and all rows stand at the root's position.
         "block": one pass fills the masked places of a block after the root, see `feature_draft.forward_block`.
       own_head: whether the checkpoint has a head; else it is the target's.
       norm_before_residual: the normed state is the residual stream.
@@ -46,11 +49,12 @@ class FeatureConfig:
       conv_taps: taps of the convolutions over a block's rows (DFlash2), with `conv_group` columns in a group; or 0.
       selector_rank: r, of the choice among the `selector_top` likeliest tokens by the one before (DFlash2); or 0.
       target_layers: layers of the target that the draft was made for; 0 where that is not known.
+      keys_dim: numbers of a token's keys and values that an assistant is fed.
     """
 
     target_dim: int
     layers: tuple[int, ...] = ()
-    kind: Literal["eagle3", "eagle1", "added", "block", "mtp"] = "eagle3"
+    kind: Literal["eagle3", "eagle1", "added", "block", "mtp", "assistant"] = "eagle3"
     own_head: bool = True
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -69,18 +73,22 @@ class FeatureConfig:
     conv_group: int = 0
     selector_rank: int = 0
     selector_top: int = 0
+    keys_dim: int = 0
 
     def __post_init__(self):
         """Refuse what no draft can be fed."""
         if type(self.target_dim) is not int or self.target_dim < 1:
             raise ConfigError(f"target_dim must be a positive integer, got {self.target_dim!r}")
         for layer in self.layers:
-            if type(layer) is not int or layer < NORMED:
+            if type(layer) is not int or (layer < NORMED and self.kind != "assistant"):
                 raise ConfigError(f"layers must be numbers of hidden states, got {layer!r}")
-        if self.joins_tokens and (self.layers != (NORMED,) or self.own_head or self.fc_norm != "none"):
+        normed = self.kind in ("eagle1", "mtp")
+        if normed and (self.layers != (NORMED,) or self.own_head or self.fc_norm != "none"):
             raise ConfigError("drafts of this kind are fed the state after the final norm and have the target's head")
         if self.kind == "mtp" and not self.norm_output:
             raise ConfigError("an MTP draft takes a row's own state after the norm")
+        if (self.kind == "assistant") != (self.keys_dim > 0) or (self.keys_dim and not self.own_head):
+            raise ConfigError("an assistant, and no other draft, is fed keys; it has a head of its own")
         if self.kind == "added" and (self.own_head or self.norm_before_residual or self.norm_output):
             raise ConfigError("a draft whose states are added to embeddings has its target's head and no such norms")
         if (self.kind == "block" and not self.block) or (self.block and self.kind not in ("block", "eagle3")):
@@ -111,17 +119,21 @@ class FeatureConfig:
 
     @property
     def states_dim(self) -> int:
-        """Width of the target's hidden states beside each other."""
-        return self.num_states * self.target_dim
+        """Width of the target's hidden states beside each other, and of keys and values after them."""
+        return self.target_dim + self.keys_dim if self.keys_dim else self.num_states * self.target_dim
 
     @property
     def joins_tokens(self) -> bool:
         """Whether `fc` joins each token to the state before it; else it makes the states as wide as the draft."""
-        return self.kind in ("eagle1", "mtp")
+        return self.kind in ("eagle1", "mtp", "assistant")
+
+    def own_dim(self, embed_dim: int) -> int:
+        """Width of a row's own state, for a draft of width `embed_dim`."""
+        return self.target_dim if self.kind == "assistant" else embed_dim
 
     def fusion_inputs(self, embed_dim: int) -> int:
         """Width of what `fc` projects, for a draft of width `embed_dim`."""
-        return 2 * embed_dim if self.joins_tokens else self.states_dim
+        return 2 * self.own_dim(embed_dim) if self.joins_tokens else self.states_dim
 
     def resolve(self, num_layers: int) -> "FeatureConfig":
         """The same with the layers of a target of `num_layers` layers filled in; `ConfigError` where it lacks one."""
@@ -137,6 +149,11 @@ class FeatureConfig:
                 f"{num_layers}"
             )
         return dataclasses.replace(self, layers=layers)
+
+
+def keys_state(layer: int) -> int:
+    """Among `FeatureConfig.layers`: the keys and values of a layer of the target, as its cache holds them."""
+    return NORMED - 1 - layer
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -231,8 +231,9 @@ def _declare_fusion(cfg: ModelConfig, features: FeatureConfig, storage: Storage)
     """Weights that make the target's hidden states, or a token and a state, as wide as the draft."""
     D, inputs = cfg.embed_dim, features.fusion_inputs(cfg.embed_dim)
     made: Params = {"fc": _declare_weight("fc", storage.type_of("fc"), (D, inputs), (None, "embed"))}
-    if features.kind == "added":
-        made["fc_own"] = _declare_weight("fc_own", storage.type_of("fc_own"), (D, D), (None, "embed"))
+    if features.kind in ("added", "assistant"):
+        own = features.own_dim(D)
+        made["fc_own"] = _declare_weight("fc_own", storage.type_of("fc_own"), (own, D), (None, "embed"))
     norms = {"block": ("hidden_norm",), "mtp": ("token_norm", "hidden_norm")}.get(features.kind, ())
     made |= dict.fromkeys(norms, ArrayInfo((D,), jnp.float32, (None,)))
     if features.block and features.kind != "block":

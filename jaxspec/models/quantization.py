@@ -107,7 +107,7 @@ def weight_leaves(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the weight leaves of a model: what a storage gives types to."""
     top = () if cfg.shares_embedding else ("embed",) if cfg.tied else ("embed", "head")
     if cfg.features is not None:
-        own = {"fc": True, "fc_own": cfg.features.kind == "added"}
+        own = {"fc": True, "fc_own": cfg.features.kind in ("added", "assistant")}
         own |= {"embed": not cfg.shares_embedding, "head": cfg.has_own_head}
         own |= {f"markov_{side}": cfg.features.markov_rank > 0 for side in ("in", "out")}
         own |= {f"selector_{side}": cfg.features.selector_rank > 0 for side in ("in", "out")}

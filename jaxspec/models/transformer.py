@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
 from jaxspec.models.experts import ExpertsConfig
-from jaxspec.models.features import NORMED
+from jaxspec.models.features import NORMED, keys_state
 from jaxspec.models.heads import head_layout, split_slots
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
@@ -104,7 +104,8 @@ def forward_with_states(
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:  # fmt: skip
     """`forward`, and the rows' hidden states of some `layers` beside each other, float32 [T, n * D]; None for none.
 
-    State i is the residual stream that enters layer i, before its norm; `NORMED` is what leaves the final norm.
+    State i is the residual stream that enters layer i, before its norm; `NORMED` is what leaves the final norm, and a
+    `keys_state` what the layer has written to its cache.
     """
     window = Window(window_mask, position if window_position is None else window_position, offset, active_rows)
     x, cache, states = run_layers(params, cfg, token, position, cache, window, None, layers=layers)
@@ -313,8 +314,11 @@ def run_layers(
     slot_of = {index: slice(place, None, with_cache) for place, index in enumerate(cfg.attention_layers)}
     sharing = [index for index in range(cfg.num_layers) if cfg.shares_keys(index)]
     slot_of |= {index: slot_of[cfg.keys_of(index)] for index in sharing}
-    lenders = {cfg.keys_of(index) for index in sharing}
+    lenders = set() if cfg.keys_are_lent else {cfg.keys_of(index) for index in sharing}
     lent: dict[int, jax.Array] = {}
+    if cfg.keys_are_lent:  # the cache holds them; rows have none
+        shapes = {index: keys[place][0].shape for index, place in slot_of.items()}
+        lent = {index: jnp.zeros((token.shape[0], heads, 2, H)) for index, (heads, _, H) in shapes.items()}
     place_of = {index: place for place, index in enumerate(cfg.recurrent_layers)}
     if cfg.recurrent is not None:
         refuse_window(cfg.recurrent, 0 if window is None else window.mask.shape[1])
@@ -346,10 +350,35 @@ def run_layers(
             keys[place], values[place] = key, value
         if index in place_of:
             (recurrent[place_of[index]],) = key
+        if keys_state(index) in layers:
+            start = cache.length if window is None or window.offset is None else cache.length + window.offset
+            states[keys_state(index)] = collect_keys(key[0], value[0], start, token.shape[0])
     x = add_parts(x, added)
     states |= {cfg.num_layers: x} if cfg.num_layers in layers else {}
     cache = dataclasses.replace(cache, key=tuple(keys), value=tuple(values), recurrent=tuple(recurrent))
     return x, cache, states
+
+
+def collect_keys(key: jax.Array, value: jax.Array, start: jax.Array, rows: int) -> jax.Array:
+    """Keys and values of all heads in slots from `start` on, float32 [rows, K * 2 * H], of a shard's [K', S, H]."""
+    both = jnp.stack([jax.lax.dynamic_slice_in_dim(each, start, rows, 1) for each in (key, value)])
+    own = both.transpose(2, 1, 0, 3).astype(jnp.float32)
+    return jax.lax.all_gather(own, TENSOR_AXIS, axis=1, tiled=True).reshape(rows, -1)
+
+
+def store_keys(cfg: ModelConfig, states: jax.Array, cache: KVCache) -> KVCache:
+    """Write what `collect_keys` gave of several layers, side by side in `states`, after the prefix of another cache."""
+    keys, values = list(cache.key), list(cache.value)
+    for place, index in enumerate(cfg.attention_layers):
+        K, H = cfg.layer_heads(index)
+        own, states = states[:, : K * 2 * H].reshape(-1, K, 2, H), states[:, K * 2 * H :]
+        here = keys[place].shape[0]
+        own = jax.lax.dynamic_slice_in_dim(own, jax.lax.axis_index(TENSOR_AXIS) * here, here, 1).transpose(2, 1, 0, 3)
+        for arrays, rows in ((keys, own[0]), (values, own[1])):
+            arrays[place] = jax.lax.dynamic_update_slice_in_dim(
+                arrays[place], rows.astype(arrays[place].dtype), cache.length, 1
+            )
+    return dataclasses.replace(cache, key=tuple(keys), value=tuple(values))
 
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the

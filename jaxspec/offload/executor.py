@@ -82,7 +82,7 @@ class StreamedSequence(ModelSequence):
             self._note[size] = Program(f"{role} note {size}", note, plan, args, self.state, donate=[0])
             programs += [self._open[size], self._note[size], *self.layer_programs.declare(size, rows[1])]
             if layers:
-                width = len(layers) * cfg.embed_dim
+                width = cfg.states_dim(layers)
                 out = tuple(placement.array((count, width), jnp.float32) for count in (size, path))
                 args = [resident, [rows[0]] * (len(layers) + 1), scalar]
                 self._join[size] = Program(f"{role} states {size}", join, plan, args, out)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from tiny_models import ALL_FAMILIES as FAMILIES
-from tiny_models import RandomSource
+from tiny_models import ALL_FAMILIES, RandomSource
 
 from jaxspec.checkpoint.keymaps import EMBED, HEAD
 from jaxspec.checkpoint.load import load_foreign
@@ -29,12 +28,19 @@ from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.sampled_tree import SampledShape
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
-from jaxspec.models.features import NORMED, FeatureConfig
+from jaxspec.models.features import NORMED, FeatureConfig, keys_state
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 from jaxspec.runtime.sharding import round_up
 
+# Gemma 4 with KV heads for two devices.
+FAMILIES = ALL_FAMILIES | {
+    "gemma4-two": dataclasses.replace(
+        ALL_FAMILIES["gemma4"], num_heads=8, num_kv_heads=2,
+        kinds=dataclasses.replace(ALL_FAMILIES["gemma4"].kinds, full_kv_heads=2),
+    )
+}  # fmt: skip
 VOCAB = 101
 # What a draft with the target's embedding proposes: a number of tokens that four devices do not divide.
 HEAD_IDS = tuple(token for token in range(VOCAB) if token % 3)
@@ -194,6 +200,15 @@ def draft_config(family, geometry):
             features = FeatureConfig(cfg.embed_dim, (NORMED,), "mtp", own_head=False, norm_output=True)
             layer = dict(num_layers=1, recurrent=None, tied=False, shares_embedding=True)
             return dataclasses.replace(cfg, **layer, features=features)
+        case "fed assistant":  # keys and values of the target's first two layers, which its others share
+            kinds = dataclasses.replace(cfg.kinds, sharing=3, sharing_mlp_dim=30, keys_are_values=False, inputs_dim=0)
+            keys = 2 * (cfg.num_kv_heads * cfg.head_dim + kinds.full_kv_heads * kinds.full_head_dim)
+            layers = (NORMED, keys_state(0), keys_state(1))
+            return dataclasses.replace(
+                cfg, num_layers=3, embed_dim=32, mlp_dim=30, sliding_layers=(True, True, False), tied=False,
+                shares_embedding=True, logit_softcap=None, kinds=kinds,
+                features=FeatureConfig(cfg.embed_dim, layers, "assistant", keys_dim=keys),
+            )  # fmt: skip
         case "fed block":  # one pass fills a block; two layers with norms of heads
             features = FeatureConfig(cfg.embed_dim, (1, 2), "block", own_head=False, block=5, mask_token=7)
             made = dataclasses.replace(FED, num_layers=2, shares_embedding=True, qk_norm=True, family="qwen3")

@@ -94,7 +94,27 @@ MTP = [
     Case("qwen3.5", 2, "fed mtp", SpecInfer((2, 2, 1))),
     Case("qwen3.5", 1, "fed mtp", Chain(3, "rejection")),
 ]
-FAST = [FED_CHAIN, FED_SPECINFER, FED_AUTO, FED_ADDED, FED_TP4, BLOCKS[0], BLOCKS[4], BLOCKS[5], PARALLEL[0], MTP[1]]
+ASSISTANTS = [
+    Case("gemma4", 1, "fed assistant", SpecExec(12, width=3)),
+    Case("gemma4-two", 2, "fed assistant", Chain(4)),
+    Case("gemma4-two", 2, "fed assistant", Auto(draft_cost=1e-3)),
+    Case("gemma4", 1, "fed assistant", Auto(draft_cost=1e-3)),
+    Case("gemma4", 3, "fed assistant", SpecInfer((2, 2, 1))),
+    Case("gemma4", 1, "fed assistant", Chain(3, "rejection")),
+]
+FAST = [
+    FED_CHAIN,
+    FED_SPECINFER,
+    FED_AUTO,
+    FED_ADDED,
+    FED_TP4,
+    BLOCKS[0],
+    BLOCKS[4],
+    BLOCKS[5],
+    PARALLEL[0],
+    MTP[1],
+    ASSISTANTS[1],
+]
 CASES = [
     *FAST,
     FED_SPECEXEC,
@@ -108,7 +128,7 @@ CASES = [
     Case("qwen3", 1, "fed added", SpecInfer((2, 2))),
     Case("mistral", 1, "fed added", Chain(3)),
     Case("gemma2", 1, "fed", Chain(2)),
-    *(case for case in (*BLOCKS, *PARALLEL, *MTP) if case not in FAST),
+    *(case for case in (*BLOCKS, *PARALLEL, *MTP, *ASSISTANTS) if case not in FAST),
 ]
 LAW = {"temperature": 2.5, "presence_penalty": 0.4}
 KINDS = ("copy", "random", "adversarial", "constant", "broken")
@@ -137,7 +157,7 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, samp
             known = len(steps.text)
             steps.step()
         caches, fresh = steps.caches(), steps.prefilled(steps.text)
-        sequence, is_block = steps.state.draft.sequence, case in BLOCKS
+        sequence, is_block = steps.state.draft.sequence, case in (*BLOCKS, *ASSISTANTS)
         assert int(sequence.seen) == known and int(caches["draft"].length) == max(known - 2 + is_block, 0)
         assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
         # The root's row lies after the prefix, with true states, too.

@@ -223,22 +223,30 @@ def run_verified(
     Returns what the head sees of the root and of these rows, float32 [1 + masked, D], the root's own state, float32
     [1, D], and the sequence.
     """
+    features, states = cfg.features, verified.states
+    assert features is not None and states is not None
+    last = verified.count - 1
+    if features.kind == "assistant":
+        # The cache takes the keys of every token before the root, and one row joins the root to the state before it.
+        sequence = feed_block(params, cfg, sequence, verified)
+        state = jnp.take(states, last[None], axis=0, mode="clip")[:, : features.target_dim]
+        token, nothing = verified.tokens[last][None], jnp.zeros((1, 1), bool)
+        hidden, own, cache = forward_draft(params, cfg, token, state, token, sequence.cache, nothing)
+        return hidden, own, dataclasses.replace(sequence, cache=cache)
     # The root of the round before lies in the window, with true states.
     known = jnp.maximum(sequence.seen - 1, 0) - sequence.cache.length
     cache: KVCache = commit_rows(sequence.cache, known)
     rows, count = verified.tokens.shape[0] + masked, verified.count + masked
     position = cache.length + jnp.arange(rows, dtype=jnp.int32)
-    token, states = verified.tokens, verified.states
-    assert states is not None
-    if masked and cfg.features is not None:
+    token = verified.tokens
+    if masked:
         is_known = jnp.arange(rows) < verified.count
-        token = jnp.where(is_known, jnp.pad(token, (0, masked)), cfg.features.mask_token)
+        token = jnp.where(is_known, jnp.pad(token, (0, masked)), features.mask_token)
         states = jnp.where(is_known[:, None], jnp.pad(states, ((0, masked), (0, 0))), params["mask_hidden"])
     hidden, own, cache = forward_draft(
         params, cfg, token, fuse(params, cfg, states, count), position, cache,
         jnp.tril(jnp.ones((rows, rows), bool)), active_rows=count,
     )  # fmt: skip
-    last = verified.count - 1
     seen = sequence.seen + verified.count
     hidden = jnp.take(hidden, last + jnp.arange(1 + masked), axis=0, mode="clip")
     own = jnp.take(own, last[None], axis=0, mode="clip")
@@ -246,7 +254,7 @@ def run_verified(
 
 
 def feed_block(params: Params, cfg: ModelConfig, sequence: SequenceState, verified: Verified) -> SequenceState:
-    """Commit the states that came with what was verified to a block draft: those of every token before the root."""
+    """Commit the states that came with what was verified to a draft: those of every token before the root."""
     assert verified.states is not None
     # A text that begins with its root has no state yet.
     count = verified.count - (sequence.seen == 0)

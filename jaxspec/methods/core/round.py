@@ -91,7 +91,7 @@ def verified_shapes(target: Placement, max_path: int, layers: Sequence[int] = ()
     """
     max_path = max(max_path, STEPS_PER_DISPATCH)
     row = target.array((max_path,), jnp.int32)
-    states = target.array((max_path, len(layers) * target.cfg.embed_dim), jnp.float32) if layers else None
+    states = target.array((max_path, target.cfg.states_dim(layers)), jnp.float32) if layers else None
     return Verified(row, target.array((), jnp.int32), row, target.array((max_path,), jnp.float32), states=states)
 
 

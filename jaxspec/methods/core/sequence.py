@@ -118,7 +118,7 @@ class ModelSequence:
         """Programs that commit a chunk of a prompt, with or without hidden states."""
         placement, cfg, layers, path = self.placement, self.placement.cfg, self._layers, self._path
         features, vocab, keeps_text = cfg.features, placement.text_vocab, self._keeps_text
-        scalar, width = placement.array((), jnp.int32), len(layers) * cfg.embed_dim
+        scalar, width = placement.array((), jnp.int32), cfg.states_dim(layers)
 
         def note(state: SequenceState, token: Array, count: Array) -> SequenceState:
             return note_tokens(state, token, count, vocab) if keeps_text else state

@@ -124,7 +124,7 @@ def decode_steps(
 
     blank = accept.blank_verified(max_path, accept.num_ranked(target.vocab))
     if layers:
-        blank = dataclasses.replace(blank, states=jnp.zeros((max_path, len(layers) * target.cfg.embed_dim)))
+        blank = dataclasses.replace(blank, states=jnp.zeros((max_path, target.cfg.states_dim(layers))))
     with jax.named_scope("decode"):
         state, verified = jax.lax.fori_loop(0, steps, step, (dataclasses.replace(state, history=ABSENT), blank))
     new = jnp.arange(max_path) < verified.count

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.methods.core.drafter import Grown, ModelDrafter, catch_up, expand
+from jaxspec.methods.core.drafter import Grown, ModelDrafter, catch_up, expand, run_verified
 from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
 from jaxspec.methods.core.round import DraftCounts
 from jaxspec.methods.core.sequence import SequenceState
@@ -24,6 +24,7 @@ from jaxspec.models.transformer import forward, vocab_logits
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import request_shapes
 from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant, renew_root
@@ -95,7 +96,7 @@ class TreeDrafter(ModelDrafter):
         self._propose, features = propose, placement.cfg.features
         scalar = placement.array((), jnp.int32)
         tree = placement.replicated(jax.eval_shape(lambda: init_tree(growth.rows, growth.branch)))
-        width = None if features is None else placement.cfg.embed_dim
+        width = None if features is None else features.own_dim(placement.cfg.embed_dim)
         states = None if width is None else placement.array((growth.rows, width), jnp.float32)
         state = DraftTreeState(self._sequence.state, tree, scalar, scalar, states)
         batch = batch_shapes(placement, growth.num_rows)
@@ -205,8 +206,36 @@ def replace_path(
     proposals and state its further children take. Nodes below the new root stay as they are (`moved.tree`). It is
     planted where nothing survives. One pass of fixed shape in every case.
     """
-    cfg, text, rows = model.placement.cfg, state.sequence, tokens.shape[0]
-    M = moved.tree.rows
+    cfg, text, M = model.placement.cfg, state.sequence, moved.tree.rows
+    at = jnp.arange(M, dtype=jnp.int32)
+    if cfg.features is not None and cfg.features.kind == "assistant":  # its nodes have no keys to move
+        verified = Verified(tokens, count, tokens, jnp.zeros(tokens.shape), states=sent)
+        hidden, own, text = run_verified(model.params, cfg, text, verified)
+    else:
+        hidden, own, text = _replace_rows(model, text, moved, tokens, count, sent)
+    assert state.states is not None
+    states = state.states[jnp.clip(moved.order[jnp.clip(moved.committed + at, 0, moved.order.shape[0] - 1)], 0, M - 1)]
+    paths = PathHistory(text.history, moved.tree.token, jnp.zeros((1, M), bool))
+    child_token, child_logprob = model.propose(
+        vocab_logits(model.params, cfg, hidden), paths, model.request, text.seen[None]
+    )
+    planted = plant(moved.tree, text.root, child_token[0], child_logprob[0])
+    renewed = renew_root(moved.tree, child_token[0], child_logprob[0])
+    missed = moved.tree.size == 0
+    return dataclasses.replace(
+        state,
+        sequence=text,
+        tree=jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, renewed),
+        computed=state.computed + count,
+        states=states.at[0].set(own[0]),
+    )
+
+
+def _replace_rows(
+    model: DraftModel, text: SequenceState, moved: Rerooted, tokens: Array, count: Array, sent: Array
+) -> tuple[Array, Array, SequenceState]:
+    """Run the path's rows, and put what survives after them; the results are those of `run_verified`."""
+    cfg, rows, M = model.placement.cfg, tokens.shape[0], moved.tree.rows
     # Whether the old root, which has true states, lies in slot 0.
     known = jnp.maximum(text.seen - 1, 0) - text.cache.length
     place, slot = jnp.arange(rows, dtype=jnp.int32), jnp.arange(M + rows, dtype=jnp.int32)
@@ -225,25 +254,8 @@ def replace_path(
     order = jnp.where(at < known, 0, jnp.where(at < path, M + at - known, survivors))
     live = path + jnp.maximum(moved.tree.size - 1, 0)
     cache = commit_rows(permute_window(cache, order, live), path - 1)
-    seen = text.seen + count
-    last = (count - 1)[None]
-    hidden, own = (jnp.take(x, last, axis=0, mode="clip") for x in (hidden, own))
-    assert state.states is not None
-    states = state.states[jnp.clip(moved.order[jnp.clip(moved.committed + at, 0, moved.order.shape[0] - 1)], 0, M - 1)]
-    paths = PathHistory(text.history, moved.tree.token, jnp.zeros((1, M), bool))
-    child_token, child_logprob = model.propose(
-        vocab_logits(model.params, cfg, hidden), paths, model.request, seen[None]
-    )
-    planted = plant(moved.tree, text.root, child_token[0], child_logprob[0])
-    renewed = renew_root(moved.tree, child_token[0], child_logprob[0])
-    missed = moved.tree.size == 0
-    return dataclasses.replace(
-        state,
-        sequence=dataclasses.replace(text, cache=cache, seen=seen),
-        tree=jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, renewed),
-        computed=state.computed + count,
-        states=states.at[0].set(own[0]),
-    )
+    hidden, own = (jnp.take(x, (count - 1)[None], axis=0, mode="clip") for x in (hidden, own))
+    return hidden, own, dataclasses.replace(text, cache=cache, seen=text.seen + count)
 
 
 def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:

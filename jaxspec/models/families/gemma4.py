@@ -45,7 +45,7 @@ class Gemma4(Gemma3):
         wide = values.flag("use_double_wide_mlp")
         inputs = values.integer("hidden_size_per_layer_input", default=256, minimum=0)
         vocabulary = values.integer("vocab_size")
-        if values.integer("vocab_size_per_layer_input", default=262144) != vocabulary and inputs:
+        if values.integer("vocab_size_per_layer_input", default=262144, minimum=0) != vocabulary and inputs:
             values.refuse("vocab_size_per_layer_input", f"but vocab_size is {vocabulary}")
         alike = values.flag("attention_k_eq_v")
         width, heads = self._read_full(values, layers, fields["num_kv_heads"] if not alike else None)
