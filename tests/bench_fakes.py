@@ -85,7 +85,7 @@ class PassTimes:
 
 class FakeEngine:
     max_context = 1000
-    target = SimpleNamespace(weights="float32")
+    target = SimpleNamespace(weights="float32", cfg=SimpleNamespace(experts=None))
 
     def __init__(self, method):
         self.method = method
@@ -175,8 +175,8 @@ def install(monkeypatch):
     monkeypatch.setattr(columns, "METHODS", METHODS)
     monkeypatch.setattr(columns.registry, "method_class", METHODS.__getitem__)
     monkeypatch.setattr(columns.registry, "make_method", make_method)
-    monkeypatch.setattr(microbench, "roofline_pass", lambda params, kernels, passes: lambda: 0.008)
-    monkeypatch.setattr(microbench, "weight_bytes", lambda params: 10**9)
+    monkeypatch.setattr(microbench, "roofline_pass", lambda params, kernels, passes, experts: lambda: 0.008)
+    monkeypatch.setattr(microbench, "weight_bytes", lambda params, experts: 10**9)
     monkeypatch.setattr(bench, "_time_passes", time_passes)
 
 

@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_240,
+    "jaxspec": 37_270,
     "jaxspec/*.py": 3_320,
     "jaxspec/methods": 7_370,
     "jaxspec/sampling jaxspec/tree": 1_490,
@@ -22,11 +22,11 @@ BUDGETS = {
     "jaxspec/checkpoint": 5_130,
     "jaxspec/runtime": 2_440,
     "jaxspec/text": 2_300,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_250,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_290,
     "pallas_kernels": 7_040,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_180,
     "tools": 8_370,
-    "tests": 37_220,
+    "tests": 37_260,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxspec.errors import ConfigError
+from jaxspec.methods.core.drafter import run_draft
 from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
+from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.kv_cache import init_cache
-from jaxspec.models.params import Params
-from jaxspec.models.transformer import forward, multiply_heads, project_out, vocab_logits
+from jaxspec.models.mixture import mix_rows
+from jaxspec.models.params import ROUTED_PARAMS, Params
+from jaxspec.models.transformer import multiply_heads, project_out, vocab_logits
 from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
@@ -104,9 +106,10 @@ def time_pass(
 ) -> PassTimer:
     """Passes over the levels of a growing tree after `context` tokens, one after the other in one program.
     Each of the `rows` sees the root and itself. The window holds `levels` passes; further ones write over the last.
-    Logits are computed for `head_rows` rows, None for all.
+    Logits are computed for `head_rows` rows, None for all. A draft that is fed states gets zeros.
     """
     cfg, plan = placement.cfg, placement.plan
+    states = None if cfg.features is None else np.zeros((rows, cfg.features.own_dim(cfg.embed_dim)), np.float32)
     slots = -(-(context + rows * levels) // 64) * 64
     cache_shapes = placement.cache(slots)
     count, scalar = placement.array((), jnp.int32), placement.array((), jnp.float32)
@@ -122,9 +125,9 @@ def time_pass(
             mask = (slot == own[:, None]) | (slot == 0)
             # Other tokens in every pass: otherwise XLA moves parts of it out of the loop. And in every row: a mixture
             # of experts sends equal ones to the same experts.
-            hidden, cache = forward(
-                params, cfg, (index * rows + own) % cfg.vocab_size, cache.length + depth[own], cache, mask,
-                window_position=cache.length + depth, offset=level * rows,
+            hidden, _, cache = run_draft(
+                params, cfg, (index * rows + own) % cfg.vocab_size, None if states is None else jnp.asarray(states),
+                cache.length + depth[own], cache, mask, window_position=cache.length + depth, offset=level * rows,
             )  # fmt: skip
             return cache, jnp.maximum(largest, vocab_logits(params, cfg, hidden[:head_rows]).max())
 
@@ -148,19 +151,20 @@ def time_pass(
     return sample
 
 
-def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable[[], float]:
+def roofline_pass(
+    params: Params, kernels: Kernels, passes: int = 8, experts: ExpertsConfig | None = None
+) -> Callable[[], float] | None:
     """A timer of a chain of matrix-vector products that reads every weight of a decoding step once, and nothing else.
     It runs `passes` and returns the seconds of one; its first call compiles. On several devices each reads its own
     shard, and nothing is exchanged between them. Of a streamed target the layers are read once, and not multiplied.
-
-    Raises:
-      ConfigError: the model is a mixture of experts, of which a step reads a few that depend on the text.
+    Of a mixture, whose `experts` are given, each layer reads its router and the experts of one row. None for a streamed
+    mixture: what it reads depends on the experts that are kept.
     """
     layers = params["layers"]
     if isinstance(layers, LayerStream) and not layers.store.experts:
         return lambda: _time_stream(layers)
-    if isinstance(layers, LayerStream) or any("router" in layer for layer in layers):
-        raise ConfigError("the roofline of a mixture of experts is not measured: what a step reads depends on the text")
+    if isinstance(layers, LayerStream):
+        return None
     leaves, treedef = jax.tree.flatten(params)
     specs = jax.tree.unflatten(treedef, [leaf.sharding.spec for leaf in leaves])
     mesh = leaves[0].sharding.mesh
@@ -177,6 +181,10 @@ def roofline_pass(params: Params, kernels: Kernels, passes: int = 8) -> Callable
             block_format = find_format(out.format) if isinstance(out, Blocks) else None
             inputs = out.shape[1] * (block_format.values if block_format else 1)
             x = project_out(layer, heads[:, :inputs], None) + jnp.sum(heads[:, inputs:])
+            if "router" in layer:
+                assert experts is not None  # a mixture has them
+                x = mix_rows(layer, experts, x, None)
+                continue
             gate_up = layer["gate_up"]
             hidden = linear(x, as_matrix(gate_up, 2 * gate_up.shape[1]))
             gate, up = jnp.split(hidden, 2, axis=1)
@@ -209,9 +217,19 @@ def _time_stream(stream: LayerStream) -> float:
     return time.perf_counter() - start
 
 
-def weight_bytes(params: Params) -> int:
-    """Bytes that a decoding step reads: all weights, less the embedding where the output has a matrix of its own."""
+def weight_bytes(params: Params, experts: ExpertsConfig | None = None) -> int:
+    """Bytes that a decoding step reads: all weights, less the embedding where the output has a matrix of its own.
+
+    Of a mixture, whose `experts` are given, those of one row.
+    """
     if isinstance(stream := params["layers"], LayerStream):
         return stream.nbytes
     read = {name: leaf for name, leaf in params.items() if name != "embed" or "head" not in params}
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    if experts is None:
+        return total
+    routed = [
+        {leaf: layer[leaf] for leaf in ROUTED_PARAMS if leaf in layer} for layer in read["layers"] if "router" in layer
+    ]
+    left_out = sum(leaf.nbytes for leaf in jax.tree.leaves(routed)) * (experts.count - experts.per_token)
+    return total - left_out // experts.count

@@ -26,7 +26,7 @@ def make_report(
     measured: Measurement, command: str, model: str, draft: str | None, target_devices: int = 1
 ) -> dict[str, Any]:
     """One JSON object: what was measured, how, where, and every sample; `target_devices` shared the target."""
-    by_key = _index(measured)
+    by_key, roofline = _index(measured), _roofline(measured)
     groups = {name: [p for p in measured.prompts if p.category == name] for name in list_categories(measured.prompts)}
     times = {label: dataclasses.asdict(found) for label, found in measured.pass_times.items()}
     return {
@@ -51,7 +51,7 @@ def make_report(
         "weight_bytes": measured.weight_bytes,
         "weights": measured.weights,
         "kernels": measured.kernels.name,
-        "roofline": {"gb_per_s": _roofline(measured), "seconds": _spread(measured.roofline_s)},
+        "roofline": roofline and {"gb_per_s": roofline, "seconds": _spread(measured.roofline_s)},
         "overall": _summarise_group(measured, by_key, measured.prompts),
         "categories": {name: _summarise_group(measured, by_key, prompts) for name, prompts in groups.items()},
         "differences": list(_differences(measured, by_key)),
@@ -144,8 +144,10 @@ def _summarise_column(measured: Measurement, by_key: Index, column: Column, ids:
         # An interrupted run has one repeat less of some prompts.
         means = [statistics.fmean(r) for r in zip(*rates, strict=False)]
         spread["repeat_std"] = statistics.stdev(means) if len(means) > 1 else None
-    decode_s = sum(answer.decode_s for answer in mine)
-    gb_per_s = measured.weight_bytes * sum(a.timed_passes for a in mine) / decode_s / 1e9 if decode_s else None
+    decode_s, roofline = sum(answer.decode_s for answer in mine), _roofline(measured)
+    gb_per_s = (
+        measured.weight_bytes * sum(a.timed_passes for a in mine) / decode_s / 1e9 if decode_s and roofline else None
+    )
     drafted, accepted = _counted(mine, "num_draft_tokens"), _counted(mine, "num_accepted_draft_tokens")
     ttft_s = [statistics.median(statistics.fmean(s.ttft_s for s in a.stats) for a in by_key[label, i]) for i in ids]
     return {
@@ -161,7 +163,7 @@ def _summarise_column(measured: Measurement, by_key: Index, column: Column, ids:
         "draft_acceptance_rate": accepted / drafted if drafted else None,
         "split": _split(mine, column, measured, decode_s),
         "gb_per_s": None if column.model else gb_per_s,
-        "of_roofline": gb_per_s / _roofline(measured) if gb_per_s and not column.model else None,
+        "of_roofline": gb_per_s / roofline if gb_per_s and roofline and not column.model else None,
         "exact": {
             "promise": "none" if column.model else "tokens" if is_token_exact(column.method, measured.sampling)
             else "distribution",
@@ -226,7 +228,10 @@ def _sample(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _roofline(measured: Measurement) -> float:
+def _roofline(measured: Measurement) -> float | None:
+    """GB/s of a pass over all weights; None where that was not measured."""
+    if not measured.roofline_s:
+        return None
     return measured.weight_bytes / statistics.median(measured.roofline_s) / 1e9
 
 

@@ -109,7 +109,9 @@ class Measurement:
     compile_s: dict[str, float]  # by label, seconds of compiling before the first timed answer
     pass_times: dict[str, "PassTimes"]  # by label, seconds of passes at `context` tokens; none after an interrupt
     context: int  # tokens, the middle of a mean answer
-    roofline_s: tuple[float, ...]  # seconds of one pass over all weights, a sample per prompt and repeat
+    # Seconds of one pass over all weights, of a mixture those of one row, a sample per prompt and repeat; none where
+    # that is not measured.
+    roofline_s: tuple[float, ...]
     weight_bytes: int  # what such a pass reads
     weights: str  # the target's weight types, in words
     kernels: Kernels  # what multiplied and attended
@@ -179,15 +181,18 @@ def measure(
         on_progress(f"warming up {label}", 0, total)
         compile_s[label] = _warm_up(model, prompts, sampling, longest)
     params, kernels = internals(llm).params.target, internals(llm).kernels
-    read_weights = roofline_pass(params, kernels, ROOFLINE_PASSES)
-    read_weights()
+    experts = internals(llm).target.cfg.experts
+    read_weights = roofline_pass(params, kernels, ROOFLINE_PASSES, experts)
+    if read_weights is not None:
+        read_weights()
 
     labels = list(models)
     answers: list[Answer] = []
     roofline_s: list[float] = []
     interrupted = False
     for repeat, (index, prompt) in itertools.product(range(repeats), enumerate(prompts)):
-        roofline_s.append(read_weights())
+        if read_weights is not None:
+            roofline_s.append(read_weights())
         first = (repeat + index) % len(labels)
         for label in labels[first:] + labels[:first]:
             if not (interrupted := stopped()):
@@ -213,7 +218,7 @@ def measure(
     answered = {answer.prompt.question_id for answer in answers}
     return Measurement(
         tuple(columns), tuple(p for p in prompts if p.question_id in answered), sampling, repeats, tuple(answers),
-        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(params),
+        compile_s, pass_times, context, tuple(roofline_s), weight_bytes(params, experts),
         str(internals(llm).target.weights), kernels, interrupted,
     )  # fmt: skip
 

@@ -34,7 +34,8 @@ GLOSSARY = {
     "with as many rows; rest is the difference. A rest below zero (passes overlap, or the machine's speed drifted) "
     "is shown as '-'.",
     "GB/s": "bytes of all weights times target passes, per second after the first dispatch. The roofline reads every "
-    "weight once in a chain of matrix-vector products and does nothing else.",
+    "weight once in a chain of matrix-vector products and does nothing else. Of a mixture of experts both count the "
+    "experts of one row, whatever a pass of several rows reads.",
 }
 
 
@@ -160,8 +161,12 @@ def _footer(report: dict[str, Any]) -> list[str]:
     peak = environment["peak_device_bytes"] or environment["peak_host_bytes"]
     eos = "ignored" if report["sampling"]["ignore_eos"] else "respected"
     return [
-        f"roofline {roofline['gb_per_s']:.1f} GB/s over {report['weight_bytes'] / 1e6:.0f} MB of weights · "
-        f"single passes at {report['pass_context']} tokens of context · {report['repeats']} repeats, columns "
+        (
+            f"roofline {roofline['gb_per_s']:.1f} GB/s over {report['weight_bytes'] / 1e6:.0f} MB of weights · "
+            if roofline
+            else ""
+        )
+        + f"single passes at {report['pass_context']} tokens of context · {report['repeats']} repeats, columns "
         f"interleaved · end-of-sequence tokens {eos}" + (f" · peak memory {peak / 1e9:.1f} GB" if peak else ""),
         f"{environment['device']} · {environment['machine']} · "
         + ", ".join(f"{name} {version}" for name, version in environment["versions"].items()),

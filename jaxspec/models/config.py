@@ -183,8 +183,7 @@ class ModelConfig:
 
     def _check_kinds(self, kinds: LayerKinds) -> None:
         plain = self.units is None and self.recurrent is None and self.experts is None
-        fed = self.features is not None
-        borrows = fed and self.features.kind == "assistant"
+        fed, borrows = self.features is not None, self.keys_are_lent
         problem = "layers of two kinds are no part of a fed draft or of one made of some layers, and have no experts"
         _require(plain and fed == borrows, problem)
         K, L = kinds.full_kv_heads, self.num_layers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bench_fakes import METHODS, FakeLLM, Sampled, Tree
 from rich.console import Console
-from tiny_models import tiny_params
+from tiny_models import ALL_FAMILIES, tiny_params
 
 from jaxspec import SamplingParams
 from jaxspec.bench import run as bench
@@ -250,3 +250,20 @@ def test_roofline_reads_sharded_weights(family, degree, kernels):
     layers = sum(leaf.nbytes for layer in params["layers"] for leaf in layer.values())
     # A tied embedding is the output matrix; one beside an output matrix is not read.
     assert weight_bytes(params) == total + layers
+
+
+@pytest.mark.parametrize(
+    ("family", "degree", "kernels"),
+    [("qwen2-moe", 1, choose("auto", "cpu", 1)), ("gpt-oss", 2, Kernels("xla", "cpu"))],
+    ids=["native", "xla"],
+)
+def test_the_roofline_of_a_mixture_counts_the_experts_of_one_row(family, degree, kernels):
+    params, experts = tiny_params(family, degree), ALL_FAMILIES[family].experts
+    run_pass = roofline_pass(params, kernels, 1, experts)
+    assert run_pass() > 0 and run_pass() < 1
+    routed = [
+        leaf.nbytes for layer in params["layers"] if "router" in layer
+        for name, leaf in layer.items() if name.startswith(("gate_up", "down"))
+    ]  # fmt: skip
+    left = sum(routed) * (experts.count - experts.per_token) / experts.count
+    assert weight_bytes(params, experts) == weight_bytes(params) - left

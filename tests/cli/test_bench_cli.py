@@ -5,7 +5,8 @@ import signal
 
 import bench_fakes
 import pytest
-from native_models import without_kernel_note
+from mtp_folders import FAMILIES, write_mtp
+from native_models import without_kernel_note, write_tokenizer
 
 from jaxspec.cli import bench
 
@@ -114,6 +115,19 @@ def test_an_interrupt_keeps_rows_and_exits_with_130(call, monkeypatch, tmp_path,
 def test_the_glossary_is_shown_on_request(call):
     words = ("--methods", "ar", "--max-prompts", "1", "--repeats", "1", "-n", "20")
     assert "bootstrap" not in call(*words)[1] and "bootstrap" in call(*words, "--glossary")[1]
+
+
+def test_a_mixture_with_a_draft_that_is_fed_states(command, tmp_path):
+    """Passes of both are timed, and the roofline is that of one row's experts."""
+    folder = write_mtp(tmp_path / "model", "experts")
+    write_tokenizer(folder, FAMILIES["experts"].vocab_size)
+    words = ["--model", folder, "--methods", "chain", "--max-prompts", "1", "--repeats", "1", "-n", "12"]
+    done = command("bench", *words, "--ignore-eos", "--json", f"{tmp_path}/out.json")
+    assert done.status == 0 and "roofline" in done.out
+    report = json.loads((tmp_path / "out.json").read_text())
+    times = report["columns"][1]["pass_s"]
+    assert times["draft_s"] > 0 and times["draft_root_s"] > 0 and report["roofline"]["gb_per_s"] > 0
+    assert report["overall"]["columns"]["chain"]["exact"]["equal"] == 1
 
 
 @pytest.mark.real_model
