@@ -6,7 +6,7 @@ Builds tests/native/fuzz.cc for each instruction set and runs the same cases wit
 1 at the first that fails; `build/fuzz/<level>-<sanitizer>/<part> NUMBER 1` repeats it. Levels whose products are fused
 must give the same bits. A few minutes find what a change may have broken; CI runs a few seconds of it (tests/native).
 
-  levels      best, all that this machine runs, or names: portable, avx2, avxvnni, avx512, vnni
+  levels      best, all that this machine runs, or names: portable, avx2, avxvnni, avx512, vnni, amx
   sanitizer   address (and undefined behaviour), thread, or none, as the kernels are built for use
 """
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "tests/native/fuzz.cc"
 
 # Levels whose products are fused, on an x86 processor.
-FUSED = {"avx2", "avxvnni", "avx512", "vnni"}
+FUSED = {"avx2", "avxvnni", "avx512", "vnni", "amx"}
 FLAGS = ["-std=c++17", "-ffp-contract=off", "-pthread", "-w"]
 SANITIZERS = {
     # For short compilation: calls in place of inlined checks, and without two that AddressSanitizer makes superfluous.

@@ -25,6 +25,17 @@ constexpr int kPackedRows = 4, kDirect = 4;
 #else
 constexpr int kPackedRows = 1, kDirect = 1;
 #endif
+#if defined(__AMX_INT8__)
+constexpr bool kAmx = true;
+#else
+constexpr bool kAmx = false;
+#endif
+constexpr int kAmxRows = 16;
+
+// Rows of the next tile of `left` rows. AMX takes sixteen at a time, of formats that scale whole units.
+inline int64_t next_tile(int64_t left, int parts) {
+  return kAmx && parts == 1 && left >= kAmxRows ? kAmxRows : std::min<int64_t>(kPackedRows, left);
+}
 
 // A lambda whose indices are constants must not become a call.
 #define JAXSPEC_INLINE __attribute__((always_inline))
@@ -202,6 +213,7 @@ template <class Format>
 struct UnitScales {
   Lanes scale[Format::kParts], zero_point, minimum;
 
+  UnitScales() = default;
   UnitScales(const uint8_t* group, Lanes d, Lanes zero_point_, int unit) : zero_point(zero_point_), minimum(zero()) {
     for (int part = 0; part < Format::kParts; part++) {
       scale[part] = d;
@@ -330,6 +342,53 @@ void multiply_group_rows(int64_t rows, const Quantised& x, const uint8_t* group,
 }
 
 }  // namespace detail
+}  // namespace jaxspec
+
+#if defined(__AMX_INT8__)
+#include "packed_tiles.h"
+#endif
+
+namespace jaxspec {
+
+// The group of sixteen outputs that begins with output `start`, widened if the weight ends within it.
+template <class Format>
+const uint8_t* whole_group(const Matrix& w, int64_t start) {
+  const int64_t blocks = w.inputs / Format::kValues, lanes = std::min<int64_t>(kGroup, w.outputs - start);
+  const uint8_t* group = w.data + start * blocks * Format::kBytes;
+  if (lanes == kGroup) return group;
+  auto* wide = reinterpret_cast<uint8_t*>(scratch<detail::WideGroupTag>((kGroup * blocks * Format::kBytes + 3) / 4));
+  widen_group<Format>(group, lanes, blocks, wide);
+  return wide;
+}
+
+#if defined(__AMX_INT8__)
+// `multiply_packed` for `tiles` tiles of sixteen rows.
+template <class Format, int kPlanes>
+void multiply_sixteens(const float* x, int64_t tiles, int64_t row_size, const Matrix& w, int64_t first, int64_t count,
+                       float* y, int64_t y_stride) {
+  const int64_t rows = tiles * kAmxRows, end = first + count;
+  auto* totals = reinterpret_cast<Lanes*>(scratch<detail::TotalsTag>(detail::kTogether * rows * kLanes));
+  for (int64_t start = first / kGroup * kGroup; start < end; start += detail::kTogether * kGroup) {
+    const uint8_t* groups[detail::kTogether];
+    int64_t some = 0;
+    for (; some < detail::kTogether && start + some * kGroup < end; some++)
+      groups[some] = whole_group<Format>(w, start + some * kGroup);
+    detail::multiply_tiles<Format, kPlanes>(x, tiles, row_size, w.inputs / kUnit, groups, some, totals);
+    for (int64_t g = 0; g < some; g++) {
+      const int64_t group = start + g * kGroup, from = std::max(first, group), to = std::min(end, group + kGroup);
+      for (int64_t r = 0; r < rows; r++) {
+        const Lanes& total = totals[g * rows + r];
+        float* out = y + r * y_stride + (from - first);
+        if (to - from == kGroup) {
+          store(out, total);
+        } else {
+          std::copy_n(reinterpret_cast<const float*>(&total) + (from - group), to - from, out);
+        }
+      }
+    }
+  }
+}
+#endif
 
 // y[r * y_stride + o] = row r times output `first + o`, for o below `count`. Rows lie in tiles: as many full ones as
 // there are, then the rest.
@@ -337,17 +396,23 @@ template <class Format, int kPlanes>
 void multiply_packed(const float* x, int64_t rows, const Matrix& w, int64_t first, int64_t count, float* y,
                      int64_t y_stride) {
   const int64_t blocks = w.inputs / Format::kValues, units = w.inputs / kUnit;
-  const int64_t num_tiles = (rows + kPackedRows - 1) / kPackedRows, group_bytes = kGroup * blocks * Format::kBytes;
+  const int64_t group_bytes = kGroup * blocks * Format::kBytes;
   const int64_t row_size = units * (kPlanes * kUnit / 4 + 2 + Format::kParts);
-  for (int64_t at = first; at < first + count;) {
-    const int64_t start = at / kGroup * kGroup, lanes = std::min<int64_t>(kGroup, w.outputs - start);
-    const int64_t end = std::min(start + lanes, first + count);
-    const uint8_t* group = w.data + start * blocks * Format::kBytes;
-    if (lanes < kGroup) {
-      auto* wide = reinterpret_cast<uint8_t*>(scratch<detail::WideGroupTag>((group_bytes + 3) / 4));
-      widen_group<Format>(group, lanes, blocks, wide);
-      group = wide;
+#if defined(__AMX_INT8__)
+  if constexpr (Format::kParts == 1) {
+    if (const int64_t tiles = rows / kAmxRows) {
+      multiply_sixteens<Format, kPlanes>(x, tiles, row_size, w, first, count, y, y_stride);
+      x += tiles * kAmxRows * row_size;
+      y += tiles * kAmxRows * y_stride;
+      rows %= kAmxRows;
     }
+  }
+#endif
+  if (rows == 0) return;
+  const int64_t num_tiles = (rows + kPackedRows - 1) / kPackedRows;
+  for (int64_t at = first; at < first + count;) {
+    const int64_t start = at / kGroup * kGroup, end = std::min({start + kGroup, w.outputs, first + count});
+    const uint8_t* group = whole_group<Format>(w, start);
     // One tile fetches what it comes to next; each of several fetches its part of the next group.
     constexpr int64_t kDistance = 4096;
     for (int64_t tile = 0; tile < num_tiles; tile++) {

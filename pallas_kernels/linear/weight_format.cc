@@ -19,8 +19,8 @@ void quantise(const WeightFormat& format, const float* x, int64_t rows, int64_t 
               float* out) {
   const int64_t units = inputs / kUnit, from = units * part / parts, to = units * (part + 1) / parts;
   const auto quantise_unit = format.planes == 1 ? detail::quantise_unit<1> : detail::quantise_unit<2>;
-  for (int64_t first = 0; first < rows; first += kPackedRows) {
-    const int64_t count = std::min<int64_t>(kPackedRows, rows - first);
+  for (int64_t first = 0, count = 0; first < rows; first += count) {
+    count = next_tile(rows - first, format.parts);
     const detail::Quantised tile(out + first * format.quantised_size(inputs), count, units, format.planes);
     for (int64_t unit = from; unit < to; unit++)
       for (int64_t r = 0; r < count; r++)

@@ -38,6 +38,7 @@ ALL_LEVELS: dict[str, dict[str, list[str]]] = {
         "avxvnni": [*_AVX2, "-mavxvnni"],
         "avx512": _AVX512,
         "vnni": [*_AVX512, "-mavx512vnni"],
+        "amx": [*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
     },
     "aarch64": {
         "portable": [],
@@ -47,6 +48,8 @@ ALL_LEVELS: dict[str, dict[str, list[str]]] = {
 }
 _MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 LEVELS = ALL_LEVELS.get(_MACHINE, {"portable": []})
+# Levels of which only packed products have code of their own; their other objects are those of the level named.
+PRODUCTS_ONLY = {"amx": "vnni"}
 # Products and sums are fused where the sources say so and nowhere else: results must not depend on the compiler.
 FLAGS = ["-std=c++17", "-g0", "-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
@@ -74,7 +77,7 @@ def build(folder: Path, say: Callable[[str], None] = print) -> list[Path]:
         units = _units(levels)
         objects = {unit: _object_path(unit, [*compiler, version], include, Path(scratch)) for unit in units}
         libraries = [folder / f"cpu_{level}{SUFFIX}" for level in levels]
-        parts = {level: [path for (_, own), path in objects.items() if own in ("", level)] for level in levels}
+        parts = {level: [objects[unit] for unit in _units([level])] for level in levels}
         pairs = list(zip(levels, libraries, strict=True))
         stale = [level for level, library in pairs if not _is_current(library, parts[level])]
         needed = {path for level in stale for path in parts[level]}
@@ -106,7 +109,14 @@ def _units(levels: list[str]) -> list[tuple[Path, str]]:
     """Sources and the level that each is compiled for; "" stands for objects that all libraries share."""
     shared = sorted((ROOT / "native").glob("*.cc"))
     kernels = sorted(path for path in ROOT.glob("*/*.cc") if path.name != "cpu.cc" and path not in shared)
-    return [(path, "") for path in shared] + [(path, level) for level in levels for path in kernels]
+    units = [(path, _object_level(path, level)) for level in levels for path in kernels]
+    return [(path, "") for path in shared] + list(dict.fromkeys(units))
+
+
+def _object_level(source: Path, level: str) -> str:
+    """The level that a library's object is compiled for: its own, or one whose code is the same."""
+    has_products = any(path.name == "packed_product.h" for path in _includes(source, {source}))
+    return level if has_products else PRODUCTS_ONLY.get(level, level)
 
 
 def _flags(level: str) -> list[str]:
@@ -137,7 +147,9 @@ def _find_headers() -> Path:
 
 def _choose_levels(requested: str, compiler: list[str], scratch: Path) -> list[str]:
     if requested:
-        return list(LEVELS) if requested == "all" else [name for name in LEVELS if name in requested.split(",")]
+        if requested != "all":
+            return [name for name in LEVELS if name in requested.split(",")]
+        return [name for name in LEVELS if _knows(compiler, LEVELS[name])]
     # The library's own rule (`level.cc`) says what this machine runs.
     program = scratch / "level"
     main = '#include "level.cc"\n#include <cstdio>\nint main() { std::puts(jaxspec_level()); }\n'
@@ -148,6 +160,11 @@ def _choose_levels(requested: str, compiler: list[str], scratch: Path) -> list[s
     except (OSError, subprocess.CalledProcessError):
         best = "portable"  # compiled for another machine
     return list(dict.fromkeys(["portable", best]))
+
+
+def _knows(compiler: list[str], options: list[str]) -> bool:
+    command = [*compiler, *options, "-fsyntax-only", "-xc++", "-"]
+    return subprocess.run(command, input="", capture_output=True, text=True).returncode == 0
 
 
 def _run(command: list[str], target: Path) -> None:

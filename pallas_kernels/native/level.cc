@@ -1,5 +1,7 @@
 // The best of the libraries built from these sources that this machine can run.
 
+#include "amx.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -34,7 +36,7 @@ extern "C" __attribute__((visibility("default"))) const char* jaxspec_level() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
-    return __builtin_cpu_supports("avx512vnni") ? "vnni" : "avx512";
+    return !__builtin_cpu_supports("avx512vnni") ? "avx512" : jaxspec::ask_for_amx() ? "amx" : "vnni";
   // Older compilers do not know the name of F16C, which every machine with AVX2 and FMA has.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return has_avxvnni() ? "avxvnni" : "avx2";
 #elif defined(__aarch64__) && defined(__APPLE__)

@@ -21,7 +21,7 @@ TARGETS = (
 )  # fmt: skip
 
 # From the best to the one that every machine can run.
-LEVELS = ("vnni", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "portable")
+LEVELS = ("amx", "vnni", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "portable")
 
 REINSTALL = "reinstall jaxspec"
 BUILD = f"install a C++17 compiler (such as g++) and {REINSTALL}"

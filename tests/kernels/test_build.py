@@ -31,8 +31,8 @@ def small(tmp_path, monkeypatch):
     root = tmp_path / "kernels"
     for name in ("native", "one"):
         (root / name).mkdir(parents=True)
-    level = (build.ROOT / "native/level.cc").read_text()
-    (root / "native/level.cc").write_text(level)
+    for name in ("level.cc", "amx.h"):
+        (root / "native" / name).write_text((build.ROOT / "native" / name).read_text())
     (root / "one/one.h").write_text("int one();\n")
     (root / "one/one.cc").write_text('#include "one.h"\nint one() { return 1; }\n')
     (root / "one/two.cc").write_text("int two() { return 2; }\n")
