@@ -14,6 +14,7 @@ from jaxspec.checkpoint.keymaps import EMBED, HEAD, check_accounted
 from jaxspec.errors import CheckpointError
 from jaxspec.files import read_json
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.families.gemma4 import Gemma4
 from jaxspec.models.families.values import ConfigValues
 from jaxspec.models.features import FeatureConfig
 
@@ -31,8 +32,8 @@ class AssistantSource(HFSource):
     def _describe_model(self, raw: dict[str, Any]) -> ModelConfig:
         path = self.path / CONFIG_FILE
         values, text = ConfigValues(path, raw), raw.get("text_config")
-        if not isinstance(text, dict) or text.get("model_type") != "gemma4_text":
-            raise CheckpointError(f"{path}: lacks text_config of model_type 'gemma4_text'")
+        if not isinstance(text, dict) or text.get("model_type") != Gemma4.name:
+            raise CheckpointError(f"{path}: lacks text_config of model_type {Gemma4.name!r}")
         width = values.integer("backbone_hidden_size")
         if values.flag("use_ordered_embeddings"):
             logging.getLogger(__name__).warning(
