@@ -214,8 +214,7 @@ class ModelConfig:
     def attention_layers(self) -> tuple[int, ...]:
         """Layers that have an attention block: those with keys and values. Of an assistant, the first of each kind."""
         if self.keys_are_lent:
-            first = {self.window(index): index for index in reversed(range(self.num_layers))}
-            return tuple(sorted(first.values()))
+            return tuple(sorted({self.window(i): i for i in reversed(range(self.num_layers))}.values()))
         own = range(self.num_layers - (0 if self.kinds is None else self.kinds.sharing))
         return tuple(i for i in own if self.layer_units(i)[0] and not self.is_recurrent(i))
 
