@@ -68,7 +68,7 @@ def test_the_largest_program_is_loaded_before_its_arguments_are_described(store,
         assert one._compiled[None].out_tree == other._compiled[None].out_tree
     np.testing.assert_array_equal(*(jax.tree.leaves(each[0](np.int32(7)))[0] for each in (first, again)))
     # What is not there, or no name of a program, is nothing to begin with.
-    for noted in ("0" * 64, "../x", "\xff"):
+    for noted in ("0" * 64, largest, "../x 0", "\xff 0", f"{largest} 99", f"{largest} x"):
         (store / "start.first").write_text(noted, "latin-1")
         program.expect_program("start")
         assert program_files._early == {}

@@ -195,7 +195,7 @@ class TreeDrafter(Drafter):
             return self._create(sequence)
         stats = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), self.learned, self.state.stats)
         first = place(np.int32(FIRST_PATIENCE), self.state.idle.sharding)
-        return self._restart(sequence, stats, first, first, first)
+        return self._restart(sequence, stats, first, first, first)  # a length above 0, as after a text
 
     def _place_text(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the devices."""

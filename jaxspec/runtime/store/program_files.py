@@ -82,7 +82,7 @@ def expect(name: str, submit: Callable[..., Future[Any]]) -> None:
         return
     with contextlib.suppress(OSError, ValueError, IndexError):
         digest, *places = (_folder / f"{name}.first").read_text("ascii").split()
-        if digest not in _early and digest.isalnum() and (_folder / digest).is_file():
+        if places and digest not in _early and digest.isalnum() and (_folder / digest).is_file():
             devices = tuple(jax.devices()[int(place)] for place in places)
             _early[digest] = submit(_read, _folder / digest, _AsStored(), None, devices)
 
