@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 export JAXSPEC_TEST_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/jaxspec/tests
 # Modules stay compiled between processes, of which tests start many, whatever the surroundings say.
 unexport PYTHONDONTWRITEBYTECODE
-SELECT ?= not slow and not tools
+SELECT ?= not slow and not tools and not thorough
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test: $(VENV)/.installed-test

@@ -33,6 +33,7 @@ if not os.environ.get(CACHE_VARIABLE):
 CACHE = Path(os.environ[CACHE_VARIABLE])
 CPU_INFO = Path("/proc/cpuinfo")
 PROCESSOR = re.search("^flags.*$", CPU_INFO.read_text(), re.MULTILINE) if CPU_INFO.exists() else None
+PLACE = pytest.StashKey[int]()  # of a test, among those that run
 COMPILED = str(CACHE / hashlib.sha256((PROCESSOR[0] if PROCESSOR else platform.machine()).encode()).hexdigest()[:8])
 KEPT_S = 30 * 24 * 3600  # a program that no session has read for so long is removed
 os.environ["JAXSPEC_COMPILE_CACHE"] = COMPILED
@@ -78,6 +79,15 @@ def note_program(name, duration, **details):
 
 
 jax.monitoring.register_event_duration_secs_listener(note_program)
+
+
+def pytest_collection_modifyitems(items):
+    """Run the tests of a case, of all files, one after the other: a process makes its engine once."""
+    places = {}
+    for item in items:
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        item.stash[PLACE] = places.setdefault(repr(case) if isinstance(case, tuple) else item.nodeid, len(places))
+    items.sort(key=lambda item: item.stash[PLACE])
 
 
 @pytest.hookimpl(wrapper=True)

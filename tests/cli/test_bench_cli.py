@@ -117,6 +117,7 @@ def test_the_glossary_is_shown_on_request(call):
     assert "bootstrap" not in call(*words)[1] and "bootstrap" in call(*words, "--glossary")[1]
 
 
+@pytest.mark.thorough
 def test_a_mixture_with_a_draft_that_is_fed_states(command, tmp_path):
     """Passes of both are timed, and the roofline is that of one row's experts."""
     folder = write_mtp(tmp_path / "model", "experts")

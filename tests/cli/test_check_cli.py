@@ -130,6 +130,7 @@ def test_a_wrong_distribution_is_status_1(call):
     assert "hot: NOT LOSSLESS: 1 of 1 texts equal" in out and "0 of 1 distributions equal" in out
 
 
+@pytest.mark.thorough
 def test_the_quick_check_is_the_default_and_says_what_the_full_one_costs(call, monkeypatch, tmp_path):
     for name in list(METHODS):
         if name not in ("ar", "auto", "twin"):
@@ -157,6 +158,7 @@ def test_rows_that_differ_are_a_fault_of_native_kernels_alone(call, monkeypatch,
     assert (status, err) == ((1, fault) if kernels == "cpu" else (0, ""))
 
 
+@pytest.mark.thorough
 def test_exact_numerics_are_tested_bit_by_bit(call):
     """With XLA, whose rows differ else: passes of up to sixteen rows have the bits of single rows."""
     status, out, _ = call("--method", "ar", "--kernels", "xla", "--exact", "--json", "-", "w1 w2 w3")

@@ -169,6 +169,7 @@ def test_interrupt_while_loading_ends_at_once(start):
     assert "Traceback" not in err and err.endswith("\n") and "\x1b" not in out + err
 
 
+@pytest.mark.thorough
 def test_interrupt_while_decoding_keeps_the_text(interrupted, tiny_model):
     done = interrupted("-m", tiny_model, "-n", "60", "--ignore-eos", "--stats", "--json", "w1")
     result = json.loads(done.stdout)

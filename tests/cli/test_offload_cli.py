@@ -41,6 +41,7 @@ def test_sizes_have_one_grammar_and_one_error(command, tiny_model, text):
         assert f"must be a number of bytes such as 6GiB, 512M or 1.5GB, got '{text}'" in done.err, done.err
 
 
+@pytest.mark.thorough
 def test_check_compares_a_streamed_target(command, tiny_model):
     words = ("w1 w2 w3", "-m", tiny_model, "--method", "lookup", "-n", "8", "--raw", "--json", "-")
     done = command("check", *words, "--offload", "disk")

@@ -63,6 +63,7 @@ def check_shares(ended):
         assert all(0.9 < share < 1.1 for share in shares), shares
 
 
+@pytest.mark.thorough
 def test_methods_with_the_target_over_two_processes(pair):
     ended = check(pair, 2, 1, {"methods": [CHAIN, AR]})
     assert "target on 2 devices (1 of process 0, 1 of process 1)" in ended[0].err
@@ -74,6 +75,7 @@ def test_other_methods_with_the_target_over_two_processes(pair):
     check_shares(check(pair, 2, 1, {"methods": [SPECINFER, SPECEXEC, AUTO]}, {"methods": [SWIFT]}))
 
 
+@pytest.mark.thorough
 def test_swiftspec_with_draft_and_target_in_different_processes(pair):
     ended = check(pair, 2, 1, {"draft_process": 0, "methods": [SWIFTSPEC]})
     assert "target on 1 device (1 of process 1); draft on 1 device (1 of process 0)" in ended[0].err

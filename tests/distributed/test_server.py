@@ -19,6 +19,7 @@ def expected(pair):
     return llm.generate(PROMPT, jaxspec.SamplingParams(max_tokens=24, ignore_eos=True))
 
 
+@pytest.mark.thorough
 def test_a_client_talks_to_two_processes(pair, expected, tmp_path):
     words = ["serve", "--model", pair[0], "--draft-model", pair[1], "--method", "chain", "--port", "0"]
     words += ["--max-context", "256"]

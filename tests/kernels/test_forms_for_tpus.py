@@ -77,8 +77,8 @@ def refuse(*_, **__):
     ("name", "method", "weights"),
     [
         ("cpu", "specexec", "int4_g32"),
-        ("gpu", "ar", "int4_g32"),
-        ("gpu", "specexec", "bfloat16"),
+        pytest.param("gpu", "ar", "int4_g32", marks=pytest.mark.thorough),
+        pytest.param("gpu", "specexec", "bfloat16", marks=pytest.mark.thorough),
         ("gpu by XLA", "ar", "bfloat16"),
         ("gpu by XLA", "specexec", "bfloat16"),
         pytest.param("cpu", "swiftspec", "bfloat16", marks=pytest.mark.slow),

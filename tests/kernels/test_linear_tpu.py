@@ -97,6 +97,7 @@ def test_without_the_kernel_the_reference_multiplies():
     assert_close(got, *product_and_bound(x, weight))
 
 
+@pytest.mark.thorough
 def test_the_check_before_it_is_used():
     check = functools.partial(selection.find_failure.__wrapped__, "linear", "mosaic_tpu")
     base = dataclasses.replace(KERNELS, implementations=())

@@ -15,7 +15,7 @@ from attention_cases import Interpreted, grown_case, random_case, random_parents
 from jax.experimental.mosaic.gpu import dialect_lowering
 from jax.experimental.mosaic.gpu.dialect_lowering import lower_mgpu_dialect
 from lowering import MODELS, abstract_attention, lower_for_cuda
-from marks import fast_part
+from marks import fast_part, quick_part
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention import mosaic, tree_attention
@@ -47,7 +47,12 @@ TREES = (
 )
 
 
-@pytest.mark.parametrize("model, rows, config, lengths", fast_part(TREES, lambda _, rows, *__: rows <= 23), ids=str)
+FAST_TREES = fast_part(TREES, lambda _, rows, *__: rows <= 23)
+
+
+@pytest.mark.parametrize(
+    "model, rows, config, lengths", quick_part(FAST_TREES, lambda _, rows, *__: rows == 1), ids=str
+)
 def test_trees(model, rows, config, lengths):
     rng = np.random.default_rng(0)
     for length in lengths:
@@ -64,6 +69,7 @@ def test_a_thousand_rows_and_a_long_prefix():
         assert_right(random_case(rng, (1, 1, 64, "bfloat16"), rows, length, parents, slots=slots), config)
 
 
+@pytest.mark.thorough
 def test_a_tree_that_grows():
     """Rows written after older rows of the window, some of which are on no row's path."""
     rng = np.random.default_rng(2)
@@ -71,6 +77,7 @@ def test_a_tree_that_grows():
         assert_right(grown_case(rng, TREE, 5, length, offset, 70, slots=SLOTS), Config(1, 2, 2))
 
 
+@pytest.mark.thorough
 def test_causal_chunks():
     rng, sliding_window = np.random.default_rng(3), 7
     for length in (0, 63, 150):
@@ -78,12 +85,14 @@ def test_causal_chunks():
         assert_right(case, Config(2, 2, 2))
 
 
+@pytest.mark.thorough
 def test_rows_are_apart():
     rng = np.random.default_rng(4)
     case = random_case(rng, TREE, 40, 100, random_parents(rng, 40), slots=SLOTS)
     ATTENTION.assert_rows_are_apart(rng, case, Config(1, 2, 2), (1, 25))
 
 
+@pytest.mark.thorough
 def test_no_races(monkeypatch, capsys):
     """Rings of two places that are filled several times, with and without a mask.
 
@@ -144,6 +153,7 @@ def test_slices_of_swizzled_places_begin_where_the_swizzle_does(monkeypatch, mod
     assert checked > 3
 
 
+@pytest.mark.thorough
 def test_lowering_of_everything_at_once():
     operands = abstract_attention(1024, *MODELS["llama-3-8b"], 8200, window=1100)
     assert (

@@ -71,6 +71,7 @@ def lower(layers, rows, shape=(8, 1088, 128), dtype=jnp.bfloat16):
     return lower_for_cuda(run, (cache,) * layers, *integers)
 
 
+@pytest.mark.thorough
 def test_one_launch_for_all_layers():
     text = lower(64, 17)
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 1 and triton.NAME in text

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from attention_cases import Interpreted, grown_case, random_case, random_parents
+from marks import quick_part
 
 from pallas_kernels import registry, selection
 from pallas_kernels.tree_attention import mosaic_tpu
@@ -30,7 +31,7 @@ TREES = (
 )
 
 
-@pytest.mark.parametrize("model, rows", TREES, ids=str)
+@pytest.mark.parametrize("model, rows", quick_part(TREES, lambda _, rows: rows in (1, 13)), ids=str)
 def test_trees(model, rows):
     rng = np.random.default_rng(0)
     for length in (*LENGTHS, SLOTS - rows):
@@ -43,7 +44,7 @@ def test_a_tree_that_grows():
         assert_right(grown_case(rng, (1, 4, 128, "bfloat16"), 5, length, offset, 70, slots=SLOTS))
 
 
-@pytest.mark.parametrize("sliding_window", [5, 300, None])
+@pytest.mark.parametrize("sliding_window", quick_part([5, 300, None], lambda size: size == 5))
 def test_causal_chunks_and_sliding_windows(sliding_window):
     rng = np.random.default_rng(1)
     for length in (0, 63, 400):
@@ -53,6 +54,7 @@ def test_causal_chunks_and_sliding_windows(sliding_window):
         assert_right(random_case(rng, (2, 3, 128, "float32"), 13, 400, random_parents(rng, 13), sliding_window, SLOTS))
 
 
+@pytest.mark.thorough
 def test_the_check_before_it_is_used():
     """Which the kernel passes, and finds a tree's mask that is not read."""
     check = functools.partial(selection.find_failure.__wrapped__, "tree_attention", "mosaic_tpu")

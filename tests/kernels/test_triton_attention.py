@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_cases import Interpreted, grown_case, poisoned, random_case, random_parents
 from kernel_cases import assert_same_bits
+from marks import quick_part
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention import config, tree_attention, triton
@@ -37,7 +38,7 @@ TREES = (
 )
 
 
-@pytest.mark.parametrize("model, rows, blocks", TREES, ids=str)
+@pytest.mark.parametrize("model, rows, blocks", quick_part(TREES, lambda _, rows, __: rows in (1, 40)), ids=str)
 def test_trees(model, rows, blocks):
     """The last one up to the end of the cache."""
     rng = np.random.default_rng(0)
@@ -75,7 +76,7 @@ def test_a_tree_that_grows(sliding_window):
         assert_right(grown_case(rng, model, 5, length, offset, 70, sliding_window, SLOTS), blocks)
 
 
-@pytest.mark.parametrize("sliding_window", [5, 40])
+@pytest.mark.parametrize("sliding_window", quick_part([5, 40], lambda size: size == 5))
 def test_sliding_windows_and_causal_chunks(sliding_window):
     rng = np.random.default_rng(1)
     model, rows, blocks = (2, 3, 64, "float32"), 13, Config(16, 32, 2, 4, 2)
@@ -106,6 +107,7 @@ def test_rows_beyond_the_cache_write_nothing():
     assert_same_bits(caches[1][:, SLOTS - 5 :], case.qkv[:5, :, -1].swapaxes(0, 1))
 
 
+@pytest.mark.thorough
 def test_sequences_in_a_batch():
     rng = np.random.default_rng(7)
     model, blocks = (2, 1, 64, "bfloat16"), Config(16, 32, 2, 4, 2)

@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+from marks import quick_part
 from method_cases import (
     FAMILIES,
     FLOAT32,
@@ -80,6 +81,11 @@ CASES = [
     DEEP,
     UNEVEN,
 ]
+
+
+def quick(cases):
+    """Cases of which `make test` runs those of two engines."""
+    return quick_part(cases, lambda case: case in (BASIC, FREE))
 
 
 def case_id(case):

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 import swiftspec_cases
 from byte_tokenizer import BytesTokenizer
-from marks import fast_part
+from marks import fast_part, quick_part
 from method_cases import (
     LARGE_REJECTION,
     LLAMA_AUTO,
@@ -82,7 +82,11 @@ FAST = (LLAMA_SPECEXEC, LLAMA_LOOKUP, FED_AUTO, LARGE_REJECTION, *METHODS[-3:])
 
 @pytest.mark.parametrize("number", range(len(SAMPLINGS)))
 @pytest.mark.parametrize(
-    "case", fast_part(METHODS, lambda case: case in FAST), ids=lambda case: f"{case.method.name}-{case.geometry}"
+    "case",
+    quick_part(
+        fast_part(METHODS, lambda case: case in FAST), lambda case: case.method.name in ("lookup", "specexec", "swift")
+    ),
+    ids=lambda case: f"{case.method.name}-{case.geometry}",
 )
 def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
     expected, forced = decode(plain_case(case), "none", number)
@@ -93,6 +97,7 @@ def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
         assert decode(case, draft, number) == (expected, forced)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     fast_part([swiftspec_cases.BASIC, swiftspec_cases.ADAPTIVE], lambda case: case is swiftspec_cases.BASIC),

@@ -122,6 +122,7 @@ def test_the_figures_are_those_of_the_times():
     assert fill_rows({1: 1.0, 3: 2.0}) == (1.0, 1.5, 2.0)
 
 
+@pytest.mark.thorough
 def test_rounds_are_measured_once_and_kept(clocked, store):
     engine, clock = clocked
     params = params_of(CASE, "copy")
@@ -148,6 +149,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     assert own.pass_cost == report.pass_cost
 
 
+@pytest.mark.thorough
 def test_the_tokens_are_plain_decodings_after_a_measurement(clocked):
     engine, _ = clocked
     params = params_of(CASE, "copy")
@@ -158,6 +160,7 @@ def test_the_tokens_are_plain_decodings_after_a_measurement(clocked):
     assert engine.runner.timer.gain is None or engine.runner.timer.gain > 0
 
 
+@pytest.mark.thorough
 def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
     engine, clock = clocked
     clock.saved = SEARCH_S / 2
@@ -192,6 +195,7 @@ def test_no_request_waits_for_a_measurement(clocked, monkeypatch):
     assert engine.runner.measures and engine.runner.report().figures == "built in"
 
 
+@pytest.mark.thorough
 def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     engine, clock = clocked
     clock.slow = 1e-3  # texts take longer
@@ -239,6 +243,7 @@ def test_costs_of_a_busy_machine_are_tried(store):
     assert dear.runner.report().draft_cost == 1.0
 
 
+@pytest.mark.thorough
 def test_a_draft_of_one_token_is_measured(store):
     engine = Engine(models_of(CASE), Auto(length=1), 300, store)
     engine.prepare()

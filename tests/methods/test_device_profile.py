@@ -54,6 +54,7 @@ def test_settings_of_ones_own_are_used_as_they_are(tmp_path):
     assert Auto(length=4).choose_devices(None, 8) is None and SwiftSpec().choose_devices(None, 8) is None
 
 
+@pytest.mark.thorough
 def test_auto_follows_the_profile(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     write_native(folder, LLAMA)

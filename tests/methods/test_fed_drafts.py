@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from method_cases import (
     FLOAT32,
     LONG_PROMPT,
@@ -115,6 +115,7 @@ FAST = [
     MTP[1],
     ASSISTANTS[1],
 ]
+QUICK = (FED_CHAIN, FED_ADDED, BLOCKS[0], PARALLEL[0], ASSISTANTS[1])
 CASES = [
     *FAST,
     FED_SPECEXEC,
@@ -134,7 +135,9 @@ LAW = {"temperature": 2.5, "presence_penalty": 0.4}
 KINDS = ("copy", "random", "adversarial", "constant", "broken")
 
 
-@pytest.mark.parametrize("case", fast_part(CASES, lambda case: case in FAST), ids=case_id)
+@pytest.mark.parametrize(
+    "case", quick_part(fast_part(CASES, lambda case: case in FAST), lambda case: case in QUICK), ids=case_id
+)
 def test_tokens_are_those_of_plain_decoding(case):
     samplings = exact_samplings(case)
     for index, draft in enumerate(KINDS):
@@ -148,7 +151,9 @@ def test_tokens_are_those_of_plain_decoding(case):
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
-@pytest.mark.parametrize("case", fast_part(CASES, lambda case: case in FAST), ids=case_id)
+@pytest.mark.parametrize(
+    "case", quick_part(fast_part(CASES, lambda case: case in FAST), lambda case: case in QUICK), ids=case_id
+)
 def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, sampling):
     for index, draft in enumerate(("copy", "random", "adversarial")):
         prompt = (PROMPT, LONG_PROMPT, PROMPT[:1])[index]
@@ -171,7 +176,7 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, samp
         )
 
 
-@pytest.mark.parametrize("case", FAST, ids=case_id)
+@pytest.mark.parametrize("case", quick_part(FAST, lambda case: case in QUICK), ids=case_id)
 def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
     """The last kept token of a prompt runs again: its hidden states were not kept."""
     engine, params, prompt = engine_of(case), params_of(case, "copy"), list(PROMPT)
@@ -203,6 +208,7 @@ def test_methods_that_cannot_fill_blocks_say_what_can(geometry):
         SpecInfer((1,) * 7).check(models_of(Case("llama", 1, geometry, SpecInfer((1,) * 7))))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [BLOCKS[9], pytest.param(PARALLEL[3], marks=pytest.mark.slow)], ids=case_id)
 def test_the_law_of_rejection_is_that_of_the_target(case):
     """q is a place's own law, or its row of the transitions, with penalties of the tokens drawn before it."""
@@ -253,7 +259,11 @@ def good_params(wrong=(), heeds=0.0):
     return placement, ModelParams(target, own | share_embedding(placement, target))
 
 
-@pytest.mark.parametrize("method", [Chain(4), SpecInfer((1, 1, 1, 1))], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    quick_part([Chain(4), SpecInfer((1, 1, 1, 1))], lambda method: method.name == "chain"),
+    ids=lambda method: method.name,
+)
 def test_a_good_draft_is_always_accepted(method):
     placement, params = good_params()
     engine = Engine(Models(Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32), placement), method, 150)
@@ -282,6 +292,7 @@ def good_block():
     return Placement(config, plan_mesh(1), FLOAT32), ModelParams(target, own)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method",
     fast_part([Chain(9), SpecExec(12, branch=2), Auto(draft_cost=0.01)], lambda method: method.name == "auto"),
@@ -361,6 +372,7 @@ class Turns:
         return None
 
 
+@pytest.mark.thorough
 def test_plain_rounds_feed_the_draft_too(monkeypatch):
     """Rounds of plain decoding, of one and of several tokens, leave the draft where drafted ones do."""
     monkeypatch.setattr(engine_of(FED_AUTO).runner, "timer", Turns())

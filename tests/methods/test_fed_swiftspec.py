@@ -95,6 +95,7 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(name, samp
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["keep", "replace"])
 def test_a_conversation_gives_the_tokens_of_cold_runs(name, monkeypatch):
     case = CASES[name]
@@ -141,6 +142,7 @@ def root_proposals(side):
     )
 
 
+@pytest.mark.thorough
 def test_nodes_survive_with_their_states_and_keys():
     """A node below the new root is what it was; the root has the state and the proposals that a fresh run gives it."""
     engine, params = good_engine(SwiftSpec(2, 3, depth=6, branch_free=False), wrong=(20, 29, 41), heeds=0.05)
@@ -181,6 +183,7 @@ def test_nodes_survive_with_their_states_and_keys():
 GOOD = [SwiftSpec(5, 1, branch=1, depth=6), SwiftSpec(5, 2, depth=4, reuse=False)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", fast_part(GOOD, lambda method: method.reuse))
 def test_a_good_draft_is_accepted(method):
     engine, params = good_engine(method)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from method_cases import FLOAT32, LONG_PROMPT, PROMPT, SAMPLINGS, run, tokens_of
 from swift_cases import LAYERS, config_of, models_of, params_of, plain_tokens
 from tiny_models import FAMILIES, empty_cache, on_one_device
@@ -37,7 +37,10 @@ def pair(family, text, degree=1, plan=None):
     return Models(target, draft), ModelParams(params, own | share_embedding(draft, params))
 
 
-@pytest.mark.parametrize("family", fast_part(FAMILIES, lambda family: family in ("llama", "qwen2")))
+FAST = fast_part(FAMILIES, lambda family: family in ("llama", "qwen2"))
+
+
+@pytest.mark.parametrize("family", quick_part(FAST, lambda family: family == "llama"))
 def test_the_draft_computes_what_the_skipping_model_computes(family):
     models, params = pair(family, SET)
     assert models.draft is not None and params.draft is not None
@@ -91,6 +94,7 @@ def test_what_the_draft_holds():
     assert shapes == jax.tree.map(lambda leaf: leaf.shape, models.draft.params())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "degree", "draft_devices"),
     fast_part(
@@ -112,6 +116,7 @@ def test_methods_that_draft_with_it_write_what_plain_decoding_writes(method, deg
     assert accepted > 10
 
 
+@pytest.mark.thorough
 def test_nothing_skipped_is_a_perfect_draft():
     models, params = pair("llama", "none")
     engine = Engine(models, SpecExec(4, width=1, branch=1), 150)

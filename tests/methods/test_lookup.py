@@ -156,6 +156,7 @@ def test_a_full_batch_is_closed_and_holds_the_best():
     assert set(paths) <= known
 
 
+@pytest.mark.thorough
 def test_without_a_match_the_root_is_alone():
     for method in (GREEDY_DRAFT, ADAPTIVE):
         for text in ([7], [1, 2, 3, 4, 5]):
@@ -246,6 +247,7 @@ def test_longer_matches_are_never_worth_less():
         assert check(rate) and (np.diff(rate) >= 0).all()
 
 
+@pytest.mark.thorough
 def test_what_two_sources_propose_is_one_node():
     """A draft with children 3 and 7 of the root, and 8 below 3; the text offers 3-4 and 5."""
     stats, settings = init_acceptance(), CopySettings(ngram=2, candidates=4, length=2)

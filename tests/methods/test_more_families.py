@@ -16,6 +16,8 @@ from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 
+pytestmark = pytest.mark.thorough
+
 METHODS = {
     "lookup": ("none", PromptLookup()),
     "chain": ("same", Chain(4)),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import swift_cases
 import swiftspec_cases
+from marks import quick_part
 from method_cases import (
     BASIC,
     CHAIN_TP4,
@@ -61,7 +62,11 @@ def check_conversation(engine, params, monkeypatch, **sampling):
         assert answer(engine, params, prompt, 3, turn, **sampling)[1] == len(prompt) - 5
 
 
-@pytest.mark.parametrize("case", [*BASIC, CHAIN_TP4], ids=case_id)
+@pytest.mark.parametrize(
+    "case",
+    quick_part([*BASIC, CHAIN_TP4], lambda case: case.method.name in ("chain", "lookup") and case.degree == 1),
+    ids=case_id,
+)
 def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
     draft = "copy" if case.geometry == "none" else "first layer"
     sampling = {"temperature": 1.0} if case.method.exact == "tokens" else {}
@@ -72,12 +77,15 @@ def test_plain_decoding(monkeypatch):
     check_conversation(plain_engine("llama"), ModelParams(target_params("llama")), monkeypatch, temperature=1.0)
 
 
+@pytest.mark.thorough
 def test_swift(monkeypatch):
     engine = swift_cases.engine_of(swift_cases.EAGER)
     check_conversation(engine, swift_cases.params_of("llama"), monkeypatch, temperature=1.0)
 
 
-@pytest.mark.parametrize("case", [swiftspec_cases.BASIC, swiftspec_cases.FREE], ids=swiftspec_cases.case_id)
+@pytest.mark.parametrize(
+    "case", swiftspec_cases.quick([swiftspec_cases.BASIC, swiftspec_cases.FREE]), ids=swiftspec_cases.case_id
+)
 def test_swiftspec(case, monkeypatch):
     engine, params = swiftspec_cases.engine_of(case), swiftspec_cases.params_of(case, "first layer")
     check_conversation(engine, params, monkeypatch, temperature=1.0)

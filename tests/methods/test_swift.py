@@ -7,6 +7,7 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import quick_part
 from swift_cases import (
     CONTEXT,
     CUTS,
@@ -43,7 +44,7 @@ from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.program import compile_programs
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", quick_part(["llama", "mistral"], lambda family: family == "llama"))
 def test_tokens_are_those_of_plain_decoding_while_the_set_changes(family):
     engine, adopted, steps = engine_of(EAGER, family), 0, 0
     cases = [(0.2, PROMPT, {}), (0.45, LONG_PROMPT, CUTS), (0.6, PROMPT, PENALTIES), (0.45, PROMPT, {})]
@@ -59,6 +60,7 @@ def test_tokens_are_those_of_plain_decoding_while_the_set_changes(family):
     assert adopted >= 1 and steps > 20
 
 
+@pytest.mark.thorough
 def test_tokens_with_default_settings():
     """Rounds with and without drafts, several tokens in some of the latter, and every length of text."""
     engine, kinds = engine_of(SmallSwift(length=5, ratio=0.2), "mistral"), set()
@@ -103,6 +105,7 @@ def test_tokens_on_a_mesh_with_a_program_for_each_set():
     assert len(used) > len(samplings) and runner.search.steps > 10
 
 
+@pytest.mark.thorough
 def test_rounds_do_not_wait_for_a_new_program(monkeypatch, caplog):
     """They go on with the old set while another one's program is compiled, and where that fails."""
     drafter = runner_of(engine_of(EACH, "qwen2", 4)).drafter
@@ -135,6 +138,7 @@ def test_without_skipping_everything_is_accepted():
         assert tokens_of(rounds) == plain_tokens("llama", PROMPT, 48, seed, **sampling)
 
 
+@pytest.mark.thorough
 def test_a_full_batch_leaves_out_the_least_probable():
     engine = engine_of(dataclasses.replace(EAGER, num_draft_tokens=7, threshold=0.0))
     rounds = run(engine, params_of("llama"), PROMPT, 60)
@@ -152,7 +156,9 @@ def test_a_fixed_set_is_used_and_nothing_is_searched():
     assert report.layers == "attention=1,3;mlp=2" and report.search_passes == 0 and report.steps is None
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", EAGER), ("mistral", EACH)])
+@pytest.mark.parametrize(
+    ("family", "method"), quick_part([("llama", EAGER), ("mistral", EACH)], lambda family, _: family == "llama")
+)
 def test_matchness_is_what_the_skipped_model_says(family, method):
     """Scores equal those of decoding token by token with the set; the state is returned as it was."""
     engine, params = engine_of(method, family), params_of(family)
@@ -250,6 +256,7 @@ def test_the_search_takes_its_share_of_the_time(monkeypatch):
     assert scored[0] == 0 < scored[1] < scored[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [EAGER, EACH])
 def test_no_program_copies_a_cache(method):
     """Drafting and scoring work in the cache at hand: what they need besides is a small part of it."""
@@ -282,6 +289,7 @@ def test_a_second_generation_compiles_nothing(compilations):
     assert compilations == []
 
 
+@pytest.mark.thorough
 def test_drafts_that_do_not_pay_are_left_alone():
     """Skipping makes another model of this one: nothing is accepted, and soon nothing is drafted."""
     engine = engine_of(Swift(length=5, layers="attention=1-4;mlp=1-4"))
@@ -290,6 +298,7 @@ def test_drafts_that_do_not_pay_are_left_alone():
     assert 0 < sum(output.draft_passes > 0 for output in rounds) < 25
 
 
+@pytest.mark.thorough
 def test_models_without_layers_to_skip():
     """Two layers: the draft is the target, which never pays."""
     engine = Engine(Models(place(FAMILIES["llama"])), Swift(length=4), 150)

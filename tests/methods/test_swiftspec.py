@@ -50,6 +50,7 @@ from swiftspec_cases import (
     expected_tokens,
     overlaps,
     params_of,
+    quick,
 )
 from tiny_models import FAMILIES
 
@@ -107,7 +108,7 @@ def test_sample_holds_every_pair():
     assert {case.geometry for case in CASES} == {"same", "layer", "foreign", "small", "large", "shared"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", quick(CASES), ids=case_id)
 def test_tokens_are_those_of_plain_decoding(case):
     index = CASES.index(case)
     for draft, sampling, prompt in runs_of(index):
@@ -118,7 +119,7 @@ def test_tokens_are_those_of_plain_decoding(case):
         check_rounds(case, rounds)
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", quick(CASES), ids=case_id)
 def test_a_second_generation_compiles_nothing(case, compilations):
     decode(case, PROMPT, 1)
     compilations.clear()
@@ -127,7 +128,7 @@ def test_a_second_generation_compiles_nothing(case, compilations):
     assert compilations == []
 
 
-@pytest.mark.parametrize("case", [BASIC, FREE_CHAIN], ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, FREE_CHAIN]), ids=case_id)
 def test_tokens_do_not_depend_on_where_generation_stops(case):
     expected = expected_tokens(case, PROMPT, 13, 3, temperature=1.0)
     for count in range(1, 13):
@@ -136,7 +137,7 @@ def test_tokens_do_not_depend_on_where_generation_stops(case):
         assert all(emitted.tokens for emitted in rounds)
 
 
-@pytest.mark.parametrize("case", [BASIC, FREE, CHAIN, LARGE_BATCH], ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, FREE, CHAIN, LARGE_BATCH]), ids=case_id)
 def test_the_last_token_of_the_context_can_be_decoded(case):
     """Good drafts overshoot the most, bad ones run the most rounds."""
     prompt = (LONG_PROMPT + PROMPT)[:90]
@@ -150,7 +151,7 @@ def test_the_last_token_of_the_context_can_be_decoded(case):
 # What a caller does in the middle of a generation, and what breaks.
 
 
-@pytest.mark.parametrize("case", [BASIC, NODES, ADAPTIVE, TOGETHER], ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, NODES, ADAPTIVE, TOGETHER]), ids=case_id)
 def test_generations_may_be_closed_after_any_round(case):
     """As a stop string or an EOS token does: the round in flight is dropped with all that the draft grew for it."""
     engine, options = engine_of(case), SamplingParams(max_tokens=60)
@@ -173,6 +174,7 @@ def pair_and_plain(tmp_path_factory):
     return LLM(folder, draft=folder, method=SwiftSpec(7, 4, depth=3, ranking="probability")), LLM(folder, method="ar")
 
 
+@pytest.mark.thorough
 def test_an_end_token_may_fall_anywhere_on_an_accepted_path(pair_and_plain):
     """It is the last token, and what was accepted after it is neither emitted nor counted."""
     (pair, plain_model), places, inside = pair_and_plain, set(), set()
@@ -239,7 +241,7 @@ def test_the_draft_has_its_work_before_the_target_may_block(monkeypatch):
     assert len(done) >= 4 and done == ["expand", "verify"] * (len(done) // 2)
 
 
-@pytest.mark.parametrize("case", [BASIC, FREE, TOGETHER], ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, FREE, TOGETHER]), ids=case_id)
 def test_interleaved_generations_do_not_disturb_each_other(case):
     options, params = SamplingParams(max_tokens=20), params_of(case, "first layer")
     alone = [decode(case, prompt, 20, "first layer") for prompt in (PROMPT, LONG_PROMPT)]
@@ -271,7 +273,7 @@ def test_many_generations_leave_nothing_behind():
     assert len(set(sizes[1:])) == 1, sizes
 
 
-@pytest.mark.parametrize("case", [BASIC, FREE, CHAIN], ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, FREE, CHAIN]), ids=case_id)
 def test_ties_go_to_the_lowest_id(case):
     """Target and draft find all tokens alike: greedy output is id 0 for ever."""
     params = ModelParams(flat_params(case.family), params_of(case, "constant").draft)

@@ -4,7 +4,7 @@ import itertools
 import logging
 
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from method_cases import PROMPT
 from swiftspec_cases import BASIC, Case, Rounds, engine_of, models_of, params_of
 
@@ -52,7 +52,10 @@ def expected_rounds(method, depth):
     return lengths
 
 
-@pytest.mark.parametrize("case", fast_part([(case,) for case in PERFECT], lambda case: case in PERFECT[:3]))
+FAST = fast_part([(case,) for case in PERFECT], lambda case: case in PERFECT[:3])
+
+
+@pytest.mark.parametrize("case", quick_part(FAST, lambda case: case is PERFECT[0]))
 def test_a_perfect_draft_reaches_the_bound_of_its_schedule(case, monkeypatch):
     method, drafter = case.method, engine_of(case).runner.drafter
     for depth in range(1, 9):
@@ -122,6 +125,7 @@ def test_a_depth_that_caps_the_length_is_said(caplog, monkeypatch):
     assert "6 draft passes fit" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [{"leaves": False}, {"reuse": False}])
 def test_a_depth_that_caps_nothing_is_not_warned_of(caplog, monkeypatch, settings):
     """Growth on demand fills a batch at any depth, and a tree that is dropped has no use for a larger one."""

@@ -6,7 +6,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from tiny_models import FAMILIES, empty_cache, on_one_device, tiny_params
 
 from jaxspec.errors import ConfigError
@@ -91,7 +91,10 @@ def hidden_states(params, cfg, units):
     return run(params, TOKENS)
 
 
-@pytest.mark.parametrize("family", fast_part(FAMILIES, lambda family: family in ("llama", "qwen2")))
+FAST = fast_part(FAMILIES, lambda family: family in ("llama", "qwen2"))
+
+
+@pytest.mark.parametrize("family", quick_part(FAST, lambda family: family == "llama"))
 def test_skipping_is_computing_without(family):
     """Left out of the program, by branches and by rows: each equals a model whose skipped blocks add nothing."""
     cfg, params = deep(family)

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from offload_cases import PROMPT, caches, checkpoint, decode, make_pair, stream_of
 
 import jaxspec
@@ -44,7 +44,9 @@ def check_equal(one, other):
     assert all(same), f"layers {[i for i, equal in enumerate(same) if not equal]} of the caches differ"
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "q4_0", "medium", "native q8_0"])
+@pytest.mark.parametrize(
+    "kind", quick_part(["float32", "bfloat16", "q4_0", "medium", "native q8_0"], lambda kind: kind == "q4_0")
+)
 def test_plain_decoding(folder, kind):
     """Every format, from disk and from memory, with some layers resident and none."""
     method = Autoregressive()
@@ -74,7 +76,9 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
+@pytest.mark.parametrize(
+    "name", quick_part(fast_part(METHODS, lambda name: name in FAST), lambda name: name == "specexec")
+)
 def test_methods(folder, name):
     method, degree = METHODS[name]
     draft = name.split()[0] if name.startswith(("fed", "added", "block")) else "draft"
@@ -84,6 +88,7 @@ def test_methods(folder, name):
     check_equal(expected, streamed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "method"),
     fast_part(
@@ -106,6 +111,7 @@ def test_four_devices(folder, kind, method):
     check_equal(expected, make_pair(checkpoint(folder, kind), chosen, offload=offload, resident=kept, **options))
 
 
+@pytest.mark.thorough
 def test_a_mixture_feeds_a_draft(folder):
     """The state after the last layer, too, of which a prompt without such a draft needs keys and values only."""
     options = {"draft": checkpoint(folder, "fed")}
@@ -161,6 +167,7 @@ def test_the_default_model(llm):
     assert other.stats.offload.passes >= 16
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["specexec", pytest.param("plain tp4", marks=pytest.mark.slow)])
 def test_from_pinned_memory(folder, name, monkeypatch):
     """As on a GPU: the devices copy by themselves, two buffers, and the host fills nothing."""

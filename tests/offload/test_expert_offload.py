@@ -7,7 +7,7 @@ from concurrent.futures import wait
 import jax
 import numpy as np
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from offload_cases import LAYERS, PROMPT, checkpoint, decode, make_pair, stream_of
 from test_equal import check_equal
 from test_stream_faults import at_call, read_error
@@ -56,7 +56,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "method", "offload", "kept"), fast_part(CASES, lambda *case: case in FAST))
+@pytest.mark.parametrize(
+    ("kind", "method", "offload", "kept"),
+    quick_part(fast_part(CASES, lambda *case: case in FAST), lambda kind, *_: kind == "mixtral"),
+)
 def test_the_bits_of_the_resident_model(folder, kind, method, offload, kept):
     """Tokens, log-probabilities and caches, also with a layer that stays and experts that stay."""
     pair = streamed(folder, kind, method, offload=offload, resident=kept, kept=2 * kept)
@@ -153,6 +156,7 @@ def test_devices_with_memory_of_their_own(folder, monkeypatch):
     check_equal(expected, make_pair(checkpoint(folder, "mixed moe"), METHODS["ar"], degree=2, offload="host", kept=1))
 
 
+@pytest.mark.thorough
 def test_experts_from_pinned_memory(folder, monkeypatch):
     """As on a GPU: the routed experts that are not there are copied, and no others."""
     monkeypatch.setattr(stores, "can_pin", bool)
@@ -163,6 +167,7 @@ def test_experts_from_pinned_memory(folder, monkeypatch):
     assert 0 < counts.experts_read < counts.experts
 
 
+@pytest.mark.thorough
 def test_a_read_error_names_the_expert_and_the_next_request_works(folder, monkeypatch):
     path = checkpoint(folder, "mixtral")
     pair = streamed(folder, "mixtral", "ar", offload="disk", kept=1)

@@ -11,6 +11,8 @@ from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.program import Program
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

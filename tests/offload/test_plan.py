@@ -4,7 +4,7 @@ import gc
 
 import jax
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from offload_cases import CONTEXT, PROMPT, TOKENS, checkpoint, decode, make_pair
 
 from jaxspec.checkpoint.load import open_weights
@@ -68,7 +68,7 @@ def places(device):
     return found
 
 
-@pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
+@pytest.mark.parametrize("name", quick_part(fast_part(METHODS, lambda name: name in FAST), lambda name: name == "ar"))
 def test_planned_bytes_are_those_of_live_arrays(folder, name):
     """Counted after each layer of each pass of a request, that of the prompt included, on the target's device."""
     method = METHODS[name]
@@ -145,6 +145,7 @@ def test_a_larger_tree_or_text_than_was_planned_is_refused(folder):
     check_room(plan, 1 << 40, method, runner, models, CONTEXT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [0, 2])
 def test_planned_bytes_of_a_mixture(folder, kept):
     """Room for experts is planned, and what passes read is within what the plan says."""

@@ -163,6 +163,7 @@ def test_a_pool_that_takes_no_more_work_keeps_no_buffer(placement):
     one_pass(stream, clock)
 
 
+@pytest.mark.thorough
 def test_bytes_of_a_pass(folder):
     """Each pass reads the bytes of the streamed tensors, no more and no fewer; a prompt takes one pass."""
     for kind in ("float32", "q4_0", "native"):

@@ -64,6 +64,7 @@ def test_logits_of_one_device(family, degree):
         assert shared.addressable_shards[0].data.shape[1] == -(-experts.shared_dim // degree)
 
 
+@pytest.mark.thorough
 def test_through_the_front_door(tmp_path):
     cfg = dataclasses.replace(MORE_FAMILIES["mixtral"], experts=ExpertsConfig(5, 2, 12), vocab_size=40)
     write_native(tmp_path / "experts", cfg)

@@ -78,6 +78,7 @@ def answer(kv_heads, degree, temperature):
     return tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kv_heads", "degree"),
     fast_part([(8, 6), (3, 7), (8, 3), (8, 8), (3, 2), (3, 4), (3, 8)], lambda *case: case in ((8, 6), (3, 7))),

@@ -40,7 +40,7 @@ from markov import (
     reject,
     sampled,
 )
-from marks import fast_part
+from marks import fast_part, quick_part
 from sampling_cases import shard_call
 
 from jaxspec.config import SamplingParams
@@ -64,7 +64,10 @@ def _generated(mode, sampling, fans=None):
     return generate(MODES[mode], SAMPLINGS[sampling], fans=fans)
 
 
-@pytest.mark.parametrize(("mode", "sampling"), law_cases(SAMPLINGS, fast=("all",)))
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    quick_part(law_cases(SAMPLINGS, fast=("all",)), lambda mode, _: mode in ("chain", "tree")),
+)
 def test_joint_law_of_the_first_tokens(mode, sampling):
     generated = _generated(mode, sampling)
     assert law_p_value(generated.tokens, SAMPLINGS[sampling]) > FALSE_ALARM
@@ -187,6 +190,7 @@ def test_temperature_zero_is_the_argmax_chain(mode):
     assert len(set(generated.counts[:, 0].tolist())) == MODES[mode].steps
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sampling", fast_part(["greedy", "hot", "top-p", "bias"], lambda sampling: sampling == "top-p")
 )

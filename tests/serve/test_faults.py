@@ -280,6 +280,7 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.thorough
 def test_load_leaves_nothing(server, served_llm, cold_llm, monkeypatch):
     """A leak of each request adds up in every batch; pages that the allocator takes once do not."""
     # Caches of earlier texts are kept up to this size, on purpose; the first requests fill it.

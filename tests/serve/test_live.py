@@ -5,6 +5,7 @@ import re
 
 import httpx
 import pytest
+from marks import quick_part
 from serving import Running
 
 import jaxspec
@@ -19,7 +20,10 @@ def test_the_page_is_whole(server):
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
-@pytest.fixture(scope="module", params=["specexec", "swiftspec", "streamed", "auto"])
+LIVE = quick_part(["specexec", "swiftspec", "streamed", "auto"], lambda name: name in ("swiftspec", "streamed"))
+
+
+@pytest.fixture(scope="module", params=LIVE)
 def drafting(request, served_model):
     methods = {
         "swiftspec": jaxspec.SwiftSpec(7, 4, depth=2),

@@ -223,6 +223,7 @@ def test_growth_happens_during_verification(parallel, tmp_path):
     assert summary.draft_tree.tokens_computed == sum(r.draft.computed for r in parallel.rounds)
 
 
+@pytest.mark.thorough
 def test_in_turn_nothing_overlaps(serial, tmp_path):
     names = {"advance and expand", "verify", "target->draft", "draft->target"}
     check_trace(serial, tmp_path, names, ["target", "draft", "transfers", "host"])
@@ -262,6 +263,7 @@ def test_an_error_within_ends_the_threads(quick):
     assert not [t.name for t in threading.enumerate() if t.name.startswith("trace")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "names"), [(Autoregressive(), {"decode"}), (Chain(2), {"draft", "verify"})])
 def test_other_methods_have_one_row(method, names, tmp_path):
     traced = trace(*make_engine(method, draft_device=0), tokens=9)

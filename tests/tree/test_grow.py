@@ -120,6 +120,7 @@ def test_a_renewed_root_keeps_its_nodes_and_proposes_anew():
 # Extremes.
 
 
+@pytest.mark.thorough
 def test_a_tree_of_4096_rows():
     draft = random_draft(np.random.default_rng(5), "law", branch=4)
     draft = draft[0], np.round(draft[1] * 4) / 4  # many ties

@@ -103,6 +103,7 @@ def test_candidates_are_the_variants_of_methods_that_fit():
     assert [c.label for c in list_candidates(PLAIN, "lookup", COSTS, ())] == ["lookup"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("speedups", [{"lookup": 0.8}, {"lookup": 1.019, DEFAULT: 1.01}])
 def test_where_nothing_gains_the_preset_says_plain_decoding(tune_on, speedups):
     """A gain within the noise is none."""
@@ -260,6 +261,7 @@ def test_every_split_is_measured_and_each_pair_is_released(tune_on, split):
     assert make_method(written.pop("method"), written) == SwiftSpec(7, 8, depth=1, overlap=False, reuse=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("speedup", "method"),
     [
@@ -274,6 +276,7 @@ def test_speculation_has_to_gain_on_the_fastest_plain_decoding(tune_on, split, s
     assert written.items() >= method.items() and ("draft_model" in written) == (speedup > 1.1)
 
 
+@pytest.mark.thorough
 def test_a_split_that_does_not_fit_is_left_out(tune_on, split):
     """By its bytes, before it is loaded; while it is loaded; or while it decodes."""
     told = []
