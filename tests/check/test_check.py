@@ -182,6 +182,7 @@ def test_texts_that_end_elsewhere_are_found(plain, reference):
         assert (compared.expected_token is not None, compared.got_token is not None) == (expected, got)
 
 
+@pytest.mark.thorough
 def test_bonus_token_at_the_wrong_temperature_is_found(plain, reference):
     """Only the last token of a round is wrong, and only sometimes."""
     sampling = dataclasses.replace(SEEDED, top_k=20)
@@ -235,6 +236,7 @@ def test_seeds_are_needed(plain, reference):
         next(reference.rows(PROMPTS[0] * 500, [1] * 20, GREEDY))
 
 
+@pytest.mark.thorough
 def test_distribution_of_a_model(plain, reference):
     """The distribution test on a real forward pass: plain decoding passes, an ignored temperature does not."""
     prompt, sampling = PROMPTS[1], SamplingParams(2, temperature=2.0, top_k=20)

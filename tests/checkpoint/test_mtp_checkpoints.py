@@ -118,6 +118,7 @@ def test_a_damaged_draft_in_a_native_checkpoint_is_left_out(folder, tmp_path, ca
         verify_native(native)
 
 
+@pytest.mark.thorough
 def test_a_draft_decodes_with_its_target(folder):
     """With the target's embedding and head, and plain decoding's text."""
     llm = LLM(folder, method=Chain(3))

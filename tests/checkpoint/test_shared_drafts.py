@@ -317,6 +317,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(Engine, "runner", types.SimpleNamespace(programs=()))
 
 
+@pytest.mark.thorough
 def test_a_draft_decodes_with_its_target(tmp_path, load, model, drafts):
     """Given by its path, or found by its vocabulary; blocks or numbers; and the text is the target's own."""
     write_draft(drafts / "small", quantize="q8_0")

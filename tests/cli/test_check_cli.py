@@ -111,6 +111,7 @@ def test_lossless_methods_are_status_0(call, tmp_path):
     assert [row["samples"] for row in lawful["distribution"]] == [200, 200] and len(lawful["tokens"]) == 2
 
 
+@pytest.mark.thorough
 def test_a_faulty_method_is_status_1_and_shown_where_it_differs(call, tmp_path):
     status, out, err = call("--method", "padded,twin", "--json", "-", "w1 w2")
     assert status == 1
@@ -124,6 +125,7 @@ def test_a_faulty_method_is_status_1_and_shown_where_it_differs(call, tmp_path):
     assert found["margin"] > found["eps"] > 0
 
 
+@pytest.mark.thorough
 def test_a_wrong_distribution_is_status_1(call):
     status, out, err = call("--method", "hot", "w1 w2")
     assert status == 1 and err == "jaxspec-check: error: not lossless here: hot\n"
@@ -216,6 +218,7 @@ def test_wrong_words_are_status_2_and_one_line(call, arguments, message):
     assert message in err and "Traceback" not in err
 
 
+@pytest.mark.thorough
 def test_a_split_model(call):
     status, out, err = call("--method", "ar", "-n", "4", "--target-devices", "2", "w1 w2 w3")
     assert (status, without_kernel_note(err)) == (0, "")

@@ -72,6 +72,7 @@ def test_calls_ask_for_their_results(converse, tmp_path, monkeypatch):
     assert "tools must be a list" in converse("--tools", str(tools), lines=[]).err
 
 
+@pytest.mark.thorough
 def test_long_passes_over_streamed_weights_are_shown(converse, monkeypatch):
     monkeypatch.setattr(progress, "_LONG_PASS_S", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

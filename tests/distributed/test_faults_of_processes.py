@@ -22,6 +22,7 @@ def decode(pair, tmp_path):
     return start
 
 
+@pytest.mark.thorough
 def test_another_checkpoint_ends_all_processes(pair, decode, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(pair[0], other)

@@ -46,6 +46,7 @@ def test_each_process_reads_its_share(loads):
             assert own > 100_000 and 0.9 < share < 1.1, (load, told)
 
 
+@pytest.mark.thorough
 def test_padding_alone_is_read_from_nothing(tmp_path):
     """Five experts on four devices of two processes: the last device has none."""
     folder = write_hf(tmp_path / "model", tiny_config("qwen3_moe", experts=ExpertsConfig(5, 2, 32)))

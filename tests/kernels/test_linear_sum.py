@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from lowering import H100
-from marks import fast_part
+from marks import fast_part, quick_part
 
 from pallas_kernels import registry
 from pallas_kernels.linear_sum import linear_sum, linear_sum_parts, mosaic, reference
@@ -62,7 +62,10 @@ def run_in_turn(x, weight, width):
 CALLS = ((2, 1, 192, 128, 32), (2, 64, 1024, 128, 64), (4, 17, 128, 192, 64))
 
 
-@pytest.mark.parametrize("call", fast_part([(call,) for call in CALLS], lambda call: call[0] == 2), ids=str)
+FAST = fast_part([(call,) for call in CALLS], lambda call: call[0] == 2)
+
+
+@pytest.mark.parametrize("call", quick_part(FAST, lambda call: call == CALLS[1]), ids=str)
 def test_halves(call):
     """To the bit where every product and sum is whole, else within the rounding of what crosses."""
     *sizes, width = call
@@ -75,6 +78,7 @@ def test_halves(call):
         np.testing.assert_allclose(found, expected[0], rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
+@pytest.mark.thorough
 def test_rows_are_apart():
     """A row's bits are the same alone and among 64."""
     x, weight = make(64, 2, 128, 64)

@@ -54,6 +54,7 @@ def test_what_has_no_planes():
     assert planes_name("q5_0") is None and planes_name("mxfp4") is None and find_planes("q4_0") is None
 
 
+@pytest.mark.thorough
 def test_float8_codes_without_a_number_stay_so():
     data = np.zeros((1, 1, 36), np.uint8)
     data[0, 0, :4] = np.frombuffer(np.float32(1).tobytes(), np.uint8)

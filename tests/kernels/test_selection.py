@@ -265,6 +265,7 @@ def test_exact_numerics_take_kernels_that_pass_their_check(gpu_kernels, warnings
     assert native is None or selection.make_exact(native, None) is native
 
 
+@pytest.mark.thorough
 def test_exact_kernels_are_compared_with_xla():
     kernels = dataclasses.replace(choose("xla", "gpu"), interpret=True)
     for operation in ("linear", "tree_attention"):

@@ -44,7 +44,8 @@ def test_a_tree_that_grows():
         assert_right(grown_case(rng, (1, 4, 128, "bfloat16"), 5, length, offset, 70, slots=SLOTS))
 
 
-@pytest.mark.parametrize("sliding_window", quick_part([5, 300, None], lambda size: size == 5))
+@pytest.mark.thorough
+@pytest.mark.parametrize("sliding_window", [5, 300, None])
 def test_causal_chunks_and_sliding_windows(sliding_window):
     rng = np.random.default_rng(1)
     for length in (0, 63, 400):
@@ -64,6 +65,7 @@ def test_the_check_before_it_is_used():
         assert "tree_attention by mosaic_tpu fails its check: of a tree" in check(base, jax.devices()[0])
 
 
+@pytest.mark.thorough
 def test_rows_are_apart():
     rng = np.random.default_rng(4)
     case = random_case(rng, (2, 3, 128, "bfloat16"), 13, 100, random_parents(rng, 13), slots=SLOTS)

@@ -76,7 +76,8 @@ def test_a_tree_that_grows(sliding_window):
         assert_right(grown_case(rng, model, 5, length, offset, 70, sliding_window, SLOTS), blocks)
 
 
-@pytest.mark.parametrize("sliding_window", quick_part([5, 40], lambda size: size == 5))
+@pytest.mark.thorough
+@pytest.mark.parametrize("sliding_window", [5, 40])
 def test_sliding_windows_and_causal_chunks(sliding_window):
     rng = np.random.default_rng(1)
     model, rows, blocks = (2, 3, 64, "float32"), 13, Config(16, 32, 2, 4, 2)
@@ -89,6 +90,7 @@ def test_sliding_windows_and_causal_chunks(sliding_window):
         assert_right(case, blocks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_are_apart(dtype):
     """Whole blocks of rows that are not active are left out."""

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import quick_part
 from method_cases import (
     CASES,
     HEAD_IDS,
@@ -300,9 +299,8 @@ def assert_draft_cache(steps):
         np.testing.assert_allclose(one[:, :length], other[:, :length], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case", quick_part([LLAMA_AUTO, LLAMA_AUTO_LONG, AUTO_TP4], lambda case: case is LLAMA_AUTO), ids=case_id
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [LLAMA_AUTO, LLAMA_AUTO_LONG, AUTO_TP4], ids=case_id)
 def test_the_drafts_cache_is_that_of_the_verified_text(case):
     for index, draft in enumerate(("copy", "first layer", "random", "constant")):
         for sampling in ("greedy", "T=1"):

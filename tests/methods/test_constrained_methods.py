@@ -83,9 +83,7 @@ FAST = (LLAMA_SPECEXEC, LLAMA_LOOKUP, FED_AUTO, LARGE_REJECTION, *METHODS[-3:])
 @pytest.mark.parametrize("number", range(len(SAMPLINGS)))
 @pytest.mark.parametrize(
     "case",
-    quick_part(
-        fast_part(METHODS, lambda case: case in FAST), lambda case: case.method.name in ("lookup", "specexec", "swift")
-    ),
+    quick_part(fast_part(METHODS, lambda case: case in FAST), lambda case: case.method.name in ("lookup", "specexec")),
     ids=lambda case: f"{case.method.name}-{case.geometry}",
 )
 def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
@@ -109,6 +107,7 @@ def test_a_draft_on_devices_of_its_own(case, draft):
     assert found == decode(Case(case.family, 1, "none", Autoregressive()), "none", 1)
 
 
+@pytest.mark.thorough
 def test_other_requests_before_and_after_keep_their_tokens_and_programs(compilations):
     """An unconstrained request compiles nothing more, and as many of its dispatches are in flight as before."""
     engine, params = engine_of(LLAMA_AUTO), params_of(LLAMA_AUTO)

@@ -170,6 +170,7 @@ def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
     assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_measuring_takes_half_a_second_in_all(store, monkeypatch):
     """A slow machine, or a large model, leaves the kinds of rounds out for which there is no time."""
     engine, profile = make_engine(store), find(store)
@@ -188,6 +189,7 @@ def test_measuring_takes_half_a_second_in_all(store, monkeypatch):
         assert load_costs(profile) == times
 
 
+@pytest.mark.thorough
 def test_no_request_waits_for_a_measurement(clocked, monkeypatch):
     """Where it was left out before the first request, it stays out."""
     engine, clock = clocked
@@ -212,6 +214,7 @@ def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
 
 
+@pytest.mark.thorough
 def test_costs_are_corrected_by_rounds_and_kept(clocked, store):
     """Texts run on a machine of other costs than were measured: later processes begin with what rounds took."""
     engine, _ = clocked
@@ -226,6 +229,7 @@ def test_costs_are_corrected_by_rounds_and_kept(clocked, store):
     assert list(again.runner.times.verify_s) == list(measured.verify_s)
 
 
+@pytest.mark.thorough
 def test_costs_of_a_busy_machine_are_tried(store):
     """By them nothing pays, and without drafts no round would show that they are wrong."""
     save_costs(find(store), dataclasses.replace(TIMES, search_s=0.03, draft_s=0.004))
@@ -325,6 +329,7 @@ def test_where_nothing_is_measured(store, monkeypatch):
     assert find(store) is None
 
 
+@pytest.mark.thorough
 def test_without_a_draft_verifications_are_measured(store):
     case = Case("llama", 1, "none", Auto())
     engine = make_engine(store, case)

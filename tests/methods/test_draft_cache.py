@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from marks import fast_part, quick_part
+from marks import fast_part
 from method_cases import (
     BASIC,
     CHAIN_TP4,
@@ -132,9 +132,10 @@ def test_garbage_after_the_prefix_is_never_read(case):
         assert spoiled.step() == clean.step()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method",
-    quick_part([SpecExec(4, width=2, depth=3), PromptLookup(num_draft_tokens=3)], lambda method: method.drafts),
+    [SpecExec(4, width=2, depth=3), PromptLookup(num_draft_tokens=3)],
 )
 def test_capacity_grows_on_demand(method, monkeypatch, compilations):
     monkeypatch.setattr(engine_module, "FIRST_CAPACITY", 70)

@@ -170,6 +170,7 @@ def test_larger_budgets_are_accepted_no_less(sampling):
     assert sum(accepted[-1]) > 2 * sum(accepted[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", fast_part([SMALL_SPECEXEC, SMALL_TP4], lambda case: case == SMALL_SPECEXEC), ids=case_id
 )

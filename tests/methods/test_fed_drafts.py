@@ -115,7 +115,7 @@ FAST = [
     MTP[1],
     ASSISTANTS[1],
 ]
-QUICK = (FED_CHAIN, FED_ADDED, BLOCKS[0], PARALLEL[0], ASSISTANTS[1])
+QUICK = (FED_CHAIN, FED_ADDED, BLOCKS[0], PARALLEL[0])
 CASES = [
     *FAST,
     FED_SPECEXEC,
@@ -259,9 +259,10 @@ def good_params(wrong=(), heeds=0.0):
     return placement, ModelParams(target, own | share_embedding(placement, target))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method",
-    quick_part([Chain(4), SpecInfer((1, 1, 1, 1))], lambda method: method.name == "chain"),
+    [Chain(4), SpecInfer((1, 1, 1, 1))],
     ids=lambda method: method.name,
 )
 def test_a_good_draft_is_always_accepted(method):
@@ -311,6 +312,7 @@ def test_a_good_block_is_always_accepted(method, monkeypatch):
         assert {one.draft_passes for one in rounds[-6:]} == {1}
 
 
+@pytest.mark.thorough
 def test_what_a_draft_is_fed_is_what_the_reference_is_fed():
     """Rounds of a chain against the draft run by hand over the whole text, with the states of a pass of the target."""
     case = Case("llama", 1, "fed", Chain(4))

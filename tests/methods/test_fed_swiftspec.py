@@ -33,6 +33,8 @@ from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
+pytestmark = pytest.mark.thorough
+
 KEEP = Case("llama", 1, 1, "fed", SwiftSpec(7, 4, depth=3, branch_free=False))
 REPLACE = Case("llama", 1, 1, "fed", SwiftSpec(7, 4, depth=2, branch_free=False, reuse=False, refill=2))
 SPLIT = Case("llama", 4, 4, "fed", SwiftSpec(3, 2, depth=3, branch_free=True))

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from marks import fast_part
+from marks import fast_part, quick_part
 from method_cases import PROMPT, Case, draft_placement, models_of, params_of, run, tokens_of
 from test_prefix_reuse import answer
 from tiny_models import ALL_FAMILIES
@@ -56,6 +56,7 @@ def sampled_by(sampled):
     return {"temperature": 0.9} if sampled else {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "method"),
     fast_part(
@@ -74,8 +75,11 @@ def test_tokens_over_many_blocks(family, method):
             assert tokens_of(rounds) == expected(family, 4 * BLOCK, sampled)
 
 
+TURNS = [*((f, m) for f in HYBRIDS for m in ("ar", "chain")), ("qwen3.5", "mtp chain")]
+
+
 @pytest.mark.parametrize(
-    ("family", "method"), [*((f, m) for f in HYBRIDS for m in ("ar", "chain")), ("qwen3.5", "mtp chain")]
+    ("family", "method"), quick_part(TURNS, lambda family, method: (family, method) == ("lfm2", "chain"))
 )
 def test_turns_go_on_where_they_can(family, method, monkeypatch):
     """Texts that go on from others, or turn off within a block or before it: the tokens of empty caches."""

@@ -118,6 +118,7 @@ def test_finds_what_lists_find(method):
         assert set(paths) == expected, text
 
 
+@pytest.mark.thorough
 def test_the_longest_and_then_the_most_recent_match_comes_first():
     chain = TreeSettings(num_rows=5, copies=CopySettings(ngram=3, candidates=1, length=4))
     found = 0
@@ -174,6 +175,7 @@ def test_nodes_know_how_long_their_match_is():
     assert kinds[2, 3] == COPIES + 4 and kinds[2, 1] == COPIES + 2
 
 
+@pytest.mark.thorough
 def test_earlier_texts_are_searched_and_never_run_into_one_another():
     """`EARLIER_MATCH` tokens must be the same there; in the text itself one is enough."""
     settings = CopySettings(ngram=6, candidates=4, length=6)

@@ -91,6 +91,7 @@ def test_swiftspec(case, monkeypatch):
     check_conversation(engine, params, monkeypatch, temperature=1.0)
 
 
+@pytest.mark.thorough
 def test_a_text_survives_the_growth_of_the_caches(monkeypatch):
     monkeypatch.setattr(engine_module, "FIRST_CAPACITY", 70)
     small, params = plain_engine("llama"), ModelParams(target_params("llama"))

@@ -119,7 +119,7 @@ def test_a_trace_shows_the_parts():
     assert {"draft", "verify"} <= names and "rounds" not in names and timeline.rounds_read == len(found)
 
 
-@pytest.mark.parametrize(("depth", "cut"), [(2, True), (16, False)])
+@pytest.mark.parametrize(("depth", "cut"), [pytest.param(2, True, marks=pytest.mark.thorough), (16, False)])
 def test_a_search_that_its_depth_ends_is_counted(depth, cut):
     """Sixteen prefixes are certain once the sixteen best were evaluated, two in a pass."""
     case = Case("llama", 1, "same", SpecExec(16, width=2, depth=depth))

@@ -128,6 +128,7 @@ def test_rounds_do_not_wait_for_a_new_program(monkeypatch, caplog):
     assert drafter.layers == wanted[1]
 
 
+@pytest.mark.thorough
 def test_without_skipping_everything_is_accepted():
     """r = 0: the draft is the target, at any temperature."""
     engine = engine_of(dataclasses.replace(EAGER, threshold=0.0, ratio=0.0))
@@ -146,6 +147,7 @@ def test_a_full_batch_leaves_out_the_least_probable():
     assert max(output.drafted for output in rounds) == 7
 
 
+@pytest.mark.thorough
 def test_a_fixed_set_is_used_and_nothing_is_searched():
     engine = engine_of(Swift(length=5, threshold=0.1, adaptive=False, layers="attention=1,3;mlp=2"))
     rounds = run(engine, params_of("llama"), PROMPT, 40)
@@ -156,9 +158,8 @@ def test_a_fixed_set_is_used_and_nothing_is_searched():
     assert report.layers == "attention=1,3;mlp=2" and report.search_passes == 0 and report.steps is None
 
 
-@pytest.mark.parametrize(
-    ("family", "method"), quick_part([("llama", EAGER), ("mistral", EACH)], lambda family, _: family == "llama")
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "method"), [("llama", EAGER), ("mistral", EACH)])
 def test_matchness_is_what_the_skipped_model_says(family, method):
     """Scores equal those of decoding token by token with the set; the state is returned as it was."""
     engine, params = engine_of(method, family), params_of(family)
@@ -207,6 +208,7 @@ def programs_by_hand(family):
     return fill, say
 
 
+@pytest.mark.thorough
 def test_the_search_finds_the_layers_that_matter_least():
     """Layers 2 and 4 add nearly nothing, layers 1 and 3, which the uniform set skips, much."""
     params, engine, rounds = params_of("llama", gain=0.01, layers=(2, 4)), engine_of(EAGER), []
@@ -236,6 +238,7 @@ def test_interleaved_generations():
     assert 3 < first < search.steps
 
 
+@pytest.mark.thorough
 def test_the_search_takes_its_share_of_the_time(monkeypatch):
     """By a clock on which a round takes a second, and another one if it waited for a scoring pass."""
     engine, scored = engine_of(EAGER), []

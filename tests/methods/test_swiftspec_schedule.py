@@ -4,7 +4,7 @@ import itertools
 import logging
 
 import pytest
-from marks import fast_part, quick_part
+from marks import fast_part
 from method_cases import PROMPT
 from swiftspec_cases import BASIC, Case, Rounds, engine_of, models_of, params_of
 
@@ -55,7 +55,8 @@ def expected_rounds(method, depth):
 FAST = fast_part([(case,) for case in PERFECT], lambda case: case in PERFECT[:3])
 
 
-@pytest.mark.parametrize("case", quick_part(FAST, lambda case: case is PERFECT[0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", FAST)
 def test_a_perfect_draft_reaches_the_bound_of_its_schedule(case, monkeypatch):
     method, drafter = case.method, engine_of(case).runner.drafter
     for depth in range(1, 9):
@@ -98,6 +99,7 @@ def test_passes_that_are_waited_for_have_to_pay():
     assert (in_turn.depth, in_turn.refill) == (waited_passes(30, 8), 0)
 
 
+@pytest.mark.thorough
 def test_a_depth_is_measured_where_none_is_given(monkeypatch):
     engine = Engine(models_of(BASIC), SwiftSpec(7, 4), 128)
     engine.prepare()
@@ -112,6 +114,7 @@ def test_a_depth_is_measured_where_none_is_given(monkeypatch):
     assert {counts.exposed for counts in later} <= {0, 2}
 
 
+@pytest.mark.thorough
 def test_a_depth_that_caps_the_length_is_said(caplog, monkeypatch):
     engine = Engine(models_of(BASIC), SwiftSpec(7, 4, depth=2), 128)
     engine.prepare()

@@ -48,7 +48,6 @@ from swiftspec_cases import (
     grown_rows,
     overlaps,
     params_of,
-    quick,
 )
 from tiny_models import logits_after, on_one_device
 
@@ -58,6 +57,8 @@ from jaxspec.methods.swiftspec.messages import pack_batch, pack_verified, unpack
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.noise import gumbel_at, seed_key
 from jaxspec.tree.tree import Batch
+
+pytestmark = pytest.mark.thorough
 
 ROUNDS = 6
 LONGEST = 192  # text and path
@@ -341,7 +342,7 @@ DEEP_RUN = ("certain", LONG_PROMPT, 1, SAMPLINGS["greedy"])
 FAST = (BASIC, NODES, ADAPTIVE, CHAIN, FOREIGN, FREE_CHAIN)
 
 
-@pytest.mark.parametrize("case", quick(fast_part(STATE_CASES, lambda case: case in FAST)), ids=case_id)
+@pytest.mark.parametrize("case", fast_part(STATE_CASES, lambda case: case in FAST), ids=case_id)
 def test_the_draft_holds_what_a_replay_from_scratch_says(case):
     # Growth that goes on until the target has verified makes large trees.
     runs = {DEEP: [*RUNS, DEEP_RUN], ADAPTIVE: RUNS[:3]}.get(case, RUNS)
@@ -365,7 +366,7 @@ def test_the_draft_holds_what_a_replay_from_scratch_says(case):
 
 
 @pytest.mark.parametrize(
-    "case", quick(fast_part([BASIC, SERIAL, NODES, LARGE_BATCH, ADAPTIVE], lambda case: case in FAST)), ids=case_id
+    "case", fast_part([BASIC, SERIAL, NODES, LARGE_BATCH, ADAPTIVE], lambda case: case in FAST), ids=case_id
 )
 def test_no_token_is_computed_twice(case):
     """As many as there are different beginnings of texts that the draft ever saw; survivors have room here."""
@@ -411,7 +412,7 @@ def test_growth_in_turn_makes_the_same_trees():
                 np.testing.assert_allclose(x[:, :live], y[:, :live], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", quick([BASIC, FREE, TOGETHER, LARGE_BATCH]), ids=case_id)
+@pytest.mark.parametrize("case", [BASIC, FREE, TOGETHER, LARGE_BATCH], ids=case_id)
 def test_rounds_write_into_their_window_only(case):
     for draft in ("copy", "broken"):
         steps = Rounds(case, draft, PROMPT, 3, temperature=1.0)
@@ -419,9 +420,7 @@ def test_rounds_write_into_their_window_only(case):
             check_written_slots(steps, grown_rows(case))
 
 
-@pytest.mark.parametrize(
-    "case", quick(fast_part([BASIC, FREE, TIGHT, LARGE_BATCH], lambda case: case in FAST)), ids=case_id
-)
+@pytest.mark.parametrize("case", fast_part([BASIC, FREE, TIGHT, LARGE_BATCH], lambda case: case in FAST), ids=case_id)
 def test_garbage_behind_the_prefix_is_never_read(case):
     clean, spoiled = (Rounds(case, "copy", PROMPT, 2, temperature=1.0) for _ in range(2))
     target, draft = spoiled.state.target, spoiled.state.draft

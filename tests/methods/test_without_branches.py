@@ -95,6 +95,7 @@ def test_tokens_in_the_form_of_a_tpu(case, sampling):
     assert "decode" in names if case is PLAIN else "rounds" in names
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", ["T=1", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_rejection_accepts_what_the_walk_accepts(sampling):
     """Round by round: the same draws decide."""
@@ -157,7 +158,9 @@ def in_bfloat16(case, kernels):
     return engine, params
 
 
-@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize(
+    "degree", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.thorough)]
+)
 def test_partial_sums_cross_in_bfloat16(degree):
     """Plain decoding and verification of one mesh add the same: all-reduces of half the bytes, and the same tokens."""
     rounds = []
@@ -175,7 +178,7 @@ def test_partial_sums_cross_in_bfloat16(degree):
     [
         pytest.param("gpu", 1, LLAMA_SPECEXEC, "T=1", marks=pytest.mark.slow),
         ("gpu", 2, LLAMA_CHAIN, "greedy"),
-        ("gpu", 1, LLAMA_CHAIN._replace(family="mixtral"), "T=1"),
+        pytest.param("gpu", 1, LLAMA_CHAIN._replace(family="mixtral"), "T=1", marks=pytest.mark.thorough),
         pytest.param("cpu", 1, LLAMA_SPECEXEC, "penalties", marks=pytest.mark.slow),
         pytest.param("gpu", 1, IN_TURN, "greedy", marks=pytest.mark.slow),
     ],

@@ -6,7 +6,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import fast_part, quick_part
+from marks import fast_part
 from tiny_models import FAMILIES, empty_cache, on_one_device, tiny_params
 
 from jaxspec.errors import ConfigError
@@ -94,7 +94,8 @@ def hidden_states(params, cfg, units):
 FAST = fast_part(FAMILIES, lambda family: family in ("llama", "qwen2"))
 
 
-@pytest.mark.parametrize("family", quick_part(FAST, lambda family: family == "llama"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAST)
 def test_skipping_is_computing_without(family):
     """Left out of the program, by branches and by rows: each equals a model whose skipped blocks add nothing."""
     cfg, params = deep(family)

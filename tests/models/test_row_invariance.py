@@ -58,6 +58,7 @@ def test_chains_and_trees_give_the_bits_of_plain_decoding(family, dtype):
     assert result.bitwise and result.largest == 0
 
 
+@pytest.mark.thorough
 def test_what_differs_is_counted():
     target, params = placed("llama", kernels="xla")
     result = measure_invariance(target, params, text(20), text(12, seed=1), rows=4)

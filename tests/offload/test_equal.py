@@ -76,9 +76,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", quick_part(fast_part(METHODS, lambda name: name in FAST), lambda name: name == "specexec")
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
 def test_methods(folder, name):
     method, degree = METHODS[name]
     draft = name.split()[0] if name.startswith(("fed", "added", "block")) else "draft"

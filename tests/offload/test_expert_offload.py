@@ -98,6 +98,7 @@ def file_bytes(pair, path, layer, expert):
     return sum(weights.file_bytes(leaf.name, leaf.info, expert) for leaf in leaves)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "method"),
     fast_part(
@@ -132,6 +133,7 @@ def test_bytes_are_those_of_the_experts_that_rows_were_sent_to(folder, kind, met
     stream.close()
 
 
+@pytest.mark.thorough
 def test_experts_that_were_used_last_stay(folder, monkeypatch):
     """Exactly the experts are read that a cache of each layer does not hold, as a list says that is moved by hand."""
     pair = streamed(folder, "qwen3 moe", "ar", offload="host", kept=2)

@@ -4,7 +4,7 @@ import gc
 
 import jax
 import pytest
-from marks import fast_part, quick_part
+from marks import fast_part
 from offload_cases import CONTEXT, PROMPT, TOKENS, checkpoint, decode, make_pair
 
 from jaxspec.checkpoint.load import open_weights
@@ -68,7 +68,8 @@ def places(device):
     return found
 
 
-@pytest.mark.parametrize("name", quick_part(fast_part(METHODS, lambda name: name in FAST), lambda name: name == "ar"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", fast_part(METHODS, lambda name: name in FAST))
 def test_planned_bytes_are_those_of_live_arrays(folder, name):
     """Counted after each layer of each pass of a request, that of the prompt included, on the target's device."""
     method = METHODS[name]

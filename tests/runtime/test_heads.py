@@ -109,6 +109,7 @@ def attention_costs(kv_heads, group, degree):
     return compiled.cost_analysis()["flops"], cache
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kv_heads", "group", "degrees"),
     fast_part([(8, 8, (4, 6)), (3, 3, DEGREES)], lambda kv_heads, group, degrees: degrees == (4, 6)),

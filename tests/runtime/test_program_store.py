@@ -130,6 +130,7 @@ def test_programs_are_loaded_in_the_background(store):
     assert programs_of()[0].load(str(damaged.digest()))
 
 
+@pytest.mark.thorough
 def test_what_jax_had_compiled_is_not_stored(store, tmp_path, monkeypatch):
     """It comes out of JAX's own cache, or out of memory: serialized again, it would lack its kernels."""
     jax.config.update("jax_enable_compilation_cache", True)

@@ -53,7 +53,7 @@ def test_draws_follow_the_distribution(knobs):
     assert chi_square < df + 5 * np.sqrt(2 * df) + 3
 
 
-@pytest.mark.parametrize("num_shards", quick_part([0, *SHARDS], lambda shards: shards in (0, 4)))
+@pytest.mark.parametrize("num_shards", quick_part([0, *SHARDS], lambda shards: shards == 0))
 def test_greedy_takes_the_lowest_id_on_a_tie(num_shards):
     z = np.zeros((ROWS, PADDED), np.float32)
     z[0, [20, 4, 11]] = 5

@@ -36,6 +36,7 @@ def test_independent_across_positions_and_ids(rows):
     assert len(np.unique(rows)) > 0.99 * rows.size
 
 
+@pytest.mark.thorough
 def test_same_for_any_number_and_order_of_rows(rows):
     some = noise_function(0, 4096, 4096)(seed_key(3), np.array([40, 2], np.int32))
     np.testing.assert_array_equal(np.float64(some), rows[[40, 2]])

@@ -70,6 +70,7 @@ def ask(running):
         yield lambda **options: client.chat.completions.create(**{"model": "tiny", "messages": QUESTION, **options})
 
 
+@pytest.mark.thorough
 def test_a_schema(ask):
     shape = {"type": "json_schema", "json_schema": {"name": "lamp", "schema": SCHEMA, "strict": True}}
     for temperature in (0, 1):

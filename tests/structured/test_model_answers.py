@@ -23,6 +23,7 @@ def count_valid(llm, schema, temperature, **options):
     return 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [slice(0, None, 20), pytest.param(slice(None), marks=pytest.mark.slow)], ids=str)
 def test_answers_are_valid(llm, part):
     schemas = SUPPORTED[part]

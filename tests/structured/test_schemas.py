@@ -120,6 +120,7 @@ def test_a_schema_that_is_not_supported_is_refused_by_name(schema, message):
         GRAMMARS.match(StructuredOutputs(json=schema))
 
 
+@pytest.mark.thorough
 def test_schemas_of_the_standards_test_suite():
     """Schemas of draft 2020-12 that JSON Schema's own test suite names: ten valid answers each, or a refusal."""
     valid, refused = 0, []

@@ -209,6 +209,7 @@ def by_name(timeline, name):
     return {e.round: e for e in timeline.events if e.name == name}
 
 
+@pytest.mark.thorough
 def test_growth_happens_during_verification(parallel, tmp_path):
     names = {"advance", "expand", "verify", "target->draft", "draft->target"}
     check_trace(parallel, tmp_path, names, ["target", "draft", "transfers", "host"])

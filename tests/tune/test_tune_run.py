@@ -242,6 +242,7 @@ SHARED_RUN = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_every_split_is_measured_and_each_pair_is_released(tune_on, split):
     speedups = {"bs 8, w 8, d 3 (target 1, draft 2)": 2.0, "bs 8, w 8, d 1 (3 shared)": 1.2}
     found, run = tune_on(split(), speedups, plain=lambda llm: 10.0 * llm.devices)

@@ -48,6 +48,7 @@ def damped():
     return scorer, passages, placement
 
 
+@pytest.mark.thorough
 def test_scores_do_not_depend_on_what_was_scored_before(damped):
     scorer, passages, _ = damped
     sets = [all_layers(LAYERS), uniform_layers(LAYERS), parse_layers("attention=2,4;mlp=2,4", LAYERS)]
