@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from marks import quick_part
 from native_models import LLAMA, write_native, write_tokenizer
 
 from jaxspec import LLM, ConfigError, SamplingParams
@@ -28,7 +29,7 @@ def plain(model):
     return model.with_method("ar")
 
 
-@pytest.fixture(scope="module", params=DRAFTING)
+@pytest.fixture(scope="module", params=quick_part(DRAFTING, lambda name: name not in ("auto", "specexec")))
 def drafting(request, model):
     return model.with_method(request.param)
 

@@ -18,6 +18,7 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import XLA, assert_close, assert_same_bits, needs_native, run
+from marks import quick_part
 
 from pallas_kernels import registry
 from pallas_kernels.tree_attention import tree_attention
@@ -194,7 +195,10 @@ def test_any_tree(model, rows, length, sliding_window, seed):
 
 @needs_native
 @pytest.mark.parametrize("sliding_window", WINDOWS)
-@pytest.mark.parametrize("rows, models", [(1, (1, 5)), (5, (0, 9)), (64, (2, 3)), (200, (1, 7))])
+@pytest.mark.parametrize(
+    "rows, models",
+    quick_part([(1, (1, 5)), (5, (0, 9)), (64, (2, 3)), (200, (1, 7))], lambda rows, _: rows in (5, 200)),
+)
 def test_causal_chunks(rows, models, sliding_window):
     """Against numpy, as a tree that is a chain, token by token, in parts, and with some active rows."""
     rng = np.random.default_rng(rows)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import quick_part
 
 from pallas_kernels import registry
 from pallas_kernels.exact_rows import MOST_ROWS
@@ -127,7 +128,7 @@ class Text:
 
 
 @pytest.mark.parametrize("sliding", [None, 40])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick_part(FORMS, lambda form: form == "cpu"))
 def test_attention(form, sliding):
     """A token's result does not depend on which of the tokens before it lie in the window, nor on rows beside it."""
     text = Text()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import assert_close, numbers, random_weight, run
+from marks import quick_part
 from scipy.special import expit
 from test_linear_triton import SHARES, product_and_bound
 
@@ -55,10 +56,10 @@ def test_other_formats_have_no_columns():
 
 
 # Tiles of 8 to 128 rows, and more than one; the last block of outputs is not full.
-@pytest.mark.parametrize(("name", "rows"), [
+@pytest.mark.parametrize(("name", "rows"), quick_part([
     ("int4_g32", 5), ("int4_g64", 1), ("int4_g128", 13), ("int8_g32", 8), ("int8_g64", 64), ("int8_g128", 2),
     ("q8_0", 1), ("q4_0", 9), ("int4_g64", 150),
-])  # fmt: skip
+], lambda name, rows: name == "int4_g64" and rows == 1 or name == "q4_0"))  # fmt: skip
 def test_equals_the_reference(name, rows):
     x, columns, weight = operands(name, rows, 584, 1280)
     assert_close(run(linear_parts, x, columns, kernels=KERNELS)[0], *product_and_bound(x, weight))

@@ -23,12 +23,9 @@ METHODS = {
     "chain": ("same", Chain(4)),
     "specexec": ("layer", SpecExec(7)),
 }
-FAST = [
-    *(("mixtral", "lookup"), ("mixtral", "chain"), ("qwen2-moe", "specexec")),
-    *(("gemma4", "chain"), ("gemma4-large", "specexec")),
-    *(("lfm2", "chain"), ("lfm2", "specexec")),
-    *(("gemma2", "chain"), ("olmo2", "specexec"), ("gpt-oss", "specexec"), ("exaone4", "specexec")),
-]
+# One for each kind of layer: experts, layers of several kinds, recurrent layers, two norms around a part, sinks. That
+# chains and trees of every family have the bits of plain decoding is tested without methods.
+FAST = [("mixtral", "chain"), ("gemma4", "chain"), ("lfm2", "specexec"), ("gemma2", "chain"), ("gpt-oss", "specexec")]
 # Four devices, on which neither heads nor experts divide.
 WIDE = [
     *(("mixtral", "chain"), ("qwen2-moe", "chain"), ("gemma2", "chain"), ("olmo2", "chain"), ("gemma3", "specexec")),
@@ -45,7 +42,7 @@ def check(tokens_by, family, **sampling):
     ("family", "method"),
     # Copies are verified as the rows of a chain are: one family tells.
     fast_part(
-        [case for case in itertools.product(MORE_FAMILIES, METHODS) if case[1] != "lookup" or case in FAST],
+        [case for case in itertools.product(MORE_FAMILIES, METHODS) if case[1] != "lookup" or case[0] == "mixtral"],
         lambda *case: case in FAST,
     ),
 )

@@ -8,6 +8,8 @@ from marks import quick_part
 from method_cases import (
     BASIC,
     CHAIN_TP4,
+    LLAMA_CHAIN,
+    LLAMA_LOOKUP,
     PROMPT,
     case_id,
     engine_of,
@@ -64,7 +66,7 @@ def check_conversation(engine, params, monkeypatch, **sampling):
 
 @pytest.mark.parametrize(
     "case",
-    quick_part([*BASIC, CHAIN_TP4], lambda case: case.method.name in ("chain", "lookup") and case.degree == 1),
+    quick_part([*BASIC, CHAIN_TP4], lambda case: case in (LLAMA_CHAIN, LLAMA_LOOKUP)),
     ids=case_id,
 )
 def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):

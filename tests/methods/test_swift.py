@@ -108,7 +108,7 @@ def test_tokens_on_a_mesh_with_a_program_for_each_set():
 @pytest.mark.thorough
 def test_rounds_do_not_wait_for_a_new_program(monkeypatch, caplog):
     """They go on with the old set while another one's program is compiled, and where that fails."""
-    drafter = runner_of(engine_of(EACH, "qwen2", 4)).drafter
+    drafter = runner_of(engine_of(EACH, "mistral")).drafter
     old, compile_, may_finish = drafter.layers, drafter._compile, threading.Event()
     wanted = [parse_layers(text, LAYERS) for text in ("mlp=1-2", "mlp=3-4")]
 

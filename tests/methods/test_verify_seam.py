@@ -104,7 +104,7 @@ def accepted_by(batch, future):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(
     "case",
-    quick_part(CASES, lambda case: case.family in ("llama", "mistral")),
+    quick_part(CASES, lambda case: case.family == "llama"),
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_any_tree_gives_the_tokens_of_plain_decoding(case, sampling):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from marks import quick_part
 from offload_cases import checkpoint, decode, make_pair, stream_of
 
 from jaxspec.checkpoint.native import checkpoint as native_checkpoint
@@ -144,9 +145,10 @@ def run_fault(model, kind, rng, monkeypatch):
 FAULTS = (read_error, no_map, out_of_memory, truncate, flip_bit, remove)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault"), [*((KINDS[i % 3], fault) for i, fault in enumerate(FAULTS)), ("native q8_0", flip_bit)]
-)
+CASES = [*((KINDS[i % 3], fault) for i, fault in enumerate(FAULTS)), ("native q8_0", flip_bit)]
+
+
+@pytest.mark.parametrize(("kind", "fault"), quick_part(CASES, lambda kind, _: kind != "float32"))
 def test_the_error_says_what_and_where(models, kind, fault, monkeypatch):
     """The next request gives the tokens of an undisturbed one."""
     model, errors = models[kind], []
