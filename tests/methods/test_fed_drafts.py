@@ -131,13 +131,12 @@ CASES = [
     Case("gemma2", 1, "fed", Chain(2)),
     *(case for case in (*BLOCKS, *PARALLEL, *MTP, *ASSISTANTS) if case not in FAST),
 ]
+PARTS = quick_part(fast_part(CASES, lambda case: case in FAST), lambda case: case in QUICK)
 LAW = {"temperature": 2.5, "presence_penalty": 0.4}
 KINDS = ("copy", "random", "adversarial", "constant", "broken")
 
 
-@pytest.mark.parametrize(
-    "case", quick_part(fast_part(CASES, lambda case: case in FAST), lambda case: case in QUICK), ids=case_id
-)
+@pytest.mark.parametrize("case", PARTS, ids=case_id)
 def test_tokens_are_those_of_plain_decoding(case):
     samplings = exact_samplings(case)
     for index, draft in enumerate(KINDS):
@@ -151,9 +150,7 @@ def test_tokens_are_those_of_plain_decoding(case):
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "T=1"])
-@pytest.mark.parametrize(
-    "case", quick_part(fast_part(CASES, lambda case: case in FAST), lambda case: case in QUICK), ids=case_id
-)
+@pytest.mark.parametrize("case", PARTS, ids=case_id)
 def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, sampling):
     for index, draft in enumerate(("copy", "random", "adversarial")):
         prompt = (PROMPT, LONG_PROMPT, PROMPT[:1])[index]

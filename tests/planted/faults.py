@@ -1,4 +1,4 @@
-"""Planted faults: mistakes that a change of the code could make, and the test of the fast suite that must find each.
+"""Planted faults: mistakes that a change of the code could make, and the test of `.ci/run` that must find each.
 
 Each fault replaces one function of the package by a version with one mistake, in every module that has imported it.
 """

@@ -1,4 +1,4 @@
-"""Each planted fault fails the test that the table names; without a fault the fast suite passes."""
+"""Each planted fault fails the test that the table names; without a fault it passes."""
 
 import sys
 from pathlib import Path
@@ -36,7 +36,7 @@ def forget():
 
 
 def run_tests(tests):
-    """Run tests of the fast suite in this process."""
+    """Run tests of `.ci/run` in this process."""
     outcomes = Outcomes()
     forget()
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
@@ -46,7 +46,7 @@ def run_tests(tests):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_fast_suite_finds_it(name):
+def test_a_test_finds_it(name):
     with planted(FAULTS[name]):
         status, outcomes = run_tests([FAULTS[name].found_by])
     # The test ran and failed. An error on the way to it would be another status, or no failure.
