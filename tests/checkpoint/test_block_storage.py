@@ -385,7 +385,8 @@ def test_accelerators_keep_blocks(case, gpu, degree, tmp_path, monkeypatch):
     assert as_numbers.weights == Storage("float32")
 
 
-@pytest.mark.parametrize(("case", "degree"), [("q4_0", 1), pytest.param("q8_0", 2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("case", "degree"), [("q4_0", 1), ("q8_0", 2)])
 def test_tpus_keep_blocks_of_integers(case, degree, tmp_path):
     """In columns, all but embedding and head; the logits are those of the numbers, rounded to bfloat16."""
     cfg, kind = CASES[case]

@@ -223,6 +223,7 @@ def test_where_nothing_pays_a_round_decodes_several_tokens():
         assert sum(emitted.draft_passes for emitted in rounds) < count / 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["constant", "broken"])
 def test_a_draft_that_is_never_sure_is_left_alone(draft):
     """Its tokens have a chance of 1 % by its own account: few are verified, and it is found out all the same."""

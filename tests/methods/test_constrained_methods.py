@@ -83,7 +83,7 @@ FAST = (LLAMA_SPECEXEC, LLAMA_LOOKUP, FED_AUTO, LARGE_REJECTION, *METHODS[-3:])
 @pytest.mark.parametrize("number", range(len(SAMPLINGS)))
 @pytest.mark.parametrize(
     "case",
-    quick_part(fast_part(METHODS, lambda case: case in FAST), lambda case: case.method.name in ("lookup", "specexec")),
+    quick_part(fast_part(METHODS, lambda case: case in FAST), lambda case: case.method.name == "specexec"),
     ids=lambda case: f"{case.method.name}-{case.geometry}",
 )
 def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):

@@ -312,6 +312,7 @@ def test_a_profile_holds_for_one_machine_and_one_pair(store, monkeypatch):
     assert len(paths) == 5
 
 
+@pytest.mark.thorough
 def test_where_nothing_is_measured(store, monkeypatch):
     assert find_costs(None, models_of(CASE), 16) is None
     models = models_of(CASE)

@@ -173,12 +173,13 @@ def test_partial_sums_cross_in_bfloat16(degree):
     assert tokens_of(rounds[1]) == tokens_of(rounds[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("platform", "degree", "case", "sampling"),
     [
         pytest.param("gpu", 1, LLAMA_SPECEXEC, "T=1", marks=pytest.mark.slow),
         ("gpu", 2, LLAMA_CHAIN, "greedy"),
-        pytest.param("gpu", 1, LLAMA_CHAIN._replace(family="mixtral"), "T=1", marks=pytest.mark.thorough),
+        ("gpu", 1, LLAMA_CHAIN._replace(family="mixtral"), "T=1"),
         pytest.param("cpu", 1, LLAMA_SPECEXEC, "penalties", marks=pytest.mark.slow),
         pytest.param("gpu", 1, IN_TURN, "greedy", marks=pytest.mark.slow),
     ],

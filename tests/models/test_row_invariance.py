@@ -100,7 +100,9 @@ def tree_logits(family, kernels, degree):
             ("olmo2", 6),
             *((family, 2) for family in ("exaone4", "glm4", "granite")),
         ],
-        lambda family, degree: (family, degree) in (("mistral", 1), ("olmo2", 6), ("qwen2-moe", 4), ("glm4", 2)),
+        lambda family, degree: (
+            (family, degree) in (("mistral", 1), ("qwen3", 3), ("olmo2", 6), ("qwen2-moe", 4), ("glm4", 2))
+        ),
     ),
 )
 def test_native_and_xla_agree_within_rounding(family, degree):
