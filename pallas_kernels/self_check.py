@@ -157,7 +157,7 @@ def _run(o):
         "linear": linear(o["x"], o["dense"]),
         "swiglu": swiglu(o["x"], o["dense"]),
         "experts": experts(*operands, 2, scores="renormalised"),
-        "experts with biases": experts(*operands, 2, scores="chosen", clamp=CLAMP, **biases),
+        "experts with biases": experts(*operands, 2, scores="chosen", activation=CLAMP, **biases),
         "chosen_experts after choose_experts": _choose_and_mix(o),
         "rms_norm": rms_norm(o["x"], o["scale"], EPSILON),
         "sum of add_norm": summed,

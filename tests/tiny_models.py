@@ -89,11 +89,23 @@ MORE_FAMILIES: dict[str, ModelConfig] = {
         _BASE, **_GEMMA4, logit_softcap=12.0,
         kinds=LayerKinds(12, 3, sharing=2, sharing_mlp_dim=140, inputs_dim=5),
     ),
-    "gemma4-large": dataclasses.replace(_BASE, **_GEMMA4, kinds=LayerKinds(12, 1, keys_are_values=True)),
+    "gemma4-large": dataclasses.replace(
+        _BASE, **_GEMMA4, kinds=LayerKinds(12, 1, keys_are_values=True),
+        experts=ExpertsConfig(5, 2, 37, shared_dim=70, beside=True),
+    ),
     "qwen3.5": dataclasses.replace(
         _BASE, family="qwen3_5_text", num_layers=4, qk_norm=True, attention_gate=True, rope=RopeConfig(partial=0.5),
         recurrent=RecurrentConfig("delta", (True, True, False, True), 4, 2, 0, 6, 16, 12),
     ),
+}  # fmt: skip
+
+# Gemma 4, and one with experts, with KV heads for two devices.
+FOR_TWO_DEVICES = {
+    f"{name}-two": dataclasses.replace(
+        MORE_FAMILIES[name], num_heads=8, num_kv_heads=2,
+        kinds=dataclasses.replace(MORE_FAMILIES[name].kinds, full_kv_heads=2),
+    )
+    for name in ("gemma4", "gemma4-large")
 }  # fmt: skip
 ALL_FAMILIES = FAMILIES | MORE_FAMILIES
 

@@ -15,7 +15,7 @@ from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.kv_cache import init_cache
-from jaxspec.models.mixture import mix_rows
+from jaxspec.models.mixture import mix_beside, mix_rows
 from jaxspec.models.params import ROUTED_PARAMS, Params
 from jaxspec.models.transformer import multiply_heads, project_out, vocab_logits
 from jaxspec.offload.executor import TargetPass, make_sequence
@@ -183,7 +183,7 @@ def roofline_pass(
             x = project_out(layer, heads[:, :inputs], None) + jnp.sum(heads[:, inputs:])
             if "router" in layer:
                 assert experts is not None  # a mixture has them
-                x = mix_rows(layer, experts, x, None)
+                x = mix_beside(layer, experts, x, 1e-6, None) if experts.beside else mix_rows(layer, experts, x, None)
                 continue
             gate_up = layer["gate_up"]
             hidden = linear(x, as_matrix(gate_up, 2 * gate_up.shape[1]))

@@ -46,7 +46,7 @@ class AssistantSource(HFSource):
         layers = own.integer("num_hidden_layers")
         if own.integer("num_kv_shared_layers", default=0, minimum=0) not in (0, layers):
             own.refuse("num_kv_shared_layers", "all layers of an assistant take the keys of its target")
-        unlike = {"use_double_wide_mlp": False, "hidden_size_per_layer_input": 0}
+        unlike = {"use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "enable_moe_block": False}
         for key, plain in unlike.items():
             if own.get(key, plain) != plain:
                 own.refuse(key, "assistants do not have it")

@@ -123,7 +123,7 @@ def _split_rows(
     known = {"gate_up_proj": (("gate_proj", "up_proj"), (F, D)), "down_proj": (("down_proj",), (D, F))}
     split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        prefix, _, part = name.rpartition(".mlp.experts.")
+        prefix, _, part = name.rpartition(".experts.")
         if part not in known:
             split[name] = tensor
             continue
@@ -132,7 +132,7 @@ def _split_rows(
         if tensor.shape != wanted:
             raise CheckpointError(f"{path}: {name!r} is {list(tensor.shape)}, not {list(wanted)}")
         for place in range(E * len(parts)):
-            made = f"{prefix}.mlp.experts.{place // len(parts)}.{parts[place % len(parts)]}.weight"
+            made = f"{prefix.removesuffix('.mlp')}.mlp.experts.{place // len(parts)}.{parts[place % len(parts)]}.weight"
             split[made] = cut(tensor, place * size, size, View(shape, 0, 0, 1, False))
     return split
 

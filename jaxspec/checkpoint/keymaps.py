@@ -292,6 +292,16 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
             add(f"layers.{index}.input_out", (name_of(index, "per_layer_projection"), (D, P)))
             add(f"layers.{index}.input_norm", (name_of(index, "post_per_layer_input_norm"), (D,)))
 
+    def add_beside(index: int, count: int) -> None:
+        """What experts beside an MLP have more; the router takes the factors of its inputs in."""
+        layer, root = f"model.layers.{index}", np.float32(D**-0.5)
+        add(f"layers.{index}.router", (f"{layer}.router.proj.weight", (count, D)), (f"{layer}.router.scale", (D,)),
+            assemble=lambda arrays: arrays[0].astype(np.float32) * (arrays[1].astype(np.float32) * root))  # fmt: skip
+        add(f"layers.{index}.router_scale", (f"{layer}.router.per_expert_scale", (count,)))
+        norms = {"shared_post": "post_feedforward_layernorm_1", "experts": "pre_feedforward_layernorm_2"}
+        for leaf, name in (norms | {"experts_post": "post_feedforward_layernorm_2"}).items():
+            add(f"layers.{index}.{leaf}_norm", (name_of(index, name), (D,)))
+
     if kinds is not None and kinds.inputs_dim:
         rows = cfg.num_layers * kinds.inputs_dim
         add("inputs_embed", ("model.embed_tokens_per_layer.weight", (V, rows)))
@@ -311,7 +321,10 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
         if experts is None:
             add_swiglu(index, "", ("mlp",), cfg.layer_mlp_dim(index))
         else:
-            add(f"{leaf}.router", (name_of(index, "mlp.gate"), (experts.count, D)))
+            if experts.beside:
+                add_beside(index, experts.count)
+            else:
+                add(f"{leaf}.router", (name_of(index, "mlp.gate"), (experts.count, D)))
             add_swiglu(index, "", [f"mlp.experts.{i}" for i in range(experts.count)], experts.dim)
             if experts.biases:
                 E, F = experts.count, experts.dim
@@ -320,8 +333,9 @@ def recipes(cfg: ModelConfig, storage: Storage | Any = jnp.float32) -> dict[str,
                 add(f"{leaf}.gate_up_bias", *projections, assemble=functools.partial(np.stack, axis=1))
                 add(f"{leaf}.down_bias", (name_of(index, "mlp.experts.down_proj", "bias"), (E, D)))
             if experts.shared_dim:
-                add(f"{leaf}.shared_gate", (name_of(index, "mlp.shared_expert_gate"), (1, D)))
-                add_swiglu(index, "shared_", ("mlp.shared_expert",), experts.shared_dim)
+                if not experts.beside:
+                    add(f"{leaf}.shared_gate", (name_of(index, "mlp.shared_expert_gate"), (1, D)))
+                add_swiglu(index, "shared_", ("mlp" if experts.beside else "mlp.shared_expert",), experts.shared_dim)
     # In the order of the declaration.
     return {name: made[name] for name in infos}
 

@@ -157,7 +157,9 @@ class ModelConfig:
             problem = "recurrent layers are no part of a fed draft or of one made of some layers, and have norms 'pre'"
             _require(plain, problem)
         if self.experts is not None:
-            _require(self.activation == "silu", f"experts with activation {self.activation!r} are not supported")
+            beside = self.experts.beside
+            known = self.activation == ("gelu" if beside else "silu") and beside == (self.kinds is not None)
+            _require(known, f"experts with activation {self.activation!r} are not supported")
             listed = len(self.experts.layers)
             _require(listed in (0, L), f"experts layers names {listed} layers, the model has {L}")
         if ids:
@@ -182,9 +184,9 @@ class ModelConfig:
                 _require(as_wide, "a feature draft with its target's head is as wide as the target")
 
     def _check_kinds(self, kinds: LayerKinds) -> None:
-        plain = self.units is None and self.recurrent is None and self.experts is None
+        plain = self.units is None and self.recurrent is None
         fed, borrows = self.features is not None, self.keys_are_lent
-        problem = "layers of two kinds are no part of a fed draft or of one made of some layers, and have no experts"
+        problem = "layers of two kinds are no part of a fed draft or of one made of some layers"
         _require(plain and fed == borrows, problem)
         K, L = kinds.full_kv_heads, self.num_layers
         _require(self.num_heads % K == 0, f"num_heads {self.num_heads} is not a multiple of full_kv_heads {K}")
@@ -295,7 +297,7 @@ _LATER_FIELDS = (
     "logit_scale", "recurrent", "kinds", "attention_gate",
 )  # fmt: skip
 _LATER_ROPE_FIELDS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors", "partial")
-_LATER_EXPERTS_FIELDS = ("chosen_scores", "biases", "limit", "alpha")
+_LATER_EXPERTS_FIELDS = ("chosen_scores", "biases", "limit", "alpha", "beside")
 
 
 def config_to_data(cfg: ModelConfig) -> dict[str, Any]:

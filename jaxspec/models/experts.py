@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxspec.errors import ConfigError
-from pallas_kernels.experts.reference import Clamp, Scores
+from pallas_kernels.experts.reference import Activation, Clamp, Scores
 
 # No published model has a tenth of them. It bounds what a hostile file makes a reader build.
 MOST_EXPERTS = 4096
@@ -29,6 +29,8 @@ class ExpertsConfig:
       limit: of gpt-oss' activation `(up + 1) gate sigmoid(alpha gate)`, with the gate at most `limit` and up within it;
         None for `silu(gate) up`.
       alpha: see `limit`.
+      beside: Gemma 4's kind. An MLP of `shared_dim` and the experts stand side by side, each with norms of its own, and
+        both activate by gelu. The router norms the residual stream, and each expert's scores have a factor of its own.
     """
 
     count: int
@@ -41,6 +43,7 @@ class ExpertsConfig:
     biases: bool = False
     limit: float | None = None
     alpha: float = 1.702
+    beside: bool = False
 
     def __post_init__(self):
         """Refuse mixtures that cannot be built, naming both numbers."""
@@ -55,6 +58,8 @@ class ExpertsConfig:
             raise ConfigError(f"experts per_token {self.per_token} must be at most the {self.count} experts there are")
         if self.chosen_scores and not self.renormalise:
             raise ConfigError("experts with chosen_scores have scores that add up to one; renormalise must be true")
+        if self.beside and (not self.shared_dim or self.biases or self.limit is not None or not self.renormalise):
+            raise ConfigError("experts beside an MLP of shared_dim are plain ones with renormalised scores")
         for name, factor in (("limit", self.limit), ("alpha", self.alpha)):
             if factor is not None and not factor > 0:
                 raise ConfigError(f"experts {name} must be positive, got {factor}")
@@ -65,8 +70,10 @@ class ExpertsConfig:
         return "chosen" if self.chosen_scores else "renormalised" if self.renormalise else "all"
 
     @property
-    def clamp(self) -> Clamp | None:
-        """The activation, where it is not silu's."""
+    def activation(self) -> Activation:
+        """The activation, as the operation names it."""
+        if self.beside:
+            return "gelu"
         return None if self.limit is None else Clamp(self.limit, self.alpha)
 
 

@@ -16,7 +16,9 @@ from jaxspec.models.params import Params
 from jaxspec.pytree import pytree
 from pallas_kernels.experts import choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, as_matrix, linear
-from pallas_kernels.swiglu import swiglu
+from pallas_kernels.linear_sum import all_reduce, linear_sum
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.swiglu import geglu, swiglu
 
 
 @pytree
@@ -41,10 +43,31 @@ def mix_rows(layer: Params, mixture: ExpertsConfig, x: jax.Array, active_rows: j
     first = 0 if is_whole else jax.lax.axis_index(TENSOR_AXIS) * gate_up.shape[0]
     mixed = experts(
         x, _logits(layer, mixture, x, active_rows), _merge_gate_up(gate_up), layer["down"], mixture.per_token,
-        scores=mixture.scores, first=first, active_rows=active_rows, clamp=mixture.clamp,
+        scores=mixture.scores, first=first, active_rows=active_rows, activation=mixture.activation,
         **_biases(layer, mixture, is_whole),
     )  # fmt: skip
     return _add_shared(layer, mixture, x, mixed, active_rows)
+
+
+def mix_beside(
+    layer: Params, mixture: ExpertsConfig, x: jax.Array, eps: float, active_rows: jax.Array | None
+) -> jax.Array:
+    """Rows of the residual stream through an MLP and experts beside it, [T, D] -> [T, D] float32, over all shards."""
+    gate_up = as_matrix(layer["shared_gate_up"], 2 * layer["shared_gate_up"].shape[1])
+    hidden = geglu(rms_norm(x, layer["mlp_norm"], eps), gate_up, active_rows)
+    dense = linear_sum(hidden, as_matrix(layer["shared_down"], x.shape[1]), TENSOR_AXIS, active_rows)
+    logits = linear(rms_norm(x, jnp.ones(x.shape[1]), eps), layer["router"], active_rows)
+    choice, score = choose_experts(logits, mixture.per_token, scores=mixture.scores, active_rows=active_rows)
+    score = score * jnp.take(layer["router_scale"], choice, mode="clip")
+    held = layer["gate_up"].shape[0]
+    first = 0 if held == mixture.count else jax.lax.axis_index(TENSOR_AXIS) * held
+    places = jnp.arange(mixture.count, dtype=jnp.int32) - first
+    mixed = chosen_experts(
+        rms_norm(x, layer["experts_norm"], eps), choice, score, jnp.where(places < held, places, -1),
+        _merge_gate_up(layer["gate_up"]), layer["down"], activation=mixture.activation,
+    )  # fmt: skip
+    mixed = all_reduce(mixed, layer["down"], TENSOR_AXIS)
+    return rms_norm(dense, layer["shared_post_norm"], eps) + rms_norm(mixed, layer["experts_post_norm"], eps)
 
 
 def route_rows(
@@ -62,7 +85,7 @@ def mix_routed_rows(
     """The second half of `mix_rows`: `gate_up` and `down` hold a part of expert i at `places[i]`, int32 [E]."""
     mixed = chosen_experts(
         routed.normed, routed.choice, routed.score, places, _merge_gate_up(layer["gate_up"]), layer["down"],
-        clamp=mixture.clamp, **_biases(layer, mixture, True),
+        activation=mixture.activation, **_biases(layer, mixture, True),
     )  # fmt: skip
     return _add_shared(layer, mixture, routed.normed, mixed, active_rows)
 

@@ -27,8 +27,8 @@ Params = dict[str, Any]
 # Parameters of a layer's MLP block; the others are its attention's.
 MLP_PARAMS = (
     "mlp_norm", "mlp_post_norm", "gate_up", "down", "gate_up_order", "down_order", "router", "shared_gate",
-    "shared_gate_up", "shared_down", "router_bias", "gate_up_bias", "down_bias", "input_gate", "input_out",
-    "input_norm", "scale",
+    "shared_gate_up", "shared_down", "router_bias", "router_scale", "gate_up_bias", "down_bias", "input_gate",
+    "input_out", "input_norm", "scale", "shared_post_norm", "experts_norm", "experts_post_norm",
 )  # fmt: skip
 
 # Those of which a mixture of experts has one for each expert: weights, and all of them.
@@ -172,10 +172,14 @@ def declare_params(cfg: ModelConfig, storage: Storage | Any) -> Params:
             shape, axes = (experts.count, 2, experts.dim), ("experts", None, "expert_mlp")
             layer["gate_up_bias"] = ArrayInfo(shape, jnp.float32, axes, multiple=columns)
             layer["down_bias"] = ArrayInfo((experts.count, D), jnp.float32, ("experts", "embed"))
-        if experts.shared_dim:
+        if experts.beside:
+            layer["router_scale"] = ArrayInfo((experts.count,), jnp.float32, (None,))
+            layer |= dict.fromkeys(("shared_post_norm", "experts_norm", "experts_post_norm"), norm)
+        elif experts.shared_dim:
             layer["shared_gate"] = ArrayInfo((1, D), jnp.float32, (None, "embed"))
+        if experts.shared_dim:
             layer |= _declare_swiglu(storage, name, "shared_", (), experts.shared_dim, D)
-        return layer
+        return layer | declare_own_inputs(name)
 
     def declare_own_inputs(name: str) -> Params:
         """What a layer makes of its own inputs, and the number that its result is multiplied by."""

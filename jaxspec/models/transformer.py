@@ -22,7 +22,7 @@ from jaxspec.models.features import NORMED, keys_state
 from jaxspec.models.heads import head_layout, split_slots
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.mixture import Routed, mix_routed_rows, mix_rows, route_rows
+from jaxspec.models.mixture import Routed, mix_beside, mix_routed_rows, mix_rows, route_rows
 from jaxspec.models.params import Params
 from jaxspec.models.quantization import PARTS
 from jaxspec.models.recurrent import refuse_window
@@ -488,6 +488,8 @@ def _run_layer(
         with jax.named_scope("mlp"):
             if experts is None:
                 result = feed_forward(layer, cfg, x, active_rows, linear_over_devices)
+            elif experts.beside:
+                result = mix_beside(layer, experts, x, cfg.norm_eps, active_rows)
             else:
                 result = mix_rows(layer, experts, norm_input(layer, cfg, "mlp_norm", x), active_rows)
                 result = all_reduce(result, layer["down"], TENSOR_AXIS)

@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels import native, registry
 from pallas_kernels.exact_rows import MOST_ROWS, map_tiles
 from pallas_kernels.experts.reference import (
+    Activation,
     Clamp,
     Scores,
     choose_experts_by_xla,
@@ -32,7 +33,7 @@ def experts(
     active_rows: jax.Array | None = None,  # int32 []
     gate_up_bias: jax.Array | None = None,  # [e, 2F] float32
     down_bias: jax.Array | None = None,  # [e, D] float32
-    clamp: Clamp | None = None,
+    activation: Activation = None,
 ) -> jax.Array:  # [T, D] float32
     """The sum of each row's best experts' results, each times its score; a partial sum where devices share experts.
 
@@ -52,7 +53,7 @@ def experts(
         for all. Only native kernels save time by it.
       gate_up_bias: added to the results of gate and up projection; None for none.
       down_bias: added to an expert's result before its score; None for none.
-      clamp: another activation in place of silu.
+      activation: another one in place of silu.
 
     The bits of a row's result do not depend on the other rows with native kernels. They read the weights of those
     experts only that some row is sent to. With exact numerics XLA computes up to 64 rows one after the other.
@@ -66,17 +67,17 @@ def experts(
     if not kernels.native:
         biases = gate_up_bias, down_bias
         mix = lambda x, logits: experts_by_xla(  # noqa: E731
-            x, logits, gate_up, down, per_token, scores, first, biases, clamp
+            x, logits, gate_up, down, per_token, scores, first, biases, activation
         )
         return _row_by_row(mix, x, logits)
     (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
+    limit, alpha = _numbers_of(activation)
     none = jnp.zeros((0,), jnp.float32)
     return native.call(
         "experts", jax.ShapeDtypeStruct(x.shape, jnp.float32), x.astype(jnp.float32), logits, up_data, down_data,
         none if gate_up_bias is None else gate_up_bias, none if down_bias is None else down_bias, jnp.int32(first),
         native.row_count(active_rows, x), gate_up_format=up_format, down_format=down_format,
-        columns=columns, per_token=per_token, scores=scores, limit=np.float32(clamp.limit if clamp else 0),
-        alpha=np.float32(clamp.alpha if clamp else 0), threads=kernels.threads,
+        columns=columns, per_token=per_token, scores=scores, limit=limit, alpha=alpha, threads=kernels.threads,
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def chosen_experts(
     *,
     gate_up_bias: jax.Array | None = None,  # [E, 2F] float32
     down_bias: jax.Array | None = None,  # [E, D] float32
-    clamp: Clamp | None = None,
+    activation: Activation = None,
 ) -> jax.Array:  # [T, D] float32
     """The second half of `experts`, with weights that lie in any order: those of expert i at `places[i]`.
 
@@ -135,17 +136,23 @@ def chosen_experts(
     if not kernels.native:
         biases = gate_up_bias, down_bias
         mix = lambda x, choice, score: chosen_experts_by_xla(  # noqa: E731
-            x, choice, score, places, gate_up, down, biases, clamp
+            x, choice, score, places, gate_up, down, biases, activation
         )
         return _row_by_row(mix, x, choice, score)
     (up_data, up_format), (down_data, down_format) = native_weight(gate_up), native_weight(down)
+    limit, alpha = _numbers_of(activation)
     return native.call(
         "chosen_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32), x.astype(jnp.float32), choice, score, places,
         up_data, down_data, none if gate_up_bias is None else gate_up_bias, none if down_bias is None else down_bias,
-        gate_up_format=up_format, down_format=down_format, columns=columns,
-        limit=np.float32(clamp.limit if clamp else 0), alpha=np.float32(clamp.alpha if clamp else 0),
+        gate_up_format=up_format, down_format=down_format, columns=columns, limit=limit, alpha=alpha,
         threads=kernels.threads,
     )  # fmt: skip
+
+
+def _numbers_of(activation: Activation) -> tuple[np.float32, np.float32]:
+    """Limit and alpha of an activation, as the native operations take it: a limit of 0 is silu, one below it gelu."""
+    clamp = activation if isinstance(activation, Clamp) else Clamp(-1.0 if activation == "gelu" else 0.0, 0.0)
+    return np.float32(clamp.limit), np.float32(clamp.alpha)
 
 
 def _row_by_row(function: Callable[..., Any], *rows: jax.Array) -> Any:

@@ -6,6 +6,7 @@
 
 #include "../linear/weight_format.h"
 #include "../native/handler.h"
+#include "../native/lanes.h"
 #include "routing.h"
 
 namespace jaxspec {
@@ -90,6 +91,16 @@ void add_bias(const float* bias, int64_t rows, int64_t count, float* y, int64_t 
   for (int64_t r = 0; r < rows; r++) add_scaled(bias, 1.0f, count, y + r * y_stride);
 }
 
+// y = gelu(gate) * up, by tanh: (1 + tanh(a)) / 2 = 1 / (1 + exp(-2 a)), where a = sqrt(2 / pi) (g + 0.044715 g^3).
+void activate_gelu(const float* gate, const float* up, int64_t count, float* y) {
+  const Lanes one = set(1.0f), linear = set(-1.5957691216f), cubic = set(-0.0713548163f);
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const int n = static_cast<int>(std::min<int64_t>(kLanes, count - c));
+    const Lanes g = load(gate + c, n), u = load(up + c, n);
+    store(y + c, g / (one + exp(g * (linear + cubic * (g * g)))) * u, n);
+  }
+}
+
 // What the handlers have in common: the weights of the experts that are here, their biases and their activation.
 struct Experts {
   ffi::AnyBuffer gate_up, down;
@@ -138,6 +149,8 @@ ffi::Error mix(ThreadPool& pool, const Floats& x, const Routing& routing, const 
                  float* out = h + (expert.first + r) * columns + from;
                  if (limit > 0) {
                    activate_clamped(gate + r * unit, linear + r * unit, n, limit, alpha, out);
+                 } else if (limit < 0) {
+                   activate_gelu(gate + r * unit, linear + r * unit, n, out);
                  } else {
                    activate(gate + r * unit, linear + r * unit, n, out);
                  }

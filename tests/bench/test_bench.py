@@ -254,8 +254,9 @@ def test_roofline_reads_sharded_weights(family, degree, kernels):
 
 @pytest.mark.parametrize(
     ("family", "degree", "kernels"),
-    [("qwen2-moe", 1, choose("auto", "cpu", 1)), ("gpt-oss", 2, Kernels("xla", "cpu"))],
-    ids=["native", "xla"],
+    [(family, 1, choose("auto", "cpu", 1)) for family in ("qwen2-moe", "gemma4-large")]
+    + [("gpt-oss", 2, Kernels("xla", "cpu"))],
+    ids=["native", "beside", "xla"],
 )
 def test_the_roofline_of_a_mixture_counts_the_experts_of_one_row(family, degree, kernels):
     params, experts = tiny_params(family, degree), ALL_FAMILIES[family].experts

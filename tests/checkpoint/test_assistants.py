@@ -78,6 +78,7 @@ REFUSED = {
     "other layers": ({}, dict(num_kv_shared_layers=1), {}, "num_kv_shared_layers is 1; all layers of an assistant"),
     "wide": ({}, dict(use_double_wide_mlp=True), {}, "use_double_wide_mlp is True; assistants do not have it"),
     "inputs": ({}, dict(hidden_size_per_layer_input=8), {}, "hidden_size_per_layer_input is 8; assistants do not"),
+    "experts": ({}, dict(enable_moe_block=True), {}, "enable_moe_block is True; assistants do not have it"),
     "another model": ({}, dict(model_type="llama"), {}, "lacks text_config of model_type 'gemma4_text'"),
     "a setting": (dict(new_thing=3), {}, {}, "new_thing is 3; this setting is not known"),
     "a tensor": ({}, {}, {"more.weight": np.zeros(3, np.float32)}, "1 unexpected .more.weight"),

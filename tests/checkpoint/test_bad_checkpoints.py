@@ -132,6 +132,12 @@ def test_window_of_unknown_layers(tmp_path):
         open_gguf(path)
 
 
+def test_gguf_of_experts_beside_an_mlp(tmp_path):
+    path = write_gguf(tmp_path / "bad.gguf", tiny_config("gemma4_text"), changes={"gemma4.expert_count": 8})
+    with pytest.raises(ConfigError, match="gemma4.expert_count is 8; experts beside an MLP are not supported"):
+        open_gguf(path)
+
+
 def test_gguf_without_a_tensor(tmp_path):
     for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
         tensors = {n: t for n, t in random_tensors(tiny_config()).items() if n != name}

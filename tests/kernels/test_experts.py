@@ -42,7 +42,7 @@ def best_experts(logits, renormalise):
     return order, best / best.sum(1, keepdims=True) if renormalise else best
 
 
-def expected(o, renormalise=True, mine=range(E), clamp=None):
+def expected(o, renormalise=True, mine=range(E), activation=None):
     out = np.zeros(o["x"].shape)
     columns = o["down"].shape[2]
     up_bias, down_bias = (o.get(name, np.zeros(E)) for name in ("gate_up_bias", "down_bias"))
@@ -50,11 +50,14 @@ def expected(o, renormalise=True, mine=range(E), clamp=None):
         for expert, score in zip(chosen, scores, strict=True):
             hidden = o["x"][row].astype(np.float64) @ o["gate_up"][expert].T + up_bias[expert]
             gate, up = hidden[:columns], hidden[columns:]
-            if clamp is None:
+            if activation is None:
                 hidden = gate / (1 + np.exp(-gate)) * up
+            elif activation == "gelu":
+                hidden = gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2 * up
             else:
-                gate, up = np.minimum(gate, clamp.limit), np.clip(up, -clamp.limit, clamp.limit)
-                hidden = (up + 1) * gate / (1 + np.exp(-clamp.alpha * gate))
+                limit, alpha = activation.limit, activation.alpha
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+                hidden = (up + 1) * gate / (1 + np.exp(-alpha * gate))
             out[row] += (expert in mine) * score * (hidden @ o["down"][expert].T + down_bias[expert])
     return out
 
@@ -122,7 +125,7 @@ def test_devices_with_some_experts_add_up(kernels):
 
 
 CLAMP = Clamp(0.6, 1.702)
-CHOSEN = {"scores": "chosen", "clamp": CLAMP}
+CHOSEN = {"scores": "chosen", "activation": CLAMP}
 
 
 def with_biases(o, seed=1):
@@ -135,11 +138,20 @@ def with_biases(o, seed=1):
 @pytest.mark.parametrize("rows", [1, 9])
 def test_biases_and_the_clamped_activation(kernels, rows):
     o = with_biases(operands(rows))
-    assert error(run(kernels, o, **CHOSEN), expected(o, clamp=CLAMP)) < 1e-5
-    assert error(expected(o), expected(o, clamp=CLAMP)) > 0.1
+    assert error(run(kernels, o, **CHOSEN), expected(o, activation=CLAMP)) < 1e-5
+    assert error(expected(o), expected(o, activation=CLAMP)) > 0.1
     for left in BIASED:
         some = {name: value for name, value in o.items() if name != left}
         assert error(run(kernels, some), expected(some)) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_gelu(kernels):
+    o = operands(9)
+    assert error(run(kernels, o, activation="gelu"), expected(o, activation="gelu")) < 1e-5
+    assert error(expected(o), expected(o, activation="gelu")) > 1e-3
+    o["gate_up"][0] *= 100  # far beyond where gelu is the identity or zero
+    assert error(run(kernels, o, activation="gelu"), expected(o, activation="gelu")) < 1e-5
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -250,8 +262,8 @@ def in_two_steps(kernels, o, places, active_rows=None, garbage=np.nan, **options
         )
         if active_rows is not None:
             choice = jnp.where(jnp.arange(len(choice))[:, None] < active_rows, choice, -1)
-        clamp = options.get("clamp")
-        out = chosen_experts(o["x"], choice, score, places, o["gate_up"], o["down"], clamp=clamp, **biases)
+        clamp = options.get("activation")
+        out = chosen_experts(o["x"], choice, score, places, o["gate_up"], o["down"], activation=clamp, **biases)
         return out, choice
 
     def spread(weight):
@@ -274,7 +286,7 @@ def test_two_steps_give_the_same_bits(kernels, rows):
     """Wherever the weights of the chosen experts lie, and whatever lies beside them."""
     places = np.random.default_rng(3).permutation(2 * E)[:E].astype(np.int32)
     biased = {"gate_up_bias": np.ones((E, 2 * F), np.float32) / 3, "down_bias": np.ones((E, D), np.float32) / 7}
-    for extra, options in (({}, {}), (biased, {"scores": "chosen", "clamp": Clamp(7.0, 1.702)})):
+    for extra, options in (({}, {}), (biased, {"scores": "chosen", "activation": Clamp(7.0, 1.702)})):
         o = operands(rows) | extra
         got, choice = in_two_steps(kernels, o, places, **options)
         np.testing.assert_array_equal(got, run(kernels, o, **options))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from tiny_models import ALL_FAMILIES, RandomSource
+from tiny_models import ALL_FAMILIES, FOR_TWO_DEVICES, RandomSource
 
 from jaxspec.checkpoint.keymaps import EMBED, HEAD
 from jaxspec.checkpoint.load import load_foreign
@@ -34,13 +34,7 @@ from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement, SharedEmbedding
 from jaxspec.runtime.sharding import round_up
 
-# Gemma 4 with KV heads for two devices.
-FAMILIES = ALL_FAMILIES | {
-    "gemma4-two": dataclasses.replace(
-        ALL_FAMILIES["gemma4"], num_heads=8, num_kv_heads=2,
-        kinds=dataclasses.replace(ALL_FAMILIES["gemma4"].kinds, full_kv_heads=2),
-    )
-}  # fmt: skip
+FAMILIES = ALL_FAMILIES | FOR_TWO_DEVICES
 VOCAB = 101
 # What a draft with the target's embedding proposes: a number of tokens that four devices do not divide.
 HEAD_IDS = tuple(token for token in range(VOCAB) if token % 3)
@@ -128,6 +122,9 @@ CASES = [
     Case("qwen2", 1, "shared", SpecInfer((2, 2))),
     Case("llama", 4, "shared", Chain(3, "rejection")),
     Case("llama", 1, "same", SpecExec(15, ranking="probability")),
+    # Experts beside an MLP.
+    *(Case("gemma4-large", 1, *how) for how in (("same", Chain(4)), ("shared", LLAMA_AUTO.method))),
+    *(Case("gemma4-large-two", 2, *how) for how in (("same", Chain(4)), ("shared", LLAMA_AUTO.method))),
 ]
 
 # Tokens that an engine has room for; 150 in the others.
@@ -206,7 +203,7 @@ def draft_config(family, geometry):
             layers = (NORMED, keys_state(0), keys_state(1))
             return dataclasses.replace(
                 cfg, num_layers=3, embed_dim=32, mlp_dim=30, sliding_layers=(True, True, False), tied=False,
-                shares_embedding=True, logit_softcap=None, kinds=kinds,
+                shares_embedding=True, logit_softcap=None, kinds=kinds, experts=None,
                 features=FeatureConfig(cfg.embed_dim, layers, "assistant", keys_dim=keys),
             )  # fmt: skip
         case "fed block":  # one pass fills a block; two layers with norms of heads

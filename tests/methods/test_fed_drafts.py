@@ -99,6 +99,7 @@ ASSISTANTS = [
     Case("gemma4-two", 2, "fed assistant", Chain(4)),
     Case("gemma4-two", 2, "fed assistant", Auto(draft_cost=1e-3)),
     Case("gemma4", 1, "fed assistant", Auto(draft_cost=1e-3)),
+    Case("gemma4-large-two", 2, "fed assistant", Chain(4)),
     Case("gemma4", 3, "fed assistant", SpecInfer((2, 2, 1))),
     Case("gemma4", 1, "fed assistant", Chain(3, "rejection")),
 ]

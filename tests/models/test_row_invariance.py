@@ -39,7 +39,7 @@ def text(length, seed=0):
 
 BITWISE = [
     ("qwen3", "float32"),
-    *((family, "float32") for family in ("qwen2-moe", "gemma2", "olmo2", "granite", "gemma4")),
+    *((family, "float32") for family in ("qwen2-moe", "gemma2", "olmo2", "granite", "gemma4", "gemma4-large")),
 ]
 
 

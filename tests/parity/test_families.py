@@ -102,6 +102,12 @@ DENSE = {
         )
     ),
     "gemma4-keys-are-values": (Gemma4, GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
+    "gemma4-experts": (
+        Gemma4, GEMMA4 | dict(
+            attention_k_eq_v=True, num_global_key_value_heads=1, enable_moe_block=True, num_experts=6, top_k_experts=2,
+            moe_intermediate_size=24,
+        )
+    ),
     "phi4-mini": (Phi3, dict(rope_parameters=PARTIAL_LONGROPE, original_max_position_embeddings=400)),
     "ministral3": (Ministral3, dict(head_dim=12, rope_parameters=MINISTRAL_ROPE)),
     "ministral3-sliding": (Ministral3, dict(head_dim=8, sliding_window=9, rope_parameters=MINISTRAL_ROPE)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from marks import fast_part
 from native_models import write_native, write_tokenizer
-from tiny_models import MORE_FAMILIES, RandomSource, relative_error
+from tiny_models import FOR_TWO_DEVICES, MORE_FAMILIES, RandomSource, relative_error
 
 import jaxspec
 from jaxspec.checkpoint.load import load_foreign
@@ -26,7 +26,7 @@ TOKENS = np.random.default_rng(0).integers(0, 101, ROWS).astype(np.int32)
 
 
 def logits(family, degree, expert_parallel):
-    cfg = MORE_FAMILIES[family]
+    cfg = (MORE_FAMILIES | FOR_TWO_DEVICES)[family]
     plan = dataclasses.replace(plan_mesh(degree), expert_parallel=expert_parallel)
     target = Placement(cfg, plan, np.dtype("float32"))
     params = load_foreign(RandomSource(cfg), plan, np.dtype("float32"))
@@ -44,12 +44,12 @@ def logits(family, degree, expert_parallel):
 @pytest.mark.parametrize(
     ("family", "degree"),
     fast_part(
-        [("mixtral", 2), ("qwen2-moe", 4), ("qwen3-moe", 3), ("gpt-oss", 4)],
+        [("mixtral", 2), ("qwen2-moe", 4), ("qwen3-moe", 3), ("gpt-oss", 4), ("gemma4-large-two", 2)],
         lambda *case: case in (("qwen2-moe", 4), ("gpt-oss", 4)),
     ),
 )
 def test_logits_of_one_device(family, degree):
-    experts = MORE_FAMILIES[family].experts
+    experts = (MORE_FAMILIES | FOR_TWO_DEVICES)[family].experts
     params, got = logits(family, degree, True)
     _, expected = logits(family, 1, False)
     assert relative_error(got, expected) < 1e-4

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jaxspec.errors import CheckpointError
+from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.families.gemma3 import Gemma3
 from jaxspec.models.families.rope_settings import PARTIAL, find_rope
 from jaxspec.models.families.values import ConfigValues
@@ -28,15 +29,21 @@ class Gemma4(Gemma3):
         "layer_output_scale": "layer_scalar",
     }  # fmt: skip
     norm_offset = 0.0
+    experts_by_rows = True
 
     def read_config(self, values: ConfigValues, num_layers: int) -> dict[str, Any]:
         """As the base class, with the two kinds of layers."""
-        if values.flag("enable_moe_block"):
-            values.refuse("enable_moe_block", "experts beside an MLP are not supported")
         if values.get("use_bidirectional_attention") == "all":
             values.refuse("use_bidirectional_attention", "only causal attention is supported")
-        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-            values.get(key)  # of the experts that are not there
+        experts, keys = None, ("num_experts", "top_k_experts", "moe_intermediate_size")
+        if values.flag("enable_moe_block"):
+            if values.flag("use_double_wide_mlp"):
+                values.refuse("use_double_wide_mlp", "experts beside MLPs of two widths are not supported")
+            count, per_token, dim = (values.integer(key) for key in keys)
+            experts = ExpertsConfig(count, per_token, dim, shared_dim=values.integer("intermediate_size"), beside=True)
+        else:
+            for key in keys:
+                values.get(key)  # of the experts that are not there
         fields = super().read_config(values, num_layers)
         layers = fields["sliding_layers"]
         if len(set(layers)) < 2:
@@ -51,7 +58,7 @@ class Gemma4(Gemma3):
         width, heads = self._read_full(values, layers, fields["num_kv_heads"] if not alike else None)
         mlp_dim = values.integer("intermediate_size") * (2 if wide else 1)
         kinds = LayerKinds(width, heads, sharing, mlp_dim if sharing else 0, alike, inputs)
-        own = {"query_scale": 1.0, "kinds": kinds, "logit_softcap": None}
+        own = {"query_scale": 1.0, "kinds": kinds, "logit_softcap": None, "experts": experts}
         if values.get("final_logit_softcapping") is not None:
             own["logit_softcap"] = values.number("final_logit_softcapping")
         return fields | own
