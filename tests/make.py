@@ -24,7 +24,7 @@ _GGUF_ARCHITECTURES = {
     "mistral": "llama", "gpt_oss": "gpt-oss",
     "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
     "gemma4_text": "gemma4", "olmo3": "olmo2", "ministral3": "mistral3", "granitemoehybrid": "granite",
-    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
 }  # fmt: skip
 # Architectures whose files hold rotary pairs in neighbouring rows, and tensors that a family's file has in one.
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3")
@@ -299,7 +299,12 @@ def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
                 parts.setdefault(f"blk.{pieces[2]}.ffn_{projection}_exps.weight", []).append(tensor)
             continue
         gguf = gguf_name(name, cfg.family)
-        if "linear_attn" in name and cfg.recurrent is not None:
+        if name.endswith("in_proj_qkvz.weight"):
+            named |= split_projection(tensor, f"blk.{pieces[2]}", cfg.recurrent)
+            continue
+        if "linear_attn" in name and cfg.family == "qwen3_next":
+            tensor = -np.exp(tensor) if name.endswith("A_log") else tensor
+        elif "linear_attn" in name and cfg.recurrent is not None:
             tensor = tile_value_heads(-np.exp(tensor) if name.endswith("A_log") else tensor, name, cfg.recurrent)
         for fused, of in _GGUF_FUSED.get(cfg.family, {}).items():
             if gguf.split(".")[2:3] and gguf.split(".")[2] in of:
@@ -310,6 +315,15 @@ def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
             named[gguf] = tensor.squeeze(0 if tensor.ndim == 2 else 1) if whole else tensor
     join = {True: np.stack, False: np.concatenate}
     return named | {name: join["_exps" in name](arrays) for name, arrays in parts.items()}
+
+
+def split_projection(tensor: np.ndarray, layer: str, cfg: RecurrentConfig) -> dict[str, np.ndarray]:
+    """Queries, keys and values of all heads, and their gates, of rows that lie key head by key head."""
+    K, V = cfg.key_dim, cfg.group * cfg.value_dim
+    heads = tensor.reshape(cfg.key_heads, -1, tensor.shape[1])
+    kinds = [heads[:, :K], heads[:, K : 2 * K], heads[:, 2 * K : 2 * K + V], heads[:, 2 * K + V :]]
+    query, key, value, gate = (kind.reshape(-1, tensor.shape[1]) for kind in kinds)
+    return {f"{layer}.attn_qkv.weight": np.concatenate([query, key, value]), f"{layer}.attn_gate.weight": gate}
 
 
 def tile_value_heads(tensor: np.ndarray, name: str, cfg: RecurrentConfig) -> np.ndarray:
@@ -385,8 +399,9 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
             f"{arch}.ssm.conv_kernel": delta.taps, f"{arch}.ssm.group_count": delta.key_heads,
             f"{arch}.ssm.time_step_rank": delta.value_heads, f"{arch}.ssm.state_size": delta.key_dim,
             f"{arch}.ssm.inner_size": delta.value_heads * delta.value_dim, f"{arch}.full_attention_interval": 4,
-            f"{arch}.rope.dimension_sections": [1, 1, 0, 0],
         }  # fmt: skip
+        if arch != "qwen3next":
+            metadata[f"{arch}.rope.dimension_sections"] = [1, 1, 0, 0]
     if arch == "granite":
         metadata |= {
             f"{arch}.embedding_scale": cfg.embed_scale, f"{arch}.residual_scale": cfg.residual_scale,

@@ -27,6 +27,7 @@ from jaxspec.models.families import FAMILIES, refusal
 from jaxspec.models.families.base import Family
 from jaxspec.models.families.values import ConfigValues
 from jaxspec.models.quantization import decode_blocks
+from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.rope import longrope_attention_factor, rope_frequencies, yarn_attention_factor
 from jaxspec.runtime.sharding import count_read
 from pallas_kernels.linear.blocks import FORMATS
@@ -91,7 +92,8 @@ class GGUFSource:
         self.config = _read_config(path, header, self._family)
         # `_read_config` has read it where the family knows it, and else refuses it.
         drafting = header.metadata.get(f"{self._family.gguf_architecture}.nextn_predict_layers") or 0
-        self._tensors = split_fused(_rename(path, header.tensors, self.config, drafting), self.config, _cut)
+        renamed = _rename(path, header.tensors, self.config, self._family, drafting)
+        self._tensors = split_fused(renamed, self.config, _cut)
         self.eos_ids = _read_eos_ids(path, header.metadata, self.config.vocab_size)
         _refuse_block_types(path, header.tensors)
         self._data = np.memmap(path, np.uint8, mode="r")
@@ -122,9 +124,15 @@ class GGUFSource:
 
     def input_order(self, name: str) -> np.ndarray | None:
         """The value heads that the columns of a delta net's result take; None for all others, which are in order."""
-        if not name.endswith("linear_attn.out_proj.weight") or (rows := _value_rows(name, self.config)) is None:
+        if not name.endswith("linear_attn.out_proj.weight") or (rows := self._rows(name)) is None:
             return None
         return np.argsort(rows)
+
+    def _rows(self, name: str) -> np.ndarray | None:
+        """The file's row, or column of `out_proj`, for each of a tensor's; None where all are in order."""
+        if self._family.fuses_recurrent:  # value heads are in order
+            return self._tensors[name].rows
+        return _value_rows(name, self.config)
 
     def read(self, name: str, keep_blocks: bool = False, part: tuple[int, int, int] | None = None) -> np.ndarray:
         """One tensor by Hugging Face name, or its blocks where they are of a known format and to be kept."""
@@ -133,7 +141,7 @@ class GGUFSource:
             raw = self._data[tensor.offset : tensor.offset + tensor.nbytes]
         else:
             raw = self._read_bytes(self.path, tensor.offset, tensor.nbytes)
-        shape, rows = tensor.shape, _value_rows(name, self.config)
+        shape, rows = tensor.shape, self._rows(name)
         if part is not None:
             dimension, start, stop = part
             if rows is not None:
@@ -152,7 +160,8 @@ class GGUFSource:
             raw = _deinterleave_rows(raw, shape[0], self.config.head_dim)
         columns = rows is not None and name.endswith("out_proj.weight")
         if rows is not None and not columns:
-            raw = np.ascontiguousarray(raw.reshape(shape[0], -1)[rows]).reshape(-1)
+            values, size = GGML_QUANT_SIZES[tensor.ggml_type]
+            raw = np.ascontiguousarray(raw.reshape(-1, math.prod(shape[1:]) // values * size)[rows]).reshape(-1)
         block_type = tensor.ggml_type.name.lower()
         if keep_blocks and block_type in FORMATS:
             return raw.reshape(*shape[:-1], -1, FORMATS[block_type].nbytes)
@@ -194,11 +203,12 @@ def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
 
 
 def _rename(
-    path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig, drafting_layers: int
+    path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig, of_file: Family, drafting_layers: int
 ) -> dict[str, GGUFTensor]:
     """Tensors under Hugging Face names; unknown ones keep their own, for the accounting to list."""
     renamed: dict[str, GGUFTensor] = {}
     family = FAMILIES[cfg.family]
+    names = {**_LAYER_NAMES, **family.gguf_names, **of_file.gguf_names}
     # Layers of multi-token prediction come after the others.
     drafting = {str(cfg.num_layers + i) for i in range(min(drafting_layers, len(tensors)))}
     for name, tensor in tensors.items():
@@ -209,7 +219,7 @@ def _rename(
             hf_name = f"{family.final_norm}.weight"
         if len(parts) >= 3 and parts[0] == "blk":
             own = ".".join(parts[2:-1]) or parts[2]
-            part = family.gguf_names.get(own, _LAYER_NAMES.get(own))
+            part = names.get(own)
             if part is not None:
                 hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[-1]}"
             if part == _SINKS:
@@ -221,10 +231,33 @@ def _rename(
                 tensor = dataclasses.replace(tensor, shape=(1, *tensor.shape))
             if part in _CONVS and len(tensor.shape) == 2:
                 tensor = dataclasses.replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
-        if hf_name in renamed:
-            raise CheckpointError(f"{path}: holds the tensor {hf_name!r} twice, the second time as {name!r}")
-        renamed[hf_name] = tensor
+        for made, own in _split_heads(hf_name, tensor, cfg.recurrent if of_file.fuses_recurrent else None).items():
+            if made in renamed:
+                raise CheckpointError(f"{path}: holds the tensor {made!r} twice, the second time as {name!r}")
+            renamed[made] = own
     return renamed
+
+
+def _split_heads(name: str, tensor: GGUFTensor, recurrent: RecurrentConfig | None) -> dict[str, GGUFTensor]:
+    """The two tensors of a delta net that files of Qwen3-Next hold in one, the rows of a key head together.
+
+    All files have both rates so. Older ones have the other projections so, too. Any other tensor comes back alone.
+    """
+    prefix, _, part = name.rpartition(".")[0].rpartition(".")
+    if recurrent is None or part not in ("in_proj_qkvz", "in_proj_ba"):
+        return {name: tensor}
+    key, values, group = recurrent.key_dim, recurrent.result_width, recurrent.group
+    parts = {"qkv": (key, key, values), "z": (values,)} if part == "in_proj_qkvz" else {"b": (group,), "a": (group,)}
+    every = [size for sizes in parts.values() for size in sizes]
+    if tensor.shape[0] != recurrent.key_heads * sum(every):
+        return {name: tensor}  # for the accounting to list
+    rows = np.split(np.arange(tensor.shape[0]).reshape(recurrent.key_heads, -1), np.cumsum(every)[:-1], axis=1)
+    made = {}
+    for kind, sizes in parts.items():
+        own = np.concatenate([rows.pop(0).reshape(-1) for _ in sizes])
+        shape = (len(own), *tensor.shape[1:])
+        made[f"{prefix}.in_proj_{kind}.weight"] = dataclasses.replace(tensor, shape=shape, rows=own)
+    return made
 
 
 def _value_rows(name: str, cfg: ModelConfig) -> np.ndarray | None:

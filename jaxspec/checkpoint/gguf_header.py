@@ -38,12 +38,16 @@ _LEAST_STRING, _LEAST_ARRAY = 8, 4 + 8
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor's place: numpy shape (slowest dimension first), block type, absolute offset and size in bytes."""
+    """A tensor's place: numpy shape (slowest dimension first), block type, absolute offset and size in bytes.
+
+    A tensor that is a part of one in the file has that one's offset and size, and says which rows of it are its own.
+    """
 
     shape: tuple[int, ...]
     ggml_type: GGMLQuantizationType
     offset: int
     nbytes: int
+    rows: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
 
 class GGUFHeader(NamedTuple):

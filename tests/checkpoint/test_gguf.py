@@ -1,18 +1,23 @@
+import dataclasses
 import math
 
+import jax
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from make import random_tensors, tiny_config, write_gguf
+from tiny_models import RandomSource
 
 from jaxspec.checkpoint.gguf import open_gguf
 from jaxspec.checkpoint.gguf_header import read_header
-from jaxspec.errors import ConfigError
+from jaxspec.checkpoint.load import load_foreign
+from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.layer_kinds import LayerKinds
 from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.rope import yarn_attention_factor
+from jaxspec.runtime.mesh import plan_mesh
 
 DELTA = (True, True, True, False)
 CASES = {
@@ -57,6 +62,38 @@ def test_round_trip(tmp_path, name):
         if name.endswith("A_log"):  # the file has the decay, whose bits come back
             read, tensor = (-np.exp(x).astype(np.float32) for x in (read, tensor))
         np.testing.assert_array_equal(read, tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_delta_nets_of_qwen3_next(tmp_path, kind, is_old):
+    """A file has the parameters of a folder, whose projections lie together; of an old file they do, too."""
+    cfg, qtype, extra = tiny_config("qwen3_next"), GGMLQuantizationType[kind], {}
+    source = RandomSource(cfg)
+    tensors = dict(source._tensors)
+    if is_old:
+        for layer in (0, 1, 2):
+            rows = tensors.pop(f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight")
+            extra[f"blk.{layer}.ssm_in.weight"] = rows
+    for name, tensor in tensors.items() if kind != "F32" else ():
+        if tensor.ndim == 2 and len(tensor) > 1:
+            source._tensors[name] = dequantize(quantize(tensor, qtype), qtype)
+    file = open_gguf(write_gguf(tmp_path / "m.gguf", cfg, tensors, qtype=qtype, extra=extra))
+    assert file.config == dataclasses.replace(cfg, family="qwen3_5_moe_text")
+    got, expected = (load_foreign(s, plan_mesh(1), np.dtype("float32")) for s in (file, source))
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        largest = np.abs(np.asarray(leaf) - np.asarray(other)).max()
+        assert largest == 0 or (path[-1].key == "decay" and largest < 1e-6), path
+
+
+def test_projections_of_qwen3_next_of_a_wrong_size(tmp_path):
+    cfg = tiny_config("qwen3_next")
+    tensors = random_tensors(cfg)
+    name = "model.layers.0.linear_attn.in_proj_ba.weight"
+    tensors[name] = tensors[name][:-1]
+    with pytest.raises(CheckpointError, match="in_proj_ba"):
+        open_gguf(write_gguf(tmp_path / "m.gguf", cfg, tensors))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])

@@ -17,7 +17,6 @@ _MODULES = (
 _REASONS = {
     "its latent attention (MLA) needs a cache without heads":
         "deepseek_v2 deepseek_v3 deepseek_v32 deepseek2 kimi_k2 mistral4",
-    "its GGUF files are not supported yet, Hugging Face folders are": "qwen3next",
     "its recurrent layers need a cache that jaxspec lacks":
         "granitehybrid "
         "mamba mamba2 jamba bamba falcon_h1 falcon-h1 nemotron_h",
