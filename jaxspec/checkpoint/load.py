@@ -294,7 +294,7 @@ def _detect_file(path: Path) -> Format:
 
 
 def pack_trees(trees: list[Params], shapes: list[Params]) -> list[Params]:
-    """Pack the blocks of loaded models as integer products and GPU kernels take them, where `shapes` says so.
+    """Pack the weights of loaded models as integer products, GPU kernels and TPUs take them, where `shapes` says so.
 
     An array that several trees have is packed once. The trees are emptied, and each array that was packed is given up
     before the next one of its thread, so that the models are never in memory twice.
@@ -308,8 +308,8 @@ def pack_trees(trees: list[Params], shapes: list[Params]) -> list[Params]:
     wanted = jax.tree.leaves(shapes, is_leaf=_is_blocks)
     places: dict[int, list[int]] = {}
     for index, (leaf, shape) in enumerate(zip(leaves, wanted, strict=True)):
-        if _is_blocks(leaf) and leaf.format != shape.format:
-            places.setdefault(id(leaf.data), []).append(index)
+        if (_is_blocks(leaf) and leaf.format != shape.format) or leaf.shape != shape.shape:
+            places.setdefault(id(*jax.tree.leaves(leaf)), []).append(index)
     # The caller's trees hold the arrays too.
     for tree in given:
         tree.clear()
@@ -320,7 +320,7 @@ def pack_trees(trees: list[Params], shapes: list[Params]) -> list[Params]:
         leaf, shape = leaves[indices[0]], wanted[indices[0]]
         for index in indices:
             leaves[index] = None
-        packed = Blocks(_pack_array(leaf, shape, is_out[indices[0]]), shape.format, shape.outer)
+        packed = jax.tree.map(lambda to: _pack_array(leaf, shape, to, is_out[indices[0]]), shape)
         for index in indices:
             leaves[index] = packed
 
@@ -329,12 +329,14 @@ def pack_trees(trees: list[Params], shapes: list[Params]) -> list[Params]:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _pack_array(leaf: Blocks, packed: Blocks, is_out: bool) -> jax.Array:
-    """Each device's shard of the bytes, packed by itself: planes by the device, for the others by the host."""
-    shards, shape = [], packed.data
-    for shard in leaf.data.addressable_shards:
+def _pack_array(leaf: Any, packed: Any, shape: Any, is_out: bool) -> jax.Array:
+    """Each device's shard, packed by itself: planes by the device, other blocks by the host; numbers as a matrix."""
+    shards, (data,) = [], jax.tree.leaves(leaf)
+    for shard in data.addressable_shards:
         outputs = shard.data.shape[0] if is_out else math.prod(shard.data.shape[:-2])
-        if packed.format in PLANES:
+        if not _is_blocks(leaf):
+            shards.append(shard.data.reshape(outputs, -1))
+        elif packed.format in PLANES:
             shards.append(_lay_planes(shard.data, leaf.format, outputs))
         else:
             pack = to_columns if packed.format in COLUMNS else pack_blocks

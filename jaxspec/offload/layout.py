@@ -70,7 +70,7 @@ class LeafLayout:
         for (_, index), buffer in zip(self.shards, buffers, strict=True):
             shard = cut_shard(array, index, self.loaded.shape, part)
             if self.packed is None:
-                np.copyto(buffer, shard, casting="no")
+                np.copyto(buffer, shard.reshape(buffer.shape), casting="no")
             else:
                 name = self.info.format
                 assert name is not None

@@ -179,10 +179,14 @@ class Placement:
 def pack_shapes(tree: Any, activations: Activations, kernels: Kernels) -> Any:
     """Shapes of the same parameters as kernels take them; each device packs its own shard.
 
-    Blocks are packed for integers, laid out in planes for GPU kernels, or in columns for those of TPUs.
+    Blocks are packed for integers, laid out in planes for GPU kernels, or in columns for those of TPUs. A TPU has
+    output projections of numbers as matrices.
     """
 
     def pack(path: Any, leaf: Any) -> Any:
+        is_out = bool(path) and leaf_name(path).split(".")[-1] == "out"
+        if is_out and not isinstance(leaf, Blocks) and kernels.platform == "tpu":
+            return matrix_shape(leaf)
         name = _packed_format(leaf.format, activations, kernels) if isinstance(leaf, Blocks) else None
         if name is None:
             return leaf
@@ -190,13 +194,19 @@ def pack_shapes(tree: Any, activations: Activations, kernels: Kernels) -> Any:
         assert packed_format is not None
         if name in COLUMNS:
             # Of an output projection all dimensions after the first are inputs, of any other weight the last one.
-            outputs = 1 if path and leaf_name(path).split(".")[-1] == "out" else data.ndim - 2
+            outputs = 1 if is_out else data.ndim - 2
             return _column_shapes(data, outputs, name, packed_format.nbytes)
         shape = (*data.shape[:-1], packed_format.nbytes)
         packed: Any = jax.ShapeDtypeStruct(shape, data.dtype, sharding=data.sharding)
         return Blocks(packed, name)
 
     return jax.tree.map_with_path(pack, tree, is_leaf=lambda leaf: isinstance(leaf, Blocks))
+
+
+def matrix_shape(leaf: Any) -> Any:
+    """`[D, ...inputs]` as `[D, I]`: a TPU keeps heads in other tiles, which XLA would move in each pass."""
+    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[:2]))
+    return jax.ShapeDtypeStruct((leaf.shape[0], math.prod(leaf.shape[1:])), leaf.dtype, sharding=sharding)
 
 
 def _column_shapes(data: Any, outputs: int, name: str, nbytes: int) -> Blocks:

@@ -32,6 +32,7 @@ from jaxspec.offload.layout import layer_layouts
 from jaxspec.runtime.mesh import MeshPlan, plan_mesh
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from jaxspec.runtime.sharding import collect_declared
 from pallas_kernels.linear import reference
 from pallas_kernels.linear.blocks import FORMATS, Blocks
 from pallas_kernels.linear.columns import columns_name
@@ -402,6 +403,32 @@ def test_tpus_keep_blocks_of_integers(case, degree, tmp_path):
         assert layer["gate_up"].shape[0] == 2 and layer["down"].shape[0] == layer["out"].shape[0] == cfg.embed_dim
     kept, plain = run_pass(weights, placement), run_pass(weights, place(weights, degree, own=False))
     np.testing.assert_allclose(kept, plain, atol=0.03 * np.abs(plain).max())
+
+
+def list_outs(params):
+    return [layer["out"] for layer in params["layers"]]
+
+
+@pytest.mark.parametrize("degree", [1, pytest.param(3, marks=pytest.mark.slow), 8])
+def test_tpus_have_output_projections_as_matrices(degree, tmp_path):
+    """The same numbers on each device, where devices share heads too, and for layers that are streamed."""
+    cfg, kind = CASES["q4_0"]
+    weights = open_weights(write_gguf(tmp_path / "m.gguf", cfg, qtype=kind))
+    plan, plain = MeshPlan(tuple(jax.devices()[:degree]), COLUMNS), place(weights, degree, own=False)
+    placement, _ = OpenModels(weights).place(plan, plan, "float32")
+    assert [out.shape for out in list_outs(placement.own_params())] == [out.shape for out in list_outs(plain.params())]
+    (params, _), loaded = OpenModels(weights).load(Models(placement)), weights.load(plain)
+    for index, (matrix, heads) in enumerate(zip(list_outs(params), list_outs(loaded), strict=True)):
+        assert matrix.ndim == 2 < heads.ndim
+        (leaf,) = [each for each in layer_layouts(placement)[index].weights.leaves if each.name.endswith(".out")]
+        buffers = [np.zeros(leaf.shard_shape, np.float32) for _ in leaf.shards]
+        leaf.write(collect_declared(heads, leaf.info), buffers)
+        for one, other, buffer in zip(matrix.addressable_shards, heads.addressable_shards, buffers, strict=True):
+            assert one.device == other.device
+            np.testing.assert_array_equal(one.data, other.data.reshape(cfg.embed_dim, -1))
+            np.testing.assert_array_equal(one.data, buffer)
+    want = run_pass(weights, plain)
+    np.testing.assert_allclose(run_pass(weights, placement), want, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(

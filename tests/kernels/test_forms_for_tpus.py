@@ -31,7 +31,8 @@ from pallas_kernels.tree_attention import xla as xla_attention
 # What makes them, as modules see it.
 FORMS = (
     (commit, "slices"), (products, "linear_on_tpu"), (xla_attention, "pad_one_row"), (transformer, "hold_layouts"),
-    (placement, "columns_name"), (packed_products, "linear"), (attention, "tree_attention"),
+    (placement, "columns_name"), (placement, "matrix_shape"), (packed_products, "linear"),
+    (attention, "tree_attention"),
 )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def test_programs_of_cpus_and_gpus_do_not_depend_on_them(name, method, weights, 
 @pytest.mark.parametrize(
     ("name", "method", "weights", "forms"),
     [
-        ("tpu", "ar", "bfloat16", {"linear_on_tpu", "pad_one_row", "hold_layouts"}),
+        ("tpu", "ar", "bfloat16", {"linear_on_tpu", "pad_one_row", "hold_layouts", "matrix_shape"}),
         ("tpu by kernels", "specexec", "int4_g32", {"slices", "columns_name", "linear", "tree_attention"}),
     ],
 )

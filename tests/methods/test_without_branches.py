@@ -25,6 +25,7 @@ from method_cases import (
     tokens_of,
 )
 
+from jaxspec.checkpoint.load import pack_trees
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
@@ -66,7 +67,10 @@ def rounds_of(case, draft, sampling, accelerator="gpu"):
     """Rounds of a text."""
     engine = engine_of(case, accelerator)
     engine.prepare(None, SamplingParams(**sampling))
-    return run(engine, params_of(case, draft), LONG_PROMPT, COUNT, 0, **sampling)
+    models, given = engine.models, params_of(case, draft)
+    trees = [(model.params(), dict(own)) for model, own in zip(models, given, strict=True) if model]
+    params = ModelParams(*pack_trees([own for _, own in trees], [shapes for shapes, _ in trees]))
+    return run(engine, params, LONG_PROMPT, COUNT, 0, **sampling)
 
 
 def test_one_place_says_which_form_programs_have():
