@@ -474,6 +474,14 @@ class Steps:
         self.text += self.output.tokens
         return list(self.output.tokens)
 
+    def take_states(self):
+        """Have the draft take the hidden states that are kept for it, if any are; returns whether that may be."""
+        drafter = self.runner.drafter
+        if drafter.unfed_rows:
+            draft = drafter.skip(self.params, self.state.draft, self.state.verified, flush=True)
+            self.state = dataclasses.replace(self.state, draft=draft)
+        return bool(drafter.unfed_rows)
+
     def caches(self):
         """Caches of the target and, if there is one, of the draft."""
         found = {"target": self.state.target.cache}

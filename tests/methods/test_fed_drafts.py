@@ -10,6 +10,7 @@ import pytest
 from marks import fast_part, quick_part
 from method_cases import (
     FLOAT32,
+    LLAMA_AUTO,
     LONG_PROMPT,
     PROMPT,
     SAMPLINGS,
@@ -159,12 +160,13 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(case, samp
         for _ in range(8):
             known = len(steps.text)
             steps.step()
+        known = len(steps.text) if steps.take_states() else known
         caches, fresh = steps.caches(), steps.prefilled(steps.text)
         sequence, is_block = steps.state.draft.sequence, case in (*BLOCKS, *ASSISTANTS)
         assert int(sequence.seen) == known and int(caches["draft"].length) == max(known - 2 + is_block, 0)
         assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
-        # The root's row lies after the prefix, with true states, too.
-        rows = known - 1
+        # The root's row lies after the prefix, with true states, too, unless it is that of the text's last token.
+        rows = min(known, len(steps.text) - 1) - 1
         lengthened = dataclasses.replace(caches["draft"], length=rows)
         assert_prefix(lengthened, fresh.draft.sequence.cache, rows)
         # The states of the last verified token's row, which the next root takes.
@@ -387,11 +389,58 @@ def test_plain_rounds_feed_the_draft_too(monkeypatch):
         known = len(steps.text)
         steps.step()
         fresh = steps.prefilled(steps.text)
-        assert int(steps.state.draft.sequence.seen) == known
+        draft = steps.state.draft
+        assert int(draft.sequence.seen) + int(draft.unfed.count) == known
         if turn % 3 == 2:
+            assert int(draft.unfed.count) == 0
             lengthened = dataclasses.replace(steps.caches()["draft"], length=known - 1)
             assert_prefix(lengthened, fresh.draft.sequence.cache, known - 1)
         verified, count = steps.state.verified, int(steps.state.verified.count)
         np.testing.assert_allclose(
             np.asarray(verified.states)[count - 1], np.asarray(fresh.verified.states)[0], rtol=1e-4, atol=1e-4
         )
+
+
+def counting_fills(monkeypatch, runner, worth):
+    """Of each prompt that the draft takes, the tokens that were read of the answer by then."""
+    taken, fill, take = [], runner.drafter.fill, runner._take_prompt
+
+    def note(params, state, most):
+        monkeypatch.setattr(runner.drafter, "fill", lambda *rest: (taken.append(state.host.read), fill(*rest))[1])
+        return take(params, state, most)
+
+    monkeypatch.setattr(runner, "_take_prompt", note)
+    monkeypatch.setattr(runner, "worth_taking", lambda prompt: worth)
+    return taken
+
+
+@pytest.mark.parametrize("case", [FED_AUTO, pytest.param(LLAMA_AUTO, marks=pytest.mark.thorough)], ids=case_id)
+def test_the_draft_takes_a_prompt_once_that_is_little_beside_the_answer(case, monkeypatch):
+    runner, params = engine_of(case).runner, params_of(case, "copy")
+    monkeypatch.setattr(runner, "timer", Turns())
+    monkeypatch.setattr(runner, "_undrafted", 0)
+    taken = counting_fills(monkeypatch, runner, 20.0)
+    expected = tokens_of(plain("llama", LONG_PROMPT, 85, 2))
+    assert tokens_of(run(engine_of(case), params, LONG_PROMPT, 12, 2)) == expected[:12] and not taken
+    rounds = run(engine_of(case), params, LONG_PROMPT, 60, 2)
+    assert tokens_of(rounds) == expected[:60]
+    assert len(taken) == 1 and 20 <= taken[0] <= 45 and sum(one.draft_passes > 0 for one in rounds) > 1
+    # What is kept for the draft has an end.
+    taken.clear()
+    monkeypatch.setattr(runner, "worth_taking", lambda prompt: np.inf)
+    rounds = run(engine_of(case), params, LONG_PROMPT, 85, 2)
+    assert tokens_of(rounds) == expected
+    assert len(taken) == (case == FED_AUTO) and all(read < runner.drafter.unfed_rows for read in taken)
+
+
+def test_an_answer_that_no_draft_has_read_is_kept_for_the_next_turn(monkeypatch):
+    engine, params = engine_of(FED_AUTO), params_of(FED_AUTO, "copy")
+    monkeypatch.setattr(engine, "session_memory", None)
+    taken = counting_fills(monkeypatch, engine.runner, np.inf)
+    rounds, _ = answer(engine, params, LONG_PROMPT, 24, 1)
+    assert not taken
+    prompt = [*LONG_PROMPT, *tokens_of(rounds), *PROMPT[:3]]
+    warm, cached = answer(engine, params, prompt, 24, 2)
+    assert len(LONG_PROMPT) + 24 - 3 <= cached < len(prompt) - 1
+    monkeypatch.setattr(engine, "session_memory", 0)
+    assert tokens_of(warm) == tokens_of(answer(engine, params, prompt, 24, 2)[0])

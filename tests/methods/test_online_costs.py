@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxspec.methods.auto.costs import AutoChoice
 from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
@@ -29,7 +30,7 @@ def time_of(outputs, true, speed=1.0):
         if output.drafted or output.draft_passes:
             total += true.passes[output.drafted] + true.round + true.draft * output.draft_passes
         else:
-            total += len(output.tokens)
+            total += len(output.tokens) + true.round
     return PLAIN_S * total / speed
 
 
@@ -59,6 +60,16 @@ def test_it_finds_the_costs_of_the_machine(true, outliers):
     chains = lambda model: model.passes[rows] + model.round + model.draft * np.minimum(rows, 8)  # noqa: E731
     np.testing.assert_allclose(chains(found), chains(true), rtol=0.15)
     assert found.source == "measured" and found.passes[0] == 1
+    assert "round_cost" in repr(AutoChoice(**found.report()))
+
+
+def test_a_measurement_of_a_wrong_form_is_corrected():
+    """Two to eight rows were measured alike, as among other programs."""
+    flat = CostModel(1 + 0.3 * (np.arange(16.0) > 0), draft=0.07, round=0.05, source="measured")
+    costs, true = CostFilter(flat), CostModel(1 + 0.2 * np.arange(16.0), draft=0.07, round=0.05)
+    costs.observe([StepOutput((1,) * 4, (0.0,) * 4)], 4 * PLAIN_S)
+    found = decode(costs, true)
+    np.testing.assert_allclose(found.passes[[3, 7, 15]], true.passes[[3, 7, 15]], rtol=0.15)
 
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])

@@ -41,8 +41,11 @@ BRANCH = 2
 # Tokens of each place of a block: below one that was accepted, further ones hardly ever are.
 PLACE_BRANCH = 4
 # What was measured on a busy machine may be so dear that nothing is drafted, and then no round corrects it. Where a
-# draft should gain so much by the lower of measured and built-in figures, so many drafts are made by these.
-WORTH_TRYING, TRIALS = 1.15, 6
+# draft should gain so much by the lower of measured and built-in figures, so many drafts are made by these: at first,
+# and again after so many tokens, each time twice as many.
+WORTH_TRYING, TRIALS, TRY_AGAIN = 1.15, 6, 256
+# Share of an answer's time that a draft may take for the prompt: an answer that ends then has lost so much.
+PROMPT_SHARE = 0.125
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -262,15 +265,25 @@ class MeasuringRunner(SpeculativeRunner):
         return self.start(0, None)
 
     def _use(self, costs: CostModel) -> None:
-        self.costs, self._filter, self._trials = costs, CostFilter(costs), 0
+        self.costs, self._filter, self._trials, self._try_at = costs, CostFilter(costs), 0, self._tokens + TRY_AGAIN
         self._used = costs  # of the drafter
-        if costs.source == "measured" and costs.gain(PRIOR_MEAN, self._length) <= 1.0:
-            least = cheapest(costs, self._weigh(None))
-            if least.gain(PRIOR_MEAN, self._length) > WORTH_TRYING:
-                self._used, self._trials = least, TRIALS
+        self._try_cheaper()
         self.drafter.use_costs(self._used)
         # A draft that is not expected to pay takes no prompt before it is asked.
         self._undrafted = 0 if self._used.gain(PRIOR_MEAN, self._length) > 1.0 else RESTING
+
+    def _try_cheaper(self) -> None:
+        """Draft a few times where only dear figures speak against it."""
+        if self.costs.source == "measured" and self.costs.gain(PRIOR_MEAN, self._length) <= 1.0:
+            least = cheapest(self.costs, self._weigh(None))
+            if least.gain(PRIOR_MEAN, self._length) > WORTH_TRYING:
+                self._used, self._trials = least, TRIALS
+
+    def worth_taking(self, prompt: int) -> float:
+        # A token of a prompt costs the draft as a further row the target, each over its own pass of one row.
+        passes = self._used.passes
+        row = (passes[-1] - passes[0]) / max(1, passes.size - 1)
+        return prompt * row * self._used.draft / PROMPT_SHARE
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
@@ -282,9 +295,13 @@ class MeasuringRunner(SpeculativeRunner):
         """Take in what a dispatch took, and weigh with the costs that follow."""
         self._filter.observe(outputs, seconds)
         self._trials = max(0, self._trials - sum(output.draft_passes > 0 for output in outputs))
-        self.costs = self._filter.costs()
-        if not self._trials and differ(self.costs, self._used):
+        self.costs, used = self._filter.costs(), self._used
+        if not self._trials and differ(self.costs, used):
             self._used = self.costs
+        if not self._trials and self._tokens >= self._try_at:
+            self._try_at = 2 * self._tokens
+            self._try_cheaper()
+        if self._used is not used:
             self.drafter.use_costs(self._used)
 
     def close(self, state: SpeculativeState | None) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.methods.core.cost_model import CostModel
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, StepOutput
+from jaxspec.methods.core.round import StepOutput
 
 # Standard deviations before anything was observed, of each part over what it is believed to be: a plain token, a
-# round's other costs (over a plain token), what further rows cost, a draft pass. All of them are wrong together where
-# the machine is faster or slower than it was.
-PRIOR, TOGETHER = np.array([0.1, 0.3, 0.4, 0.4]), 0.3
+# round's other costs (over a plain token), what further rows cost, what each of them costs beyond that (over a plain
+# token), a draft pass. All of them are wrong together where the machine is faster or slower than it was.
+PRIOR, TOGETHER = np.array([0.1, 0.3, 0.4, 0.05, 0.4]), 0.3
 # The same of what changes from one dispatch to the next, and of the time of a dispatch.
 DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.02, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many.
@@ -24,41 +24,44 @@ class CostFilter:
     """A Kalman filter of the parts of a dispatch's time: plain tokens, rounds, further rows and draft passes.
 
     It begins with costs that were measured or built in. The machine's speed is a part of its own, so that a slower
-    moment does not count against what happened to run in it.
+    moment does not count against what happened to run in it. What rows cost keeps the form that it began with, and a
+    part that grows with their number: a measurement among other programs may have a wrong form.
     """
 
     def __init__(self, costs: CostModel):
         """`costs` are corrected; nothing was observed."""
         self._costs = costs
         self._rows = np.maximum(costs.passes - costs.passes[0], 0.0)
-        self._seconds: np.ndarray | None = None  # of a plain token, a round, further rows' unit, a draft pass
-        self._spread = np.zeros((4, 4))
+        # Of a plain token, a round, the unit of further rows, each of them beyond that, a draft pass.
+        self._seconds: np.ndarray | None = None
+        self._spread = np.zeros((5, 5))
 
     def observe(self, outputs: Sequence[StepOutput], seconds: float) -> None:
         """Take in the rounds of one dispatch and what it took; the first ones without drafts set the scale."""
-        amounts = sum((self._amounts(output) for output in outputs), np.zeros(4))
+        amounts = sum((self._amounts(output) for output in outputs), np.zeros(5))
         each = self._seconds
         if each is None:
-            if amounts[2] or amounts[3] or not amounts[0]:
+            if amounts[2:].any() or not amounts[0]:
                 return
-            each = self._begin(seconds / amounts[0])
-        self._spread += DRIFT_TOGETHER**2 * np.outer(each, each) + np.diag((DRIFT * each[[0, 0, 2, 3]]) ** 2)
+            each = self._begin(seconds / (amounts[0] + self._costs.round * amounts[1]))
+        drift = DRIFT * each[[0, 0, 2, 0, 4]] * [1, 1, 1, 0.1, 1]
+        self._spread += DRIFT_TOGETHER**2 * np.outer(each, each) + np.diag(drift**2)
         expected = float(amounts @ each)
         variance = float(amounts @ self._spread @ amounts) + (NOISE * expected) ** 2
         most = MOST_OFF * variance**0.5
         gain = self._spread @ amounts / variance
-        least = each * [0.1, 0.0, 0.1, 0.1]
+        least = each * [0.1, 0.0, 0.1, 0.0, 0.1]
         each = each + gain * np.clip(seconds - expected, -most, most)
         self._spread -= np.outer(gain, amounts @ self._spread)
-        # A part is never free, but for a round's other costs.
+        # A part is never free, but for a round's other costs and what rows cost beyond their form.
         self._seconds = np.maximum(each, least)
 
     def costs(self) -> CostModel:
         """The corrected costs; those that it began with while nothing was observed."""
         if self._seconds is None:
             return self._costs
-        plain, round_, rows, draft = self._seconds
-        passes = self._costs.passes[0] + rows / plain * self._rows
+        plain, round_, rows, row, draft = self._seconds.tolist()
+        passes = self._costs.passes[0] + rows / plain * self._rows + row / plain * np.arange(self._rows.size)
         return dataclasses.replace(self._costs, passes=passes, draft=draft / plain, round=round_ / plain)
 
     @property
@@ -68,18 +71,17 @@ class CostFilter:
 
     def _begin(self, plain_s: float) -> np.ndarray:
         costs = self._costs
-        begun = plain_s * np.array([1.0, costs.round, 1.0, costs.draft])
-        apart = PRIOR * plain_s * np.array([1.0, max(1.0, costs.round), 1.0, costs.draft])
+        begun = plain_s * np.array([1.0, costs.round, 1.0, 0.0, costs.draft])
+        apart = PRIOR * plain_s * np.array([1.0, max(1.0, costs.round), 1.0, 1.0, costs.draft])
         self._spread = TOGETHER**2 * np.outer(begun, begun) + np.diag(apart**2)
         return begun
 
     def _amounts(self, output: StepOutput) -> np.ndarray:
         """Of each part, what a round holds."""
         if not output.drafted and not output.draft_passes:
-            shared = 1 / STEPS_PER_DISPATCH if len(output.tokens) == 1 else 0.0
-            return np.array([len(output.tokens), shared, 0.0, 0.0])
-        rows = self._rows[min(output.drafted, self._rows.size - 1)]
-        return np.array([1.0, 1.0, rows, output.draft_passes])
+            return np.array([len(output.tokens), 1.0, 0.0, 0.0, 0.0])
+        rows = min(output.drafted, self._rows.size - 1)
+        return np.array([1.0, 1.0, self._rows[rows], rows, output.draft_passes])
 
 
 def cheapest(one: CostModel, other: CostModel) -> CostModel:

@@ -56,7 +56,7 @@ class RoundTimes:
     def figures(self) -> dict[str, Any]:
         """The settings of `Auto` that say the same, in tokens of plain decoding."""
         one_row = self.verify_s[1]
-        passes = {rows: 1 + (seconds - one_row) / self.plain_s for rows, seconds in self.verify_s.items()}
+        passes = {rows: max(1.0, 1 + (seconds - one_row) / self.plain_s) for rows, seconds in self.verify_s.items()}
         found: dict[str, Any] = {"pass_cost": fill_rows(passes)}
         if self.search_s is not None:
             found["round_cost"] = round(max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s, 4)

@@ -45,7 +45,7 @@ _NATIVE_PASS_COSTS = {
 }  # fmt: skip
 # On an accelerator, each further row.
 ROW_COST = 0.003
-# Costs of a draft pass apart from reading its weights, and of a round apart from its passes.
+# Costs of a draft pass beyond reading its weights, and of a round beyond its passes.
 FIXED_DRAFT_COST, ROUND_COST = 0.01, 0.05
 # Tokens per pass of SpecExec by its draft tokens, greedy, with the shipped draft (docs/results/specexec-budgets.md); of
 # other drafts only their ratios count. About so many draft passes grow a tree, or more where they are narrow.
@@ -205,12 +205,13 @@ def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> 
 
 
 def fill_rows(costs: Mapping[int, float]) -> tuple[float, ...]:
-    """Costs of 1, 2, ... rows from those of some numbers of rows, ascending from 1; never decreasing."""
+    """Costs of 1, 2, ... rows from those of some numbers of rows, ascending from 1; fewer never cost more than more."""
     filled: list[float] = []
-    known = zip(costs, itertools.accumulate(costs.values(), max), strict=True)
+    least = [*itertools.accumulate(reversed([*costs.values()]), min)]
+    known = zip(costs, reversed(least), strict=True)
     for (low, cheap), (high, dear) in itertools.pairwise(known):
         filled += [cheap + (dear - cheap) * n / (high - low) for n in range(high - low)]
-    return tuple(round(cost, 3) for cost in [*filled, max(costs.values())])
+    return tuple(round(cost, 3) for cost in [*filled, least[0]])
 
 
 def tree_passes(budget: int, width: int) -> int:

@@ -1,4 +1,7 @@
-"""The draft's half of a round: the contract of drafters, the drafter with a model, and the passes that drafts share."""
+"""The draft's half of a round: the contract of drafters, the drafter with a model, and the passes that drafts share.
+
+Longer than 400 lines because passes of drafts with and without hidden states are one path.
+"""
 
 import abc
 import dataclasses
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.methods.core.copies import NO_ANSWERS
+from jaxspec.methods.core.copies import NO_ANSWERS, Text
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.proposals import DraftModel, PathHistory
 from jaxspec.methods.core.round import ModelParams
@@ -43,6 +46,7 @@ class Pending(NamedTuple):
 
     tokens: np.ndarray  # int32 [n], all but the root
     states: PromptStates | None  # the target's, of those of them that it computed, for a feature draft
+    known: int = 0  # tokens that the draft's cache holds already
 
 
 class Drafter(abc.ABC):
@@ -54,6 +58,8 @@ class Drafter(abc.ABC):
     idle_steps: int = 0  # tokens that a round may decode where it proposed none; 0 verifies the root as a batch
     slots: int = 0  # of the draft's cache; 0 without a model
     defers: bool = False  # whether its model takes a prompt with `fill`, which may come after the first token
+    rests: bool = False  # whether rounds may come before that, see `rest`
+    unfed_rows: int = 0  # W, hidden states that are kept for a resting model; it must take the prompt before
     propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
     skips: bool = False  # whether `skip` works after every round: it takes in tokens that it did not propose
     placement: Placement | None = None  # of its model
@@ -97,13 +103,24 @@ class Drafter(abc.ABC):
         """Weigh drafts with these figures from now on; the default weighs nothing."""
         return None
 
-    def skip(self, params: ModelParams, state: Any, verified: Verified) -> Any:
-        """Take in what the last round verified, and propose nothing: the next round decodes plainly."""
+    def rest(self, resting: bool) -> None:
+        """Whether the model has no part in the drafts that follow; the default always has."""
+        return None
+
+    def skip(self, params: ModelParams, state: Any, verified: Verified, flush: bool = False) -> Any:
+        """Take in what the last round verified, and propose nothing: the next round decodes plainly.
+
+        With `flush` a draft that is fed hidden states takes all that are kept for it.
+        """
         raise NotImplementedError
 
     def num_rows_kept(self, state: Any) -> int:
         """Rows of the draft's cache; waits for what runs on `state`."""
         raise NotImplementedError
+
+    def num_unfed(self, state: Any) -> int:
+        """Tokens whose hidden states are kept until the draft takes them; waits for what runs on `state`."""
+        return 0
 
 
 class ModelDrafter(Drafter):
@@ -261,6 +278,58 @@ def feed_block(params: Params, cfg: ModelConfig, sequence: SequenceState, verifi
     states = fuse(params, cfg, verified.states, jnp.maximum(count, 1))
     cache = prefill_draft(params, cfg, verified.tokens, states, count, sequence.cache)
     return dataclasses.replace(sequence, cache=cache, seen=sequence.seen + verified.count)
+
+
+@pytree
+class Unfed:
+    """Hidden states of the text's last tokens, which a draft that is fed them has not taken yet."""
+
+    states: Array  # float32 [W, n * D], see `Verified.states`; W is a multiple of its P rows
+    count: Array  # int32 [], tokens that they belong to
+
+    def append(self, verified: Verified) -> "Unfed":
+        """The same with what was verified, for which there is room."""
+        assert verified.states is not None
+        start = self.count, jnp.int32(0)
+        return Unfed(jax.lax.dynamic_update_slice(self.states, verified.states, start), self.count + verified.count)
+
+
+def feed(
+    params: Params,
+    cfg: ModelConfig,
+    text: Text,
+    sequence: SequenceState,
+    unfed: Unfed,
+    verified: Verified,
+    limit: Array,
+) -> tuple[SequenceState, Unfed, tuple[Array, Array], Array]:
+    """Run the tokens of `text` that a feature draft has not taken, the root last, once they are `limit`, int32 [].
+
+    They run in pieces of P rows. Returns the sequence; what is left; what the head sees of the root, float32 [1, D],
+    and the root's own state, where they ran; and the number of passes.
+    """
+    rows, first = verified.tokens.shape[0], text.length - unfed.count
+    runs = unfed.count >= limit
+
+    def run(sequence: SequenceState, done: Array) -> tuple[Array, Array, SequenceState]:
+        token = jax.lax.dynamic_slice_in_dim(text.token, first + done, rows)
+        states = jax.lax.dynamic_slice_in_dim(unfed.states, done, rows)
+        count = jnp.minimum(unfed.count - done, rows)
+        taken = dataclasses.replace(verified, tokens=token, count=count, states=states)
+        return run_verified(params, cfg, sequence, taken)
+
+    def run_next(carry: tuple) -> tuple:
+        _, sequence, passes = carry
+        hidden, own, sequence = run(sequence, passes * rows)
+        return (hidden, own), sequence, passes + 1
+
+    hidden, own, _ = jax.eval_shape(run, sequence, unfed.count)
+    blank = jnp.zeros(hidden.shape, hidden.dtype), jnp.zeros(own.shape, own.dtype)
+    with jax.named_scope("draft/catch_up"):
+        root, sequence, passes = jax.lax.while_loop(
+            lambda carry: runs & (carry[2] * rows < unfed.count), run_next, (blank, sequence, jnp.int32(0))
+        )
+    return sequence, Unfed(unfed.states, jnp.where(runs, 0, unfed.count)), root, passes
 
 
 def num_places(placement: Placement) -> int:

@@ -1,4 +1,7 @@
-"""The contract of runners with the engine, and the runner of all methods that draft and verify in turn."""
+"""The contract of runners with the engine, and the runner of all methods that draft and verify in turn.
+
+Longer than 400 lines because the order of a round's dispatches can only be read beside the contract that it keeps.
+"""
 
 import abc
 import collections
@@ -33,6 +36,7 @@ from jaxspec.results import Choice
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
+from jaxspec.runtime.transfer import read_scalar
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, request_shapes
 
@@ -149,10 +153,12 @@ class Runner(abc.ABC):
 class HostState:
     """The host's part of one generation's state."""
 
-    # Of each dispatch that was not read yet, whether it could draft; None where its time says nothing.
-    allowed: collections.deque[bool | None] = dataclasses.field(default_factory=collections.deque)
+    # Of each dispatch that was not read yet, whether it could draft, None where its time says nothing; and the most
+    # tokens that it brings.
+    dispatched: collections.deque[tuple[bool | None, int]] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
+    read: int = 0  # tokens of rounds that were read
 
 
 @pytree
@@ -182,7 +188,8 @@ class SpeculativeRunner(Runner):
         """
         layers = () if draft is None or draft.cfg.features is None else draft.cfg.features.layers
         verified = verified_shapes(target, max_path, layers)
-        self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
+        self._path = verified.tokens.shape[0]
+        self.slots = cache_slots(tokens, max(self._path, num_rows))
         self.drafter, self.timer = make_drafter(verified), timer
         self._is_fed = bool(layers)
         self._constrained: ConstrainedPasses | None = None
@@ -226,14 +233,20 @@ class SpeculativeRunner(Runner):
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
-        if self._is_fed and state.host.pending is not None:
-            # Of the same prompt in pieces: states are not kept.
-            state = dataclasses.replace(state, draft=self.drafter.fill(params, state.draft, state.host.pending))
         kept = self.num_cached(state, common, len(tokens) - 1)
+        if self._is_fed:
+            # States are not kept beyond a text, or a piece of a prompt.
+            draft = state.draft
+            if state.host.pending is not None:
+                draft = self.drafter.fill(params, draft, state.host.pending)
+            if state.host.begun and self.drafter.unfed_rows:
+                draft = self.drafter.skip(params, draft, state.verified, flush=True)
+            state = dataclasses.replace(state, draft=draft)
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
         draft = self.drafter.resume(params, state.draft, tokens, kept, states, not state.host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
-        return self._begin(params, SpeculativeState(target, draft, verified, HostState()), Pending(tokens[:-1], states))
+        pending = Pending(tokens[:-1], states, self.drafter.num_rows_kept(draft) if self.drafter.defers else 0)
+        return self._begin(params, SpeculativeState(target, draft, verified, HostState()), pending)
 
     def _begin(self, params: ModelParams, state: SpeculativeState, pending: Pending) -> SpeculativeState:
         """The state before the first round; where that is a plain one, the draft takes the prompt after it."""
@@ -242,15 +255,37 @@ class SpeculativeRunner(Runner):
             return state
         return dataclasses.replace(state, draft=self.drafter.fill(params, state.draft, pending))
 
-    @property
-    def _draft_rests(self) -> bool:
-        """Whether the draft has not run for so long that it need not take a prompt until it is asked again."""
-        return not self._is_fed and self._undrafted >= RESTING
+    def worth_taking(self, prompt: int) -> float:
+        """Tokens of an answer after which a draft takes its prompt of so many tokens."""
+        return 1.0
+
+    def _take_prompt(self, params: ModelParams, state: SpeculativeState, most: int) -> tuple[Any, bool]:
+        """The draft's state before a dispatch of at most `most` tokens, and whether its model rests in it.
+
+        Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer, or
+        no more hidden states can be kept for it.
+        """
+        host, drafter = state.host, self.drafter
+        if host.pending is None:
+            return state.draft, False
+        kept = 1 + host.read + sum(tokens for _, tokens in host.dispatched)
+        fits = not drafter.unfed_rows or kept + most + self._path <= drafter.unfed_rows
+        if drafter.rests and fits and host.read < self.worth_taking(len(host.pending.tokens) - host.pending.known):
+            return state.draft, True
+        pending, host.pending = host.pending, None
+        if not self._is_fed and self._undrafted >= RESTING:
+            # It has not run for so long that it takes the text when it is asked again.
+            return state.draft, False
+        return drafter.fill(params, state.draft, pending), False
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
         if self._is_fed:
             # The hidden state of the last of them is needed and was not kept, so it runs again.
-            common = max(0, min(common - 1, self.drafter.num_rows_kept(state.draft)))
+            pending = state.host.pending
+            rows = self.drafter.num_rows_kept(state.draft) if pending is None else max(0, len(pending.tokens) - 1)
+            if state.host.begun and self.drafter.unfed_rows:
+                rows += self.drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
+            common = max(0, min(common - 1, rows))
         return super().num_cached(state, common, count)
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
@@ -263,26 +298,31 @@ class SpeculativeRunner(Runner):
         shared = None if trace.active is not None else self.shared_rounds
         wanted = self.single if shared is None else (shared,)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
-        pending, state.host.pending, state.host.begun = state.host.pending, None, True
-        unsettled = loading or pending is not None
+        host, first = state.host, not state.host.begun
+        host.begun = True
+        unsettled = loading or (first and host.pending is not None)
         allowed = not unsettled and (self.timer is None or self.timer.may_draft())
-        state.host.allowed.append(None if unsettled else allowed)
+        most = STEPS_PER_DISPATCH - 1 + self._path
         if not allowed:
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
-            draft = state.draft
-            if pending is not None and not self._draft_rests:
-                draft = self.drafter.fill(params, draft, pending)
+            # After it, so that the first token does not wait for the draft.
+            draft, resting = self._take_prompt(params, state, most)
+            self.drafter.rest(resting)
+            host.dispatched.append((None if unsettled else allowed, most))
             draft = self.drafter.skip(params, draft, state.verified)
-            return SpeculativeState(target, draft, verified, state.host), round_, min_tokens
+            return SpeculativeState(target, draft, verified, host), round_, min_tokens
+        draft, resting = self._take_prompt(params, state, most)
+        self.drafter.rest(resting)
+        host.dispatched.append((allowed, most))
         if shared is not None:
             count = min(ROUNDS_PER_DISPATCH, room)
             target, draft, verified, rounds = self.dispatch_rounds(
-                params, state.target, state.draft, state.verified, request, count
+                params, state.target, draft, state.verified, request, count
             )
-            return SpeculativeState(target, draft, verified, state.host), rounds, count
-        target, draft, batch = self.drafter.draft(params, state.target, state.draft, state.verified, request)
+            return SpeculativeState(target, draft, verified, host), rounds, count
+        target, draft, batch = self.drafter.draft(params, state.target, draft, state.verified, request)
         target, verified, round_ = self.executor.verify(params.target, target, batch, request)
-        return SpeculativeState(target, draft, verified, state.host), round_, 1
+        return SpeculativeState(target, draft, verified, host), round_, 1
 
     def constrain(self) -> ConstrainedPasses:
         if self._constrained is None:
@@ -292,11 +332,11 @@ class SpeculativeRunner(Runner):
     def constrained_round(
         self, params: ModelParams, state: SpeculativeState, request: Request, matcher: "Matcher", root: int
     ) -> tuple[SpeculativeState, Round]:
-        passes, drafter, draft = self.constrain(), self.drafter, state.draft
-        state.host.allowed.append(None)  # its time says nothing of rounds without a constraint
-        pending, state.host.pending = state.host.pending, None
-        if pending is not None:
-            draft = drafter.fill(params, draft, pending)
+        passes, drafter = self.constrain(), self.drafter
+        draft, resting = self._take_prompt(params, state, passes.max_path)
+        drafter.rest(resting)
+        # Its time says nothing of rounds without a constraint.
+        state.host.dispatched.append((None, passes.max_path))
         forced = matcher.chain(min(passes.num_rows, passes.max_path) - 1) if drafter.skips else []
         target = state.target
         if forced:
@@ -322,10 +362,11 @@ class SpeculativeRunner(Runner):
         self.drafter.earlier = earlier
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
-        allowed = state.host.allowed.popleft()
+        allowed, _ = state.host.dispatched.popleft()
+        state.host.read += sum(len(output.tokens) for output in outputs)
         if self.timer is None:
             return
-        for output in outputs:
+        for output in outputs if state.host.pending is None else ():
             self._undrafted = 0 if output.draft_passes else self._undrafted + len(output.tokens)
         if allowed is None:
             self.timer.leave_out()
@@ -350,7 +391,9 @@ def share_dispatches(target: Placement, draft: Placement | None, num_rows: int) 
 
 
 def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, state: Any, operands: Any) -> Program:
-    """The program of up to `ROUNDS_PER_DISPATCH` rounds; fewer where the text ends before.
+    """The program of up to `ROUNDS_PER_DISPATCH` rounds, until they brought as many tokens as a plain dispatch.
+
+    More would wait for each other, and be computed for nothing after the text's end.
 
     `params` and `state` are shapes of what `propose` takes, `operands` arrays. The program takes parameters of target
     and draft, state of both, what was verified, the request, the operands and the number of rounds. It returns both
@@ -364,9 +407,10 @@ def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, stat
 
     def rounds(params, draft_params, target_state, draft_state, verified, request, operands, count):
         def goes_on(done: tuple) -> Array:
-            number, target_state, *_ = done
+            number, state, *_ = done
+            few = state.generated - target_state.generated < STEPS_PER_DISPATCH
             # The first one runs in any case: it may have been launched ahead.
-            return (number < count) & ((number == 0) | (target_state.generated < request.max_tokens))
+            return (number < count) & ((number == 0) | (few & (state.generated < request.max_tokens)))
 
         def run(done: tuple) -> tuple:
             number, target_state, draft_state, verified, found = done

@@ -20,12 +20,15 @@ from jaxspec.methods.core.cost_model import (
 from jaxspec.methods.core.drafter import (
     Drafter,
     Pending,
+    Unfed,
+    feed,
 )
 from jaxspec.methods.core.proposals import DraftModel, Propose
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.tree_round import (
     FIRST_PATIENCE,
+    NEVER,
     TreeSettings,
     TreeState,
     blank_nodes,
@@ -43,6 +46,8 @@ from jaxspec.tree.tree import init_tree
 
 # Share of what was learned of drafts that counts in the next text.
 CARRIED_OVER = 0.25
+# Tokens for which a weighed draft need not take hidden states, and rounds (of P tokens) that are added to them.
+UNFED_TOKENS, UNFED_ROUNDS = 64, 4
 
 
 class TreeDrafter(Drafter):
@@ -67,7 +72,7 @@ class TreeDrafter(Drafter):
         self.shapes = draft_shapes(placement, settings.num_rows)
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
         self._copies = settings.copies is not None
-        self._home, self._is_fed = placement, False
+        self._home, self._is_fed, self._resting = placement, False, False
         self.programs, sequence, tree = (), None, None
         if has_model:
             self.placement, self.slots, self.defers = placement, slots, True
@@ -78,6 +83,13 @@ class TreeDrafter(Drafter):
             if not settings.places:
                 tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
         self.skips = settings.weighs or not has_model
+        path, unfed = verified.tokens.shape[0], None
+        if self._is_fed and settings.weighs and not settings.places:
+            assert verified.states is not None
+            self.unfed_rows = path * (UNFED_ROUNDS + -(-UNFED_TOKENS // path))
+            states = placement.array((self.unfed_rows, verified.states.shape[1]), jnp.float32)
+            unfed = Unfed(states, placement.array((), jnp.int32))
+        self.rests = has_model and settings.weighs and (not self._is_fed or unfed is not None)
         if not settings.weighs:
             self.idle_steps = STEPS_PER_DISPATCH if settings.copies else 0
 
@@ -87,7 +99,8 @@ class TreeDrafter(Drafter):
             tree = init_tree(settings.tree_rows, settings.branch) if grows else None
             first = jnp.int32(FIRST_PATIENCE)
             nodes = blank_nodes(settings, has_model) if settings.learns else None
-            return TreeState(text, sequence, tree, stats, nodes, idle=first, patience=first)
+            nothing = None if unfed is None else Unfed(jnp.zeros(unfed.states.shape), jnp.int32(0))
+            return TreeState(text, sequence, tree, stats, nodes, idle=first, patience=first, unfed=nothing)
 
         def create(sequence):
             return begin(sequence, init_acceptance() if settings.learns else None)
@@ -103,8 +116,13 @@ class TreeDrafter(Drafter):
                 return block_round(model, settings, state, verified, history, costs)
             return draft_round(model, settings, state, verified, history, costs)
 
-        def skip(params, state, verified):
+        def skip(params, state, verified, limit):
             state, _, _ = take_in(params, placement if has_model else None, state, verified)
+            if state.unfed is not None and state.sequence is not None:
+                sequence, left, _, _ = feed(
+                    params, placement.cfg, state.text, state.sequence, state.unfed, verified, limit
+                )
+                state = dataclasses.replace(state, sequence=sequence, unfed=left)
             return dataclasses.replace(
                 state,
                 idle=state.idle + verified.count,
@@ -118,7 +136,7 @@ class TreeDrafter(Drafter):
             stats = placement.replicated(jax.eval_shape(init_acceptance))
             nodes = placement.replicated(jax.eval_shape(lambda: blank_nodes(settings, has_model)))
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
-        self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar)
+        self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
         kept = [sequence, stats, scalar, scalar, scalar]
         self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0, 1])
@@ -127,10 +145,8 @@ class TreeDrafter(Drafter):
         context = [history_shapes(placement), request_shapes(placement)] if has_model else [(), ()]
         args = [params, state, verified, *context, *shapes]
         self.draft_program = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
-        # A draft that is fed hidden states takes them in at once: nothing else keeps them.
-        self._skip = Program(
-            "draft skip", skip, plan, [params if self._is_fed else (), state, verified], state, donate=[1]
-        )
+        args = [params if self._is_fed else (), state, verified, scalar]
+        self._skip = Program("draft skip", skip, plan, args, state, donate=[1])
         self.propose = draft if costs is not None else lambda *arguments: draft(*arguments[:-1])
         self.programs = (*self.programs, self.draft_program, self._create, self._restart, self._skip)
         if costs is not None:
@@ -138,7 +154,12 @@ class TreeDrafter(Drafter):
 
     def use_costs(self, costs: CostModel) -> None:
         """Weigh drafts with these figures from now on."""
-        self.operands = costs.place(self._home)
+        self.operands = self._costs = costs.place(self._home)
+        self._without_model = dataclasses.replace(costs, draft=NEVER).place(self._home)
+
+    def rest(self, resting: bool) -> None:
+        if self.rests:
+            self._resting, self.operands = resting, self._without_model if resting else self._costs
 
     def start(self, root: int, state: TreeState | None) -> TreeState:
         """See `Drafter.start`; what was learned of drafts counts in the next text, too, with less weight."""
@@ -166,15 +187,17 @@ class TreeDrafter(Drafter):
         if state.sequence is None:
             return state
         assert params.draft is not None
-        known = self.num_rows_kept(state)
+        known = pending.known
         sequence, _ = self._sequence.prefill(
             params.draft, state.sequence, pending.tokens[known:], known, pending.states
         )  # fmt: skip
         return dataclasses.replace(state, sequence=sequence)
 
     def num_rows_kept(self, state: TreeState) -> int:
-        assert state.sequence is not None
-        return read_scalar(state.sequence.cache.length)
+        return 0 if state.sequence is None else read_scalar(state.sequence.cache.length)
+
+    def num_unfed(self, state: TreeState) -> int:
+        return 0 if state.unfed is None else read_scalar(state.unfed.count)
 
     def draft(
         self, params: ModelParams, target: SequenceState, state: TreeState, verified: Verified, request: Request
@@ -185,8 +208,9 @@ class TreeDrafter(Drafter):
             return target, *self.draft_program((), state, verified, (), (), *costs)
         return target, *self.draft_program(params.draft, state, verified, target.history, request, *costs)
 
-    def skip(self, params: ModelParams, state: TreeState, verified: Verified) -> TreeState:
-        return self._skip(params.draft if self._is_fed else (), state, verified)
+    def skip(self, params: ModelParams, state: TreeState, verified: Verified, flush: bool = False) -> TreeState:
+        limit = 1 if flush else self.unfed_rows if self._resting else verified.tokens.shape[0]
+        return self._skip(params.draft if self._is_fed else (), state, verified, np.int32(limit))
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
         if state is not None:

@@ -1,4 +1,7 @@
-"""The programs of the tree drafter: a tree is grown from every source, as far as it is certain or pays."""
+"""The programs of the tree drafter: a tree is grown from every source, as far as it is certain or pays.
+
+Longer than 400 lines because what is weighed and what is grown are one program.
+"""
 
 import dataclasses
 import math
@@ -35,7 +38,9 @@ from jaxspec.methods.core.drafter import (
     Grown,
     Root,
     Rows,
+    Unfed,
     expand,
+    feed,
     feed_block,
     plant_children,
     run_root,
@@ -59,6 +64,8 @@ from jaxspec.tree.tree import Tree, init_tree
 
 # Verified tokens that a draft which was left alone takes in one pass when it is asked again.
 SYNC_ROWS = 16
+# Cost of a draft pass of a model that rests: none of its tokens is worth it.
+NEVER = 1e9
 # Tokens decoded without the draft model before it is tried again, though it seemed not to pay: the first time. Each
 # further time that it is tried for nothing doubles the number.
 FIRST_PATIENCE, LONGEST_PATIENCE = 32, 1024
@@ -122,6 +129,7 @@ class TreeState:
     nodes: Nodes | None  # of the last round
     idle: Array  # int32 [], tokens since the draft ran
     patience: Array  # int32 [], after how many it is tried again, though it seems not to pay
+    unfed: Unfed | None = None  # of a draft that is fed hidden states and weighed
 
 
 def blank_nodes(settings: TreeSettings, has_model: bool) -> Nodes:
@@ -142,9 +150,9 @@ def take_in(
 
     Returns the state, the number of rows of the tree that were kept, and of a draft that is fed hidden states what the
     head sees of the root, and the root's own state. Such a draft keeps no rows: they stand on states of its own.
-    `masked` is that of `run_verified`.
+    Where it is weighed, it takes nothing yet, see `feed`. `masked` is that of `run_verified`.
     """
-    text, stats, sequence = state.text.append(verified), state.stats, state.sequence
+    text, stats, sequence, unfed = state.text.append(verified), state.stats, state.sequence, state.unfed
     if stats is not None and state.nodes is not None:
         stats = learn(stats, state.nodes, verified)
     reached, root = jnp.int32(0), None
@@ -156,12 +164,14 @@ def take_in(
                 # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
                 reached = jnp.minimum(reached, verified.count)
                 sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, path, reached))
+        elif unfed is not None:
+            unfed = unfed.append(verified)
         elif placement.cfg.features.kind == "block":
             sequence = feed_block(params, placement.cfg, sequence, verified)
         else:
             hidden, own, sequence = run_verified(params, placement.cfg, sequence, verified, masked)
             root = hidden, own
-    return dataclasses.replace(state, text=text, stats=stats, sequence=sequence), reached, root
+    return dataclasses.replace(state, text=text, stats=stats, sequence=sequence, unfed=unfed), reached, root
 
 
 def draft_round(
@@ -178,7 +188,7 @@ def draft_round(
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
     copied = find_and_join(settings, state, model is not None)
     if model is not None and costs is not None:
-        return _weigh(model, settings, state, verified, history, costs, copied, root)
+        return _weigh(model, settings, state, verified, history, costs, copied)
     candidates = copied.candidates
     if costs is not None:
         candidates, _, _ = keep_best(candidates, costs.rounds)
@@ -264,7 +274,7 @@ class _Weighed:
 
 def _weigh(
     model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
-    costs: PlacedCosts, copied: Copied, root: tuple[Array, Array] | None,
+    costs: PlacedCosts, copied: Copied,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
     text, stats, sequence, tree = state.text, state.stats, state.sequence, state.tree
@@ -276,12 +286,18 @@ def _weigh(
     )  # fmt: skip
     wanted = prospect.wanted
 
-    if root is None:
+    if state.unfed is None:
         hidden, cache, passes = _catch_up(model, sequence.cache, text, wanted)
         produced, own = cache.length + 1, None
     else:
-        (hidden, own), cache, passes = root, sequence.cache, wanted.astype(jnp.int32)
-        produced = sequence.seen
+        # A model that rests may lack the prompt; another one is kept close to the text.
+        keeps = jnp.where(costs.draft < NEVER, verified.tokens.shape[0], state.unfed.states.shape[0])
+        limit = jnp.where(wanted, 1, keeps)
+        sequence, unfed, (hidden, own), passes = feed(
+            model.params, model.placement.cfg, text, sequence, state.unfed, verified, limit
+        )
+        state, passes = dataclasses.replace(state, unfed=unfed), jnp.where(wanted, passes, 0)
+        cache, produced = sequence.cache, sequence.seen
     known = None if copies is None else jnp.where(copies.own, copies.hash, 0).reshape(-1)
 
     def correct(rows: Rows, token: Array, logprob: Array) -> tuple[Array, Array]:
