@@ -118,7 +118,8 @@ def test_other_requests_before_and_after_keep_their_tokens_and_programs(compilat
             while not session.done:
                 tokens += session.step().tokens
                 in_flight.append(len(session._in_flight))
-        return tokens, in_flight
+        # Which rounds share a dispatch depends on what earlier texts taught.
+        return tokens, max(in_flight)
 
     first = plain()
     before = len(engine.runner.programs)
