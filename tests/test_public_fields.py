@@ -43,6 +43,7 @@ CLASSES = {"SamplingParams": SamplingParams, "EngineConfig": EngineConfig} | {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_field_takes_a_value_or_refuses_it_in_one_line(name):
     cls = CLASSES[name]

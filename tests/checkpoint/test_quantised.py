@@ -230,6 +230,7 @@ def greedy(weights, placement, prompt, count):
     return tokens
 
 
+@pytest.mark.thorough
 @needs_native
 @pytest.mark.parametrize("name", [*SOME, "gpt-oss"])
 def test_greedy_tokens_are_those_of_the_dequantised_model(name, root):
@@ -244,6 +245,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(name, root):
     assert len(set(expected)) > 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gptq-act-order", "fp8-block", "gpt-oss"])
 def test_xla_keeps_them_packed(name, root, monkeypatch):
     """Without native kernels: the same tokens, and weights that stay in blocks and become numbers in tiles."""

@@ -46,6 +46,7 @@ def pick(new, mask, late, index):
     return DeltaRows(*(array[index] for array in new)), mask[index], late[index]
 
 
+@pytest.mark.thorough
 @needs_native
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("rows", "first", "offset"), [(1, 0, 0), (1, 40, 0), (5, 3, 0), (8, 63, 4), (32, 95, 0)])

@@ -52,6 +52,7 @@ def test_products(form, dtype):
         assert (bits(run(form, linear, x[first : first + rows], weight)) == bits(most[first : first + rows])).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("count", "per_token"), [(4, 2), (40, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["cpu", "gpu"])
@@ -127,6 +128,7 @@ class Text:
             return out[:: 1 + beside], caches
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sliding", [None, 40])
 @pytest.mark.parametrize("form", quick_part(FORMS, lambda form: form == "cpu"))
 def test_attention(form, sliding):

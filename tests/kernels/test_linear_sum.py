@@ -65,6 +65,7 @@ CALLS = ((2, 1, 192, 128, 32), (2, 64, 1024, 128, 64), (4, 17, 128, 192, 64))
 FAST = fast_part([(call,) for call in CALLS], lambda call: call[0] == 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", quick_part(FAST, lambda call: call == CALLS[1]), ids=str)
 def test_halves(call):
     """To the bit where every product and sum is whole, else within the rounding of what crosses."""

@@ -42,6 +42,7 @@ def assert_valid(modules):
             ir.Module.parse(module.value_bytes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model, capability", [*((model, (9, 0)) for model in MODELS), ("llama-3-8b", (8, 0))], ids=str)
 def test_trees(model, capability):
     for T, slots in ((1, 1024), (8, 1024), (64, 8192)):

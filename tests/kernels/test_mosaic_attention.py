@@ -123,6 +123,7 @@ MORE_LOWERED = [("llama-3-8b", 16), ("llama-3-70b on 4", 16), ("qwen2-72b", 8), 
 LOWERED += [pytest.param(*each, marks=pytest.mark.slow) for each in MORE_LOWERED]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model, T", LOWERED)
 def test_lowering(model, T):
     assert lower(abstract_attention(T, *MODELS[model], 8192)).count("@mosaic_gpu_v2") == 1

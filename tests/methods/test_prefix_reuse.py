@@ -108,6 +108,7 @@ def test_a_text_survives_the_growth_of_the_caches(monkeypatch):
     assert tokens_of(warm) == tokens_of(cold) and logprobs_of(warm) == logprobs_of(cold)
 
 
+@pytest.mark.thorough
 def test_a_prompt_in_pieces_waits_for_other_texts(monkeypatch):
     """Two prompts are read in turn, rounds run between; what was read of a prompt that is given up is kept."""
     monkeypatch.setattr(engine_module, "CPU_PIECE", 5)

@@ -44,6 +44,7 @@ from jaxspec.models.transformer import forward, prefill, vocab_logits
 from jaxspec.runtime.program import compile_programs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", quick_part(["llama", "mistral"], lambda family: family == "llama"))
 def test_tokens_are_those_of_plain_decoding_while_the_set_changes(family):
     engine, adopted, steps = engine_of(EAGER, family), 0, 0

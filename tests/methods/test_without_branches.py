@@ -90,6 +90,7 @@ def test_tokens_are_those_of_plain_decoding(case, sampling, draft):
     assert got == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "sampling"), [(PLAIN, "cuts"), (LLAMA_CHAIN, "greedy"), (LLAMA_LOOKUP, "penalties")])
 def test_tokens_in_the_form_of_a_tpu(case, sampling):
     """Steps counted on the device, several rounds in a dispatch, and one row padded to a tile."""

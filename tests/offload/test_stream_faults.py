@@ -148,6 +148,7 @@ FAULTS = (read_error, no_map, out_of_memory, truncate, flip_bit, remove)
 CASES = [*((KINDS[i % 3], fault) for i, fault in enumerate(FAULTS)), ("native q8_0", flip_bit)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "fault"), quick_part(CASES, lambda kind, _: kind != "float32"))
 def test_the_error_says_what_and_where(models, kind, fault, monkeypatch):
     """The next request gives the tokens of an undisturbed one."""

@@ -34,6 +34,7 @@ def drafting(request, served_model):
     return jaxspec.LLM(served_model, draft=served_model, method=method, offload=offload)
 
 
+@pytest.mark.thorough
 def test_every_round_is_described(drafting):
     with Running(drafting) as server:
         sampling = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3}

@@ -76,6 +76,7 @@ def check(message):
     return len(message["tool_calls"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", ["required", "switch"])
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_each_answer_is_calls(family, choice):
@@ -108,6 +109,7 @@ CALLS = {
 FREE = {"llama3": "", "harmony": "<|channel|>analysis<|message|>Let me <b>see.<|end|><|start|>assistant"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", CALLS)
 def test_a_call_of_a_strict_tool_fits_its_schema(family):
     """Free text until a call begins; from then on the schema decides."""
