@@ -13,7 +13,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_560,
+    "jaxspec": 37_570,
     "jaxspec/*.py": 3_320,
     "jaxspec/methods": 7_550,
     "jaxspec/sampling jaxspec/tree": 1_490,
@@ -26,7 +26,7 @@ BUDGETS = {
     "pallas_kernels": 7_070,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_400,
     "tools": 8_370,
-    "tests": 37_750,
+    "tests": 37_760,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

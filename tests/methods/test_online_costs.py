@@ -72,6 +72,17 @@ def test_a_measurement_of_a_wrong_form_is_corrected():
     np.testing.assert_allclose(found.passes[[3, 7, 15]], true.passes[[3, 7, 15]], rtol=0.15)
 
 
+def test_short_drafts_do_not_make_passes_dear():
+    """A draft costs 0.4 beyond its passes: as few of them are seen, a pass could seem to cost that."""
+    costs, rng = CostFilter(BELIEVED), np.random.default_rng(0)
+    costs.observe([StepOutput((1,) * 4, (0.0,) * 4)], 4 * PLAIN_S)
+    for _ in range(300):
+        outputs = [StepOutput((1,) * 4, (0.0,) * 4), StepOutput((1, 1), (0.0, 0.0), drafted=2, draft_passes=1)]
+        costs.observe(outputs, (time_of(outputs, BELIEVED) + 0.4 * PLAIN_S) * rng.normal(1, 0.08))
+    assert costs.costs(shared=False).draft < 1.5 * BELIEVED.draft
+    assert costs.costs().draft < 0.07 + 0.4 / 2
+
+
 @pytest.mark.parametrize("speed", [0.5, 2.0])
 def test_a_slower_moment_changes_no_ratio(speed):
     costs = CostFilter(BELIEVED)

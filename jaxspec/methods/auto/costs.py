@@ -309,7 +309,7 @@ class MeasuringRunner(SpeculativeRunner):
             return
         self._keep_at = 2 * self._tokens
         if self.times is not None and self._filter.plain_s is not None and self.costs.source == "measured":
-            save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
+            save_costs(self._profile, self.times.corrected(self._filter.costs(shared=False), self._filter.plain_s))
         tried, accepted = (np.asarray(leaf).tolist() for leaf in (state.draft.stats.tried, state.draft.stats.accepted))
         save_learned(self._profile, Learned(tried, accepted))
 

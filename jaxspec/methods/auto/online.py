@@ -10,8 +10,11 @@ from jaxspec.methods.core.round import StepOutput
 
 # Standard deviations before anything was observed, of each part over what it is believed to be: a plain token, a
 # round's other costs (over a plain token), what further rows cost, what each of them costs beyond that (over a plain
-# token), a draft pass. All of them are wrong together where the machine is faster or slower than it was.
-PRIOR, TOGETHER = np.array([0.1, 0.3, 0.4, 0.05, 0.4]), 0.3
+# token), a draft pass, a draft beyond its passes (over a plain token). All of them are wrong together where the machine
+# is faster or slower than it was.
+PRIOR, TOGETHER = np.array([0.1, 0.3, 0.4, 0.05, 0.4, 0.3]), 0.3
+# Passes of a draft that share what it costs beyond them.
+SHARED_BY = 4
 # The same of what changes from one dispatch to the next, and of the time of a dispatch.
 DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.02, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many.
@@ -32,35 +35,39 @@ class CostFilter:
         """`costs` are corrected; nothing was observed."""
         self._costs = costs
         self._rows = np.maximum(costs.passes - costs.passes[0], 0.0)
-        # Of a plain token, a round, the unit of further rows, each of them beyond that, a draft pass.
+        # Of a plain token, a round, the unit of further rows, each of them beyond that, a draft pass, a draft.
         self._seconds: np.ndarray | None = None
-        self._spread = np.zeros((5, 5))
+        self._spread = np.zeros((6, 6))
 
     def observe(self, outputs: Sequence[StepOutput], seconds: float) -> None:
         """Take in the rounds of one dispatch and what it took; the first ones without drafts set the scale."""
-        amounts = sum((self._amounts(output) for output in outputs), np.zeros(5))
+        amounts = sum((self._amounts(output) for output in outputs), np.zeros(6))
         each = self._seconds
         if each is None:
             if amounts[2:].any() or not amounts[0]:
                 return
             each = self._begin(seconds / (amounts[0] + self._costs.round * amounts[1]))
-        drift = DRIFT * each[[0, 0, 2, 0, 4]] * [1, 1, 1, 0.1, 1]
+        drift = DRIFT * each[[0, 0, 2, 0, 4, 0]] * [1, 1, 1, 0.1, 1, 1]
         self._spread += DRIFT_TOGETHER**2 * np.outer(each, each) + np.diag(drift**2)
         expected = float(amounts @ each)
         variance = float(amounts @ self._spread @ amounts) + (NOISE * expected) ** 2
         most = MOST_OFF * variance**0.5
         gain = self._spread @ amounts / variance
-        least = each * [0.1, 0.0, 0.1, 0.0, 0.1]
+        least = each * [0.1, 0.0, 0.1, 0.0, 0.1, 0.0]
         each = each + gain * np.clip(seconds - expected, -most, most)
         self._spread -= np.outer(gain, amounts @ self._spread)
-        # A part is never free, but for a round's other costs and what rows cost beyond their form.
+        # A part is never free, but for what rounds, rows and drafts cost beyond their other parts.
         self._seconds = np.maximum(each, least)
 
-    def costs(self) -> CostModel:
-        """The corrected costs; those that it began with while nothing was observed."""
+    def costs(self, shared: bool = True) -> CostModel:
+        """The corrected costs; those that it began with while nothing was observed.
+
+        What a draft costs beyond its passes is part of theirs, unless `shared` is False.
+        """
         if self._seconds is None:
             return self._costs
-        plain, round_, rows, row, draft = self._seconds.tolist()
+        plain, round_, rows, row, draft, drafting = self._seconds.tolist()
+        draft += shared * drafting / SHARED_BY
         passes = self._costs.passes[0] + rows / plain * self._rows + row / plain * np.arange(self._rows.size)
         return dataclasses.replace(self._costs, passes=passes, draft=draft / plain, round=round_ / plain)
 
@@ -71,17 +78,18 @@ class CostFilter:
 
     def _begin(self, plain_s: float) -> np.ndarray:
         costs = self._costs
-        begun = plain_s * np.array([1.0, costs.round, 1.0, 0.0, costs.draft])
-        apart = PRIOR * plain_s * np.array([1.0, max(1.0, costs.round), 1.0, 1.0, costs.draft])
+        begun = plain_s * np.array([1.0, costs.round, 1.0, 0.0, costs.draft, 0.0])
+        apart = PRIOR * plain_s * np.array([1.0, max(1.0, costs.round), 1.0, 1.0, costs.draft, 1.0])
         self._spread = TOGETHER**2 * np.outer(begun, begun) + np.diag(apart**2)
         return begun
 
     def _amounts(self, output: StepOutput) -> np.ndarray:
         """Of each part, what a round holds."""
         if not output.drafted and not output.draft_passes:
-            return np.array([len(output.tokens), 1.0, 0.0, 0.0, 0.0])
+            return np.array([len(output.tokens), 1.0, 0.0, 0.0, 0.0, 0.0])
         rows = min(output.drafted, self._rows.size - 1)
-        return np.array([1.0, 1.0, self._rows[rows], rows, output.draft_passes])
+        passes = output.draft_passes
+        return np.array([1.0, 1.0, self._rows[rows], rows, passes, passes > 0])
 
 
 def cheapest(one: CostModel, other: CostModel) -> CostModel:
