@@ -15,7 +15,7 @@ REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 BUDGETS = {
     "jaxspec": 37_570,
     "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_550,
+    "jaxspec/methods": 7_560,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_150,
     "jaxspec/offload": 2_200,

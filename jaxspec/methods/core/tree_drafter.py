@@ -72,7 +72,7 @@ class TreeDrafter(Drafter):
         self.shapes = draft_shapes(placement, settings.num_rows)
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
         self._copies = settings.copies is not None
-        self._home, self._is_fed, self._resting = placement, False, False
+        self._home, self._is_fed, self._resting, self._never = placement, False, False, None
         self.programs, sequence, tree = (), None, None
         if has_model:
             self.placement, self.slots, self.defers = placement, slots, True
@@ -155,11 +155,13 @@ class TreeDrafter(Drafter):
     def use_costs(self, costs: CostModel) -> None:
         """Weigh drafts with these figures from now on."""
         self.operands = self._costs = costs.place(self._home)
-        self._without_model = dataclasses.replace(costs, draft=NEVER).place(self._home)
+        if self._never is None:
+            self._never = place(np.float32(NEVER), self._costs.draft.sharding)
 
     def rest(self, resting: bool) -> None:
         if self.rests:
-            self._resting, self.operands = resting, self._without_model if resting else self._costs
+            alone = dataclasses.replace(self._costs, draft=self._never) if resting else self._costs
+            self._resting, self.operands = resting, alone
 
     def start(self, root: int, state: TreeState | None) -> TreeState:
         """See `Drafter.start`; what was learned of drafts counts in the next text, too, with less weight."""
