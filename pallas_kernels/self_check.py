@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels import registry
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.delta_rule import DeltaRows, KeptRows, delta_fold, delta_rule, short_conv
-from pallas_kernels.experts import Clamp, choose_experts, chosen_experts, experts
+from pallas_kernels.experts import Activation, Clamp, choose_experts, chosen_experts, experts
 from pallas_kernels.linear import Blocks, linear, take_rows
 from pallas_kernels.linear.blocks import ACTIVATIONS, FORMATS, GROUP_FORMATS, PACKED, packed_name
 from pallas_kernels.linear.groups import decode_groups
@@ -158,6 +158,7 @@ def _run(o):
         "swiglu": swiglu(o["x"], o["dense"]),
         "experts": experts(*operands, 2, scores="renormalised"),
         "experts with biases": experts(*operands, 2, scores="chosen", activation=CLAMP, **biases),
+        "experts with gelu": experts(*operands, 2, scores="renormalised", activation="gelu"),
         "chosen_experts after choose_experts": _choose_and_mix(o),
         "rms_norm": rms_norm(o["x"], o["scale"], EPSILON),
         "sum of add_norm": summed,
@@ -209,6 +210,7 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "experts with biases": _mix(
             x, o["logits"], o["expert_up"], o["expert_down"], (o["up_bias"], o["down_bias"]), CLAMP
         ),
+        "experts with gelu": _mix(x, o["logits"], o["expert_up"], o["expert_down"], activation="gelu"),
         "chosen_experts after choose_experts": _mix(x, o["logits"], o["expert_up"], o["expert_down"]),
         "rms_norm": x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPSILON) * o["scale"],
         "sum of add_norm": -x,
@@ -240,17 +242,22 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _mix(
     x: np.ndarray, logits: np.ndarray, up: np.ndarray, down: np.ndarray, biases: tuple[Any, Any] = (0, 0),
-    clamp: Clamp | None = None,
+    activation: Activation = None,
 ) -> np.ndarray:  # fmt: skip
     """Each row through all experts but its worst."""
     score = np.exp(logits)
     score[np.arange(len(x)), logits.argmin(1)] = 0
     hidden = np.einsum("ti,eoi->teo", x, up) + biases[0]
-    gate, linear_part, alpha = hidden[..., :3], hidden[..., 3:], 1.0
-    if clamp is not None:
-        gate, linear_part = np.minimum(gate, clamp.limit), np.clip(linear_part, -clamp.limit, clamp.limit) + 1
-        alpha = clamp.alpha
-    hidden = gate / (1 + np.exp(-alpha * gate)) * linear_part
+    gate, linear_part = hidden[..., :3], hidden[..., 3:]
+    turn = gate
+    if isinstance(activation, Clamp):
+        limit = activation.limit
+        gate, linear_part = np.minimum(gate, limit), np.clip(linear_part, -limit, limit) + 1
+        turn = activation.alpha * gate
+    elif activation == "gelu":
+        turn = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    # 1 / (1 + exp(-turn)), without overflow.
+    hidden = gate * (1 + np.tanh(turn / 2)) / 2 * linear_part
     result = np.einsum("tec,eic->tei", hidden, down) + biases[1]
     return np.einsum("te,tei->ti", score / score.sum(1, keepdims=True), result)
 
