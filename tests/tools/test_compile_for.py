@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import compile_for
+import compiled_text
 import pytest
 
 MODULE = """HloModule jit_draft
@@ -49,12 +50,12 @@ MOST_SPILLS = 16
 
 
 def test_what_a_program_holds():
-    counts = compile_for.count_text(MODULE)
+    counts = compiled_text.count_text(MODULE)
     assert counts["on_data"] == ["draft/grow/while"] and len(counts["loops"]) == 1
     assert counts["kinds"] == {"copy": 1, "fusion": 1, "__gpu$xla.gpu.triton": 1, "__gpu$x": 1}
     assert counts["kernels"] == 4 and counts["collectives"] == counts["crossing"] == 0
-    assert counts["copies"] == 1
-    assert compile_for.read_thunks(THUNKS) == (["CommandBuffer", "While", "Gemm"], 2)
+    assert counts["copies"] == 1 and counts["largest"] == (32, "f32[8]{0}")
+    assert compiled_text.read_thunks(THUNKS) == (["CommandBuffer", "While", "Gemm"], 2)
 
 
 def test_the_kernels_of_a_layer():
@@ -66,12 +67,12 @@ def test_the_kernels_of_a_layer():
         '%fusion.{0} = f32[2]{{0}} fusion(%call.{0}), kind=kLoop, metadata={{op_name="jit(f)/mlp/add"}}',
     ]
     entry = [line.format(index) for index in range(3) for line in layer]
-    assert compile_for.list_layer(entry) == [
+    assert compiled_text.list_layer(entry) == [
         "call.1 f32[2]{0}: tree_attention/pallas_call",
         "merge.1 f32[2]{0}: tree_attention_merge/pallas_call",
         "fusion.1 f32[2]{0}: mlp/add",
     ]
-    assert compile_for.list_layer(entry[:4]) == []
+    assert compiled_text.list_layer(entry[:4]) == []
 
 
 def compile_programs(folder, *arguments, **environment):
