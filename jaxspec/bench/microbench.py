@@ -15,9 +15,10 @@ from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.kv_cache import init_cache
+from jaxspec.models.layer import multiply_heads, project_out
 from jaxspec.models.mixture import mix_beside, mix_rows
 from jaxspec.models.params import ROUTED_PARAMS, Params
-from jaxspec.models.transformer import multiply_heads, project_out, vocab_logits
+from jaxspec.models.transformer import vocab_logits
 from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement

@@ -12,8 +12,6 @@ instead of 16 with padding (and 10.7 if queries could be split evenly).
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 NOTHING = -1
@@ -119,23 +117,6 @@ def collect_heads(array: np.ndarray, layout: HeadLayout, axis: int, rows: str, e
     wanted, place = np.unique(index.reshape(-1), return_index=True)
     taken = np.take(flat, place[wanted >= 0], axis=axis)
     return taken.reshape(*array.shape[:axis], layout.kv_heads, entries, *array.shape[axis + 2 :])
-
-
-def split_slots(qkv: jax.Array, group: int) -> tuple[jax.Array, ...]:
-    """Projected rows of a device by kind of KV head: `[T, K', rows, H]` -> arrays `[T, slots, queries + 2, H]`.
-
-    With whole heads only, or one shared head only, the array is that already.
-    """
-    T, _, rows, H = qkv.shape
-    if rows <= group + 2:
-        return (qkv,)
-    whole = (rows - 3) // (group + 2)  # of G + 2 rows each, beside a shared head of 3 rows or more
-    queries = rows - 2 * (whole + 1)
-    flat = qkv[:, 0]
-    query, key, value = flat[:, :queries], flat[:, queries : queries + whole + 1], flat[:, queries + whole + 1 :]
-    heads = [query[:, : whole * group].reshape(T, whole, group, H), key[:, :whole, None], value[:, :whole, None]]
-    shared = [query[:, whole * group :], key[:, whole:], value[:, whole:]]
-    return jnp.concatenate(heads, axis=2), jnp.concatenate(shared, axis=1)[:, None]
 
 
 def _row_index(layout: HeadLayout, rows: str, entries: int) -> np.ndarray:

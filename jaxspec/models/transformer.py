@@ -1,14 +1,10 @@
 """The decoder: rows in, hidden states and a longer cache out. Written for one shard of a tensor-parallel mesh.
 
 Every function runs inside `jax.shard_map` over the mesh axis "tensor" and sees its own heads, MLP columns and
-vocabulary rows. A layer needs two all-reduces, the embedding one; logits stay vocabulary-parallel.
-
-This file exceeds 400 lines because one layer serves all families, resident and streamed.
+vocabulary rows. A layer (`layer.py`) needs two all-reduces, the embedding one; logits stay vocabulary-parallel.
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,28 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.config import TENSOR_AXIS, ModelConfig
-from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.features import NORMED, keys_state
-from jaxspec.models.heads import head_layout, split_slots
 from jaxspec.models.kv_cache import KVCache
+from jaxspec.models.layer import finish_block, run_layer
 from jaxspec.models.layer_set import LayerSet
-from jaxspec.models.mixture import Routed, mix_beside, mix_routed_rows, mix_rows, route_rows
+from jaxspec.models.mixture import Routed, mix_routed_rows
 from jaxspec.models.params import Params
-from jaxspec.models.quantization import PARTS
 from jaxspec.models.recurrent import refuse_window
-from jaxspec.models.recurrent_layer import mix_rows_in_time
 from jaxspec.models.rope import RopeConfig, rope_frequencies
 from jaxspec.pytree import pytree
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
-from pallas_kernels.add_norm import add_norm
-from pallas_kernels.add_norm import fuses as fuses_norm
-from pallas_kernels.linear import Weight, as_matrix, linear, row_dtype, take_rows
-from pallas_kernels.linear_sum import add_parts, all_reduce, linear_sum, linear_sum_parts
+from pallas_kernels.linear import as_matrix, linear, take_rows
+from pallas_kernels.linear_sum import add_parts, all_reduce
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
-from pallas_kernels.swiglu import geglu, norm_swiglu, swiglu
-from pallas_kernels.tree_attention import tree_attention
 
 
 @pytree
@@ -205,6 +194,18 @@ def begin_rows(
     return x, Frame(ropes, position, length, window, live, own)
 
 
+def make_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of rows, each float32 [T, H / 2]."""
+    frequency = rope_frequencies(rope, head_dim)
+    cos, sin = rope_tables(position, jnp.asarray(frequency))
+    if rope.attention_factor == 1:
+        return cos, sin
+    factor = rope.attention_factor
+    if rope.partial != 1:  # pairs that stand still keep their length
+        factor = jnp.asarray(np.where(frequency == 0, 1, factor), jnp.float32)
+    return cos * factor, sin * factor
+
+
 def make_own_inputs(params: Params, cfg: ModelConfig, token: jax.Array, x: jax.Array) -> jax.Array:
     """Each layer's own inputs of embedded rows `x` [T, D]: of their tokens, and of what they are; [T, L, P] float32."""
     assert cfg.kinds is not None  # whose weights these are
@@ -238,7 +239,7 @@ def run_one_layer(
     window, sliding = frame.window, cfg.window(index)
     if window is not None and sliding is not None:
         window = window.cut(frame.position, sliding)
-    out, added, key, value, _ = _run_layer(
+    out, added, key, value, _ = run_layer(
         layer, x, None, frame.ropes[rope_settings(cfg).index(layer_rope(cfg, index))], key, value, frame.length,
         frame.position, window, None, runs=cfg.layer_units(index), cfg=cfg, experts=cfg.layer_experts(index),
         sliding=sliding, cache_only=False, route_only=route_only, kernels=registry.current(),
@@ -333,7 +334,7 @@ def run_layers(
         key, value = ((), ()) if place is None else (tuple(keys[place]), tuple(values[place]))
         if index in place_of:
             key = (recurrent[place_of[index]],)
-        x, added, key, value, rows = _run_layer(
+        x, added, key, value, rows = run_layer(
             layer, x, added, ropes[layer_rope(cfg, index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
             units[index] if isinstance(units, jax.Array) else None, joined if index == 0 or keys_only else None,
@@ -379,382 +380,3 @@ def store_keys(cfg: ModelConfig, states: jax.Array, cache: KVCache) -> KVCache:
                 arrays[place], rows.astype(arrays[place].dtype), cache.length, 1
             )
     return dataclasses.replace(cache, key=tuple(keys), value=tuple(values))
-
-
-# Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the
-# operations ask the registry for: it is an argument so that no trace is used for another choice.
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "runs",
-        "cfg",
-        "experts",
-        "sliding",
-        "cache_only",
-        "route_only",
-        "kernels",
-        "recurrent",
-        "lends",
-    ),
-)
-def _run_layer(
-    layer: Params, x, added, rope, key, value, length, position, window, units, joined=None, active_rows=None,
-    count=None, own=None, lent=None, *, runs: tuple[bool, bool], cfg: ModelConfig, experts: ExpertsConfig | None,
-    sliding, cache_only, kernels, route_only=False, recurrent=False, lends=False,
-):  # fmt: skip
-    """One layer: the residual stream `x` and parts that it lacks yet, [P, T, D] or None, before and after; the cache.
-
-    `own` are the rows' inputs of this layer alone, [T, P], `lent` the keys and values that it shares, [T, K, 2, H]. The
-    last result are those that it `lends`, or None.
-
-    Only a kernel that adds and normalises at once is given parts, and leaves its own to the next layer.
-    """
-    active_rows = active_rows if window is None else window.active_rows
-    whole = all(runs) and units is None and joined is None and not cache_only and not recurrent
-    fused = whole and experts is None and _takes_parts(layer, cfg, x)
-    if fused and added is not None:
-        x, joined = add_norm(x, added, layer["attn_norm"], cfg.norm_eps, _input_dtype(layer["qkv"]), active_rows)
-    else:
-        x = add_parts(x, added)
-
-    to_lend: list[jax.Array] = []
-
-    def project_rows(active_rows, x):
-        # What is joined to a token's state is normed already.
-        normed = norm_input(layer, cfg, "attn_norm", x) if joined is None else x
-        return project(layer, cfg, normed if joined is not None else convolve(layer, "attn", normed), active_rows)
-
-    def gate_rows(active_rows, x):
-        rows = norm_input(layer, cfg, "attn_norm", x) if joined is None else x
-        return multiply_heads(layer["attn_gate"], rows, active_rows)
-
-    def attend_each(qkv, key, value, sinks):
-        cos, sin = rope
-        tree = (None, None, None) if window is None else (window.mask, position, window.offset)
-        return tree_attention(
-            qkv, cos, sin, key, value, length, *tree,
-            sliding_window=sliding, active_rows=active_rows, write_only=cache_only, softcap=cfg.attention_softcap,
-            sinks=sinks,
-            dtype=row_dtype(layer["out"]),
-        )  # fmt: skip
-
-    def attend(x, key, value):
-        if recurrent:
-            with jax.named_scope("recurrent"):
-                heads, rows = mix_rows_in_time(
-                    layer,
-                    cfg,
-                    norm_input(layer, cfg, "attn_norm", x),
-                    key[0],
-                    length,
-                    position,
-                    window,
-                    active_rows,
-                    count,
-                )
-                return heads, (rows,), value
-        with jax.named_scope("attention"):
-            qkv = map_active_rows(project_rows, active_rows, x if joined is None else joined)
-            if cfg.kinds is not None:
-                kinds = (norm_kind(layer, cfg, qkv, lent),)
-            else:
-                kinds = split_slots(qkv, cfg.group)
-            if cfg.wide_qk_norm:
-                kinds = norm_all_heads(layer, cfg, kinds)
-            elif "q_norm" in layer and cfg.kinds is None:
-                kinds = tuple(norm_heads(layer, cfg, qkv) for qkv in kinds)
-            if cfg.query_scale != 1:
-                kinds = tuple(scale_queries(qkv, cfg.query_scale) for qkv in kinds)
-            if cfg.query_growth:
-                factor = query_factors(cfg, position)
-                kinds = tuple(scale_queries(qkv, factor) for qkv in kinds)
-            done = [attend_each(*kind) for kind in zip(kinds, key, value, split_sinks(layer, kinds), strict=True)]
-            heads = jnp.concatenate([kind.reshape(kind.shape[0], -1, kind.shape[-1]) for kind, _, _ in done], axis=1)
-            to_lend.extend(kind[:, :, -2:] for kind in kinds[:1] if lends)
-            if "attn_gate" in layer:
-                gate = map_active_rows(gate_rows, active_rows, x if joined is None else joined)
-                heads = heads * jax.nn.sigmoid(gate.reshape(heads.shape))
-            return heads, tuple(k for _, k, _ in done), tuple(v for _, _, v in done)
-
-    def add_attention(active_rows, x, heads):
-        result = project_out(layer, heads, active_rows, linear_over_devices)
-        if "out_bias" in layer:
-            result = result + layer["out_bias"]
-        if "attn_conv" in layer:
-            result = convolve(layer, "attn", norm_input(layer, cfg, "attn_norm", x), result)
-        return x + finish_block(layer, cfg, "attn_post_norm", result)
-
-    def add_mlp(active_rows, x):
-        with jax.named_scope("mlp"):
-            if experts is None:
-                result = feed_forward(layer, cfg, x, active_rows, linear_over_devices)
-            elif experts.beside:
-                result = mix_beside(layer, experts, x, cfg.norm_eps, active_rows)
-            else:
-                result = mix_rows(layer, experts, norm_input(layer, cfg, "mlp_norm", x), active_rows)
-                result = all_reduce(result, layer["down"], TENSOR_AXIS)
-            if "mlp_conv" in layer:
-                result = convolve(layer, "mlp", norm_input(layer, cfg, "mlp_norm", x), result)
-            return x + finish_block(layer, cfg, "mlp_post_norm", result)
-
-    def route(active_rows, x):
-        with jax.named_scope("mlp"):
-            assert experts is not None  # only a mixture has a router
-            return route_rows(layer, experts, x, norm_input(layer, cfg, "mlp_norm", x), active_rows)
-
-    def attention_unit(x, key, value):
-        heads, key, value = attend(x, key, value)
-        return map_active_rows(add_attention, active_rows, x, heads), key, value
-
-    def mlp_unit(x):
-        return (map_active_rows(add_mlp, active_rows, x),)
-
-    if units is not None and units.ndim == 1:
-        x, key, value = _run_if(units[0], attention_unit, x, key, value)
-        (x,) = _run_if(units[1], mlp_unit, x)
-        return x, None, key, value, None
-    if units is not None:
-        attended, key, value = attention_unit(x, key, value)
-        x = jnp.where(units[0][:, None], attended, x)
-        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), None, key, value, None
-    if all(runs):
-        heads, key, value = attend(x, key, value)
-        lending = to_lend[0] if lends else None
-        if cache_only:
-            return x, None, key, value, lending
-        if fused:
-            return *_finish_in_parts(layer, cfg, x, heads, active_rows), key, value, lending
-        end = route if route_only else add_mlp
-        finish = lambda active_rows, x, heads: end(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
-        x = map_active_rows(finish, active_rows, x, heads)
-        return (x if cfg.kinds is None else finish_kind(layer, cfg, x, own, active_rows)), None, key, value, lending
-    if runs[0]:
-        x, key, value = attention_unit(x, key, value)
-    if runs[1]:
-        (x,) = mlp_unit(x)
-    return x, None, key, value, None
-
-
-def _takes_parts(layer: Params, cfg: ModelConfig, x: jax.Array) -> bool:
-    """Whether both norms of a layer come right after sums of the residual stream, and a kernel does that at once."""
-    between = ("attn_post_norm", "mlp_post_norm", "out_bias", "gate_up_order", "attn_conv")
-    norms = "attn_norm" in layer and "mlp_norm" in layer and not any(leaf in layer for leaf in between)
-    plain = cfg.activation == "silu" and cfg.residual_scale == 1
-    return norms and plain and fuses_norm(x, layer["mlp_norm"])
-
-
-def _finish_in_parts(
-    layer: Params, cfg: ModelConfig, x: jax.Array, heads: jax.Array, active_rows: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """The rest of a layer after attention: the residual stream without the MLP's result, and that in parts."""
-    heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
-    parts = linear_sum_parts(heads, as_matrix(layer["out"], layer["out"].shape[0]), TENSOR_AXIS, active_rows)
-    x, normed = add_norm(x, parts, layer["mlp_norm"], cfg.norm_eps, row_dtype(layer["gate_up"]), active_rows)
-    with jax.named_scope("mlp"):
-        gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
-        hidden = _order(layer, "down", swiglu(normed, gate_up, active_rows, dtype=row_dtype(layer["down"])))
-        down = as_matrix(layer["down"], layer["down"].shape[0])
-        return x, linear_sum_parts(hidden, down, TENSOR_AXIS, active_rows)
-
-
-def _input_dtype(weight: Any) -> Any:
-    """`row_dtype` of a weight, or of one that is kept in parts of several types."""
-    return row_dtype(weight[PARTS[0]] if isinstance(weight, dict) else weight)
-
-
-def _run_if(condition: jax.Array, function: Callable[..., tuple], *carry: jax.Array) -> tuple:
-    """The function's result if `condition`, else `carry` as it is."""
-    # A loop of at most one turn: a conditional would copy the cache.
-    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.bool_(False), *function(*c[1:])), (condition, *carry))[1:]
-
-
-def make_tables(rope: RopeConfig, head_dim: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of rows, each float32 [T, H / 2]."""
-    frequency = rope_frequencies(rope, head_dim)
-    cos, sin = rope_tables(position, jnp.asarray(frequency))
-    if rope.attention_factor == 1:
-        return cos, sin
-    factor = rope.attention_factor
-    if rope.partial != 1:  # pairs that stand still keep their length
-        factor = jnp.asarray(np.where(frequency == 0, 1, factor), jnp.float32)
-    return cos * factor, sin * factor
-
-
-def norm_input(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.Array:  # [T, D]
-    """A block's input: normalised, for models whose norms come before blocks."""
-    return rms_norm(x, layer[leaf], cfg.norm_eps) if leaf in layer else x
-
-
-def finish_block(layer: Params, cfg: ModelConfig, leaf: str, x: jax.Array) -> jax.Array:  # [T, D]
-    """What a block adds to the residual stream: its result, normalised and scaled for models that do so."""
-    x = rms_norm(x, layer[leaf], cfg.norm_eps) if leaf in layer else x
-    return x if cfg.residual_scale == 1 else x * cfg.residual_scale
-
-
-def project(layer: Params, cfg: ModelConfig, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:
-    """Queries, key and value of each KV head of this shard, not rotated: [T, D] -> [T, K, G + 2, H] float32.
-
-    Where devices share KV heads (`jaxspec/models/heads.py`), [T, 1, rows, H]: all queries, all keys, all values.
-    """
-    qkv = multiply_heads(layer["qkv"], _order(layer, "qkv", x), active_rows)
-    return qkv + layer["qkv_bias"] if "qkv_bias" in layer else qkv
-
-
-def norm_heads(layer: Params, cfg: ModelConfig, qkv: jax.Array) -> jax.Array:  # [T, K, G + 2, H]
-    """Norm of queries and keys, for models that have one."""
-    query = rms_norm(qkv[:, :, :-2], layer["q_norm"], cfg.norm_eps)
-    key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
-    return jnp.concatenate([query, key, qkv[:, :, -1:]], axis=2)
-
-
-def norm_kind(layer: Params, cfg: ModelConfig, qkv: jax.Array, lent: jax.Array | None) -> jax.Array:
-    """Queries, keys and values of a model of `LayerKinds`, normalised, [T, K, G + 2, H]; scores are not divided.
-
-    With `lent`, keys and values that a layer before has normalised, `qkv` are queries alone, [T, K, G, H].
-    """
-    queries = qkv if lent is not None else qkv[:, :, :-2]
-    # The kernels divide by the root of the width.
-    queries = rms_norm(queries, layer["q_norm"], cfg.norm_eps) * math.sqrt(qkv.shape[-1])
-    if lent is None:
-        key = rms_norm(qkv[:, :, -2:-1], layer["k_norm"], cfg.norm_eps)
-        value = rms_norm(qkv[:, :, -1:], jnp.ones(qkv.shape[-1]), cfg.norm_eps)
-        lent = jnp.concatenate([key, value], axis=2)
-    return jnp.concatenate([queries, lent], axis=2)
-
-
-def finish_kind(
-    layer: Params, cfg: ModelConfig, x: jax.Array, own: jax.Array | None, active_rows: jax.Array | None
-) -> jax.Array:  # [T, D]
-    """The end of a layer of a model of `LayerKinds`: what it makes of its own inputs [T, P], and its scale."""
-
-    def add_own(active_rows: jax.Array | None, x: jax.Array, own: jax.Array) -> jax.Array:
-        gate = linear(x, as_matrix(layer["input_gate"], layer["input_gate"].shape[0]), active_rows)
-        made = linear(jax.nn.gelu(gate) * own, as_matrix(layer["input_out"], layer["input_out"].shape[0]), active_rows)
-        return x + rms_norm(made, layer["input_norm"], cfg.norm_eps)
-
-    if own is not None:
-        with jax.named_scope("own_inputs"):
-            x = map_active_rows(add_own, active_rows, x, own)
-    return x * layer["scale"]
-
-
-def norm_all_heads(layer: Params, cfg: ModelConfig, kinds: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """One norm over the queries of all heads of all devices, and one over all keys; `kinds` are `split_slots`'s.
-
-    Padding is zeros and adds nothing. A key head that several devices hold counts once.
-    """
-    T, H, shards = kinds[0].shape[0], cfg.head_dim, jax.lax.axis_size(TENSOR_AXIS)
-    counts = [kind.shape[1] * (kind.shape[2] - 2) for kind in kinds]
-    query = jnp.concatenate([kind[:, :, :-2].reshape(T, -1, H) for kind in kinds], axis=1)
-    key = jnp.concatenate([kind[:, :, -2] for kind in kinds], axis=1)
-
-    def norm(x: jax.Array, leaf: str, heads: int, counted: jax.Array | None) -> jax.Array:  # [T, n, H]
-        scale = layer[leaf].reshape(-1)
-        if shards == 1:
-            return rms_norm(x.reshape(T, -1), scale, cfg.norm_eps).reshape(x.shape)
-        squares = jnp.sum(x * x, axis=-1) if counted is None else jnp.sum(x * x, axis=-1) * counted
-        mean = jax.lax.psum(jnp.sum(squares, axis=-1), TENSOR_AXIS) / (heads * H)
-        return x * jax.lax.rsqrt(mean + cfg.norm_eps)[:, None, None] * scale.reshape(x.shape[1:])
-
-    slots = head_layout(cfg.num_kv_heads, cfg.group, shards).kv_of_slots()
-    slots = slots[:, : key.shape[1]].reshape(-1)
-    first = [bool(kv >= 0 and kv not in slots[:place]) for place, kv in enumerate(slots)]
-    counted = jnp.asarray(np.array(first, np.float32).reshape(shards, -1))[jax.lax.axis_index(TENSOR_AXIS)]
-    query = norm(query, "q_norm", cfg.num_heads, None)
-    key = norm(key, "k_norm", cfg.num_kv_heads, counted)
-    normed, q, k = [], 0, 0
-    for kind, count in zip(kinds, counts, strict=True):
-        own = query[:, q : q + count].reshape(*kind.shape[:2], -1, H)
-        normed.append(jnp.concatenate([own, key[:, k : k + kind.shape[1], None], kind[:, :, -1:]], axis=2))
-        q, k = q + count, k + kind.shape[1]
-    return tuple(normed)
-
-
-def query_factors(cfg: ModelConfig, position: jax.Array) -> jax.Array:  # int32 [T] -> float32 [T, 1, 1, 1]
-    """What `query_growth` multiplies the queries of rows with; from a table, so that no row depends on the others."""
-    step = cfg.rope.original_context
-    table = 1 + cfg.query_growth * np.log1p(np.arange(cfg.max_context // step + 1))
-    return jnp.take(jnp.asarray(table, jnp.float32), position // step, mode="clip")[:, None, None, None]
-
-
-def convolve(layer: Params, name: str, normed: jax.Array, result: jax.Array | None = None) -> jax.Array:
-    """A sublayer's input of a block's rows, or its `result`, convolved over the rows; as it is without a kernel.
-
-    The kernel of a row, for either side, is the layer's own and a part for groups of columns that `normed`, float32
-    [T, D], says: the sublayer's input. Before the block's first row are zeros.
-    """
-    rows = normed if result is None else result
-    if f"{name}_conv" not in layer:
-        return rows
-    own, side = layer[f"{name}_conv"], 0 if result is None else 1
-    projection = layer[f"{name}_conv_kernel"]
-    (T, D), taps = rows.shape, own.shape[1]
-    said = linear(normed, as_matrix(projection, projection.shape[0])).reshape(T, 2, taps, -1)[:, side]
-    kernel = own[side] + jnp.repeat(said, D // said.shape[-1], axis=-1)  # [T, taps, D]
-    before = jnp.pad(rows, ((taps - 1, 0), (0, 0)))
-    shifted = jnp.stack([before[taps - 1 - back :][:T] for back in range(taps)], axis=1)
-    return jnp.sum(kernel * shifted, axis=1)
-
-
-def scale_queries(qkv: jax.Array, factor: float | jax.Array) -> jax.Array:  # [T, K, G + 2, H]
-    """Queries times a factor, or one for each row."""
-    return jnp.concatenate([qkv[:, :, :-2] * factor, qkv[:, :, -2:]], axis=2)
-
-
-def split_sinks(layer: Params, kinds: tuple[jax.Array, ...]) -> tuple[jax.Array | None, ...]:
-    """The sinks of each kind's query heads, [slots, queries] float32; `kinds` are `split_slots`'s."""
-    if "sinks" not in layer:
-        return (None,) * len(kinds)
-    flat, sinks = layer["sinks"].reshape(-1), []
-    for _, slots, rows, _ in (kind.shape for kind in kinds):
-        count = slots * (rows - 2)
-        sinks.append(flat[:count].reshape(slots, rows - 2))
-        flat = flat[count:]
-    return tuple(sinks)
-
-
-def linear_over_devices(x: jax.Array, weight: Weight, active_rows: jax.Array | None) -> jax.Array:
-    """`linear`, added up over the shards."""
-    return linear_sum(x, weight, TENSOR_AXIS, active_rows)
-
-
-def project_out(
-    layer: Params, heads: jax.Array, active_rows: jax.Array | None, multiply: Callable[..., jax.Array] = linear
-) -> jax.Array:  # [T, ..., H] -> [T, D]
-    """Output projection of this shard's query heads; a partial sum over shards unless `multiply` adds them up."""
-    heads = _order(layer, "out", heads.reshape(heads.shape[0], -1))
-    return multiply(heads, as_matrix(layer["out"], layer["out"].shape[0]), active_rows)
-
-
-def multiply_heads(weight: Any, x: jax.Array, active_rows: jax.Array | None) -> jax.Array:  # [T, D] -> [T, K, n, H]
-    """Rows times `[K, n, H, D]`, or times the parts of one that are kept in different types."""
-    if isinstance(weight, dict):
-        return jnp.concatenate([multiply_heads(weight[part], x, active_rows) for part in PARTS], axis=2)
-    K, n, H = weight.shape[:3]
-    return linear(x, as_matrix(weight, K * n * H), active_rows).reshape(x.shape[0], K, n, H)
-
-
-def feed_forward(
-    layer: Params,
-    cfg: ModelConfig,
-    x: jax.Array,
-    active_rows: jax.Array | None,
-    multiply: Callable[..., jax.Array] = linear,
-) -> jax.Array:  # [T, D] -> [T, D] float32
-    """Norm and gated MLP with the columns of this shard; a partial sum over shards unless `multiply` adds them up."""
-    gate_up = as_matrix(layer["gate_up"], 2 * layer["gate_up"].shape[1])
-    if cfg.activation == "silu" and "mlp_norm" in layer and not {"gate_up_order", "mlp_conv"} & layer.keys():
-        dtype = row_dtype(layer["down"])
-        hidden = norm_swiglu(x, layer["mlp_norm"], gate_up, cfg.norm_eps, active_rows, dtype)  # [T, F]
-    else:
-        gated = swiglu if cfg.activation == "silu" else geglu
-        normed = convolve(layer, "mlp", norm_input(layer, cfg, "mlp_norm", x))
-        hidden = gated(_order(layer, "gate_up", normed), gate_up, active_rows)
-    down = as_matrix(layer["down"], layer["down"].shape[0])
-    return multiply(_order(layer, "down", hidden), down, active_rows)
-
-
-def _order(layer: Params, name: str, x: jax.Array) -> jax.Array:  # [T, I] -> [T, I]
-    """Inputs in the order in which a weight takes them."""
-    order = layer.get(f"{name}_order")
-    return x if order is None else jnp.take(x, order, axis=1, mode="clip")

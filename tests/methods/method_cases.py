@@ -3,6 +3,7 @@
 Drafts of different quality share a geometry, and so an engine: parameters are arguments of the compiled programs.
 """
 
+import bisect
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -363,7 +364,8 @@ def engine_of(case):
     """A compiled engine of 150 tokens or a few more: as many as one cache, of the target or of the draft, holds."""
     models, least = models_of(case), CONTEXTS.get(case, 150)
     slots = case.method.bind(models, least).slots
-    context = max(c for c in range(least, least + CHUNKS[0]) if case.method.bind(models, c).slots == slots)
+    contexts = range(least, least + CHUNKS[0])
+    context = contexts[bisect.bisect_right(contexts, slots, key=lambda c: case.method.bind(models, c).slots) - 1]
     if case in DRAFT_TIGHT:
         window = 2 * DRAFT_TIGHT[case]
         context = round_up(least + window, CHUNKS[0]) - window

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.methods.core import round
-from jaxspec.models import kv_cache, rope, transformer
+from jaxspec.models import kv_cache, layer, rope, transformer
 from jaxspec.sampling import accept, noise
 from jaxspec.tree import reroot, select, tree
 
@@ -213,6 +213,6 @@ FAULTS = {
     ),
     "queries do not grow": Fault(
         "the factor of a query goes by its place in the batch, not by its position",
-        transformer, "query_factors", grows_within_the_pass, f"{GOLDEN}[ministral3]",
+        layer, "query_factors", grows_within_the_pass, f"{GOLDEN}[ministral3]",
     ),
 }  # fmt: skip

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.family_steps import norm_heads
+from jaxspec.models.layer import feed_forward, project, project_out
 from jaxspec.models.params import Params
 from jaxspec.models.rope import rope_frequencies
-from jaxspec.models.transformer import feed_forward, norm_heads, project, project_out
 from pallas_kernels.registry import Kernels, using
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope import rope_tables
