@@ -93,11 +93,10 @@ class Matcher:
         """Masks of a batch of a tree: uint32 [rows, words] for `columns` columns.
 
         `token` and `parent` are int32 [rows]; row 0 is the root, which was taken, and unused rows are their own
-        parents. Rows that the shape does not allow have the mask of an ended text: no walk reaches them.
+        parents. Rows that the shape does not allow have an empty mask: no walk reaches them.
         """
         rows = len(token)
         found = np.zeros((rows, mask_words(columns)), np.uint32)
-        found[:, : len(self._row)] = self._end_mask
         children: list[list[int]] = [[] for _ in range(rows)]
         for row in range(1, rows):
             if parent[row] != row:

@@ -157,9 +157,7 @@ def take_token(
 ) -> tuple[SequenceState, Array, tuple[Array, Array]]:  # fmt: skip
     """The steps of `next_token` after the pass: `hidden` float32 [1, D] is its result, `cache` has its row written."""
     position = state.cache.length[None]
-    logits = vocab_logits(params, target.cfg, hidden)
-    if mask is not None:
-        logits = allow(logits, mask, target.vocab)
+    logits = row_logits(params, target, hidden, mask)
     seen, counts = history.seen[None], history.counts[None]
     processors, vocab = request.processors, target.vocab
     token, logprob = choose(logits, processors, seen, counts, request.key, position + 1, vocab)
@@ -168,6 +166,24 @@ def take_token(
         state, cache=commit_rows(cache, jnp.int32(1)), root=token[0], generated=state.generated + 1
     )
     return state, logprob[0], ranked
+
+
+def row_logits(params: Params, target: Placement, hidden: Array, mask: Array | None) -> Array:
+    """Logits [1, V_local] of a row, float32 [1, D], under its mask, uint32 [1, words]; None allows all tokens.
+
+    Where the mask leaves one token, logits decide nothing: on a CPU the head is not run, and they are 0.
+    """
+    if mask is None or not target.plan.kernels.takes_cpu_forms:
+        logits = vocab_logits(params, target.cfg, hidden)
+        return logits if mask is None else allow(logits, mask, target.vocab)
+    blank = jnp.zeros((1, target.vocab.local_size), jnp.float32)
+    logits = jax.lax.cond(has_choice(mask)[0], lambda: vocab_logits(params, target.cfg, hidden), lambda: blank)
+    return allow(logits, mask, target.vocab)
+
+
+def has_choice(masks: Array) -> Array:
+    """Whether masks, uint32 [T, words], leave more than one token: bool [T]."""
+    return jax.lax.population_count(masks).astype(jnp.int32).sum(axis=1) > 1
 
 
 def _verify_batch(
@@ -201,10 +217,6 @@ def judge_batch(
     `masks`, uint32 [bs, words], say which tokens may follow each row (`allow`); None allows all of them.
     """
     batch, vocab = draft.batch, target.vocab
-
-    def allowed(logits: Array, masks: Array | None) -> Array:
-        return logits if masks is None else allow(logits, masks, vocab)
-
     # The walk runs plain decoding's own choice of one row, whose bits exact numerics promises.
     if not target.plan.kernels.takes_cpu_forms and batch.rows <= ROWS_AT_ONCE and not target.plan.kernels.exact:
 
@@ -214,21 +226,35 @@ def judge_batch(
             ranked = accept.rank_rows(here[0], batch, *here[2:])(row, history)
             return rule(*here)(row, history), ranked
 
+        def all_logits(rows: tuple[Array, Array | None]) -> Array:
+            logits = vocab_logits(params, target.cfg, rows[0])
+            return logits if rows[1] is None else allow(logits, rows[1], vocab)
+
         verified, history = accept.walk_at_once(
-            decide_row, lambda rows: allowed(vocab_logits(params, target.cfg, rows[0]), rows[1]), (hidden, masks),
-            batch, state.history, request, max_path, target.vocab,
-        )  # fmt: skip
+            decide_row, all_logits, (hidden, masks), batch, state.history, request, max_path, target.vocab
+        )
         return _commit(state, cache, draft, verified, history)
     if batch.rows > LAZY_HEAD_ROWS:
 
         def logits(row: Array) -> Array:
             own = None if masks is None else jax.lax.dynamic_slice_in_dim(masks, row, 1)
-            return allowed(vocab_logits(params, target.cfg, jax.lax.dynamic_slice_in_dim(hidden, row, 1)), own)
-    else:
-        every = allowed(vocab_logits(params, target.cfg, hidden, active_rows), masks)
+            return row_logits(params, target, jax.lax.dynamic_slice_in_dim(hidden, row, 1), own)
+    elif masks is None:
+        every = vocab_logits(params, target.cfg, hidden, active_rows)
 
         def logits(row: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(every, row, 1)
+    else:
+        # Rows with a choice come first, and the head runs for them alone.
+        open_ = has_choice(masks)
+        order = jnp.argsort(~open_)
+        place = jnp.argsort(order)
+        count = None if active_rows is None else jnp.maximum(open_.sum(), 1)
+        every = vocab_logits(params, target.cfg, hidden[order], count)
+
+        def logits(row: Array) -> Array:
+            own = jnp.where(open_[row], jax.lax.dynamic_slice_in_dim(every, place[row], 1), 0.0)
+            return allow(own, jax.lax.dynamic_slice_in_dim(masks, row, 1), vocab)
 
     decide = rule(logits, draft, request, state.cache.length, target.vocab)
     rank = accept.rank_rows(logits, draft.batch, request, state.cache.length, target.vocab)
