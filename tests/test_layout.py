@@ -1,6 +1,7 @@
 """The layout of the sources: imports have an order, files a readable length, and packages a budget of lines."""
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -87,21 +88,26 @@ def module_name(path):
 
 
 FILES = {module_name(path): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-GRAPH = import_graph({module: path.read_text() for module, path in FILES.items()})
 FOLDERS = [module for module, path in FILES.items() if path.name == "__init__.py"]
 
 
+@functools.cache
+def graph():
+    """Imports of all sources; every worker collects this file, and one needs them."""
+    return import_graph({module: path.read_text() for module, path in FILES.items()})
+
+
 def test_no_file_imports_itself_through_others():
-    assert find_cycle(GRAPH) is None
+    assert find_cycle(graph()) is None
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_children_of_a_folder_have_an_order(folder):
-    assert find_cycle(graph_of_children(GRAPH, folder)) is None
+    assert find_cycle(graph_of_children(graph(), folder)) is None
 
 
 def test_kernels_know_nothing_of_the_package():
-    wrong = {m: i for m, i in GRAPH.items() if m.startswith("pallas_kernels") and any("jaxspec" in n for n in i)}
+    wrong = {m: i for m, i in graph().items() if m.startswith("pallas_kernels") and any("jaxspec" in n for n in i)}
     assert wrong == {}
 
 

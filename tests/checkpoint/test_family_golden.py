@@ -1,5 +1,6 @@
 """Logits of every family are those of Hugging Face transformers, from a Hugging Face folder and from a GGUF file."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -22,7 +23,13 @@ EXPECTED = json.loads((Path(__file__).parents[1] / "golden" / "families.json").r
 def logits_of(path):
     """Logits after each token, decoded one by one."""
     weights = open_weights(path)
-    cfg, params = weights.config, weights.load(Placement(weights.config, plan_mesh(1), np.dtype("float32")))
+    params = weights.load(Placement(weights.config, plan_mesh(1), np.dtype("float32")))
+    return decoder(weights.config)(params, jnp.asarray(TOKENS, jnp.int32))
+
+
+@functools.lru_cache(maxsize=1)
+def decoder(cfg):
+    """Decoding of one configuration, compiled once for both formats."""
 
     def run(params, tokens):
         def step(cache, token):
@@ -31,7 +38,7 @@ def logits_of(path):
 
         return jax.lax.scan(step, empty_cache(cfg, 64), tokens)[1]
 
-    return on_one_device(run)(params, jnp.asarray(TOKENS, jnp.int32))
+    return on_one_device(run)
 
 
 def as_in_gguf(name):

@@ -5,19 +5,17 @@ from typing import NamedTuple
 
 import numpy as np
 from marks import quick_part
-from method_cases import (
+from method_cases import plain, run, tokens_of
+from tiny_pairs import (
     FAMILIES,
     FLOAT32,
     VOCAB,
     EditedSource,
     draft_config,
-    plain,
     resize_vocab,
-    run,
     sharpen,
     spoil,
     target_params,
-    tokens_of,
     vocab_rows_of,
 )
 
@@ -122,7 +120,7 @@ def models_of(case):
 
 
 def params_of(case, draft="copy"):
-    """Parameters of both models, the draft of a kind of `method_cases.DRAFTS`."""
+    """Parameters of both models, the draft of a kind of `tiny_pairs.DRAFTS`."""
     target = target_params(case.family, case.target, vocab_rows_of(case.geometry))
     offset = case.target if case.draft else 0
     own = draft_params(case.family, case.draft or case.target, offset, case.geometry, draft)
@@ -135,7 +133,7 @@ def params_of(case, draft="copy"):
 
 @functools.cache
 def draft_params(family, degree, offset, geometry, kind):
-    """Parameters of a kind of `method_cases.DRAFTS`; "certain" is a copy that gives nearly all mass to one token."""
+    """Parameters of a kind of `tiny_pairs.DRAFTS`; "certain" is a copy that gives nearly all mass to one token."""
     config = draft_config(family, "layer" if geometry == "shared" else geometry)
     resized = geometry in ("small", "large")
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from method_cases import (
     CASES,
-    HEAD_IDS,
     LLAMA_AUTO,
     LLAMA_AUTO_LONG,
     LLAMA_LOOKUP,
@@ -25,8 +24,6 @@ from method_cases import (
     arrays,
     case_id,
     check_counts,
-    count_on,
-    counting,
     decode,
     engine_of,
     models_of,
@@ -36,6 +33,7 @@ from method_cases import (
     run,
     tokens_of,
 )
+from tiny_pairs import HEAD_IDS, count_on, counting
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.auto.settings import LONGEST_CHAIN, Auto, stream_speeds

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import quick_part
-from method_cases import PROMPT, SAMPLINGS, VOCAB
+from method_cases import PROMPT, SAMPLINGS
 from test_verify_seam import MAX_PATH, Case, begin, executor_of, random_batch, target_params
+from tiny_pairs import VOCAB
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses

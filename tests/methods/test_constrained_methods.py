@@ -17,11 +17,11 @@ from method_cases import (
     LLAMA_SPECINFER,
     PROMPT,
     SMALL_TP4,
-    VOCAB,
     Case,
     engine_of,
     params_of,
 )
+from tiny_pairs import VOCAB
 
 from jaxspec import Autoregressive, SamplingParams, StructuredOutputs
 from jaxspec.methods.auto.settings import Auto

@@ -12,7 +12,6 @@ from marks import fast_part
 from method_cases import (
     BASIC,
     CHAIN_TP4,
-    FLOAT32,
     LADDER,
     LARGE_REJECTION,
     LLAMA_CHAIN,
@@ -29,13 +28,12 @@ from method_cases import (
     arrays,
     case_id,
     check_written_slots,
-    place_edited,
     run,
-    sharpen,
     tokens_of,
     with_garbage,
 )
 from tiny_models import FAMILIES
+from tiny_pairs import FLOAT32, place_edited, sharpen
 
 from jaxspec import engine as engine_module
 from jaxspec.engine import Engine

@@ -13,7 +13,6 @@ from method_cases import (
     BASIC,
     CASES,
     CHAIN_TP4,
-    DRAFTS,
     GREEDY,
     LADDER,
     LARGE_REJECTION,
@@ -25,25 +24,20 @@ from method_cases import (
     LONG_PROMPT,
     PROMPT,
     SAMPLINGS,
-    SMALL,
     SMALL_SPECEXEC,
     SMALL_TP4,
-    VOCAB,
     case_id,
     check_counts,
-    count_on,
-    counting,
     decode,
     engine_of,
-    flat_params,
     logprobs_of,
     params_of,
     plain,
     rounds_of,
     run,
     tokens_of,
-    vocab_rows_of,
 )
+from tiny_pairs import DRAFTS, SMALL, VOCAB, count_on, counting, flat_params, vocab_rows_of
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.round import ModelParams

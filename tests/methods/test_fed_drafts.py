@@ -9,35 +9,29 @@ import numpy as np
 import pytest
 from marks import fast_part, quick_part
 from method_cases import (
-    FLOAT32,
     LLAMA_AUTO,
     LONG_PROMPT,
     PROMPT,
     SAMPLINGS,
-    VOCAB,
     Case,
-    EditedSource,
     Steps,
     Untimed,
     case_id,
     check_counts,
-    count_on,
-    counting,
     decode,
-    draft_config,
     engine_of,
     logprobs_of,
     models_of,
     params_of,
     plain,
     run,
-    target_params,
     tokens_of,
 )
 from test_draft_cache import assert_prefix
 from test_exact import exact_samplings
 from test_prefix_reuse import answer
 from tiny_models import FAMILIES, on_one_device
+from tiny_pairs import FLOAT32, VOCAB, EditedSource, count_on, counting, draft_config, target_params
 
 from jaxspec.check.distribution import Draw, check_distribution
 from jaxspec.check.reference_decoder import ReferenceDecoder

@@ -8,23 +8,13 @@ import dataclasses
 import numpy as np
 import pytest
 from marks import fast_part
-from method_cases import (
-    FLOAT32,
-    LONG_PROMPT,
-    PROMPT,
-    SAMPLINGS,
-    count_on,
-    counting,
-    logprobs_of,
-    plain,
-    run,
-    tokens_of,
-)
+from method_cases import LONG_PROMPT, PROMPT, SAMPLINGS, logprobs_of, plain, run, tokens_of
 from swiftspec_cases import Case, Rounds, decode, engine_of, params_of
 from test_draft_cache import assert_prefix
 from test_fed_drafts import KINDS, good_params
 from test_prefix_reuse import answer
 from tiny_models import FAMILIES
+from tiny_pairs import FLOAT32, count_on, counting
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine

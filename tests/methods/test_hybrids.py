@@ -4,9 +4,10 @@ import functools
 
 import pytest
 from marks import fast_part, quick_part
-from method_cases import PROMPT, Case, draft_placement, models_of, params_of, run, tokens_of
+from method_cases import PROMPT, Case, models_of, params_of, run, tokens_of
 from test_prefix_reuse import answer
 from tiny_models import ALL_FAMILIES
+from tiny_pairs import draft_placement
 
 from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import fast_part, quick_part
-from method_cases import FLOAT32, LONG_PROMPT, PROMPT, SAMPLINGS, run, tokens_of
+from method_cases import LONG_PROMPT, PROMPT, SAMPLINGS, run, tokens_of
 from swift_cases import LAYERS, config_of, models_of, params_of, plain_tokens
 from tiny_models import FAMILIES, empty_cache, on_one_device
+from tiny_pairs import FLOAT32
 
 from jaxspec.checkpoint.shared_weights import cut_config, place_layer_subset, share_embedding, take_layers
 from jaxspec.engine import Engine

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_cases import Case, count_on, counting, engine_of, passes_of, run
+from method_cases import Case, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
+from tiny_pairs import count_on, counting
 
 from jaxspec.methods.core.copies import (
     EARLIER_TOKENS,

@@ -16,9 +16,9 @@ from method_cases import (
     logprobs_of,
     params_of,
     plain_engine,
-    target_params,
     tokens_of,
 )
+from tiny_pairs import target_params
 
 from jaxspec import engine as engine_module
 from jaxspec.config import SamplingParams

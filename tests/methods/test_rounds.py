@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from method_cases import (
-    FLOAT32,
     LLAMA_AUTO,
     LLAMA_CHAIN,
     LLAMA_LOOKUP,
@@ -24,6 +23,7 @@ from method_cases import (
     tokens_of,
 )
 from tiny_models import FAMILIES
+from tiny_pairs import FLOAT32
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine

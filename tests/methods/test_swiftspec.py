@@ -15,21 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from method_cases import (
-    DRAFTS,
-    FLOAT32,
-    LONG_PROMPT,
-    PROMPT,
-    SAMPLINGS,
-    SMALL,
-    VOCAB,
-    flat_params,
-    logprobs_of,
-    plain,
-    rounds_of,
-    run,
-    tokens_of,
-)
+from method_cases import LONG_PROMPT, PROMPT, SAMPLINGS, logprobs_of, plain, rounds_of, run, tokens_of
 from native_models import LLAMA, write_native, write_tokenizer
 from swiftspec_cases import (
     ADAPTIVE,
@@ -53,6 +39,7 @@ from swiftspec_cases import (
     quick,
 )
 from tiny_models import FAMILIES
+from tiny_pairs import DRAFTS, FLOAT32, SMALL, VOCAB, flat_params
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine

@@ -13,19 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import fast_part
-from method_cases import (
-    FAMILIES,
-    HEAD_IDS,
-    LONG_PROMPT,
-    PROMPT,
-    SAMPLINGS,
-    VOCAB,
-    arrays,
-    check_written_slots,
-    draft_config,
-    target_params,
-    with_garbage,
-)
+from method_cases import LONG_PROMPT, PROMPT, SAMPLINGS, arrays, check_written_slots, with_garbage
 from sampling_reference import process_reference
 from swiftspec_cases import (
     ADAPTIVE,
@@ -50,6 +38,7 @@ from swiftspec_cases import (
     params_of,
 )
 from tiny_models import logits_after, on_one_device
+from tiny_pairs import FAMILIES, HEAD_IDS, VOCAB, draft_config, target_params
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.round import DraftCounts, ModelParams

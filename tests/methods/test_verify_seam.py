@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import quick_part
-from method_cases import PROMPT, SAMPLINGS, VOCAB, arrays, target_params
+from method_cases import PROMPT, SAMPLINGS, arrays
 from tiny_models import FAMILIES, place
+from tiny_pairs import VOCAB, target_params
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.executor import ResidentExecutor
