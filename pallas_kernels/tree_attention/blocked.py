@@ -47,7 +47,7 @@ def attend_tree(
     def attend(size):
         def branch():
             mask = slot_mask(size, length, window_mask, position, sliding_window)
-            return _attend_in_blocks(query, key[:, :size], value[:, :size], mask, softcap, sinks)
+            return attend_in_blocks(query, key[:, :size], value[:, :size], mask, softcap, sinks)
 
         return branch
 
@@ -55,22 +55,22 @@ def attend_tree(
     return lax.switch(jnp.searchsorted(jnp.array(sizes, jnp.int32), used), [attend(size) for size in sizes])
 
 
-def _attend_in_blocks(query, key, value, mask, softcap, sinks):
-    """`masked_attention` for `QUERY_BLOCK` rows at a time. Scores of a thousand rows would not fit the CPU's cache."""
+def attend_in_blocks(query, key, value, mask, softcap, sinks, size=QUERY_BLOCK):
+    """`masked_attention` for `size` rows at a time. Scores of a thousand rows would not fit the CPU's cache."""
     rows = query.shape[0]
-    if rows <= QUERY_BLOCK:
+    if rows <= size:
         return masked_attention(query, key, value, mask, softcap, sinks)
-    blocks = -(-rows // QUERY_BLOCK)
-    padding = blocks * QUERY_BLOCK - rows
+    blocks = -(-rows // size)
+    padding = blocks * size - rows
 
     def split(x):
-        return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)).reshape(blocks, QUERY_BLOCK, *x.shape[1:])
+        return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)).reshape(blocks, size, *x.shape[1:])
 
     def attend(block):
         return masked_attention(block[0], key, value, block[1], softcap, sinks)
 
     out = lax.map(attend, (split(query), split(mask)))
-    return out.reshape(blocks * QUERY_BLOCK, *query.shape[1:])[:rows]
+    return out.reshape(blocks * size, *query.shape[1:])[:rows]
 
 
 def attend_chunk(query, key, value, length, sliding_window=None, softcap=None, sinks=None):

@@ -6,9 +6,12 @@ import jax.numpy as jnp
 from pallas_kernels import registry
 from pallas_kernels.active_rows import map_active_rows
 from pallas_kernels.linear.reference import pad_one_row
-from pallas_kernels.tree_attention.blocked import attend_chunk, attend_tree
+from pallas_kernels.tree_attention.blocked import attend_chunk, attend_in_blocks, attend_tree
 from pallas_kernels.tree_attention.reference import attend_chunk as reference_chunk
 from pallas_kernels.tree_attention.reference import attend_tree as reference_tree
+from pallas_kernels.tree_attention.reference import slot_mask
+
+MOST_SCORES = 20 << 20  # bytes of a tree's scores that a TPU keeps at a time; 17 rows at 8,192 slots are one block
 
 
 def tree_attention(
@@ -19,7 +22,7 @@ def tree_attention(
     query, key, value = write_rotated(qkv, cos, sin, key, value, length, offset)
     if write_only:
         return query, key, value
-    platform, (T, _, G, _) = registry.current().platform, query.shape
+    platform, (T, K, G, _) = registry.current().platform, query.shape
     on_cpu = platform == "cpu"
     if platform == "tpu" and T * G == 1 and window_mask is not None:
         # As `linear_on_tpu`: one row would not go through the matrix unit.
@@ -30,6 +33,10 @@ def tree_attention(
     used = None if offset is None else offset + T
 
     def attend(_, query, position, mask):
+        if platform == "tpu":
+            seen = slot_mask(key.shape[1], length, mask, position, sliding_window)
+            blocks = -(-4 * T * K * G * key.shape[1] // MOST_SCORES)
+            return attend_in_blocks(query, key, value, seen, softcap, sinks, max(8, -(-T // blocks)))
         tree = attend_tree if on_cpu else reference_tree
         return tree(query, key, value, length, mask, position, sliding_window, used, softcap, sinks)
 

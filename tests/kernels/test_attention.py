@@ -21,7 +21,7 @@ from kernel_cases import XLA, assert_close, assert_same_bits, needs_native, run
 from marks import quick_part
 
 from pallas_kernels import registry
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import tree_attention, xla
 from pallas_kernels.tree_attention.blocked import QUERY_BLOCK, prefix_sizes
 
 LENGTHS = (0, 1, 127, 128, 129, 300)
@@ -469,16 +469,17 @@ def test_sinks_that_do_not_fit_are_refused():
             tree_attention(*case.operands, sinks=sinks)
 
 
-@pytest.mark.parametrize("kernels", [XLA, registry.Kernels("xla", "gpu")], ids=["blocked", "reference"])
+@pytest.mark.parametrize("kernels", [XLA, *(registry.Kernels("xla", name) for name in ("gpu", "tpu"))], ids=str)
 @pytest.mark.parametrize(
     "rows, tree, sliding_window",
     [(1, True, None), (12, True, 7), (12, True, 300), (1, False, None), (12, False, 1), (QUERY_BLOCK + 44, False, 300)],
 )
-def test_xlas_forms(rows, tree, sliding_window, kernels):
+def test_xlas_forms(rows, tree, sliding_window, kernels, monkeypatch):
     """Against numpy, on every static length of a prefix; all slots after those in use hold large numbers.
 
-    A program for each case: windows come with sinks, trees with a number of active rows.
+    Twelve rows are two blocks on a TPU. A program for each case: windows come with sinks, trees with active rows.
     """
+    monkeypatch.setattr(xla, "MOST_SCORES", 5 * 2 * 3 * 600 * 4)
     rng = np.random.default_rng(3)
     for which, length in enumerate((0, 1, 100, 255, 256, 257, 290)):
         parents = random_parents(rng, rows) if tree else None
