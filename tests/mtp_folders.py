@@ -1,4 +1,4 @@
-"""Tiny hybrids with a layer for multi-token prediction (`mtp.*`) as folders hold them, and that layer in NumPy.
+"""Tiny hybrids with a layer for multi-token prediction (`mtp.*`), as folders and GGUF files, and the layer in NumPy.
 
 The layer is written from its equations, without the code under test; the target's own tensors come from `make`.
 """
@@ -6,7 +6,7 @@ The layer is written from its equations, without the code under test; the target
 import json
 
 import numpy as np
-from make import random_tensors, tiny_config, write_hf
+from make import gguf_metadata, gguf_tensors, random_tensors, tiny_config, write_gguf, write_hf
 from safetensors.numpy import load_file, save_file
 
 FAMILIES = {
@@ -72,6 +72,39 @@ def write_mtp(folder, family="dense", *, seed=1, tensors=None, wrapped=False, **
         found["model.visual.blocks.0.norm.weight"] = np.zeros(3, np.float32)
         save_file(found, folder / "model.safetensors")
     return folder
+
+
+# llama.cpp's names of what ordinary layers have not.
+_NEXTN = {
+    "mtp.fc": "eh_proj", "mtp.pre_fc_norm_embedding": "enorm", "mtp.pre_fc_norm_hidden": "hnorm",
+    "mtp.norm": "shared_head_norm",
+}  # fmt: skip
+
+
+def write_mtp_gguf(path, family="dense", *, without=(), more=(), layers=1):
+    """A GGUF file with the layer of `write_mtp`, as llama.cpp's converter writes it: after the model's own.
+
+    `without` are GGUF names of the layer's tensors that are left out, `more` others that it has.
+    """
+    cfg = FAMILIES[family]
+    last, ordinary, own = cfg.num_layers, {}, {}
+    for name, tensor in mtp_tensors(cfg).items():
+        tensor = tensor + 1 if tensor.ndim == 1 else tensor  # norm scales
+        if (part := name.removesuffix(".weight")) in _NEXTN:
+            own[f"blk.{last}.nextn.{_NEXTN[part]}.weight"] = tensor
+        elif name.endswith("gate_up_proj"):
+            gate, up = np.split(tensor, 2, axis=1)
+            own |= {f"blk.{last}.ffn_gate_exps.weight": gate, f"blk.{last}.ffn_up_exps.weight": up}
+        elif name.endswith("experts.down_proj"):
+            own[f"blk.{last}.ffn_down_exps.weight"] = tensor
+        else:
+            ordinary[name.replace("mtp.layers.0", f"model.layers.{last}")] = tensor
+    own |= gguf_tensors(cfg, ordinary)
+    own = {name: np.ascontiguousarray(tensor) for name, tensor in own.items() if name.split(".", 2)[2] not in without}
+    (arch,) = {key.split(".")[0] for key in gguf_metadata(cfg) if key.endswith(".block_count")}
+    changes = {f"{arch}.block_count": last + layers, f"{arch}.nextn_predict_layers": layers}
+    extra = own | {f"blk.{last}.{name}": np.zeros((8, 64), np.float32) for name in more}
+    return write_gguf(path, cfg, changes=changes, extra=extra)
 
 
 def _norm(x, scale, eps):

@@ -14,20 +14,20 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_600,
+    "jaxspec": 37_640,
     "jaxspec/*.py": 3_320,
     "jaxspec/methods": 7_580,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_150,
     "jaxspec/offload": 2_200,
-    "jaxspec/checkpoint": 5_180,
+    "jaxspec/checkpoint": 5_220,
     "jaxspec/runtime": 2_450,
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_290,
     "pallas_kernels": 7_080,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_400,
     "tools": 8_370,
-    "tests": 37_760,
+    "tests": 37_830,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

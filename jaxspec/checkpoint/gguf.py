@@ -85,19 +85,36 @@ _DTYPES = {
 class GGUFSource:
     """An open GGUF file (a `TensorSource`); `read` may be called from several threads."""
 
+    has_mtp = False  # whether the file holds layers for multi-token prediction beside the model
+
     def __init__(self, path: Path, header: GGUFHeader):
         """Check everything but the tensors' names and shapes, which `open_gguf` does."""
         self.path = path
         self._family = _read_family(path, header.metadata)
-        self.config = _read_config(path, header, self._family)
-        # `_read_config` has read it where the family knows it, and else refuses it.
-        drafting = header.metadata.get(f"{self._family.gguf_architecture}.nextn_predict_layers") or 0
-        renamed = _rename(path, header.tensors, self.config, self._family, drafting)
+        self.config = self._describe_model(header)
+        renamed = _rename(path, self._choose_tensors(header), self.config, self._family)
         self._tensors = split_fused(renamed, self.config, _cut)
         self.eos_ids = _read_eos_ids(path, header.metadata, self.config.vocab_size)
         _refuse_block_types(path, header.tensors)
         self._data = np.memmap(path, np.uint8, mode="r")
         self._read_bytes: Callable[[Path, int, int], np.ndarray] | None = None
+
+    def _describe_model(self, header: GGUFHeader) -> ModelConfig:
+        """The geometry, from the hyperparameters."""
+        return _read_config(self.path, header, self._family)
+
+    def _choose_tensors(self, header: GGUFHeader) -> dict[str, GGUFTensor]:
+        """Those of the model by the file's names; its draft's come after, and are in `jaxspec.checkpoint.mtp`."""
+        # `_read_config` has read it where the family knows it, and else refuses it.
+        drafting = header.metadata.get(self._drafting_key) or 0
+        layers = {str(self.config.num_layers + i) for i in range(min(drafting, len(header.tensors)))}
+        own = {name for name in header.tensors if name.startswith("blk.") and name.split(".")[1] in layers}
+        self.has_mtp = bool(own)
+        return {name: tensor for name, tensor in header.tensors.items() if name not in own}
+
+    @property
+    def _drafting_key(self) -> str:
+        return f"{self._family.gguf_architecture}.nextn_predict_layers"
 
     def reading(self, read_bytes: Callable[[Path, int, int], np.ndarray]) -> "GGUFSource":
         """The same file, read by a function of path, offset and size instead of through a map of it."""
@@ -202,18 +219,14 @@ def _read_family(path: Path, metadata: dict[str, Any]) -> Family:
     return known[name]
 
 
-def _rename(
-    path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig, of_file: Family, drafting_layers: int
-) -> dict[str, GGUFTensor]:
+def _rename(path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig, of_file: Family) -> dict[str, GGUFTensor]:
     """Tensors under Hugging Face names; unknown ones keep their own, for the accounting to list."""
     renamed: dict[str, GGUFTensor] = {}
     family = FAMILIES[cfg.family]
     names = {**_LAYER_NAMES, **family.gguf_names, **of_file.gguf_names}
-    # Layers of multi-token prediction come after the others.
-    drafting = {str(cfg.num_layers + i) for i in range(min(drafting_layers, len(tensors)))}
     for name, tensor in tensors.items():
         hf_name, parts = _TOP_NAMES.get(name, name), name.split(".")
-        if name in (_ROPE_FREQS, *_ROPE_FACTORS) or (parts[0] == "blk" and drafting.issuperset(parts[1:2] or "-")):
+        if name in (_ROPE_FREQS, *_ROPE_FACTORS):
             continue
         if name in _FINAL_NORMS:
             hf_name = f"{family.final_norm}.weight"

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxspec.checkpoint.assistants import is_assistant, open_assistant
 from jaxspec.checkpoint.eagle import is_feature_draft, open_feature_draft
-from jaxspec.checkpoint.gguf import open_gguf
+from jaxspec.checkpoint.gguf import GGUFSource, open_gguf
 from jaxspec.checkpoint.gguf_header import MAGIC
 from jaxspec.checkpoint.hf import HFSource, open_hf
 from jaxspec.checkpoint.keymaps import Recipe, TensorSource, recipes, source_storage
@@ -110,7 +110,7 @@ def open_weights(path: Path | None) -> Weights:
         # The checkpoint asks for it, not the caller.
         raise CheckpointError(str(error)) from error
     weights = _open_source(source, is_default)
-    if not (isinstance(source, HFSource) and source.has_mtp):
+    if not (isinstance(source, HFSource | GGUFSource) and source.has_mtp):
         return weights
     inside = {"path": path / MTP_NAME, "files": path}
     return dataclasses.replace(

@@ -1,9 +1,11 @@
 """The layer for multi-token prediction inside a checkpoint: found, refused, shared, converted, and in use."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
-from mtp_folders import FAMILIES, mtp_tensors, write_mtp
+from mtp_folders import FAMILIES, mtp_tensors, write_mtp, write_mtp_gguf
 from native_models import write_tokenizer
 
 from jaxspec.checkpoint.convert import convert
@@ -74,7 +76,7 @@ TENSORS = mtp_tensors(FAMILIES["dense"])
 BROKEN = {
     "two layers": (dict(mtp_num_hidden_layers=2), TENSORS, "mtp_num_hidden_layers is 2; draft 'mtp' runs"),
     "embedding": (dict(mtp_use_dedicated_embeddings=True), TENSORS, "mtp_use_dedicated_embeddings is True; draft"),
-    "lacks a norm": ({}, {n: t for n, t in TENSORS.items() if n != "mtp.norm.weight"}, "less 'mtp.' in.* missing"),
+    "lacks a norm": ({}, {n: t for n, t in TENSORS.items() if n != "mtp.norm.weight"}, "less 'mtp.': .* missing"),
     "has more": ({}, TENSORS | {"mtp.head.weight": np.zeros((3, 3), np.float32)}, "1 unexpected .head.weight"),
     "wide": ({}, TENSORS | {"mtp.fc.weight": np.zeros((64, 64), np.float32)}, "fc.weight is .64, 64., not .64, 128."),
 }  # fmt: skip
@@ -88,6 +90,32 @@ def test_one_that_cannot_run_is_refused_or_left_out(name, tmp_path, unread, capl
         open_models(path, "mtp", AUTO)
     assert open_models(path, None, AUTO).draft is None
     assert "the checkpoint's own draft is left out" in caplog.text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gguf_file_holds_the_same_draft(family, tmp_path):
+    made, whole = open_weights(write(tmp_path / "model", family)).mtp(), tmp_path / "m.gguf"
+    found = open_weights(write_mtp_gguf(whole, family)).mtp()
+    # Files of Qwen3-Next are read as models of Qwen 3.5.
+    assert dataclasses.replace(found.config, family=made.config.family) == made.config
+    assert (found.path, found.files) == (whole / "mtp", whole)
+    for one, other in zip(jax.tree.leaves(leaves_of(made)), jax.tree.leaves(leaves_of(found)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+GGUF_BROKEN = {
+    "two layers": ({"layers": 2}, "qwen35.nextn_predict_layers is 2; draft 'mtp' runs"),
+    "lacks a norm": ({"without": ("nextn.shared_head_norm.weight",)}, "less 'mtp.': .* missing .model.norm.weight"),
+    "own head": ({"more": ("nextn.shared_head_head.weight",)}, "unexpected .blk.0.nextn.shared_head_head.weight"),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_BROKEN)
+def test_a_layer_of_a_gguf_file_that_cannot_run_is_refused(name, tmp_path):
+    options, message = GGUF_BROKEN[name]
+    weights = open_weights(write_mtp_gguf(tmp_path / "m.gguf", **options))
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        weights.mtp()
 
 
 @pytest.mark.parametrize("family", ["dense", "tied", "next"])

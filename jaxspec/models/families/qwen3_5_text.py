@@ -48,7 +48,7 @@ class Qwen35(Family):
         return fields | {"recurrent": RecurrentConfig("delta", layers, **read)}
 
     def read_gguf(self, values: ConfigValues, max_context: int) -> dict[str, Any]:
-        """Layers of multi-token prediction come last and are left out."""
+        """As the base class, with the delta nets; layers for multi-token prediction come last and do not count."""
         drafting = values.integer("nextn_predict_layers", default=0, minimum=0)
         num_layers = values.integer("block_count") - drafting
         values.get("rope.dimension_sections")  # as `unused_rope_keys`
