@@ -41,6 +41,7 @@ CASES = {
     "chain": Case("llama", 1, 1, "fed eagle1", SwiftSpec(5, 1, branch=1, depth=4, branch_free=False)),
     "mtp": Case("qwen3.5", 1, 1, "fed mtp", SwiftSpec(7, 4, depth=2, branch_free=False)),
     "mtp tp2": Case("qwen3.5", 2, 1, "fed mtp", SwiftSpec(5, 3, depth=3, branch_free=True, reuse=False)),
+    "mtp tp4": Case("qwen3.5", 4, 2, "fed mtp", SwiftSpec(3, 2, depth=2, branch_free=False)),
     "assistant": Case("gemma4", 1, 1, "fed assistant", SwiftSpec(7, 4, depth=2, branch_free=False)),
     "assistant tp2": Case("gemma4-two", 2, 1, "fed assistant", SwiftSpec(5, 3, depth=3, branch_free=True, reuse=False)),
     "adaptive": Case("llama", 3, 1, "fed", SwiftSpec(7, 8, depth=1, adaptive=True, branch_free=False, survivors=9)),

@@ -48,8 +48,8 @@ def engine_of(case):
 
 
 @functools.cache
-def expected(family, count, sampled):
-    case = case_of(family, "ar")
+def expected(family, count, sampled, degree=1):
+    case = case_of(family, "ar", degree)
     return tokens_of(run(engine_of(case), params_of(case), PROMPT, count, 3, **sampled_by(sampled)))
 
 
@@ -74,6 +74,19 @@ def test_tokens_over_many_blocks(family, method):
             params = params_of(case, draft)
             rounds = run(engine_of(case), params, PROMPT, 4 * BLOCK, 3, **sampled_by(sampled))
             assert tokens_of(rounds) == expected(family, 4 * BLOCK, sampled)
+
+
+SPLIT = [("mtp specexec", 4), ("mtp chain", 4), ("mtp auto", 4), ("mtp chain", 2)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("method", "degree"), fast_part(SPLIT, lambda method, _: method == "mtp specexec"))
+def test_a_layer_for_multi_token_prediction_on_several_devices(method, degree):
+    case = case_of("qwen3.5", method, degree)
+    for sampled, draft in ((False, "copy"), (True, "random")):
+        rounds = run(engine_of(case), params_of(case, draft), PROMPT, 3 * BLOCK, 3, **sampled_by(sampled))
+        assert tokens_of(rounds) == expected("qwen3.5", 3 * BLOCK, sampled, degree)
+        assert any(one.drafted for one in rounds) or method == "mtp auto"
 
 
 TURNS = [*((f, m) for f in HYBRIDS for m in ("ar", "chain")), ("qwen3.5", "mtp chain")]
