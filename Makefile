@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PROMPT ?= Write a Python class for a stack with push, pop and peek.
 
-.PHONY: demo test test-tools test-all parity lint docs clean
+.PHONY: demo test test-tools test-all test-compiled parity lint docs clean
 
 demo: $(VENV)/.installed
 	@echo "load the model, compile its programs, decode"
@@ -27,6 +27,11 @@ test-tools: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST)
+
+# Programs for GPUs and TPUs, compiled without one. With these plugins JAX complains in each process that finds no GPU,
+# so other tests fail in the environment from then on: `make clean` before them.
+test-compiled: $(VENV)/.installed-compile
+	$(PYTEST) -m gpu_compile
 
 # Comparison with Hugging Face on torch; not needed to use or test jaxspec. `make parity SELECT=` has the slow ones too.
 parity: $(VENV)/.installed-test $(VENV)/.installed-parity
@@ -68,6 +73,11 @@ $(VENV)/.installed: pyproject.toml setup.py $(VENV)/.native
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "install what the tests need"
 	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@
+
+$(VENV)/.installed-compile: $(VENV)/.installed-test
+	@echo "install XLA's compilers for GPUs and TPUs"
+	$(PIP) --no-build-isolation --editable '.[gpu-compile,tpu-compile]'
 	touch $@
 
 $(VENV)/.installed-parity: pyproject.toml | $(VENV)/bin/python
