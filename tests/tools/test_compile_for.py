@@ -230,7 +230,7 @@ def test_programs_for_a_tpu(case, tmp_path):
 
 @compiles_for_tpu
 def test_attention_for_tpus_writes_no_scores(tmp_path):
-    """At 8,192 slots, where XLA's take 142 MB for 64 rows."""
+    """At 8,192 slots, where XLA writes up to 20 MiB of a tree at a time."""
     tree = "--methods", "specexec", "--set", "num_draft_tokens=63", "--tokens", "8192"
     row = compile_programs(tmp_path, "v5e:2x2", "--kernels", "mosaic-tpu", *tree)["specexec", "verify"]
     assert row["kinds"]["tpu_custom_call"] == 2 and row["copies"] == 0
