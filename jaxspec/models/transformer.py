@@ -72,7 +72,7 @@ def forward(
       window_mask: row t sees window slot j (its tree ancestors and itself).
       window_position: logical position of each window slot, for sliding windows; None where the slots are the rows.
       offset: window slot of the first row; None is 0.
-      active_rows: rows that matter, at least 1; the others come out arbitrary but finite, at little cost. None for all.
+      active_rows: rows that matter, at least 1; the others come out arbitrary, at little cost. None for all.
       units: attention and MLP blocks that run; None for all. A `LayerSet` is part of the program. As data, [L, 2] says
         for the whole pass which ones run: the device branches, and does not compute the others (an accelerator's host
         waits for every branch). [L, 2, T] says it for each row: everything is computed, so that one pass serves rows

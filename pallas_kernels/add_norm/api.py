@@ -24,7 +24,7 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:  # [T, D] float32, [T, D]
     """`x` plus all parts, and `rms_norm` of that, rounded to `dtype` from float32.
 
-    `active_rows` is how many rows matter, which come first: the others come out arbitrary but finite.
+    `active_rows` is how many rows matter, which come first: the others come out arbitrary.
 
     Raises:
       ValueError: shapes do not fit together.

@@ -4,7 +4,7 @@
 namespace jaxspec {
 namespace {
 
-// total = x + the sum of the parts, normed = `rms_norm` of that; the rows after the active ones are zeros.
+// total = x + the sum of the parts, normed = `rms_norm` of that; of the active rows alone.
 ffi::Error run_add_norm(Floats x, Floats parts, Floats scale, Scalar active_rows, ffi::ResultBuffer<ffi::F32> total,
                         ffi::ResultBuffer<ffi::F32> normed, float epsilon) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], count = count_active_rows(active_rows, rows);
@@ -12,8 +12,6 @@ ffi::Error run_add_norm(Floats x, Floats parts, Floats scale, Scalar active_rows
   float* to = total->typed_data();
   add_parts(x.typed_data(), parts.typed_data(), parts.dimensions()[0], size, count * width, to);
   if (width) rms_norm(to, scale.typed_data(), epsilon, count, width, normed->typed_data());
-  clear(to + count * width, size - count * width);
-  clear(normed->typed_data() + count * width, size - count * width);
   return ffi::Error::Success();
 }
 

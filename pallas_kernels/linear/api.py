@@ -34,8 +34,8 @@ def linear(x: jax.Array, weight: Weight, active_rows: jax.Array | None = None) -
         float16 weight first, as accelerators do, and accumulates in float32. Blocks become numbers a tile at a time;
         on accelerators these are bfloat16.
       weight: `[O, I]` float32, bfloat16 or float16, or `Blocks` with data `[O, I / values, nbytes]`.
-      active_rows: int32 [], at least 1: the rows that matter, which come first. The others come out arbitrary but
-        finite. None for all. Only native kernels save time by it.
+      active_rows: int32 [], at least 1: the rows that matter, which come first. The others come out arbitrary.
+        None for all. Only native kernels save time by it.
 
     Returns:
       `[T, O]` float32.

@@ -28,7 +28,6 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Sca
   XlaThreads workers(pool);
   return with_weight(name, weight, inputs, [&](const WeightFormat& format, const Matrix& w) {
     linear(format, workers, threads, x.typed_data(), count, w, y->typed_data());
-    clear(y->typed_data() + count * outputs, (rows - count) * outputs);
   });
 }
 
@@ -40,7 +39,6 @@ ffi::Error run_swiglu(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Sca
   XlaThreads workers(pool);
   return with_weight(name, weight, inputs, [&](const WeightFormat& format, const Matrix& w) {
     swiglu(format, workers, threads, x.typed_data(), count, w, y->typed_data());
-    clear(y->typed_data() + count * columns, (rows - count) * columns);
   });
 }
 

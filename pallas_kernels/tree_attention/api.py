@@ -53,7 +53,7 @@ def tree_attention(
       offset: row t is written at slot `length + offset + t`, which must lie within the cache. None is 0, and is
         required for a causal chunk; it is allowed where the window is no wider than the rows.
       sliding_window: positions that a row sees, itself included; None for all.
-      active_rows: the rows that matter, which come first, at least 1; the others come out arbitrary but finite. None
+      active_rows: the rows that matter, which come first, at least 1; the others come out arbitrary. None
         for all.
       write_only: only the cache is wanted, and the first result is arbitrary.
       softcap: scores s become c tanh(s / c). No GPU kernel does that. None leaves them.

@@ -43,8 +43,6 @@ ffi::Error run_tree_attention(ffi::ThreadPool pool, Floats qkv, ffi::AnyBuffer k
       static_cast<uint8_t*>(new_key->untyped_data()), static_cast<uint8_t*>(new_value->untyped_data()),
       write_only ? nullptr : out->typed_data());
   if (wrong) return invalid(wrong);
-  const int64_t row = s.kv_heads * s.group * s.width, written = write_only ? 0 : s.rows;
-  clear(out->typed_data() + written * row, (sizes[0] - written) * row);
   return ffi::Error::Success();
 }
 

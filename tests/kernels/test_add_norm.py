@@ -66,7 +66,6 @@ def test_native_sums_and_norms_are_those_of_two_operations(rows, width, parts):
         some = run_native(lambda *o: add_norm(*o[:3], EPS, active_rows=o[3]), x, given, scale, np.int32(active))
         for one, other in zip(some, (total, normed), strict=True):
             np.testing.assert_array_equal(one[:active], other[:active])
-            assert np.isfinite(one).all()
 
 
 def lower(rows, width=4096):

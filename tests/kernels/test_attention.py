@@ -156,7 +156,6 @@ def check_active_rows(rng, case, result, active_rows):
         dataclasses.replace(case, qkv=broken, mask=mask), 1 + active_rows % 2, active_rows=active_rows
     )
     assert_same_rows(case, (out, key, value), written_rows(case, result)[:active_rows])
-    assert np.isfinite(out).all()
     untouched = np.ones(key.shape[1], bool)
     untouched[case.written] = False
     assert_same_bits(key[:, untouched], case.key[:, untouched])

@@ -133,7 +133,6 @@ def test_active_rows(weight_format):
         for rows in (rows for rows in (9, 65) if rows >= active_rows):
             got = run_native(linear, broken[:rows], weight, np.int32(active_rows), threads=1 + active_rows % 2)
             assert_same_bits(got[:active_rows], expected[:active_rows], f"{active_rows} of {rows} rows")
-            assert np.isfinite(got).all()
 
 
 @needs_native
@@ -179,7 +178,6 @@ def test_any_rows_in_any_order(weight_format, rows, outputs, size, threads, seed
     active_rows = int(rng.integers(1, rows + 1))
     first = run_native(linear, x, weight, np.int32(active_rows))
     assert_same_bits(first[:active_rows], got[:active_rows])
-    assert np.isfinite(first).all()
 
 
 @needs_native
