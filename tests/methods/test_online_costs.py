@@ -75,12 +75,27 @@ def test_a_measurement_of_a_wrong_form_is_corrected():
 def test_short_drafts_do_not_make_passes_dear():
     """A draft costs 0.4 beyond its passes: as few of them are seen, a pass could seem to cost that."""
     costs, rng = CostFilter(BELIEVED), np.random.default_rng(0)
-    costs.observe([StepOutput((1,) * 4, (0.0,) * 4)], 4 * PLAIN_S)
-    for _ in range(300):
-        outputs = [StepOutput((1,) * 4, (0.0,) * 4), StepOutput((1, 1), (0.0, 0.0), drafted=2, draft_passes=1)]
-        costs.observe(outputs, (time_of(outputs, BELIEVED) + 0.4 * PLAIN_S) * rng.normal(1, 0.08))
-    assert costs.costs(shared=False).draft < 1.5 * BELIEVED.draft
-    assert costs.costs().draft < 0.07 + 0.4 / 2
+    plain, drafted = StepOutput((1,) * 4, (0.0,) * 4), StepOutput((1, 1), (0.0, 0.0), drafted=2, draft_passes=1)
+    for number in range(300):
+        outputs = [drafted, drafted] if number % 4 else [plain]
+        dear = 0.4 * PLAIN_S * sum(output.draft_passes for output in outputs)
+        costs.observe(outputs, (time_of(outputs, BELIEVED) + dear) * rng.normal(1, 0.08))
+    found = costs.costs()
+    assert found.draft < 1.5 * BELIEVED.draft
+    assert found.draft + found.draft_overhead + found.rounds[2] == pytest.approx(0.47 + BELIEVED.rounds[2], abs=0.12)
+
+
+def test_a_draft_after_plain_rounds_says_nothing():
+    """It takes the tokens that it lacks first."""
+    plain, drafted = StepOutput((1,) * 4, (0.0,) * 4), StepOutput((1, 1), (0.0, 0.0), drafted=2, draft_passes=1)
+    costs = CostFilter(BELIEVED)
+    costs.observe([plain], 4 * PLAIN_S)
+    before = costs.costs().draft
+    costs.observe([drafted, drafted], 50 * PLAIN_S)
+    costs.observe([plain, drafted], 50 * PLAIN_S)
+    assert costs.costs().draft == before
+    costs.observe([drafted], 50 * PLAIN_S)
+    assert costs.costs().draft > before
 
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])

@@ -59,6 +59,7 @@ class AutoChoice(Choice):
       pass_cost: costs of target passes of 1, 2, ... rows.
       round_cost: cost of a round apart from its passes.
       draft_cost: cost of a draft pass; None without a draft model.
+      draft_overhead: cost of a draft apart from its passes; None without a draft model.
       gain: speed of drafted rounds over plain decoding; None before both were measured.
     """
 
@@ -66,6 +67,7 @@ class AutoChoice(Choice):
     pass_cost: Sequence[float]
     round_cost: float
     draft_cost: float | None = None
+    draft_overhead: float | None = None
     gain: float | None = None
 
 
@@ -309,7 +311,7 @@ class MeasuringRunner(SpeculativeRunner):
             return
         self._keep_at = 2 * self._tokens
         if self.times is not None and self._filter.plain_s is not None and self.costs.source == "measured":
-            save_costs(self._profile, self.times.corrected(self._filter.costs(shared=False), self._filter.plain_s))
+            save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
         tried, accepted = (np.asarray(leaf).tolist() for leaf in (state.draft.stats.tried, state.draft.stats.accepted))
         save_learned(self._profile, Learned(tried, accepted))
 

@@ -12,11 +12,9 @@ from jaxspec.methods.core.round import StepOutput
 # round's other costs (over a plain token), what further rows cost, what each of them costs beyond that (over a plain
 # token), a draft pass, a draft beyond its passes (over a plain token). All of them are wrong together where the machine
 # is faster or slower than it was.
-PRIOR, TOGETHER = np.array([0.1, 0.3, 0.4, 0.05, 0.4, 0.3]), 0.3
-# Passes of a draft that share what it costs beyond them.
-SHARED_BY = 4
+PRIOR, TOGETHER = np.array([0.1, 0.25, 0.4, 0.05, 0.3, 0.15]), 1.0
 # The same of what changes from one dispatch to the next, and of the time of a dispatch.
-DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.02, 0.12
+DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many.
 MOST_OFF = 2.0
 # Figures are used once a round of some rows would cost so much more or less by them.
@@ -34,13 +32,21 @@ class CostFilter:
     def __init__(self, costs: CostModel):
         """`costs` are corrected; nothing was observed."""
         self._costs = costs
+        self._lags = False  # whether the draft lacks tokens of plain rounds
         self._rows = np.maximum(costs.passes - costs.passes[0], 0.0)
         # Of a plain token, a round, the unit of further rows, each of them beyond that, a draft pass, a draft.
         self._seconds: np.ndarray | None = None
         self._spread = np.zeros((6, 6))
 
     def observe(self, outputs: Sequence[StepOutput], seconds: float) -> None:
-        """Take in the rounds of one dispatch and what it took; the first ones without drafts set the scale."""
+        """Take in the rounds of one dispatch and what it took; the first ones without drafts set the scale.
+
+        A draft after plain rounds takes what it lacks first, so that it says nothing of drafts in a row.
+        """
+        plain = [not output.drafted and not output.draft_passes for output in outputs]
+        lagged, self._lags = self._lags or any(plain), plain[-1]
+        if lagged and any(output.draft_passes for output in outputs):
+            return
         amounts = sum((self._amounts(output) for output in outputs), np.zeros(6))
         each = self._seconds
         if each is None:
@@ -59,17 +65,13 @@ class CostFilter:
         # A part is never free, but for what rounds, rows and drafts cost beyond their other parts.
         self._seconds = np.maximum(each, least)
 
-    def costs(self, shared: bool = True) -> CostModel:
-        """The corrected costs; those that it began with while nothing was observed.
-
-        What a draft costs beyond its passes is part of theirs, unless `shared` is False.
-        """
+    def costs(self) -> CostModel:
+        """The corrected costs; those that it began with while nothing was observed."""
         if self._seconds is None:
             return self._costs
-        plain, round_, rows, row, draft, drafting = self._seconds.tolist()
-        draft += shared * drafting / SHARED_BY
-        passes = self._costs.passes[0] + rows / plain * self._rows + row / plain * np.arange(self._rows.size)
-        return dataclasses.replace(self._costs, passes=passes, draft=draft / plain, round=round_ / plain)
+        round_, rows, row, draft, overhead = (self._seconds[1:] / self._seconds[0]).tolist()
+        passes = self._costs.passes[0] + rows * self._rows + row * np.arange(self._rows.size)
+        return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)
 
     @property
     def plain_s(self) -> float | None:
@@ -78,7 +80,7 @@ class CostFilter:
 
     def _begin(self, plain_s: float) -> np.ndarray:
         costs = self._costs
-        begun = plain_s * np.array([1.0, costs.round, 1.0, 0.0, costs.draft, 0.0])
+        begun = plain_s * np.array([1.0, costs.round, 1.0, 0.0, costs.draft, costs.draft_overhead])
         apart = PRIOR * plain_s * np.array([1.0, max(1.0, costs.round), 1.0, 1.0, costs.draft, 1.0])
         self._spread = TOGETHER**2 * np.outer(begun, begun) + np.diag(apart**2)
         return begun
@@ -94,11 +96,15 @@ class CostFilter:
 
 def cheapest(one: CostModel, other: CostModel) -> CostModel:
     """The lower figures of both."""
-    passes = np.minimum(one.passes, other.passes)
-    return dataclasses.replace(one, passes=passes, draft=min(one.draft, other.draft), round=min(one.round, other.round))
+    least = {
+        name: np.minimum(getattr(one, name), getattr(other, name))
+        for name in ("passes", "draft", "draft_overhead", "round")
+    }
+    return dataclasses.replace(one, **least)
 
 
 def differ(one: CostModel, other: CostModel) -> bool:
-    """Whether rounds of some rows, or draft passes, cost noticeably more by one of two models."""
+    """Whether rounds of some rows, or drafts, cost noticeably more by one of two models."""
     passes = abs(one.rounds / other.rounds - 1).max(initial=0.0)
-    return bool(max(passes, abs(one.draft - other.draft)) > WORTH_USING)
+    drafts = abs(one.draft - other.draft), abs(one.draft_overhead - other.draft_overhead)
+    return bool(max(passes, *drafts) > WORTH_USING)

@@ -28,7 +28,7 @@ from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 
 LOG = logging.getLogger(__name__)
 
-COSTS, LEARNED, DEVICES = "jaxspec cost profile 1", "jaxspec learned rates 1", "jaxspec device profile 1"
+COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 1", "jaxspec device profile 1"
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
 SHORTEST_S, LONGEST_S, LARGEST_BATCH = 1e-9, 1e6, 1024
 # Settings of several devices have to gain so much over those of fewer: less is noise.
@@ -47,11 +47,13 @@ class RoundTimes:
     # there was no time to measure it.
     search_s: float | None
     draft_s: float  # of a draft pass of one row; 0 without a draft
+    draft_overhead_s: float = 0.0  # of a draft apart from its passes, as far as rounds have shown it
 
     def corrected(self, costs: CostModel, plain_s: float) -> "RoundTimes":
         """The same rows and parts by costs in plain tokens, which take `plain_s` seconds each."""
         verify_s = {rows: plain_s * float(costs.passes[rows - 1]) for rows in self.verify_s}
-        return RoundTimes(plain_s, verify_s, plain_s * costs.round, plain_s * costs.draft)
+        parts = (plain_s * cost for cost in (costs.round, costs.draft, costs.draft_overhead))
+        return RoundTimes(plain_s, verify_s, *parts)
 
     def figures(self) -> dict[str, Any]:
         """The settings of `Auto` that say the same, in tokens of plain decoding."""
@@ -60,7 +62,8 @@ class RoundTimes:
         found: dict[str, Any] = {"pass_cost": fill_rows(passes)}
         if self.search_s is not None:
             found["round_cost"] = round(max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s, 4)
-        return found | ({"draft_cost": round(self.draft_s / self.plain_s, 4)} if self.draft_s else {})
+        drafts = {"draft_cost": self.draft_s, "draft_overhead": self.draft_overhead_s}
+        return found | ({name: round(s / self.plain_s, 4) for name, s in drafts.items()} if self.draft_s else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,16 +187,16 @@ def _load(path: Path, form: str, parse: Callable[[Any], T], complain: Callable[.
 
 def _read_times(saved: Any) -> RoundTimes:
     verify_s = {int(rows): float(seconds) for rows, seconds in saved["verify_s"].items()}
-    plain_s, draft_s = (float(saved[name]) for name in ("plain_s", "draft_s"))
+    plain_s, draft_s, overhead_s = (float(saved[name]) for name in ("plain_s", "draft_s", "draft_overhead_s"))
     search_s = None if saved["search_s"] is None else float(saved["search_s"])
     rows = list(verify_s)
     if not rows or rows[0] != 1 or rows != sorted(rows) or rows[-1] > LARGEST_BATCH:
         raise ValueError("its numbers of rows are not those of rounds")
     if not all(SHORTEST_S <= seconds <= LONGEST_S for seconds in (plain_s, *verify_s.values())):
         raise ValueError("a round has no time")
-    if not (abs(search_s or 0.0) <= LONGEST_S and 0 <= draft_s <= LONGEST_S):
+    if not (abs(search_s or 0.0) <= LONGEST_S and all(0 <= part <= LONGEST_S for part in (draft_s, overhead_s))):
         raise ValueError("a part of a round has no time")
-    return RoundTimes(plain_s, verify_s, search_s, draft_s)
+    return RoundTimes(plain_s, verify_s, search_s, draft_s, overhead_s)
 
 
 def _read_learned(saved: Any) -> Learned:

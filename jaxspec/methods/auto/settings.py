@@ -128,11 +128,12 @@ class Auto(Method):
         used = {name: value for name, value in given.items() if value not in (0, (), None)}
         known, rest = ({}, "built in") if measured is None else (measured.figures(), "measured")
         figures: dict[str, Any] = {name: value for name, value in known.items() if name in given} | used
+        overhead = 0.0 if "draft_cost" in used else known.get("draft_overhead", 0.0)
         source = "given" if len(used) == len(given) else f"given, rest {rest}" if used else rest
         cost = figures.get("draft_cost", 0.0 if draft is None else relative_draft_cost(target, draft))
         passes = pass_costs(target, self.num_rows, figures.get("pass_cost", ()))
         one_pass = draft is not None and num_places(draft) > 0
-        return CostModel(passes, cost, figures.get("round_cost", ROUND_COST), one_pass, source)
+        return CostModel(passes, cost, figures.get("round_cost", ROUND_COST), overhead, one_pass, source)
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         length, (target, draft) = self.length, models

@@ -5,7 +5,8 @@ it was.
 
 A token has a *kind*. Those of a draft model are classes of its probability, apart for first choices and others, and for
 tokens that a copy of earlier text proposes, too. Those of copies are lengths of the match. Where the draft proposes
-other tokens than the copy, the copy is contradicted.
+other tokens than the copy, the copy is contradicted. Longer than 400 lines because costs and rates are weighed
+together.
 """
 
 import dataclasses
@@ -85,6 +86,7 @@ class PlacedCosts:
 
     rounds: Array  # float32 [bs], see `CostModel.rounds`
     draft: Array  # float32 [], of a draft pass of one row
+    draft_overhead: Array  # float32 [], of a draft apart from its passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,7 @@ class CostModel:
     passes: np.ndarray  # float64 [bs], of target passes of 1, 2, ... rows
     draft: float = 0.0  # of a draft pass of one row; 0 without a draft
     round: float = ROUND_COST  # what a round costs apart from its passes
+    draft_overhead: float = 0.0  # of a draft apart from its passes
     one_pass: bool = False  # whether a draft pass proposes all tokens of a round; it has more rows then
     # The origin of the figures: "built in", "measured", "given", or two of them.
     source: str = "built in"
@@ -112,24 +115,26 @@ class CostModel:
         """Speed over plain decoding of the best chain of up to `length` tokens, each right with a chance of `rate`."""
         tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
         passes = np.ones_like(tokens) if self.one_pass else tokens
-        speed = (1 + np.cumsum(rate**tokens)) / (self.rounds[tokens] + self.draft * passes)
+        spent = self.rounds[tokens] + self.draft_overhead + self.draft * passes
+        speed = (1 + np.cumsum(rate**tokens)) / spent
         return float(speed.max(initial=0.0) * self.rounds[0])
 
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""
         shapes = self.shapes(placement)
-        rounds, draft = self.rounds.astype(np.float32), np.float32(self.draft)
-        return PlacedCosts(place(rounds, shapes.rounds.sharding), place(draft, shapes.draft.sharding))
+        figures = PlacedCosts(*map(np.float32, (self.rounds, self.draft, self.draft_overhead)))  # pyright: ignore
+        return jax.tree.map(lambda figure, shape: place(figure, shape.sharding), figures, shapes)
 
     def shapes(self, placement: Placement) -> PlacedCosts:
         """Shapes of what `place` gives."""
-        rounds = placement.array(self.passes.shape, jnp.float32)
-        return PlacedCosts(rounds, placement.array((), jnp.float32))
+        one = placement.array((), jnp.float32)
+        return PlacedCosts(placement.array(self.passes.shape, jnp.float32), one, one)
 
     def report(self) -> dict[str, Any]:
         """For the statistics of a generation."""
         known = {"figures": self.source, "pass_cost": self.passes.round(3).tolist(), "round_cost": self.round}
-        return known | ({"draft_cost": round(self.draft, 4)} if self.draft else {})
+        costs = {"draft_cost": round(self.draft, 4), "draft_overhead": round(self.draft_overhead, 4)}
+        return known | (costs if self.draft else {})
 
 
 def best_count(scores: Array, costs: Array) -> tuple[Array, Array]:
@@ -169,13 +174,14 @@ def weigh_prospect(
     num_copied, copy_gain = best_count(copied, costs.rounds)
     first_copy = jnp.exp(copied.max())
     # A chain of the model brings what the copies do not have.
-    length = jnp.arange(1, chain.shape[0] + 1)
-    gain = copy_gain + jnp.cumsum(chain) * (1 - first_copy)
-    spent = costs.rounds[jnp.minimum(num_copied + length, last)] + drafting
-    pays = jnp.max(gain / spent) > copy_gain / costs.rounds[num_copied]
+    length, tokens = jnp.arange(1, chain.shape[0] + 1), jnp.cumsum(chain)
+    joined = costs.rounds[jnp.minimum(num_copied + length, last)] + drafting
+    alone = costs.rounds[jnp.minimum(length, last)] + drafting
+    # It joins the copies, or takes their rows.
+    speed = jnp.maximum((copy_gain + tokens * (1 - first_copy)) / joined, (1 + tokens) / alone)
+    pays = speed.max() > copy_gain / costs.rounds[num_copied]
     # A draft that would not pay if all its tokens were accepted is never tried.
-    best = (1 + length) / (costs.rounds[jnp.minimum(length, last)] + drafting)
-    hopeful = best.max() > 1 / costs.rounds[0]
+    hopeful = jnp.max((1 + length) / alone) > 1 / costs.rounds[0]
     retry = ~pays & (num_copied == 0) & (idle >= patience) & hopeful
     return Prospect(pays | retry, pays, retry, num_copied)
 

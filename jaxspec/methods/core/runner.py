@@ -153,11 +153,12 @@ class Runner(abc.ABC):
 class HostState:
     """The host's part of one generation's state."""
 
-    # Of each dispatch that was not read yet, whether it could draft, None where its time says nothing; and the most
-    # tokens that it brings.
-    dispatched: collections.deque[tuple[bool | None, int]] = dataclasses.field(default_factory=collections.deque)
+    # Of each dispatch that was not read yet, whether it could draft, None where its time says nothing; the most tokens
+    # that it brings; and whether it waits for the draft to take the prompt.
+    dispatched: collections.deque[tuple[bool | None, int, bool]] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
+    filled: bool = False  # whether the draft takes the prompt before the next dispatch
     read: int = 0  # tokens of rounds that were read
 
 
@@ -268,7 +269,7 @@ class SpeculativeRunner(Runner):
         host, drafter = state.host, self.drafter
         if host.pending is None:
             return state.draft, False
-        kept = 1 + host.read + sum(tokens for _, tokens in host.dispatched)
+        kept = 1 + host.read + sum(tokens for _, tokens, _ in host.dispatched)
         fits = not drafter.unfed_rows or kept + most + self._path <= drafter.unfed_rows
         if drafter.rests and fits and host.read < self.worth_taking(len(host.pending.tokens) - host.pending.known):
             return state.draft, True
@@ -276,6 +277,7 @@ class SpeculativeRunner(Runner):
         if not self._is_fed and self._undrafted >= RESTING:
             # It has not run for so long that it takes the text when it is asked again.
             return state.draft, False
+        host.filled = True
         return drafter.fill(params, state.draft, pending), False
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
@@ -306,14 +308,16 @@ class SpeculativeRunner(Runner):
         if not allowed:
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             # After it, so that the first token does not wait for the draft.
+            delayed, host.filled = host.filled, False
             draft, resting = self._take_prompt(params, state, most)
             self.drafter.rest(resting)
-            host.dispatched.append((None if unsettled else allowed, most))
+            host.dispatched.append((None if unsettled else allowed, most, delayed))
             draft = self.drafter.skip(params, draft, state.verified)
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         draft, resting = self._take_prompt(params, state, most)
         self.drafter.rest(resting)
-        host.dispatched.append((allowed, most))
+        host.dispatched.append((allowed, most, host.filled))
+        host.filled = False
         if shared is not None:
             count = min(ROUNDS_PER_DISPATCH, room)
             target, draft, verified, rounds = self.dispatch_rounds(
@@ -336,7 +340,7 @@ class SpeculativeRunner(Runner):
         draft, resting = self._take_prompt(params, state, passes.max_path)
         drafter.rest(resting)
         # Its time says nothing of rounds without a constraint.
-        state.host.dispatched.append((None, passes.max_path))
+        state.host.dispatched.append((None, passes.max_path, False))
         forced = matcher.chain(min(passes.num_rows, passes.max_path) - 1) if drafter.skips else []
         target = state.target
         if forced:
@@ -362,7 +366,7 @@ class SpeculativeRunner(Runner):
         self.drafter.earlier = earlier
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
-        allowed, _ = state.host.dispatched.popleft()
+        allowed, _, delayed = state.host.dispatched.popleft()
         state.host.read += sum(len(output.tokens) for output in outputs)
         if self.timer is None:
             return
@@ -371,7 +375,7 @@ class SpeculativeRunner(Runner):
         if allowed is None:
             self.timer.leave_out()
         else:
-            self.timer.observe(*outputs, allowed=allowed)
+            self.timer.observe(*outputs, allowed=allowed, delayed=delayed)
 
 
 def _with_states(verified: Verified, states: PromptStates | None) -> Verified:

@@ -281,9 +281,8 @@ def _weigh(
     assert stats is not None and sequence is not None and tree is not None
     num_rows, width, mean, copies = settings.num_rows, settings.width, stats.mean_rate(), copied.copies
     length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
-    prospect = weigh_prospect(
-        copied.candidates.score, mean**length, costs.draft * length, costs, idle, state.patience
-    )  # fmt: skip
+    drafting = costs.draft_overhead + costs.draft * length
+    prospect = weigh_prospect(copied.candidates.score, mean**length, drafting, costs, idle, state.patience)
     wanted = prospect.wanted
 
     if state.unfed is None:
@@ -324,11 +323,12 @@ def _weigh(
             nodes = concatenate(nodes, others)
             chance, parent = jnp.exp(candidates.score[hashes.size :]), candidates.parent[hashes.size :]
             covered = covered.at[jnp.where(parent >= 0, parent, candidates.score.size)].max(chance, mode="drop")
-        spent = costs.rounds + costs.draft * passes
+        begun = costs.rounds + costs.draft_overhead
+        spent = begun + costs.draft * passes
         candidates, count, gain = keep_best(candidates, spent)
         value = jnp.maximum(jnp.exp(leaf_scores(made)) * mean - covered, 0.0)
         new = jax.lax.top_k(value, width)[0].sum()
-        further = costs.rounds[jnp.minimum(count + width, num_rows - 1)] + costs.draft * (passes + 1)
+        further = begun[jnp.minimum(count + width, num_rows - 1)] + costs.draft * (passes + 1)
         fits = made.size + width <= made.rows
         return _Weighed(grown, passes, candidates, nodes, value, fits & ((gain + new) / further > gain / spent[count]))
 

@@ -147,7 +147,7 @@ class SwiftRunner(SpeculativeRunner):
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         (output,) = outputs
         text, timer, search = _text(state), self.timer, self.search
-        (allowed, _), scored = text.dispatched.popleft(), text.scored.popleft()
+        (allowed, *_), scored = text.dispatched.popleft(), text.scored.popleft()
         total_s, spent_s = timer.total_s, timer.spent_s
         if allowed is None:
             timer.leave_out()
