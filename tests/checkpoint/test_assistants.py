@@ -114,6 +114,7 @@ def test_pairs_that_do_not_fit_are_refused(target, tmp_path, monkeypatch):
         open_models(assistant, None, Chain(3))
 
 
+@pytest.mark.thorough
 def test_it_decodes_with_its_target_and_so_does_its_conversion(target, tmp_path):
     assistant = write_assistant(tmp_path / "assistant")
     native = convert(assistant, tmp_path / "native").path

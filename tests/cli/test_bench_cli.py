@@ -132,6 +132,7 @@ def test_a_mixture_with_a_draft_that_is_fed_states(command, tmp_path):
 
 
 @pytest.mark.real_model
+@pytest.mark.thorough
 def test_plain_decoding_of_the_default_model(command, tmp_path):
     words = ["--methods", "ar", "--max-prompts", "1", "--repeats", "1", "-n", "12", "--json", f"{tmp_path}/out.json"]
     done = command("bench", *words)

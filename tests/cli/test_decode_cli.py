@@ -31,7 +31,9 @@ def test_text_streams_to_stdout_and_statistics_to_stderr(decode):
         assert word in done.err
 
 
-@pytest.mark.parametrize("words", [(), ("--temperature", "1")], ids=["greedy", "T=1"])
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--temperature", "1"), marks=pytest.mark.thorough)], ids=["greedy", "T=1"]
+)
 def test_a_comparison_names_both_speeds_and_the_same_tokens(decode, words):
     """Drafted and plain text are equal, also where no seed was given: the second request has the first one's."""
     done = decode("--method", "lookup", "--compare", "--ignore-eos", "-n", "12", *words, "w1 w2")

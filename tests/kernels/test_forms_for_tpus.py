@@ -81,7 +81,7 @@ def refuse(*_, **__):
         pytest.param("gpu", "ar", "int4_g32", marks=pytest.mark.thorough),
         pytest.param("gpu", "specexec", "bfloat16", marks=pytest.mark.thorough),
         ("gpu by XLA", "ar", "bfloat16"),
-        ("gpu by XLA", "specexec", "bfloat16"),
+        pytest.param("gpu by XLA", "specexec", "bfloat16", marks=pytest.mark.thorough),
         pytest.param("cpu", "swiftspec", "bfloat16", marks=pytest.mark.slow),
         pytest.param("gpu", "swiftspec", "int4_g32", marks=pytest.mark.slow),
     ],

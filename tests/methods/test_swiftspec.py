@@ -272,6 +272,7 @@ def test_ties_go_to_the_lowest_id(case):
 # A draft that does not have all of the target's tokens.
 
 
+@pytest.mark.thorough
 def test_a_bias_may_name_what_the_draft_does_not_have():
     for bias in ({VOCAB - 1: 3.0}, {SMALL: -np.inf}, dict.fromkeys(range(SMALL), -np.inf)):
         sampling = {"logit_bias": bias, "temperature": 1.0}

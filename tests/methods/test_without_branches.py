@@ -163,9 +163,8 @@ def in_bfloat16(case, kernels):
     return engine, params
 
 
-@pytest.mark.parametrize(
-    "degree", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_partial_sums_cross_in_bfloat16(degree):
     """Plain decoding and verification of one mesh add the same: all-reduces of half the bytes, and the same tokens."""
     rounds = []

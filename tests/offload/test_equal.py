@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from marks import fast_part, quick_part
+from marks import fast_part
 from offload_cases import PROMPT, caches, checkpoint, decode, make_pair, stream_of
 
 import jaxspec
@@ -44,12 +44,9 @@ def check_equal(one, other):
     assert all(same), f"layers {[i for i, equal in enumerate(same) if not equal]} of the caches differ"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "kind",
-    quick_part(
-        fast_part(["float32", "bfloat16", "q4_0", "medium", "native q8_0"], lambda kind: kind != "float32"),
-        lambda kind: kind == "q4_0",
-    ),
+    "kind", fast_part(["float32", "bfloat16", "q4_0", "medium", "native q8_0"], lambda kind: kind != "float32")
 )
 def test_plain_decoding(folder, kind):
     """Every format, from disk and from memory, with some layers resident and none."""

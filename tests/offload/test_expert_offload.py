@@ -151,6 +151,7 @@ def test_experts_that_were_used_last_stay(folder, monkeypatch):
     assert 0 < len(reads) < len(record.distinct())
 
 
+@pytest.mark.thorough
 def test_devices_with_memory_of_their_own(folder, monkeypatch):
     """There an expert is copied into the array on the device."""
     monkeypatch.setattr(experts, "is_same_memory", lambda *_: False)
