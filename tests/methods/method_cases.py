@@ -10,15 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from tiny_pairs import (
-    FAMILIES,
-    FLOAT32,
-    VOCAB,
-    draft_params,
-    draft_placement,
-    target_params,
-    vocab_rows_of,
-)
+from tiny_pairs import FAMILIES, FLOAT32, VOCAB, draft_params, draft_placement, target_params, vocab_rows_of
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
