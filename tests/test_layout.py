@@ -14,9 +14,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_660,
+    "jaxspec": 37_670,
     "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_600,
+    "jaxspec/methods": 7_610,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_150,
     "jaxspec/offload": 2_200,
@@ -27,7 +27,7 @@ BUDGETS = {
     "pallas_kernels": 7_080,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_400,
     "tools": 8_370,
-    "tests": 37_840,
+    "tests": 37_870,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

@@ -3,7 +3,9 @@
 import functools
 import json
 
+import jax
 import jsonschema
+import numpy as np
 import pytest
 import swiftspec_cases
 from byte_tokenizer import BytesTokenizer
@@ -21,6 +23,7 @@ from method_cases import (
     engine_of,
     params_of,
 )
+from test_draft_cache import assert_prefix
 from tiny_pairs import VOCAB
 
 from jaxspec import Autoregressive, SamplingParams, StructuredOutputs
@@ -57,17 +60,17 @@ def decode(case, draft, number):
     return decode_on(engine_of(case), params_of(case, draft), number)
 
 
-def decode_on(engine, params, number, prompt=tuple(PROMPT)):
+def decode_on(engine, params, number, prompt=tuple(PROMPT), most=90):
     """Tokens up to the end, and the matcher's counts."""
     sampling = SamplingParams(
-        max_tokens=90,
+        max_tokens=most,
         seed=5,
         stop_token_ids=TOKENIZER.eos_ids,
         structured_outputs=StructuredOutputs(json=json.dumps(SCHEMA)),
         **SAMPLINGS[number],
     )
     engine.check_request(prompt, sampling)
-    engine.prepare(len(prompt) + 90, sampling)
+    engine.prepare(len(prompt) + most, sampling)
     matcher, tokens = GRAMMARS.match(sampling.structured_outputs), []
     with engine.open(params, prompt, sampling, 5, matcher) as session:
         while not session.done and not set(tokens) & set(TOKENIZER.eos_ids):
@@ -105,6 +108,27 @@ def test_a_text_under_a_constraint_is_that_of_plain_decoding(case, number):
 def test_a_draft_on_devices_of_its_own(case, draft):
     found = decode_on(swiftspec_cases.engine_of(case), swiftspec_cases.params_of(case, draft), 1)
     assert found == decode(Case(case.family, 1, "none", Autoregressive()), "none", 1)
+
+
+@pytest.mark.parametrize("case", [FED_AUTO, pytest.param(LLAMA_AUTO, marks=pytest.mark.thorough)])
+def test_the_next_turn_finds_the_draft_of_a_cold_run(case, monkeypatch):
+    """The draft of the next round has taken in what the last one verified, once."""
+    engine, params = engine_of(case), params_of(case, "copy")
+    monkeypatch.setattr(engine, "session_memory", None)
+    monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
+    answer, _ = decode_on(engine, params, 0, most=30)
+    prompt, found = [*PROMPT, *answer, *PROMPT[:3]], []
+    for cached in (len(PROMPT) + len(answer) - 3, 0):
+        with engine.open(params, prompt, SamplingParams(max_tokens=24), 1) as session:
+            assert session.num_cached >= cached and bool(session.num_cached) == bool(cached)
+            tokens = [token for _ in range(8) for token in session.step().tokens]
+            cache = jax.tree.map(np.array, session._state.draft.sequence.cache)
+        found.append((tokens, cache))
+        monkeypatch.setattr(engine, "session_memory", 0)
+    (warm, one), (cold, other) = found
+    rows = min(int(one.length), int(other.length))
+    assert rows > len(prompt) and warm[:8] == cold[:8]
+    assert_prefix(one, other, rows)
 
 
 @pytest.mark.thorough

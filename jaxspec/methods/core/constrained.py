@@ -1,9 +1,9 @@
 """Rounds under a constraint: the host reads what is drafted, and masks each row's choice (docs/structured_output.md).
 
 A round is three dispatches: draft, the target's pass, the choice of tokens. The host computes the masks between the
-last two, while the pass runs. Plain decoding dispatches forced tokens and the one after them together, since their
-masks are known before; each has a pass of its own. Requests without a constraint run other programs, which know
-nothing of masks.
+last two, while the pass runs, and may draft the next round before it reads this one. Plain decoding dispatches forced
+tokens and the one after them together, since their masks are known before; each has a pass of its own. Requests without
+a constraint run other programs, which know nothing of masks.
 """
 
 import dataclasses
@@ -74,9 +74,10 @@ class ConstrainedPasses:
     def verify(
         self, params: Params, state: SequenceState, draft: Draft, request: Request, matcher: "Matcher"
     ) -> tuple[SequenceState, Any, Round]:
-        """Run a batch, `draft` on the host, and take what target and matcher confirm; `state` is donated.
+        """Run a batch, and take what target and matcher confirm; `state` is donated.
 
-        The second result has the form of the executor's `verified`.
+        The pass is dispatched before the host reads the batch, where that is still being drafted. The second
+        result has the form of the executor's `verified`.
         """
         state, hidden, states = self._run(params, state, draft)
         masks = matcher.masks(np.asarray(draft.batch.token), np.asarray(draft.batch.parent), self._columns)

@@ -62,6 +62,7 @@ class Drafter(abc.ABC):
     unfed_rows: int = 0  # W, hidden states that are kept for a resting model; it must take the prompt before
     propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
     skips: bool = False  # whether `skip` works after every round: it takes in tokens that it did not propose
+    drops: bool = False  # whether a round may verify another batch than `draft` proposed
     placement: Placement | None = None  # of its model
     operands: Any = ()  # what else `propose` takes
     learned: Any = None  # `AcceptanceStats` of an earlier process, which the first text begins with

@@ -36,7 +36,7 @@ from jaxspec.results import Choice
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import read_scalar
+from jaxspec.runtime.transfer import place, read_scalar
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, request_shapes
 
@@ -159,6 +159,8 @@ class HostState:
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
     filled: bool = False  # whether the draft takes the prompt before the next dispatch
+    # Of the next round under a constraint, already drafted: the draft has taken in what was verified, whose count is 0.
+    ahead: Draft | None = None
     read: int = 0  # tokens of rounds that were read
 
 
@@ -202,6 +204,7 @@ class SpeculativeRunner(Runner):
             rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps, layers=layers,
             chunk_slots=self.drafter.slots if layers else 0,
         )  # fmt: skip
+        self._none = place(np.int32(0), self.executor.verified.count.sharding)
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
         # Programs of one round; where rounds share a dispatch, measurements and traces alone run them.
@@ -336,21 +339,26 @@ class SpeculativeRunner(Runner):
     def constrained_round(
         self, params: ModelParams, state: SpeculativeState, request: Request, matcher: "Matcher", root: int
     ) -> tuple[SpeculativeState, Round]:
-        passes, drafter = self.constrain(), self.drafter
+        passes, drafter, host = self.constrain(), self.drafter, state.host
+        host.begun = True
         draft, resting = self._take_prompt(params, state, passes.max_path)
         drafter.rest(resting)
         # Its time says nothing of rounds without a constraint.
-        state.host.dispatched.append((None, passes.max_path, False))
+        host.dispatched.append((None, passes.max_path, False))
         forced = matcher.chain(min(passes.num_rows, passes.max_path) - 1) if drafter.skips else []
-        target = state.target
-        if forced:
-            draft, batch = drafter.skip(params, draft, state.verified), passes.chain(root, forced)
-        else:
-            target, draft, batch = drafter.draft(params, target, draft, state.verified, request)
-            # Rule R4 holds for every tree: where drafts are rejected by chance otherwise, the rule needs no more of it.
-            batch = jax.tree.map(np.asarray, Draft(batch.batch, batch.passes))
+        target, ahead = state.target, host.ahead
+        if not forced and ahead is None:
+            target, draft, ahead = drafter.draft(params, target, draft, state.verified, request)
+        # Rule R4 holds for every tree: where drafts are rejected by chance otherwise, the rule needs no more of it.
+        batch = passes.chain(root, forced) if forced or ahead is None else Draft(ahead.batch, ahead.passes)
         target, verified, round_ = passes.verify(params.target, target, batch, request, matcher)
-        return SpeculativeState(target, draft, verified, state.host), round_
+        if forced and ahead is None:
+            draft = drafter.skip(params, draft, state.verified)
+        if drafter.drops:
+            # While the host reads the round; where forced tokens follow, it is not used.
+            target, draft, host.ahead = drafter.draft(params, target, draft, verified, request)
+            verified = dataclasses.replace(verified, count=self._none)
+        return SpeculativeState(target, draft, verified, host), round_
 
     def dispatch_rounds(
         self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, request: Request, count: int

@@ -82,7 +82,7 @@ class TreeDrafter(Drafter):
             sequence = self._sequence.state
             if not settings.places:
                 tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
-        self.skips = settings.weighs or not has_model
+        self.skips = self.drops = settings.weighs or not has_model
         path, unfed = verified.tokens.shape[0], None
         if self._is_fed and settings.weighs and not settings.places:
             assert verified.states is not None
