@@ -361,7 +361,7 @@ class Turns:
         self.rounds += 1
         return self.rounds % 3 == 0
 
-    def observe(self, *outputs, allowed):
+    def observe(self, *outputs, allowed, delayed=False):
         return None
 
     def leave_out(self):
