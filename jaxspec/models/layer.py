@@ -140,7 +140,10 @@ def _run_layer(
         if fused:
             return *_finish_in_parts(layer, cfg, x, heads, active_rows), key, value, lending
         end = route if route_only else add_mlp
-        finish = lambda active_rows, x, heads: end(active_rows, add_attention(active_rows, x, heads))  # noqa: E731
+
+        def finish(active_rows, x, heads):
+            return end(active_rows, add_attention(active_rows, x, heads))
+
         x = map_active_rows(finish, active_rows, x, heads)
         return (x if cfg.kinds is None else finish_kind(layer, cfg, x, own, active_rows)), None, key, value, lending
     if runs[0]:

@@ -216,7 +216,7 @@ def compare_methods(
     passes = ", ".join(f"{cost:.2f}" for cost in costs.passes)
     lines = [f"costs ({costs.source}), in one-row passes: target pass by rows {passes}; round {costs.round:.3f}"]
     if drafting:
-        lines.append(f"draft pass: {costs.draft:.3f}")
+        lines.append(f"draft pass: {costs.draft:.3f}; each draft: {costs.draft_overhead:.3f} more")
         lines.append("accepted by depth of a chain: " + ", ".join(f"{share:.2f}" for share in acceptance))
     yield Trial(
         llm, list_candidates(engine.models, name, costs, acceptance),
@@ -278,7 +278,8 @@ def measure_acceptance(
 def predict_chain(costs: CostModel, acceptance: Sequence[float], tokens: int) -> float:
     """Speed-up of a chain of so many tokens over plain decoding: its expected tokens over the time of its round."""
     expected = 1 + sum(itertools.accumulate(acceptance[:tokens], lambda reached, share: reached * share))
-    return round(float(expected * costs.rounds[0] / (costs.rounds[tokens] + tokens * costs.draft)), 3)
+    spent = costs.rounds[tokens] + costs.draft_overhead + tokens * costs.draft
+    return round(float(expected * costs.rounds[0] / spent), 3)
 
 
 def list_candidates(models: Any, name: str | None, costs: CostModel, acceptance: Sequence[float]) -> list[Candidate]:

@@ -134,7 +134,9 @@ def test_predictions_of_chains():
     acceptance = (0.8, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     plain = 1 + 0.25 / STEPS_PER_DISPATCH
     for tokens, length, cost in ((1, 1.8, 1.1 + 0.2), (2, 2.2, 1.2 + 0.4), (3, 2.6, 1.3 + 0.6), (8, 2.6, 1.55 + 1.6)):
-        assert predict_chain(COSTS, acceptance, tokens) == pytest.approx(length * plain / (cost + 0.25), abs=1e-3)
+        for costs in (COSTS, dataclasses.replace(COSTS, draft_overhead=0.5)):
+            spent = cost + 0.25 + costs.draft_overhead
+            assert predict_chain(costs, acceptance, tokens) == pytest.approx(length * plain / spent, abs=1e-3)
 
 
 def test_acceptance_by_depth_counts_what_the_target_looked_at():

@@ -96,11 +96,8 @@ class CostFilter:
 
 def cheapest(one: CostModel, other: CostModel) -> CostModel:
     """The lower figures of both."""
-    least = {
-        name: np.minimum(getattr(one, name), getattr(other, name))
-        for name in ("passes", "draft", "draft_overhead", "round")
-    }
-    return dataclasses.replace(one, **least)
+    names = "passes", "draft", "draft_overhead", "round"
+    return dataclasses.replace(one, **{name: np.minimum(getattr(one, name), getattr(other, name)) for name in names})
 
 
 def differ(one: CostModel, other: CostModel) -> bool:
