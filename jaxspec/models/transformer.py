@@ -161,7 +161,7 @@ def embed(params: Params, token: jax.Array) -> jax.Array:  # int32 [T] -> [T, D]
 def look_up(table: Any, token: jax.Array) -> jax.Array:  # [V / shards, n], int32 [T] -> [T, n] float32
     """Look tokens up in a vocabulary-parallel table."""
     if jax.lax.axis_size(TENSOR_AXIS) == 1:
-        return take_rows(table, token)
+        return take_rows(table, token, alone=True)
     local = token - jax.lax.axis_index(TENSOR_AXIS) * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
     rows = take_rows(table, jnp.clip(local, 0, table.shape[0] - 1))

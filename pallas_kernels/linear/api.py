@@ -107,8 +107,11 @@ def find_packed(x: jax.Array, weight: Weight) -> ModuleType | None:
     return registry.current().find("linear", x, weight) if takes else None
 
 
-def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [T] -> [T, I] float32
-    """Rows of a weight as float32 numbers. All indices must lie within the weight.
+def take_rows(weight: Weight, index: jax.Array, alone: bool = False) -> jax.Array:
+    """Rows of a weight `[O, I]` as float32 numbers `[T, I]`; `index` is int32 `[T]`, all within the weight.
+
+    `alone`: the program has no collectives. Then what follows a native call runs on threads of XLA's pool, without a
+    further thread beside them. Programs with collectives wait in their threads, of which the pool may have too few.
 
     Raises:
       ValueError: the weight is no matrix, or the index is no int32 vector.
@@ -116,15 +119,16 @@ def take_rows(weight: Weight, index: jax.Array) -> jax.Array:  # [O, I], int32 [
     check_weight(weight)
     if index.ndim != 1 or index.dtype != jnp.int32:
         raise ValueError(f"take_rows needs an int32 vector of rows, got {index.dtype} {index.shape}")
-    if not isinstance(weight, Blocks):
-        return weight[index].astype(jnp.float32)
-    if weight.outer:
+    if isinstance(weight, Blocks) and weight.outer:
         raise ValueError("rows of columns cannot be taken")
-    if not registry.current().native:
+    if registry.current().native:
+        # Numbers, too: in a loop XLA turns a whole bfloat16 table into float32 first, once a dispatch.
+        data, weight_format = native_weight(weight)
+        out = jax.ShapeDtypeStruct((index.shape[0], _inputs(weight)), jnp.float32)
+        return native.call("take_rows", out, data, index, format=weight_format, moves=alone)
+    if isinstance(weight, Blocks):
         return as_numbers(Blocks(weight.data[index], weight.format))
-    data, weight_format = native_weight(weight)
-    out = jax.ShapeDtypeStruct((index.shape[0], _inputs(weight)), jnp.float32)
-    return native.call("take_rows", out, data, index, format=weight_format)
+    return weight[index].astype(jnp.float32)
 
 
 def check_operands(x: jax.Array, weight: Weight) -> None:

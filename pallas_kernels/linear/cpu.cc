@@ -42,14 +42,26 @@ ffi::Error run_swiglu(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Sca
   });
 }
 
-ffi::Error run_take_rows(ffi::AnyBuffer weight, Ints index, ffi::ResultBuffer<ffi::F32> y, std::string_view name) {
-  const int64_t outputs = weight.dimensions()[0], rows = static_cast<int64_t>(index.element_count());
-  const int64_t inputs = y->dimensions()[1];
-  if (rows == 0) return ffi::Error::Success();
-  return with_weight(name, weight, inputs, [&](const WeightFormat& format, const Matrix& w) {
-    for (int64_t r = 0; r < rows; r++)
-      format.unpack(w, std::clamp<int64_t>(index.typed_data()[r], 0, outputs - 1), y->typed_data() + r * inputs);
+// Rows of a weight. Where the operation `moves`, it ends on one of the pool's threads, and what follows runs there. The
+// client's own thread would be one more than there are cores, and a thread of the pool that waits for work spins.
+ffi::Future run_take_rows(ffi::ThreadPool pool, ffi::AnyBuffer weight, Ints index, ffi::ResultBuffer<ffi::F32> y,
+                          std::string_view name, bool moves) {
+  const int64_t outputs = weight.dimensions()[0], inputs = y->dimensions()[1];
+  const int64_t rows = static_cast<int64_t>(index.element_count());
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  ffi::Error error = with_weight(name, weight, inputs, [&](const WeightFormat& format, const Matrix& w) {
+    // Buffers are described by the call, which may be over by then.
+    auto take = [promise, &format, w, outputs, inputs, rows, from = index.typed_data(), to = y->typed_data()]() mutable {
+      for (int64_t r = 0; r < rows; r++)
+        format.unpack(w, std::clamp<int64_t>(from[r], 0, outputs - 1), to + r * inputs);
+      promise.SetAvailable();
+    };
+    if (moves) pool.Schedule(std::move(take));
+    else take();
   });
+  if (!error.success()) promise.SetError(std::move(error));
+  return future;
 }
 
 }  // namespace
@@ -80,7 +92,9 @@ JAXSPEC_PRODUCT(jaxspec_linear, run_linear);
 JAXSPEC_PRODUCT(jaxspec_swiglu, run_swiglu);
 JAXSPEC_HANDLER(jaxspec_take_rows, jaxspec::run_take_rows,
                 xla::ffi::Ffi::Bind()
+                    .Ctx<xla::ffi::ThreadPool>()
                     .Arg<xla::ffi::AnyBuffer>()
                     .Arg<jaxspec::Ints>()
                     .Ret<jaxspec::Floats>()
-                    .Attr<std::string_view>("format"));
+                    .Attr<std::string_view>("format")
+                    .Attr<bool>("moves"));

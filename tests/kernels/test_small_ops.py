@@ -2,6 +2,8 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -160,8 +162,9 @@ def test_rope_tables(kernels, width):
 
 
 @needs_native
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("weight_format", ALL_FORMATS)
-def test_rows_of_a_weight(weight_format):
+def test_rows_of_a_weight(weight_format, alone):
     """The very numbers, from the first row to the last, some twice; of a zero the sign may differ."""
     rng = np.random.default_rng(0)
     weights, indices = [], []
@@ -171,13 +174,30 @@ def test_rows_of_a_weight(weight_format):
         for index in ([outputs - 1], [0, outputs - 1, outputs // 2, 0], rng.integers(0, outputs, 70)):
             weights.append(weight)
             indices.append(np.asarray(index, np.int32))
-    for got, weight, index in zip(run_native(rows_of, weights, indices), weights, indices, strict=True):
+    take = functools.partial(rows_of, alone=alone)
+    for got, weight, index in zip(run_native(take, weights, indices), weights, indices, strict=True):
         assert got.dtype == np.float32
         np.testing.assert_array_equal(got, numbers(weight)[index])
 
 
-def rows_of(weights, indices):
-    return [take_rows(weight, index) for weight, index in zip(weights, indices, strict=True)]
+def rows_of(weights, indices, alone=False):
+    return [take_rows(weight, index, alone) for weight, index in zip(weights, indices, strict=True)]
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_a_loop_takes_rows_of_a_table_as_it_is(dtype):
+    """Not of a copy of the whole table as float32, which would be made in every dispatch."""
+    table = jnp.zeros((4096, 64), dtype)
+
+    def add_rows(table, first, count):
+        row = functools.partial(take_rows, table, alone=True)
+        return jax.lax.fori_loop(0, count, lambda n, total: total + row(first + n[None]), jnp.zeros((1, 64)))
+
+    with registry.using(registry.Kernels("cpu", "cpu", 2)):
+        compiled = jax.jit(add_rows).lower(table, jnp.zeros(1, jnp.int32), jnp.int32(3)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes // 8
+    assert not compiled(table, jnp.zeros(1, jnp.int32), jnp.int32(3)).any()
 
 
 @pytest.mark.parametrize("weight_format", ALL_FORMATS)
