@@ -122,7 +122,7 @@ class _Passes:
             return token, length + depth, ancestors, active_rows
 
         def finish(params, state, hidden, cache, token, depth, ancestors, active_rows, path, count):
-            state = dataclasses.replace(state, cache=commit_path(cache, path, count))
+            state = dataclasses.replace(state, cache=commit_path(cache, path, count, rows))
             return state, vocab_logits(params, cfg, hidden, active_rows)
 
         self._verify = {}

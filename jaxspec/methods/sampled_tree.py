@@ -154,7 +154,8 @@ def draw_tree(
         known = (verified.path < state.evaluated) & (jnp.arange(verified.path.shape[0]) < verified.count)
         reached = jnp.cumprod(known.astype(jnp.int32)).sum()
         with jax.named_scope("draft/commit"):
-            sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, verified.path, reached))
+            cache = commit_path(sequence.cache, verified.path, reached, shape.rows)
+            sequence = dataclasses.replace(sequence, cache=cache)
     block, features = None, cfg.features
     if features is not None and features.block:
         token, masked = verified.tokens[verified.count - 1], None

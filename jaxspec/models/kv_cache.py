@@ -86,21 +86,23 @@ def commit_rows(cache: KVCache, count: jax.Array) -> KVCache:
     return dataclasses.replace(cache, length=cache.length + count, recurrent=rows)
 
 
-def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array) -> KVCache:
+def commit_path(cache: KVCache, slots: jax.Array, count: jax.Array, window: int) -> KVCache:
     """Make a path through the tree window part of the prefix; keys carry their rotary positions, so rows just move.
 
     Args:
       cache: its window holds the path's rows at scattered slots.
       slots: int32 `[P]`, window slots in order of depth; those from `count` on are arbitrary.
       count: int32 [], rows to commit.
+      window: window slots that rows may be in: the tree's.
     """
-    return commit_rows(permute_window(cache, slots, count), count)
+    return commit_rows(permute_window(cache, slots, window, count), count)
 
 
-def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = None) -> KVCache:
+def permute_window(cache: KVCache, slots: jax.Array, window: int, count: jax.Array | None = None) -> KVCache:
     """Put window slots `slots` `[P]` at the first P places of the window; a slot may appear twice, the rest is lost.
 
-    The first `count` (int32 []) of `slots` (int32) matter; None for all. Nothing moves where they are in place already.
+    The first `count` (int32 []) of `slots` (int32) matter; None for all. They are less than `window`. Nothing moves
+    where they are in place already.
     """
     places = jnp.arange(slots.shape[0])
     matters = True if count is None else places < count
@@ -108,7 +110,7 @@ def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = N
 
     def move_all(carry: tuple) -> tuple:
         key, value = carry[1:3]
-        moved = move_rows((*key, *value), source, cache.length)
+        moved = move_rows((*key, *value), source, cache.length, window)
         return jnp.bool_(False), moved[: len(key)], moved[len(key) :], move_recurrent(carry[3])
 
     def move_recurrent(layers: tuple[RecurrentRows, ...]) -> tuple[RecurrentRows, ...]:
@@ -116,7 +118,7 @@ def permute_window(cache: KVCache, slots: jax.Array, count: jax.Array | None = N
         if not rows:
             return ()
         start = cache.length - block_start(cache.length)
-        moved = move_rows(tuple(rows), start + jnp.clip(slots, 0, rows[0].shape[1] - 1 - start), start)
+        moved = move_rows(tuple(rows), start + jnp.clip(slots, 0, rows[0].shape[1] - 1 - start), start, window)
         return tuple(map(RecurrentRows.with_rows, layers, jax.tree.unflatten(tree, moved)))
 
     with jax.named_scope("cache/permute"):

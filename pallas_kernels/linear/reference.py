@@ -78,9 +78,9 @@ def linear_on_tpu(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, 
     return linear(pad_one_row(x), weight)[: x.shape[0]]
 
 
-def pad_one_row(x: jax.Array) -> jax.Array:
-    """One row `[1, ...]` with seven of zeros after it; more rows as they are."""
-    return jnp.pad(x, [(0, 7)] + [(0, 0)] * (x.ndim - 1)) if x.shape[0] == 1 else x
+def pad_one_row(x: jax.Array, rows: int = 8) -> jax.Array:
+    """One row `[1, ...]` with zeros after it, `rows` in all; more rows as they are."""
+    return jnp.pad(x, [(0, rows - 1)] + [(0, 0)] * (x.ndim - 1)) if x.shape[0] == 1 else x
 
 
 def linear_on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:  # [T, I], [O, I] -> [T, O] float32

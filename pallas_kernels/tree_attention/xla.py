@@ -11,6 +11,7 @@ from pallas_kernels.tree_attention.reference import attend_chunk as reference_ch
 from pallas_kernels.tree_attention.reference import attend_tree as reference_tree
 from pallas_kernels.tree_attention.reference import slot_mask
 
+LANES = 128  # numbers side by side in a tile of a TPU's memory
 MOST_SCORES = 20 << 20  # bytes of a tree's scores that a TPU keeps at a time; 17 rows at 8,192 slots are one block
 
 
@@ -22,11 +23,12 @@ def tree_attention(
     query, key, value = write_rotated(qkv, cos, sin, key, value, length, offset)
     if write_only:
         return query, key, value
-    platform, (T, K, G, _) = registry.current().platform, query.shape
+    platform, (T, K, G, H) = registry.current().platform, query.shape
     on_cpu = platform == "cpu"
-    if platform == "tpu" and T * G == 1 and window_mask is not None:
-        # As `linear_on_tpu`: one row would not go through the matrix unit.
-        query, position, window_mask = (pad_one_row(x) for x in (query, position, window_mask))
+    if platform == "tpu" and T == 1 and (G == 1 or K == 1 and H < LANES) and window_mask is not None:
+        # As `linear_on_tpu`: one row would not go through the matrix unit. One narrow KV head would be a plain matrix,
+        # for which XLA copies the cache into another layout; two rows keep their side.
+        query, position, window_mask = (pad_one_row(x, 8 if G == 1 else 2) for x in (query, position, window_mask))
     if window_mask is None:
         chunk = attend_chunk if on_cpu else reference_chunk
         return chunk(query, key, value, length, sliding_window, softcap, sinks), key, value
@@ -41,7 +43,8 @@ def tree_attention(
         return tree(query, key, value, length, mask, position, sliding_window, used, softcap, sinks)
 
     out = map_active_rows(attend, active_rows, query, position, window_mask)
-    return (out if out.shape[0] == T else out[:T]), key, value
+    # Not moved into the products: see above.
+    return (out if out.shape[0] == T else jax.lax.optimization_barrier(out)[:T]), key, value
 
 
 def write_rotated(qkv, cos, sin, key, value, length, offset):  # -> [T, K, G, H], the cache

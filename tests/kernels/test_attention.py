@@ -470,19 +470,23 @@ def test_sinks_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("kernels", [XLA, *(registry.Kernels("xla", name) for name in ("gpu", "tpu"))], ids=str)
 @pytest.mark.parametrize(
-    "rows, tree, sliding_window",
-    [(1, True, None), (12, True, 7), (12, True, 300), (1, False, None), (12, False, 1), (QUERY_BLOCK + 44, False, 300)],
-)
-def test_xlas_forms(rows, tree, sliding_window, kernels, monkeypatch):
+    "model, rows, tree, sliding_window",
+    [
+        (1, 1, True, None), (3, 1, True, None), (1, 12, True, 7), (1, 12, True, 300), (1, 1, False, None),
+        (1, 12, False, 1), (1, QUERY_BLOCK + 44, False, 300),
+    ],
+)  # fmt: skip
+def test_xlas_forms(model, rows, tree, sliding_window, kernels, monkeypatch):
     """Against numpy, on every static length of a prefix; all slots after those in use hold large numbers.
 
-    Twelve rows are two blocks on a TPU. A program for each case: windows come with sinks, trees with active rows.
+    Twelve rows are two blocks on a TPU, and one row of one narrow KV head is padded there. A program for each case:
+    windows come with sinks, trees with active rows.
     """
     monkeypatch.setattr(xla, "MOST_SCORES", 5 * 2 * 3 * 600 * 4)
     rng = np.random.default_rng(3)
     for which, length in enumerate((0, 1, 100, 255, 256, 257, 290)):
         parents = random_parents(rng, rows) if tree else None
-        case = random_case(rng, MODELS[1], rows, length, parents, sliding_window, slots=600)
+        case = random_case(rng, MODELS[model], rows, length, parents, sliding_window, slots=600)
         case = with_sinks(rng, case, 1.0 if sliding_window else None)
         for cache in (case.key, case.value):
             cache[:, length + rows :] = 1e6

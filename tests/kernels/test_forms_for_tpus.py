@@ -30,7 +30,7 @@ from pallas_kernels.tree_attention import xla as xla_attention
 
 # What makes them, as modules see it.
 FORMS = (
-    (commit, "slices"), (products, "linear_on_tpu"), (xla_attention, "pad_one_row"), (transformer, "hold_layouts"),
+    (commit, "move_within"), (products, "linear_on_tpu"), (xla_attention, "pad_one_row"), (transformer, "hold_layouts"),
     (placement, "columns_name"), (placement, "matrix_shape"), (packed_products, "linear"),
     (attention, "tree_attention"), (xla_attention, "attend_in_blocks"),
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_programs_of_cpus_and_gpus_do_not_depend_on_them(name, method, weights, 
     ("name", "method", "weights", "forms"),
     [
         ("tpu", "ar", "bfloat16", {"linear_on_tpu", "pad_one_row", "hold_layouts", "matrix_shape", "attend_in_blocks"}),
-        ("tpu by kernels", "specexec", "int4_g32", {"slices", "columns_name", "linear", "tree_attention"}),
+        ("tpu by kernels", "specexec", "int4_g32", {"move_within", "columns_name", "linear", "tree_attention"}),
     ],
 )
 def test_programs_of_tpus_have_them(name, method, weights, forms):

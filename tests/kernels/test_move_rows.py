@@ -13,15 +13,15 @@ MOVE = (("move_rows", "triton"),)
 KERNELS = {
     "xla": registry.Kernels("xla", "gpu"),
     "triton": registry.Kernels("pallas-triton", "gpu", implementations=MOVE, interpret=True),
-    "slices": registry.Kernels("xla", "tpu"),
+    "tpu": registry.Kernels("xla", "tpu"),
 }
 LOWERED = registry.Kernels("pallas-triton", "gpu", implementations=MOVE, device_kind="NVIDIA H100 80GB HBM3")
 
 
-def moved(kernels, caches, source, start):
+def moved(kernels, caches, source, start, window):
     def run(caches, source, start):
         with registry.using(kernels):
-            return move_rows(caches, source, start)
+            return move_rows(caches, source, start, window)
 
     return jax.tree.map(np.asarray, jax.jit(run)(caches, source, start))
 
@@ -32,15 +32,22 @@ def caches(*shapes, dtype=np.float32):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("start", [0, 8, 24])
 @pytest.mark.parametrize("rows", [1, 5, 16])
-def test_moves(name, rows):
-    """Rows of every layer move, for heads of two kinds and a width that is no power of two; all else stays."""
+def test_moves(name, rows, start):
+    """Rows of every layer move, for heads of two kinds and a width that is no power of two; all else stays.
+
+    A window may end after the cache. Slots that nothing is taken from hold NaN, which must not spread.
+    """
     given = caches((2, 40, 24), (1, 40, 24), (2, 40, 24))
     rng = np.random.default_rng(rows)
-    source = (8 + rng.integers(0, 20, rows)).astype(np.int32)
-    for cache, after in zip(given, moved(KERNELS[name], given, source, np.int32(8)), strict=True):
+    source = (start + rng.integers(0, 16, rows)).astype(np.int32)
+    source[-1] = min(start + 19, 39)
+    for cache in given:
+        cache[:, np.setdiff1d(np.arange(40), source)] = np.nan
+    for cache, after in zip(given, moved(KERNELS[name], given, source, np.int32(start), 20), strict=True):
         expected = cache.copy()
-        expected[:, 8 : 8 + rows] = cache[:, source]
+        expected[:, start : start + rows] = cache[:, source]
         np.testing.assert_array_equal(after, expected)
 
 
@@ -51,7 +58,7 @@ def test_of_sequences_in_a_batch(name):
 
     def run(*operands):
         with registry.using(KERNELS[name]):
-            return move_rows(*operands)
+            return move_rows(*operands, 32)
 
     after = jax.jit(jax.vmap(run))(given, source, start)
     for cache, got in zip(given, after, strict=True):
@@ -64,7 +71,7 @@ def test_of_sequences_in_a_batch(name):
 def lower(layers, rows, shape=(8, 1088, 128), dtype=jnp.bfloat16):
     def run(*operands):
         with registry.using(LOWERED):
-            return move_rows(*operands)
+            return move_rows(*operands, 32)
 
     cache = jax.ShapeDtypeStruct(shape, dtype)
     integers = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
@@ -86,6 +93,6 @@ def test_one_launch_for_all_layers():
 def test_refuses_what_does_not_fit():
     (cache,) = caches((1, 8, 4))
     with pytest.raises(ValueError, match="needs caches .* of at least 9 slots"):
-        move_rows((cache,), jnp.zeros(9, jnp.int32), jnp.int32(0))
+        move_rows((cache,), jnp.zeros(9, jnp.int32), jnp.int32(0), 8)
     with pytest.raises(ValueError, match="needs an int32 vector"):
-        move_rows((cache,), jnp.zeros(3, jnp.float32), jnp.int32(0))
+        move_rows((cache,), jnp.zeros(3, jnp.float32), jnp.int32(0), 8)

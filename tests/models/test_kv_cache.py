@@ -25,7 +25,7 @@ def arrays(cache):
 
 @functools.cache
 def compiled(function):
-    return jax.jit(function)
+    return jax.jit(function, static_argnames="window")
 
 
 # The last of these leaves room for the path and nothing else.
@@ -39,7 +39,7 @@ def test_committing_a_path(length):
         # Slots behind the count may hold anything.
         junk = rng.choice([0, -1, -(2**31), 2**31 - 1, SLOTS, window, 3], PATH - count)
         slots = np.concatenate([path, junk]).astype(np.int32)
-        moved = compiled(commit_path)(cache, slots, np.int32(count))
+        moved = compiled(commit_path)(cache, slots, np.int32(count), window=window)
         assert moved.length == length + count and moved.length.dtype == np.int32
         for before, after in zip(arrays(cache), arrays(moved), strict=True):
             assert after.shape == before.shape and after.dtype == before.dtype
@@ -56,7 +56,7 @@ def test_permuting_the_window(length):
     every = [[0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 1, 1], [1, 2, 3, 3], [2, 0, 2, 0]]
     for slots in [*every, *rng.integers(SLOTS - length, size=(5, PATH)).tolist()]:
         cache = random_cache(rng, length)
-        moved = compiled(permute_window)(cache, np.array(slots, np.int32))
+        moved = compiled(permute_window)(cache, np.array(slots, np.int32), window=SLOTS - length)
         assert moved.length == length
         for before, after in zip(arrays(cache), arrays(moved), strict=True):
             expected = before.copy()
@@ -70,7 +70,8 @@ def test_a_donated_cache_moves_in_place():
     # Copied: a donated buffer must not be numpy's.
     cache = jax.tree.map(jnp.array, random_cache(np.random.default_rng(0), length, slots))
     expected = [x[:, length + path] for x in arrays(cache)]
-    run = jax.jit(commit_path, donate_argnums=0).lower(cache, path, np.int32(3)).compile()
+    commit = functools.partial(commit_path, window=64)
+    run = jax.jit(commit, donate_argnums=0).lower(cache, path, np.int32(3)).compile()
     assert run.memory_analysis().temp_size_in_bytes < cache.key[0].nbytes / 8
     places = [x.unsafe_buffer_pointer() for x in (*cache.key, *cache.value)]
     moved = run(cache, path, np.int32(3))

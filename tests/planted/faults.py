@@ -75,11 +75,11 @@ def pads_are_children_of_the_root(right):
 
 
 def one_row_too_few(right):
-    return lambda cache, slots, count: right(cache, slots, count - 1)
+    return lambda cache, slots, count, window: right(cache, slots, count - 1, window)
 
 
 def nothing_moves(right):
-    return lambda cache, slots, count=None: cache
+    return lambda cache, slots, window, count=None: cache
 
 
 def order_of_the_checkpoint(right):

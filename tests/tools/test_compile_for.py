@@ -201,6 +201,8 @@ TPU_ROUNDS = {
     "v5e, 8 chips, sampled": ("v5e:2x4", "ar", "--devices", "8", "--sampled"),
     "v5e, 2 and 2 chips": ("v5e:2x2", "swiftspec", "--devices", "2", "--draft-devices", "2"),
     "tpu7x, greedy": ("tpu7x:2x2x1", "ar"),
+    "v5p, a draft's heads of 64": ("v5p:2x2x1", "chain", "--tokens", "8192"),
+    "v5e, one such head a chip": ("v5e:2x4", "chain", "--tokens", "8192", "--devices", "8"),
     "v6e, EAGLE-3 head": ("v6e:2x2", "chain", "--eagle"),
     "v5e, int4": ("v5e:2x2", "ar", "--weights", "int4_g128"),
     "v6e, int8 on 4 chips": ("v6e:2x2", "ar", "--weights", "q8_0", "--devices", "4"),

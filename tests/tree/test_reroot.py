@@ -119,7 +119,7 @@ def reroot_function(grows):
 
     def run(tree, tokens, count, cache, draft):
         moved = reroot(tree, tokens, count)
-        cache = commit_rows(permute_window(cache, moved.order), moved.committed)
+        cache = commit_rows(permute_window(cache, moved.order, tree.rows), moved.committed)
         # What a method does next: plant a root that was not evaluated, and grow.
         root = moved.pending[jnp.maximum(moved.num_pending - 1, 0)]
         token, logprob = propose(draft, count[None], root[None])
@@ -222,7 +222,7 @@ def round_functions():
     @jax.jit
     def move(tree, cache, tokens, count):
         moved = reroot(tree, tokens, count)
-        return moved, commit_rows(permute_window(cache, moved.order), moved.committed)
+        return moved, commit_rows(permute_window(cache, moved.order, tree.rows), moved.committed)
 
     @jax.jit
     def begin(tree, draft, below, root):

@@ -163,7 +163,8 @@ def take_in(
                 path, reached = follow(state.tree, verified.tokens, verified.count)
                 # The bonus token is evaluated anew as root, in the rare case that the old tree had it.
                 reached = jnp.minimum(reached, verified.count)
-                sequence = dataclasses.replace(sequence, cache=commit_path(sequence.cache, path, reached))
+                cache = commit_path(sequence.cache, path, reached, state.tree.rows)
+                sequence = dataclasses.replace(sequence, cache=cache)
         elif unfed is not None:
             unfed = unfed.append(verified)
         elif placement.cfg.features.kind == "block":

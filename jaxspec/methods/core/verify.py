@@ -268,7 +268,7 @@ def _commit(
     """The state after a walk, with the path's rows in the cache's prefix, and the round."""
     batch = draft.batch
     with jax.named_scope("commit"):
-        cache = commit_path(cache, verified.path, verified.count)
+        cache = commit_path(cache, verified.path, verified.count, batch.rows)
     root, generated = verified.tokens[verified.count - 1], state.generated + verified.count
     state = dataclasses.replace(state, cache=cache, history=history, root=root, generated=generated)
     proposed = (batch.parent != jnp.arange(batch.rows)).sum()

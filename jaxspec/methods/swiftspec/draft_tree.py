@@ -175,7 +175,7 @@ def follow_verified(
         with jax.named_scope("draft/compact"):
             order = moved.order[: growth.rows]
             live = moved.committed + moved.tree.size
-            cache = commit_rows(permute_window(cache, order, live), moved.committed)
+            cache = commit_rows(permute_window(cache, order, growth.rows, live), moved.committed)
     # What a sequence begins with is a root that the history has already.
     fresh = (jnp.arange(tokens.shape[0]) < count) & (state.tree.size > 0)
     history = update_history(state.sequence.history, tokens, fresh, model.placement.text_vocab, generated=True)
@@ -253,7 +253,7 @@ def _replace_rows(
     survivors = moved.order[jnp.clip(moved.committed + at - path + 1, 0, moved.order.shape[0] - 1)]
     order = jnp.where(at < known, 0, jnp.where(at < path, M + at - known, survivors))
     live = path + jnp.maximum(moved.tree.size - 1, 0)
-    cache = commit_rows(permute_window(cache, order, live), path - 1)
+    cache = commit_rows(permute_window(cache, order, M + rows, live), path - 1)
     hidden, own = (jnp.take(x, (count - 1)[None], axis=0, mode="clip") for x in (hidden, own))
     return hidden, own, dataclasses.replace(text, cache=cache, seen=text.seen + count)
 
