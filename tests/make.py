@@ -278,6 +278,9 @@ def gguf_name(name: str, family: str = "llama") -> str:
     # Some files have gate and up in one.
     plain = family == "phi3" or (family in _GGUF_FUSED and ".mlp." in name)
     architecture = "llama" if plain else _GGUF_ARCHITECTURES.get(family, family)
+    own = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    if (part := ".".join(name.split(".")[3:])) in own:
+        return f"blk.{name.split('.')[2]}.{own[part]}"
     name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
     (arch,) = [arch for arch, known in MODEL_ARCH_NAMES.items() if known == architecture]
     name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
@@ -285,8 +288,11 @@ def gguf_name(name: str, family: str = "llama") -> str:
     return f"{found}.weight" if name.endswith(("sinks", "layer_scalar")) else found
 
 
-def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tensors under llama.cpp's names, those of experts and Phi's fused ones together."""
+def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray], together: bool = False) -> dict[str, np.ndarray]:
+    """Tensors under llama.cpp's names, those of experts and Phi's fused ones together.
+
+    With `together` the experts' gate and up projections are one tensor.
+    """
     named: dict[str, np.ndarray] = {}
     parts: dict[str, list[np.ndarray]] = {}
     for name, tensor in tensors.items():
@@ -313,6 +319,11 @@ def gguf_tensors(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[st
         else:
             whole = "ffn_gate_inp_shexp" in gguf or "shortconv.conv" in gguf or "ssm_conv1d" in gguf
             named[gguf] = tensor.squeeze(0 if tensor.ndim == 2 else 1) if whole else tensor
+    if together:
+        for index in range(cfg.num_layers):
+            gates, ups = (parts.pop(f"blk.{index}.ffn_{name}_exps.weight") for name in ("gate", "up"))
+            both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
+            parts[f"blk.{index}.ffn_gate_up_exps.weight"] = both
     join = {True: np.stack, False: np.concatenate}
     return named | {name: join["_exps" in name](arrays) for name, arrays in parts.items()}
 
@@ -415,7 +426,7 @@ def gguf_metadata(cfg: ModelConfig) -> dict[str, Any]:
             f"{arch}.expert_count": experts.count, f"{arch}.expert_used_count": experts.per_token,
             f"{arch}.expert_feed_forward_length": experts.dim,
         }  # fmt: skip
-        if experts.shared_dim:
+        if experts.shared_dim and not experts.beside:
             metadata[f"{arch}.expert_shared_feed_forward_length"] = experts.shared_dim
     return metadata
 
@@ -429,6 +440,7 @@ def write_gguf(
     changes: Mapping[str, Any] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     architecture: str | None = None,
+    together: bool = False,
 ) -> Path:
     """Write a GGUF file: matrices as `qtype` or as it says for their names, vectors as F32.
 
@@ -443,7 +455,7 @@ def write_gguf(
     tensors = random_tensors(cfg) if tensors is None else tensors
     # `qtype` goes by the names of Hugging Face where a tensor has one.
     known = {gguf_name(name, cfg.family): name for name in tensors if ".experts." not in name}
-    for name, tensor in gguf_tensors(cfg, tensors).items():
+    for name, tensor in gguf_tensors(cfg, tensors, together).items():
         if architecture in _INTERLEAVED and name.endswith(("attn_q.weight", "attn_k.weight")):
             tensor = interleave_rows(tensor, cfg.num_heads if "attn_q" in name else cfg.num_kv_heads)
         kind = (

@@ -132,9 +132,10 @@ def test_window_of_unknown_layers(tmp_path):
         open_gguf(path)
 
 
-def test_gguf_of_experts_beside_an_mlp(tmp_path):
-    path = write_gguf(tmp_path / "bad.gguf", tiny_config("gemma4_text"), changes={"gemma4.expert_count": 8})
-    with pytest.raises(ConfigError, match="gemma4.expert_count is 8; experts beside an MLP are not supported"):
+def test_gguf_of_experts_beside_mlps_of_two_widths(tmp_path):
+    changes = {"gemma4.expert_count": 8, "gemma4.expert_used_count": 2}
+    path = write_gguf(tmp_path / "bad.gguf", tiny_config("gemma4_text"), changes=changes)
+    with pytest.raises(ConfigError, match="shared_kv_layers is 2; experts beside MLPs of two widths are not supported"):
         open_gguf(path)
 
 

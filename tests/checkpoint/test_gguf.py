@@ -14,12 +14,14 @@ from jaxspec.checkpoint.gguf_header import read_header
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.layer_kinds import LayerKinds
 from jaxspec.models.recurrent import RecurrentConfig
 from jaxspec.models.rope import yarn_attention_factor
 from jaxspec.runtime.mesh import plan_mesh
 
 DELTA = (True, True, True, False)
+BESIDE = ExpertsConfig(4, 2, 32, shared_dim=96, beside=True)
 CASES = {
     "llama": tiny_config("llama"),
     "mistral": tiny_config("mistral"),
@@ -31,6 +33,7 @@ CASES = {
     "gemma2": tiny_config("gemma2"),
     "gemma4": tiny_config("gemma4_text"),
     "gemma4_large": tiny_config("gemma4_text", kinds=LayerKinds(32, 1, keys_are_values=True), logit_softcap=None),
+    "gemma4_experts": tiny_config("gemma4_text", kinds=LayerKinds(32, 1, keys_are_values=True), experts=BESIDE),
     "gemma3": tiny_config("gemma3_text", num_layers=7, sliding_layers=(True,) * 5 + (False, True)),
     "phi3": tiny_config("phi3"),
     "olmo2": tiny_config("olmo2"),
@@ -62,6 +65,20 @@ def test_round_trip(tmp_path, name):
         if name.endswith("A_log"):  # the file has the decay, whose bits come back
             read, tensor = (-np.exp(x).astype(np.float32) for x in (read, tensor))
         np.testing.assert_array_equal(read, tensor, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q8_0"])
+def test_gate_and_up_of_experts_together(tmp_path, kind):
+    """As in files of Gemma 4: the parameters are those of a file that has two tensors."""
+    cfg, qtype = CASES["gemma4_experts"], GGMLQuantizationType[kind]
+    tensors = random_tensors(cfg)
+    files = [write_gguf(tmp_path / f"{both}.gguf", cfg, tensors, qtype=qtype, together=both) for both in (False, True)]
+    apart, together = (open_gguf(file) for file in files)
+    assert apart.config == together.config == cfg and apart.shapes() == together.shapes()
+    for name in apart.shapes():
+        assert apart.weight_type(name) == together.weight_type(name)
+        for keep in (False, True):
+            np.testing.assert_array_equal(together.read(name, keep), apart.read(name, keep), err_msg=name)
 
 
 @pytest.mark.parametrize("is_old", [False, True])

@@ -146,7 +146,9 @@ class Family:
             return self.fused_gate_up(cfg) if self.fuses_gate_up else {}
         names = ("gate_proj", "up_proj", "down_proj")
         count = cfg.experts.count
-        return {f"mlp.experts.{n}": [(f"mlp.experts.{i}.{n}", 1) for i in range(count)] for n in names}
+        fused = {f"mlp.experts.{n}": [(f"mlp.experts.{i}.{n}", 1) for i in range(count)] for n in names}
+        both = [(f"mlp.experts.{i}.{n}", 1) for i in range(count) for n in names[:2]]
+        return fused | {"mlp.experts.gate_up_proj": both}
 
     def fused_gate_up(self, cfg: "ModelConfig") -> Mapping[str, Sequence[tuple[str, int]]]:
         """`fused_tensors` of an MLP whose gate and up projections are one tensor."""

@@ -1,10 +1,12 @@
 """Gemma 4's text models: two kinds of heads, layers that share keys, and inputs of each layer's own."""
 
+import dataclasses
 import math
 from typing import Any
 
 from jaxspec.errors import CheckpointError
 from jaxspec.models.experts import ExpertsConfig
+from jaxspec.models.families.experts import read_gguf_experts
 from jaxspec.models.families.gemma3 import Gemma3
 from jaxspec.models.families.rope_settings import PARTIAL, find_rope
 from jaxspec.models.families.values import ConfigValues
@@ -26,7 +28,9 @@ class Gemma4(Gemma3):
     gguf_lists = ("attention.head_count_kv", "feed_forward_length")
     gguf_names = {
         "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
-        "layer_output_scale": "layer_scalar",
+        "layer_output_scale": "layer_scalar", "ffn_gate_inp": "router.proj", "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
     }  # fmt: skip
     norm_offset = 0.0
     experts_by_rows = True
@@ -92,8 +96,6 @@ class Gemma4(Gemma3):
         for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
             if values.integer(key, default=narrow) != narrow:
                 values.refuse(key, f"only the head width {narrow} is supported")
-        if values.integer("expert_count", default=0, minimum=0):
-            values.refuse("expert_count", "experts beside an MLP are not supported")
         layers = values.layer_flags("attention.sliding_window_pattern", num_layers)
         if layers is None or len(set(layers)) < 2:
             values.refuse("attention.sliding_window_pattern", "true for some layers, and false for others, is needed")
@@ -104,13 +106,18 @@ class Gemma4(Gemma3):
         alike = [mlp_dims[0]] * (num_layers - sharing) + [wide] * sharing == mlp_dims
         if len(known) > 2 or not alike:
             values.refuse("feed_forward_length", "layers that differ otherwise than by sharing keys are not supported")
-        inputs = values.integer("embedding_length_per_layer_input", default=0, minimum=0)
+        inputs, experts = values.integer("embedding_length_per_layer_input", default=0, minimum=0), None
+        if values.integer("expert_count", default=0, minimum=0):
+            if sharing:
+                values.refuse("attention.shared_kv_layers", "experts beside MLPs of two widths are not supported")
+            experts = read_gguf_experts(values, renormalise=True, shared_dim=wide)
+            experts = dataclasses.replace(experts, beside=True)
         full = heads[layers.index(False)]
         kinds = LayerKinds(width, full, sharing, wide if sharing else 0, inputs_dim=inputs)
         return {
             **self.features, "embed_scale": math.sqrt(values.integer("embedding_length")),
             "num_kv_heads": heads[layers.index(True)], "head_dim": narrow, "query_scale": 1.0, "kinds": kinds,
-            "sliding_window": values.integer("attention.sliding_window"), "sliding_layers": layers,
+            "sliding_window": values.integer("attention.sliding_window"), "sliding_layers": layers, "experts": experts,
             "local_rope": RopeConfig(values.number("rope.freq_base_swa", default=10000.0)),
             "logit_softcap": values.number("final_logit_softcapping", default=0.0) or None,
         }  # fmt: skip
