@@ -32,6 +32,7 @@ ROWS, HEADS, GROUP, WIDTH, SLOTS, LENGTH = 3, 2, 2, 24, 160, 140
 TREE = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
 POSITION = np.array([LENGTH, LENGTH + 1, LENGTH + 1], np.int32)
 TAKEN = np.array([4, 0], np.int32)
+NUMBERS = ("float32", "bfloat16", "float16")
 # Of the delta rule: widths, rows that are folded, and which rows find them in their state; rows before each one.
 DELTA_KEY, DELTA_VALUE, FOLDED = 20, 18, 32
 LATE = np.array([False, False, True])
@@ -178,7 +179,9 @@ def _run(o):
     out["the values of delta_rule"] = kept.value
     for name in FORMATS:
         out[f"linear of {name}"] = linear(o["x"], Blocks(o[name], name))
-        out[f"take_rows of {name}"] = take_rows(Blocks(o[name], name), jnp.asarray(TAKEN))
+        out[f"take_rows of {name}"] = take_rows(Blocks(o[name], name), jnp.asarray(TAKEN), alone=True)
+    for name in NUMBERS:
+        out[f"take_rows of {name}"] = take_rows(jnp.asarray(o["dense"], name), jnp.asarray(TAKEN), alone=True)
     for name in PACKED:
         out[f"linear of {name}"] = linear(o["x"], Blocks(o[name], name))
     return out
@@ -228,6 +231,7 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
+    out |= {f"take_rows of {name}": o["dense"].astype(name).astype(np.float32)[TAKEN] for name in NUMBERS}
     for name in FORMATS:
         if name in GROUP_FORMATS:
             weight = decode_groups(o[name], name)

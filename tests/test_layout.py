@@ -14,7 +14,7 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_690,
+    "jaxspec": 37_700,
     "jaxspec/*.py": 3_320,
     "jaxspec/methods": 7_610,
     "jaxspec/sampling jaxspec/tree": 1_490,
@@ -27,7 +27,7 @@ BUDGETS = {
     "pallas_kernels": 7_100,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_400,
     "tools": 8_540,
-    "tests": 37_960,
+    "tests": 37_970,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

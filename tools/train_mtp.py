@@ -104,6 +104,8 @@ def main(
 ) -> None:
     """Train both and write them."""
     *folders, folder = data
+    if not folders:
+        raise typer.BadParameter("name folders of sampled conversations, and then the one to write")
     if folder.exists():
         raise typer.BadParameter(f"{folder}: is there already; name another folder")
     torch.manual_seed(seed)

@@ -238,7 +238,7 @@ def _rename(path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig, of_fil
                 hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[-1]}"
             if (whole := names.get(".".join(parts[2:]))) is not None:  # of a kind of its own
                 hf_name = f"model.layers.{parts[1]}.{whole}"
-            if part == _BOTH and len(tensor.shape) == 3:
+            if part == _BOTH and len(tensor.shape) == 3 and tensor.shape[1] % 2 == 0:
                 # The gate and the up projection of an expert lie one after the other.
                 experts, rows, columns = tensor.shape
                 tensor = dataclasses.replace(tensor, shape=(2 * experts, rows // 2, columns))

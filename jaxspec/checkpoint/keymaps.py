@@ -420,7 +420,8 @@ def split_fused(
 ) -> dict[str, Tensor]:
     """The tensors of a file, with those that hold several of the family's cut into them.
 
-    A tensor is left whole, for `check_accounted` to list, where its leading dimension is not that of its parts.
+    A tensor is left whole, for `check_accounted` to list, where its leading dimension is not that of its parts, or
+    another one holds a part of it.
 
     Args:
       tensors: by Hugging Face name.
@@ -432,14 +433,16 @@ def split_fused(
     for name, tensor in tensors.items():
         prefix, index, part, kind = _layer_part(name)
         pieces = fused.get(part, ()) if kind == "weight" else ()
-        if not pieces or not tensor.shape or sum(rows for _, rows in pieces) != tensor.shape[0]:
+        made = [f"{prefix}.{index}.{family.tensor_name(piece)}.{kind}" for piece, _ in pieces]
+        fits = tensor.shape and sum(rows for _, rows in pieces) == tensor.shape[0]
+        if not pieces or not fits or any(piece in split or piece in tensors for piece in made):
             split[name] = tensor
             continue
         offset, each = tensor.offset, tensor.nbytes // tensor.shape[0]
-        for piece, rows in pieces:
+        for piece, (_, rows) in zip(made, pieces, strict=True):
             # One of several matrices is a matrix.
             shape = tensor.shape[1:] if len(tensor.shape) == 3 else (rows, *tensor.shape[1:])
-            split[f"{prefix}.{index}.{family.tensor_name(piece)}.{kind}"] = cut(tensor, shape, offset, rows * each)
+            split[piece] = cut(tensor, shape, offset, rows * each)
             offset += rows * each
     return split
 

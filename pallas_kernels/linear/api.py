@@ -110,8 +110,8 @@ def find_packed(x: jax.Array, weight: Weight) -> ModuleType | None:
 def take_rows(weight: Weight, index: jax.Array, alone: bool = False) -> jax.Array:
     """Rows of a weight `[O, I]` as float32 numbers `[T, I]`; `index` is int32 `[T]`, all within the weight.
 
-    `alone`: the program has no collectives. Then what follows a native call runs on threads of XLA's pool, without a
-    further thread beside them. Programs with collectives wait in their threads, of which the pool may have too few.
+    `alone`: the program has no collectives. Then what follows a native call usually runs on threads of XLA's pool,
+    without a further thread beside them. Collectives wait in their threads, of which the pool may have too few.
 
     Raises:
       ValueError: the weight is no matrix, or the index is no int32 vector.
@@ -121,11 +121,12 @@ def take_rows(weight: Weight, index: jax.Array, alone: bool = False) -> jax.Arra
         raise ValueError(f"take_rows needs an int32 vector of rows, got {index.dtype} {index.shape}")
     if isinstance(weight, Blocks) and weight.outer:
         raise ValueError("rows of columns cannot be taken")
-    if registry.current().native:
+    if (kernels := registry.current()).native:
         # Numbers, too: in a loop XLA turns a whole bfloat16 table into float32 first, once a dispatch.
         data, weight_format = native_weight(weight)
         out = jax.ShapeDtypeStruct((index.shape[0], _inputs(weight)), jnp.float32)
-        return native.call("take_rows", out, data, index, format=weight_format, moves=alone)
+        moves = alone and kernels.threads > 1  # else a call takes no other thread, and the pool may be another device's
+        return native.call("take_rows", out, data, index, format=weight_format, moves=moves)
     if isinstance(weight, Blocks):
         return as_numbers(Blocks(weight.data[index], weight.format))
     return weight[index].astype(jnp.float32)

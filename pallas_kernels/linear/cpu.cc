@@ -42,8 +42,8 @@ ffi::Error run_swiglu(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer weight, Sca
   });
 }
 
-// Rows of a weight. Where the operation `moves`, it ends on one of the pool's threads, and what follows runs there. The
-// client's own thread would be one more than there are cores, and a thread of the pool that waits for work spins.
+// Rows of a weight. Where the operation `moves`, it ends on one of the pool's threads, and what follows usually runs
+// there. The client's own thread would be one more than there are cores, and a pool's thread that waits for work spins.
 ffi::Future run_take_rows(ffi::ThreadPool pool, ffi::AnyBuffer weight, Ints index, ffi::ResultBuffer<ffi::F32> y,
                           std::string_view name, bool moves) {
   const int64_t outputs = weight.dimensions()[0], inputs = y->dimensions()[1];

@@ -30,9 +30,9 @@ def move_rows(
         shapes = [cache.shape for cache in caches]
         raise ValueError(f"move_rows needs caches [K, S, H] of at least {len(source)} slots each, got {shapes}")
     kernels = registry.current()
-    fused = kernels.find("move_rows", caches, source, start)
     if kernels.platform == "tpu":
         return move_within(caches, source, start, window)
+    fused = kernels.find("move_rows", caches, source, start)
     return (fused.move_rows if fused else reference)(caches, source, start)
 
 

@@ -139,6 +139,18 @@ def test_gguf_of_experts_beside_mlps_of_two_widths(tmp_path):
         open_gguf(path)
 
 
+EXPERTS = tiny_config("qwen3_moe")
+
+
+@pytest.mark.parametrize("rows", [2 * EXPERTS.experts.dim, 2 * EXPERTS.experts.dim + 1])
+def test_gguf_of_experts_in_one_tensor_and_in_two(tmp_path, rows):
+    """Neither the one nor the other may win."""
+    both = np.zeros((EXPERTS.experts.count, rows, EXPERTS.embed_dim), np.float32)
+    path = write_gguf(tmp_path / "bad.gguf", EXPERTS, extra={"blk.0.ffn_gate_up_exps.weight": both})
+    with pytest.raises(CheckpointError, match="gate_up_proj"):
+        open_gguf(path)
+
+
 def test_gguf_without_a_tensor(tmp_path):
     for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
         tensors = {n: t for n, t in random_tensors(tiny_config()).items() if n != name}

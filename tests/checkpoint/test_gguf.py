@@ -67,10 +67,11 @@ def test_round_trip(tmp_path, name):
         np.testing.assert_array_equal(read, tensor, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["gemma4_experts", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q8_0"])
-def test_gate_and_up_of_experts_together(tmp_path, kind):
-    """As in files of Gemma 4: the parameters are those of a file that has two tensors."""
-    cfg, qtype = CASES["gemma4_experts"], GGMLQuantizationType[kind]
+def test_gate_and_up_of_experts_together(tmp_path, name, kind):
+    """The parameters are those of a file that has two tensors."""
+    cfg, qtype = CASES[name], GGMLQuantizationType[kind]
     tensors = random_tensors(cfg)
     files = [write_gguf(tmp_path / f"{both}.gguf", cfg, tensors, qtype=qtype, together=both) for both in (False, True)]
     apart, together = (open_gguf(file) for file in files)
