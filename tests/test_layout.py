@@ -14,20 +14,20 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_700,
+    "jaxspec": 37_710,
     "jaxspec/*.py": 3_320,
     "jaxspec/methods": 7_610,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,
     "jaxspec/checkpoint": 5_230,
-    "jaxspec/runtime": 2_450,
+    "jaxspec/runtime": 2_460,
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_290,
     "pallas_kernels": 7_100,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_400,
     "tools": 8_540,
-    "tests": 37_970,
+    "tests": 37_990,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

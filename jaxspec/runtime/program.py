@@ -91,7 +91,7 @@ class Program:
             check_vma=False,
         )  # fmt: skip
         jitted = jax.jit(sharded, donate_argnums=tuple(self._donate), out_shardings=_shardings(self._out))
-        with self._isolated():
+        with self._isolated(), _without_stacks(self.plan.kernels.platform):
             return jitted.trace(*args).lower(lowering_platforms=platforms)
 
     def finish(self, lowered: Any, variant: Hashable = None, digest: str | None = None) -> None:
@@ -216,6 +216,18 @@ class Program:
     def _give_nothing(self, *_: Any) -> Any:
         """The results in a process that has no device of the program; arrays that hold nothing may be used twice."""
         return jax.tree.unflatten(jax.tree.structure(self._out), self._nothing)
+
+
+@contextlib.contextmanager
+def _without_stacks(platform: str) -> Iterator[None]:
+    """Lower for TPUs without the Python stacks of operations: XLA's compiler for them compares these, for minutes."""
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0 if platform == "tpu" else limit)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
 
 
 # Loads what is not needed at once. One thread: weights are read and the first token is computed beside it.

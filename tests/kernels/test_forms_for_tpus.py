@@ -53,8 +53,8 @@ CONFIG = ModelConfig("llama", 1, 128, 256, 1, 1, 128, 160, max_context=64)
 ALIKE = dataclasses.replace(CONFIG, max_context=65)
 
 
-def lower(name, method, weights, config=CONFIG):
-    """StableHLO without locations of the programs of a round and of a text, by name; the model has one layer."""
+def lower(name, method, weights, config=CONFIG, stacks=False):
+    """StableHLO of the programs of a round and of a text, by name, with locations if asked; the model has one layer."""
     platform = JAX_NAMES[name.partition(" ")[0]]
     plan = MeshPlan(tuple(jax.devices("cpu")[:1]), KERNELS[name])
     if platform == "cuda":
@@ -67,7 +67,8 @@ def lower(name, method, weights, config=CONFIG):
     drawn = make_method(method, METHODS[method])
     with mock.patch("jax.device_put", compile_for.describe_arrays):
         programs = drawn.bind(Models(model, model if drawn.drafts else None), 64).programs
-    return {program.name: program.lower(program.fit(GREEDY), (platform,)).as_text() for program in programs}
+    lowered = {program.name: program.lower(program.fit(GREEDY), (platform,)) for program in programs}
+    return {program: one.as_text(debug_info=stacks) for program, one in lowered.items()}
 
 
 def refuse(*_, **__):
@@ -109,3 +110,16 @@ def test_programs_of_tpus_have_them(name, method, weights, forms):
                   for module, form in FORMS}  # fmt: skip
         lower(name, method, weights)
     assert forms <= {form for form, mocked in called.items() if mocked.called}
+
+
+def test_programs_for_tpus_have_no_stacks():
+    """XLA's compiler for TPUs compares them: that of a draft of `auto` for four chips of v6e did not end."""
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 20)
+    try:
+        texts = {one: "".join(lower(one, "ar", "bfloat16", stacks=True).values()) for one in ("cpu", "tpu")}
+        assert getattr(jax.config, name) == 20
+    finally:
+        jax.config.update(name, before)
+    assert "transformer.py" in texts["cpu"] and "transformer.py" not in texts["tpu"]
