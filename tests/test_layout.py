@@ -14,13 +14,13 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_710,
+    "jaxspec": 37_690,
     "jaxspec/*.py": 3_320,
     "jaxspec/methods": 7_610,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,
-    "jaxspec/checkpoint": 5_230,
+    "jaxspec/checkpoint": 5_220,
     "jaxspec/runtime": 2_460,
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_290,

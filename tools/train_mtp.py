@@ -22,7 +22,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from train.runs import read_conversations
 from train.shards import read_meta
-from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    get_cosine_schedule_with_warmup,
+)
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from jaxspec.checkpoint.shipped import default_model_path
@@ -33,7 +38,10 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PEAK, WARM_UP = 2e-3, 10
+PEAK, WARM_UP = 2e-3, 10  # learning rate, and updates until it is reached
+WIDTH = 512  # D; heads are 64 wide, the MLP is 6 D
+# Rows and tokens of a batch, and tokens of a chain that the layer learns.
+ROWS, LENGTH, DEPTH = 4, 128, 2
 
 
 class Mtp(torch.nn.Module):
@@ -86,21 +94,11 @@ def make_tokenizer(texts: list[str], size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=MARKS[1], chat_template=TEMPLATE)
 
 
-def rate(step: int, steps: int) -> float:
-    """The learning rate of a step: a warm-up, then half a cosine to nothing."""
-    return PEAK * min(1, (step + 1) / WARM_UP) * 0.5 * (1 + np.cos(np.pi * min(1, step / steps)))
-
-
 def main(
     data: Annotated[list[Path], typer.Argument(help="Folders of sampled conversations, then the folder to write.")],
-    width: Annotated[int, typer.Option(help="D; heads are 64 wide, the MLP is 6 D.")] = 512,
     vocab: Annotated[int, typer.Option(help="Tokens of its vocabulary.")] = 2048,
     base_steps: Annotated[int, typer.Option(help="Updates of the hybrid.")] = 300,
     steps: Annotated[int, typer.Option(help="Updates of the layer after these.")] = 150,
-    rows: Annotated[int, typer.Option(help="Rows of a batch.")] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 128,
-    depth: Annotated[int, typer.Option(help="Tokens of a chain that the layer learns.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
 ) -> None:
     """Train both and write them."""
     *folders, folder = data
@@ -108,8 +106,8 @@ def main(
         raise typer.BadParameter("name folders of sampled conversations, and then the one to write")
     if folder.exists():
         raise typer.BadParameter(f"{folder}: is there already; name another folder")
-    torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
     source, begin = load_tokenizer(default_model_path()), read_meta(folders[0])["prefix"]
     # A conversation follows the mark of its first question.
     begin = begin[len(begin) - 1 - begin[::-1].index(begin[0]) : -1]
@@ -118,41 +116,44 @@ def main(
     ]
     tokenizer = make_tokenizer(texts, vocab)
     text = torch.tensor(list(itertools.chain(*(tokenizer(t + "\n")["input_ids"] for t in texts))))
-    heads = width // 64
+    heads = WIDTH // 64
     config = Qwen3_5TextConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=6 * width, num_hidden_layers=4,
+        vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=6 * WIDTH, num_hidden_layers=4,
         num_attention_heads=heads, num_key_value_heads=heads // 4 or 1, head_dim=64, linear_num_key_heads=heads,
         linear_num_value_heads=heads, linear_key_head_dim=64, linear_value_head_dim=64, max_position_embeddings=2048,
         tie_word_embeddings=False, eos_token_id=MARKS.index(MARKS[1]),
     )  # fmt: skip
     model, mtp = Qwen3_5ForCausalLM(config).bfloat16(), Mtp(config).bfloat16()
-    optimizers = [torch.optim.AdamW(each.parameters(), betas=(0.9, 0.95)) for each in (model, mtp)]
+    optimizers = [torch.optim.AdamW(each.parameters(), PEAK, betas=(0.9, 0.95)) for each in (model, mtp)]
+    schedules = [
+        get_cosine_schedule_with_warmup(optimizer, WARM_UP, count)
+        for optimizer, count in zip(optimizers, (base_steps, steps), strict=True)
+    ]
     typer.echo(f"{len(text)} tokens; {sum(w.numel() for w in model.parameters()) / 1e6:.1f}M parameters, the layer "
                f"{sum(w.numel() for w in mtp.parameters()) / 1e6:.1f}M")  # fmt: skip
     begun = time.monotonic()
     for step in range(base_steps + steps):
-        at = rng.integers(0, len(text) - length - 1, rows)
-        token = torch.stack([text[i : i + length] for i in at])
+        at = rng.integers(0, len(text) - LENGTH - 1, ROWS)
+        token = torch.stack([text[i : i + LENGTH] for i in at])
         learns_base = step < base_steps
         if step == base_steps:  # the layer begins as the hybrid's last one
             mtp.layers[0].load_state_dict(model.model.layers[-1].state_dict())
-        optimizer = optimizers[not learns_base]
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, base_steps) if learns_base else rate(step - base_steps, steps)
+        optimizer, schedule = optimizers[not learns_base], schedules[not learns_base]
         with torch.set_grad_enabled(learns_base):
             states = model.model(input_ids=token, use_cache=False).last_hidden_state
             logits = model.lm_head(states).float()
         if learns_base:
             losses = [F.cross_entropy(logits[:, :-1].flatten(0, 1), token[:, 1:].flatten())]
         else:
-            n, losses, hits = length - depth, [], []
-            for d, own in enumerate(steps_of(mtp, model, token, states, depth), 1):
+            n, losses, hits = LENGTH - DEPTH, [], []
+            for d, own in enumerate(steps_of(mtp, model, token, states, DEPTH), 1):
                 drafted, teacher = model.lm_head(own).float(), logits[:, d : d + n]
                 losses.append(F.cross_entropy(drafted.flatten(0, 1), teacher.softmax(-1).flatten(0, 1)))
                 hits.append((drafted.argmax(-1) == teacher.argmax(-1)).float().mean().item())
         torch.stack(losses).sum().backward()
         torch.nn.utils.clip_grad_norm_((model if learns_base else mtp).parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         if step % 10 == 9:
             agreed = "" if learns_base else f", agreement {' '.join(f'{hit:.3f}' for hit in hits)}"

@@ -98,7 +98,7 @@ def split_experts(
       CheckpointError: a tensor has another type or shape, or codes without scales.
     """
     if cfg.experts is not None and FAMILIES[cfg.family].experts_by_rows:
-        return _split_rows(path, tensors, cfg, cut)
+        return {_name_rows(name): tensor for name, tensor in tensors.items()}
     if cfg.experts is None or not FAMILIES[cfg.family].experts_together:
         return dict(tensors)
     layouts, split = _layouts(cfg), {}
@@ -114,27 +114,11 @@ def split_experts(
     return split
 
 
-def _split_rows(
-    path: Path, tensors: Mapping[str, Tensor], cfg: ModelConfig, cut: Callable[[Tensor, int, int, View], Tensor]
-) -> dict[str, Tensor]:
-    """`split_experts` of tensors `[E, 2F, D]`, gates first, and `[E, D, F]`: their parts lie one after the other."""
-    assert cfg.experts is not None
-    E, D, F = cfg.experts.count, cfg.embed_dim, cfg.experts.dim
-    known = {"gate_up_proj": (("gate_proj", "up_proj"), (F, D)), "down_proj": (("down_proj",), (D, F))}
-    split: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        prefix, _, part = name.rpartition(".experts.")
-        if part not in known:
-            split[name] = tensor
-            continue
-        parts, shape = known[part]
-        wanted, size = (E, len(parts) * shape[0], shape[1]), math.prod(shape)
-        if tensor.shape != wanted:
-            raise CheckpointError(f"{path}: {name!r} is {list(tensor.shape)}, not {list(wanted)}")
-        for place in range(E * len(parts)):
-            made = f"{prefix.removesuffix('.mlp')}.mlp.experts.{place // len(parts)}.{parts[place % len(parts)]}.weight"
-            split[made] = cut(tensor, place * size, size, View(shape, 0, 0, 1, False))
-    return split
+def _name_rows(name: str) -> str:
+    """The name of a tensor of all experts as others end, for `split_fused`; any other name as it is."""
+    prefix, _, part = name.rpartition(".experts.")
+    known = part in ("gate_up_proj", "down_proj")
+    return f"{prefix.removesuffix('.mlp')}.mlp.experts.{part}.weight" if known else name
 
 
 def _layouts(cfg: ModelConfig) -> dict[str, _Layout]:

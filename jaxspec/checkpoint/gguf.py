@@ -41,7 +41,6 @@ _TOP_NAMES = {
 }
 # The final norm, and what LFM2's files call theirs.
 _FINAL_NORMS = ("output_norm.weight", "token_embd_norm.weight")
-_BOTH = "mlp.experts.gate_up_proj"
 _SHARED_GATE, _SINKS, _CONVS = "mlp.shared_expert_gate", "self_attn.sinks", ("conv.conv", "linear_attn.conv1d")
 # Tensors whose names in a Hugging Face folder do not end in `.weight` or `.bias`.
 _DECAY = "linear_attn.A_log"
@@ -54,7 +53,8 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
     "post_attention_norm": "attention_post_norm", "post_ffw_norm": "mlp_post_norm",
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj", "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_up_exps": _BOTH, "ffn_gate_inp_shexp": _SHARED_GATE,
+    "ffn_down_exps": "mlp.experts.down_proj", "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_gate_inp_shexp": _SHARED_GATE,
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "shortconv.in_proj": "conv.in_proj", "shortconv.conv": _CONVS[0], "shortconv.out_proj": "conv.out_proj",
@@ -238,10 +238,6 @@ def _rename(path: Path, tensors: dict[str, GGUFTensor], cfg: ModelConfig, of_fil
                 hf_name = f"model.layers.{parts[1]}.{family.tensor_name(part)}.{parts[-1]}"
             if (whole := names.get(".".join(parts[2:]))) is not None:  # of a kind of its own
                 hf_name = f"model.layers.{parts[1]}.{whole}"
-            if part == _BOTH and len(tensor.shape) == 3 and tensor.shape[1] % 2 == 0:
-                # The gate and the up projection of an expert lie one after the other.
-                experts, rows, columns = tensor.shape
-                tensor = dataclasses.replace(tensor, shape=(2 * experts, rows // 2, columns))
             if part == _SINKS:
                 hf_name = sinks_name(parts[1])
             if part in _BARE:

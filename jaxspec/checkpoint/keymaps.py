@@ -434,14 +434,17 @@ def split_fused(
         prefix, index, part, kind = _layer_part(name)
         pieces = fused.get(part, ()) if kind == "weight" else ()
         made = [f"{prefix}.{index}.{family.tensor_name(piece)}.{kind}" for piece, _ in pieces]
-        fits = tensor.shape and sum(rows for _, rows in pieces) == tensor.shape[0]
-        if not pieces or not fits or any(piece in split or piece in tensors for piece in made):
+        count, whole = sum(rows for _, rows in pieces), tensor.shape
+        if len(whole) == 3 and count == 2 * whole[0] and whole[1] % 2 == 0:
+            # Gate and up projection of an expert, one after the other.
+            whole = (count, whole[1] // 2, whole[2])
+        if not pieces or not whole or whole[0] != count or any(piece in split or piece in tensors for piece in made):
             split[name] = tensor
             continue
-        offset, each = tensor.offset, tensor.nbytes // tensor.shape[0]
+        offset, each = tensor.offset, tensor.nbytes // count
         for piece, (_, rows) in zip(made, pieces, strict=True):
             # One of several matrices is a matrix.
-            shape = tensor.shape[1:] if len(tensor.shape) == 3 else (rows, *tensor.shape[1:])
+            shape = whole[1:] if len(whole) == 3 else (rows, *whole[1:])
             split[piece] = cut(tensor, shape, offset, rows * each)
             offset += rows * each
     return split

@@ -91,7 +91,7 @@ class Program:
             check_vma=False,
         )  # fmt: skip
         jitted = jax.jit(sharded, donate_argnums=tuple(self._donate), out_shardings=_shardings(self._out))
-        with self._isolated(), _without_stacks(self.plan.kernels.platform):
+        with self._isolated():
             return jitted.trace(*args).lower(lowering_platforms=platforms)
 
     def finish(self, lowered: Any, variant: Hashable = None, digest: str | None = None) -> None:
@@ -181,6 +181,7 @@ class Program:
     @contextlib.contextmanager
     def _isolated(self) -> Iterator[None]:
         with (
+            _without_stacks(self.plan.kernels.platform),
             registry.using(self.plan.kernels),
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),
