@@ -246,8 +246,8 @@ class MeasuringRunner(SpeculativeRunner):
         self._use(weigh(times))
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
-            rates: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
-            self.drafter.learned = AcceptanceStats(*rates)
+            counts: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
+            self.drafter.learned = AcceptanceStats(*counts, *np.zeros_like(counts))
             if self.timer is not None and self.timer.total_s == 0.0:
                 self.timer.draft_first()
         weights = jax.tree.leaves(self.executor.placement.params())
@@ -312,8 +312,9 @@ class MeasuringRunner(SpeculativeRunner):
         self._keep_at = 2 * self._tokens
         if self.times is not None and self._filter.plain_s is not None and self.costs.source == "measured":
             save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
-        tried, accepted = (np.asarray(leaf).tolist() for leaf in (state.draft.stats.tried, state.draft.stats.accepted))
-        save_learned(self._profile, Learned(tried, accepted))
+        known = jax.device_get(state.draft.stats)
+        tried, accepted = known.tried + known.usual_tried, known.accepted + known.usual_accepted
+        save_learned(self._profile, Learned(tried.tolist(), accepted.tolist()))
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)

@@ -68,6 +68,8 @@ PRIOR_COPY = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
 CONTRADICTION = 0.25
 # Observations lose weight with each token, so that a change of subject is noticed.
 FORGETTING = 0.98
+# What earlier texts showed is worth so many observations in a text at most, and so many are kept of each group of kinds.
+USUAL_WEIGHT, USUAL_KEPT = 12.0, 400.0
 
 # Kinds: first choices, other choices, both again where a copy agrees; then copies, and contradicted copies.
 OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PRIOR_COPY)
@@ -333,10 +335,19 @@ def _priors() -> np.ndarray:
 
 @pytree
 class AcceptanceStats:
-    """Observations of tokens of each kind."""
+    """Observations of tokens of each kind, in this text and in earlier ones."""
 
     tried: Array  # float32 [KINDS], tokens that the verified text confirmed or refuted, with forgetting
     accepted: Array  # float32 [KINDS], those that it confirmed
+    usual_tried: Array  # float32 [KINDS], the same of earlier texts
+    usual_accepted: Array  # float32 [KINDS]
+
+    def next_text(self) -> "AcceptanceStats":
+        """What is known when another text begins: this one is one of several, and none of them is forgotten at once."""
+        tried, accepted = self.usual_tried + self.tried, self.usual_accepted + self.accepted
+        share = [jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(part.sum(), 1.0)) for part in jnp.split(tried, [COPIES, PLACES])]
+        kept = jnp.stack(share)[np.digitize(np.arange(KINDS), [COPIES, PLACES])]
+        return AcceptanceStats(jnp.zeros(KINDS), jnp.zeros(KINDS), kept * tried, kept * accepted)
 
     def update(self, kind: Array, tried: Array, accepted: Array) -> "AcceptanceStats":
         """Count what became of drafted tokens: their kinds, int32 [n], and which were confirmed, bool [n].
@@ -353,15 +364,23 @@ class AcceptanceStats:
         every = jnp.arange(KINDS)
         weight = jnp.where(every < COPIES, kept(~copied & ~placed), kept(copied))
         weight = jnp.where(every < PLACES, weight, kept(placed))
-        return AcceptanceStats(
+        return dataclasses.replace(
+            self,
             tried=(self.tried * weight).at[kind].add(tried),
             accepted=(self.accepted * weight).at[kind].add(accepted.astype(jnp.float32)),
         )
 
+    def _expect(self, chosen: Any, prior: Any, total: bool = False) -> Array:
+        """Rates of the chosen kinds: those of this text, drawn to those of earlier ones, and these to `prior`."""
+        counts = [leaf[chosen] for leaf in (self.tried, self.accepted, self.usual_tried, self.usual_accepted)]
+        tried, accepted, usual_tried, usual_accepted = [leaf.sum() for leaf in counts] if total else counts
+        usual = (usual_accepted + PRIOR_WEIGHT * prior) / (usual_tried + PRIOR_WEIGHT)
+        weight = jnp.minimum(usual_tried + PRIOR_WEIGHT, USUAL_WEIGHT)
+        return (accepted + weight * usual) / (tried + weight)
+
     def rates(self) -> Array:
         """Estimated chance that a token of each kind is accepted, once the walk comes to it; float32 [PLACES]."""
-        tried, accepted = self.tried[:PLACES], self.accepted[:PLACES]
-        rates = (accepted + PRIOR_WEIGHT * jnp.array(_priors())) / (tried + PRIOR_WEIGHT)
+        rates = self._expect(np.s_[:PLACES], jnp.array(_priors()))
         model, copies = jnp.split(jnp.minimum(rates, 1.0), [COPIES])
         # A longer match is never worth less.
         return jnp.concatenate([model, jax.lax.cummax(copies.reshape(2, -1), axis=1).reshape(-1)])
@@ -376,18 +395,16 @@ class AcceptanceStats:
         `beside` is believed of those below a choice that is not the first, before anything is known.
         """
         prior = np.tile(np.repeat([1.0, beside], RANKS), DEPTHS).astype(np.float32)
-        return (self.accepted[PLACES:] + PRIOR_WEIGHT * prior) / (self.tried[PLACES:] + PRIOR_WEIGHT)
+        return self._expect(np.s_[PLACES:], prior)
 
     def mean_rate(self) -> Array:
         """Estimated chance of a first choice whose probability is not known yet, float32 []."""
-        first = np.r_[0:CLASSES, AGREED : AGREED + CLASSES]
-        tried, accepted = self.tried[first].sum(), self.accepted[first].sum()
-        return (accepted + PRIOR_WEIGHT * PRIOR_MEAN) / (tried + PRIOR_WEIGHT)
+        return self._expect(np.r_[0:CLASSES, AGREED : AGREED + CLASSES], PRIOR_MEAN, total=True)
 
 
 def init_acceptance() -> AcceptanceStats:
     """Nothing observed."""
-    return AcceptanceStats(jnp.zeros(KINDS), jnp.zeros(KINDS))
+    return AcceptanceStats(*(jnp.zeros(KINDS) for _ in range(4)))
 
 
 def class_of(logprob: Array) -> Array:

@@ -44,8 +44,6 @@ from jaxspec.sampling.processors import history_shapes
 from jaxspec.sampling.request import Request, request_shapes
 from jaxspec.tree.tree import init_tree
 
-# Share of what was learned of drafts that counts in the next text.
-CARRIED_OVER = 0.25
 # Tokens for which a weighed draft need not take hidden states, and rounds (of P tokens) that are added to them.
 UNFED_TOKENS, UNFED_ROUNDS = 64, 4
 
@@ -105,10 +103,9 @@ class TreeDrafter(Drafter):
         def create(sequence):
             return begin(sequence, init_acceptance() if settings.learns else None)
 
-        def restart(sequence, stats, length, idle, patience):
-            # Buffers that held no text have what was carried over to them.
-            carried = jax.tree.map(lambda leaf: jnp.where(length > 0, CARRIED_OVER, 1.0) * leaf, stats)
-            return dataclasses.replace(begin(sequence, carried), idle=idle, patience=patience)
+        def restart(sequence, stats, idle, patience):
+            begun = begin(sequence, None if stats is None else stats.next_text())
+            return dataclasses.replace(begun, idle=idle, patience=patience)
 
         def draft(params, state, verified, history, request, costs=None):
             model = DraftModel(params, placement, propose, request) if propose is not None else None
@@ -138,7 +135,7 @@ class TreeDrafter(Drafter):
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
-        kept = [sequence, stats, scalar, scalar, scalar]
+        kept = [sequence, stats, scalar, scalar]
         self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0, 1])
         params = placement.params() if has_model else ()
         shapes = [] if costs is None else [costs.shapes(placement)]
@@ -216,12 +213,12 @@ class TreeDrafter(Drafter):
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
         if state is not None:
-            return self._restart(sequence, state.stats, state.text.length, state.idle, state.patience)
+            return self._restart(sequence, state.stats, state.idle, state.patience)
         if self.learned is None:
             return self._create(sequence)
         stats = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), self.learned, self.state.stats)
         first = place(np.int32(FIRST_PATIENCE), self.state.idle.sharding)
-        return self._restart(sequence, stats, first, first, first)  # a length above 0, as after a text
+        return self._restart(sequence, stats, first, first)
 
     def _place_text(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the devices."""

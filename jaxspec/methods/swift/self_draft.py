@@ -20,6 +20,7 @@ from jaxspec.methods.core.cost_model import (
     AcceptanceStats,
     CostModel,
     class_of,
+    init_acceptance,
     keep_best,
     relative_set_cost,
 )
@@ -210,7 +211,8 @@ def init_memory(chain: ChainSettings) -> ChainMemory:
     n, k, zero = chain.length, chain.branch, jnp.int32(0)
     token, kind, ranks = jnp.zeros((n, k), jnp.int32), jnp.zeros(n, jnp.int32), jnp.zeros((2, k - 1))
     surest = jnp.where(jnp.arange(KINDS) == CLASSES - 1, ACCEPTED_BEFORE, 0.0)
-    return ChainMemory(AcceptanceStats(surest, surest), ranks, token, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
+    known = dataclasses.replace(init_acceptance(), tried=surest, accepted=surest)
+    return ChainMemory(known, ranks, token, kind, zero, zero, jnp.int32(FIRST_PATIENCE))
 
 
 def learn(memory: ChainMemory, verified: Verified) -> ChainMemory:
