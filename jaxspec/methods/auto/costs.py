@@ -246,8 +246,9 @@ class MeasuringRunner(SpeculativeRunner):
         self._use(weigh(times))
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
-            counts: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
-            self.drafter.learned = AcceptanceStats(*counts, *np.zeros_like(counts))
+            kinds: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
+            asked: Any = np.array(learned.asked, np.float32)
+            self.drafter.learned = AcceptanceStats(*kinds, *np.zeros_like(kinds), asked, np.zeros_like(asked))
             if self.timer is not None and self.timer.total_s == 0.0:
                 self.timer.draft_first()
         weights = jax.tree.leaves(self.executor.placement.params())
@@ -314,7 +315,8 @@ class MeasuringRunner(SpeculativeRunner):
             save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
         known = jax.device_get(state.draft.stats)
         tried, accepted = known.tried + known.usual_tried, known.accepted + known.usual_accepted
-        save_learned(self._profile, Learned(tried.tolist(), accepted.tolist()))
+        asked = known.asked + known.usual_asked
+        save_learned(self._profile, Learned(tried.tolist(), accepted.tolist(), asked.tolist()))
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)

@@ -28,7 +28,7 @@ from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 
 LOG = logging.getLogger(__name__)
 
-COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 1", "jaxspec device profile 1"
+COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 2", "jaxspec device profile 1"
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
 SHORTEST_S, LONGEST_S, LARGEST_BATCH = 1e-9, 1e6, 1024
 # Settings of several devices have to gain so much over those of fewer: less is noise.
@@ -72,6 +72,7 @@ class Learned:
 
     tried: Sequence[float]
     accepted: Sequence[float]
+    asked: Sequence[float]
 
 
 def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None:
@@ -200,10 +201,10 @@ def _read_times(saved: Any) -> RoundTimes:
 
 
 def _read_learned(saved: Any) -> Learned:
-    learned = Learned(*([float(count) for count in saved[name]] for name in ("tried", "accepted")))
-    if not len(learned.tried) == len(learned.accepted) == KINDS:
+    learned = Learned(*([float(count) for count in saved[name]] for name in ("tried", "accepted", "asked")))
+    if not len(learned.tried) == len(learned.accepted) == KINDS or len(learned.asked) != 4:
         raise ValueError("its kinds of tokens are others")
-    if not all(0 <= count <= MOST_TOKENS for count in (*learned.tried, *learned.accepted)):
+    if not all(0 <= count <= MOST_TOKENS for count in (*learned.tried, *learned.accepted, *learned.asked)):
         raise ValueError("a count is none")
     return learned
 

@@ -148,8 +148,8 @@ def _weigh(
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]
     chain = jnp.cumprod(jnp.minimum(stats.mean_rate() * stats.place_ratios(beside)[jnp.stack(first)], SUREST))
     idle = state.idle + verified.count
-    drafting = jnp.full(settings.places, costs.draft + costs.draft_overhead)
-    prospect = weigh_prospect(copied.candidates.score, chain, drafting, costs, idle, state.patience)
+    drafting, passes = costs.draft + costs.draft_overhead, jnp.ones(settings.places)
+    prospect = weigh_prospect(copied.candidates.score, chain, passes, stats, costs, idle, state.patience)
 
     def draft(carry: tuple) -> tuple:
         cache, _, _, _ = carry
@@ -167,7 +167,7 @@ def _weigh(
             has_row = jnp.zeros(exists.shape, bool).at[above].set(True, mode="drop")
             candidates, others = join(candidates, nodes.hash, has_row, jnp.bool_(True), copied.copies, stats)
             observed = concatenate(observed, others)
-        return cache, keep_best(candidates, costs.rounds + drafting[0])[0], observed, jnp.bool_(False)
+        return cache, keep_best(candidates, costs.rounds + drafting)[0], observed, jnp.bool_(False)
 
     # A loop of at most one turn: a conditional would copy the cache.
     plain = keep_best(copied.candidates, costs.rounds)[0]

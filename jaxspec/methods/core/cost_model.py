@@ -70,6 +70,7 @@ CONTRADICTION = 0.25
 FORGETTING = 0.98
 # What earlier texts showed is worth so many observations in a text at most, and so many are kept of each group of kinds.
 USUAL_WEIGHT, USUAL_KEPT = 12.0, 400.0
+HOPE = 1.0
 
 # Kinds: first choices, other choices, both again where a copy agrees; then copies, and contradicted copies.
 OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PRIOR_COPY)
@@ -161,27 +162,31 @@ class Prospect(NamedTuple):
 
 
 def weigh_prospect(
-    copied: Array, chain: Array, drafting: Array, costs: PlacedCosts, idle: Array, patience: Array
-) -> Prospect:
+    copied: Array, chain: Array, passes: Array, stats: "AcceptanceStats", costs: PlacedCosts, idle: Array,
+    patience: Array,
+) -> Prospect:  # fmt: skip
     """Weigh a draft that was not made yet against copies alone.
 
     Args:
       copied: float32 [N], scores of copied tokens.
       chain: float32 [L], the chance that the first 1, 2, ... tokens of a chain of the model are all accepted.
-      drafting: float32 [L], what these take apart from their round.
-      costs: of rounds.
+      passes: int32 [L], draft passes that these take.
+      stats: what became of earlier drafts.
+      costs: of rounds and draft passes.
       idle: int32 [], tokens since the model was asked; after `patience` it is asked though it seems not to pay.
     """
     last = costs.rounds.shape[0] - 1
     num_copied, copy_gain = best_count(copied, costs.rounds)
     first_copy = jnp.exp(copied.max())
-    # A chain of the model brings what the copies do not have.
     length, tokens = jnp.arange(1, chain.shape[0] + 1), jnp.cumsum(chain)
-    joined = costs.rounds[jnp.minimum(num_copied + length, last)] + drafting
-    alone = costs.rounds[jnp.minimum(length, last)] + drafting
-    # It joins the copies, or takes their rows.
-    speed = jnp.maximum((copy_gain + tokens * (1 - first_copy)) / joined, (1 + tokens) / alone)
-    pays = speed.max() > copy_gain / costs.rounds[num_copied]
+    alone = costs.rounds[jnp.minimum(length, last)] + costs.draft_overhead + costs.draft * passes
+    best = jnp.argmax((1 + tokens) / alone)
+    brought, rows, needed = stats.usual_draft(jnp.stack([tokens[best], length[best], passes[best]]).astype(jnp.float32))
+    # It joins the copies, of which it brings what they do not have, or takes their rows.
+    joined, own = jnp.interp(jnp.stack([num_copied + rows, rows]), jnp.arange(last + 1), costs.rounds)
+    drafting = costs.draft_overhead + costs.draft * needed
+    speed = jnp.maximum((copy_gain + brought * (1 - first_copy)) / (joined + drafting), (1 + brought) / (own + drafting))
+    pays = speed > copy_gain / costs.rounds[num_copied]
     # A draft that would not pay if all its tokens were accepted is never tried.
     hopeful = jnp.max((1 + length) / alone) > 1 / costs.rounds[0]
     retry = ~pays & (num_copied == 0) & (idle >= patience) & hopeful
@@ -341,13 +346,33 @@ class AcceptanceStats:
     accepted: Array  # float32 [KINDS], those that it confirmed
     usual_tried: Array  # float32 [KINDS], the same of earlier texts
     usual_accepted: Array  # float32 [KINDS]
+    # Drafts that no copies joined: their number, and sums of the tokens that they were expected to bring, of their rows
+    # and of their passes; float32 [4], with forgetting, in this text and in earlier ones.
+    asked: Array
+    usual_asked: Array
+
+    def note_draft(self, tokens: Array, rows: Array, passes: Array, counts: Array) -> "AcceptanceStats":
+        """Count a draft, if `counts`, bool [], by the tokens that it is expected to bring."""
+        one = counts * jnp.stack([jnp.float32(1), tokens, rows, passes])
+        return dataclasses.replace(self, asked=jnp.where(counts, FORGETTING, 1.0) * self.asked + one)
+
+    def usual_draft(self, prior: Array) -> Array:
+        """Expected tokens, rows and passes of a draft, float32 [3]; `prior` before any was made."""
+        known = self.asked + jnp.minimum(1.0, USUAL_WEIGHT / jnp.maximum(self.usual_asked[0], 1.0)) * self.usual_asked
+        usual = (known[1:] + PRIOR_WEIGHT * prior) / (known[0] + PRIOR_WEIGHT)
+        # As many as there may be, one standard deviation above: what is little known is tried.
+        doubt = jnp.sqrt(usual[0] / (self.asked[0] + self.usual_asked[0] + PRIOR_WEIGHT))
+        return usual.at[0].add(HOPE * doubt)
 
     def next_text(self) -> "AcceptanceStats":
         """What is known when another text begins: this one is one of several, and none of them is forgotten at once."""
         tried, accepted = self.usual_tried + self.tried, self.usual_accepted + self.accepted
         share = [jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(part.sum(), 1.0)) for part in jnp.split(tried, [COPIES, PLACES])]
         kept = jnp.stack(share)[np.digitize(np.arange(KINDS), [COPIES, PLACES])]
-        return AcceptanceStats(jnp.zeros(KINDS), jnp.zeros(KINDS), kept * tried, kept * accepted)
+        asked = self.usual_asked + self.asked
+        asked *= jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(asked[0], 1.0))
+        blank = init_acceptance()
+        return dataclasses.replace(blank, usual_tried=kept * tried, usual_accepted=kept * accepted, usual_asked=asked)
 
     def update(self, kind: Array, tried: Array, accepted: Array) -> "AcceptanceStats":
         """Count what became of drafted tokens: their kinds, int32 [n], and which were confirmed, bool [n].
@@ -404,7 +429,7 @@ class AcceptanceStats:
 
 def init_acceptance() -> AcceptanceStats:
     """Nothing observed."""
-    return AcceptanceStats(*(jnp.zeros(KINDS) for _ in range(4)))
+    return AcceptanceStats(*(jnp.zeros(KINDS) for _ in range(4)), jnp.zeros(4), jnp.zeros(4))
 
 
 def class_of(logprob: Array) -> Array:

@@ -271,6 +271,8 @@ class _Weighed:
     nodes: Nodes
     value: Array  # float32 [M * k], expected tokens from evaluating each leaf
     goes_on: Array  # bool [], whether a further pass is worth its time
+    count: Array  # int32 [], of the candidates
+    gain: Array  # float32 [], tokens that the round is expected to bring
 
 
 def _weigh(
@@ -282,8 +284,7 @@ def _weigh(
     assert stats is not None and sequence is not None and tree is not None
     num_rows, width, mean, copies = settings.num_rows, settings.width, stats.mean_rate(), copied.copies
     length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
-    drafting = costs.draft_overhead + costs.draft * length
-    prospect = weigh_prospect(copied.candidates.score, mean**length, drafting, costs, idle, state.patience)
+    prospect = weigh_prospect(copied.candidates.score, mean**length, length, stats, costs, idle, state.patience)
     wanted = prospect.wanted
 
     if state.unfed is None:
@@ -331,7 +332,8 @@ def _weigh(
         new = jax.lax.top_k(value, width)[0].sum()
         further = begun[jnp.minimum(count + width, num_rows - 1)] + costs.draft * (passes + 1)
         fits = made.size + width <= made.rows
-        return _Weighed(grown, passes, candidates, nodes, value, fits & ((gain + new) / further > gain / spent[count]))
+        goes_on = fits & ((gain + new) / further > gain / spent[count])
+        return _Weighed(grown, passes, candidates, nodes, value, goes_on, count, gain)
 
     def plant_tree() -> tuple[Tree, Array]:
         planted = plant_children(model, tree, text.token[text.length - 1], hidden, history, produced, correct)
@@ -346,13 +348,13 @@ def _weigh(
         grown = expand(model, weighed.grown, history, produced, width=width, value=weighed.value, correct=correct)
         return judge(grown, weighed.passes + 1)
 
-    def draft() -> tuple[Candidates, Nodes, Array, Array]:
+    def draft() -> tuple[Candidates, Nodes, Array, Array, Array, Array]:
         judged = judge(start, passes)
-        return judged.candidates, judged.nodes, judged.value, judged.goes_on
+        return judged.candidates, judged.nodes, judged.value, judged.goes_on, judged.count, judged.gain
 
-    def draft_nothing() -> tuple[Candidates, Nodes, Array, Array]:
-        candidates, _, _ = keep_best(copied.candidates, costs.rounds)
-        return candidates, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False)
+    def draft_nothing() -> tuple[Candidates, Nodes, Array, Array, Array, Array]:
+        candidates, count, gain = keep_best(copied.candidates, costs.rounds)
+        return candidates, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False), count, gain
 
     with jax.named_scope("draft/grow"):
         weighed = _Weighed(start, passes, *jax.lax.cond(wanted, draft, draft_nothing))
@@ -365,7 +367,9 @@ def _weigh(
         lambda: alone,
     )
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
-    state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes)
+    apart = wanted & (prospect.num_copied == 0)
+    stats = stats.note_draft(weighed.gain - 1, weighed.count, weighed.passes, apart)
+    state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes, stats=stats)
     return wait_longer(state, prospect, idle), Draft(batch, weighed.passes)
 
 
