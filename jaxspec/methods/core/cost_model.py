@@ -70,7 +70,7 @@ CONTRADICTION = 0.25
 FORGETTING = 0.98
 # What earlier texts showed is worth so many observations in a text at most, and so many are kept of each group of kinds.
 USUAL_WEIGHT, USUAL_KEPT = 12.0, 400.0
-HOPE = 1.0
+HOPE = 0.5
 
 # Kinds: first choices, other choices, both again where a copy agrees; then copies, and contradicted copies.
 OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PRIOR_COPY)
@@ -351,17 +351,19 @@ class AcceptanceStats:
     asked: Array
     usual_asked: Array
 
-    def note_draft(self, tokens: Array, rows: Array, passes: Array, counts: Array) -> "AcceptanceStats":
-        """Count a draft, if `counts`, bool [], by the tokens that it is expected to bring."""
+    def note_draft(
+        self, tokens: Array, rows: Array, passes: Array, counts: Array, verified: Array
+    ) -> "AcceptanceStats":  # fmt: skip
+        """Count a draft, if `counts`, bool [], by the tokens that it is expected to bring; `verified` are forgotten."""
         one = counts * jnp.stack([jnp.float32(1), tokens, rows, passes])
-        return dataclasses.replace(self, asked=jnp.where(counts, FORGETTING, 1.0) * self.asked + one)
+        return dataclasses.replace(self, asked=FORGETTING**verified * self.asked + one)
 
     def usual_draft(self, prior: Array) -> Array:
         """Expected tokens, rows and passes of a draft, float32 [3]; `prior` before any was made."""
         known = self.asked + jnp.minimum(1.0, USUAL_WEIGHT / jnp.maximum(self.usual_asked[0], 1.0)) * self.usual_asked
         usual = (known[1:] + PRIOR_WEIGHT * prior) / (known[0] + PRIOR_WEIGHT)
         # As many as there may be, one standard deviation above: what is little known is tried.
-        doubt = jnp.sqrt(usual[0] / (self.asked[0] + self.usual_asked[0] + PRIOR_WEIGHT))
+        doubt = jnp.sqrt(usual[0] / (known[0] + PRIOR_WEIGHT))
         return usual.at[0].add(HOPE * doubt)
 
     def next_text(self) -> "AcceptanceStats":

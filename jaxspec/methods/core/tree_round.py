@@ -368,7 +368,7 @@ def _weigh(
     )
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
     apart = wanted & (prospect.num_copied == 0)
-    stats = stats.note_draft(weighed.gain - 1, weighed.count, weighed.passes, apart)
+    stats = stats.note_draft(weighed.gain - 1, weighed.count, weighed.passes, apart, verified.count)
     state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes, stats=stats)
     return wait_longer(state, prospect, idle), Draft(batch, weighed.passes)
 
